@@ -1,0 +1,36 @@
+# Everything runs inside .venv, which the first call makes and later calls reuse.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: install demo test check unit parity e2e gpu
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[llm,dev]"
+	touch $@
+
+check: install
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit
+
+parity: install
+	$(BIN)/python -m pytest -q tests/parity
+
+e2e: install
+	$(BIN)/python -m pytest -q tests/e2e
+
+test: check
+	$(BIN)/python -m pytest -q tests/parity tests/e2e
+
+gpu: install
+	$(BIN)/python -m pytest -q -m gpu tests
+
+demo: install
+	$(BIN)/python -m apps.llm.demo

@@ -1,0 +1,1 @@
+"""The shared acceleration core: parallelism, memory, precision, optimizers, models, training."""

@@ -1,0 +1,119 @@
+"""How a local tensor lies in the whole.
+
+A `Layout` says which box of the full tensor a rank holds: the full shape, and the mesh axes that cut it, in the order
+in which they cut. One cut of a dim of n rows over an axis of size s follows `torch.chunk` and DTensor: every rank gets
+ceil(n / s) rows until the rows run out, so shards may be uneven or empty. Axes that do not cut replicate.
+
+Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The box of a full tensor that this rank holds.
+
+    shape  the full shape
+    mesh   the mesh whose axes cut it; None when nothing does
+    cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of what it left
+    """
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    cuts: tuple[tuple[str, int], ...] = ()
+
+    def box(self, coordinate: dict[str, int] | None = None) -> tuple[slice, ...]:
+        """The slices of the full tensor held at `coordinate` (axis -> index on it); by default those of this rank."""
+        start, stop = [0] * len(self.shape), list(self.shape)
+        for axis, dim in self.cuts:
+            assert self.mesh is not None
+            size = self.mesh[axis].size()
+            index = self.mesh[axis].get_local_rank() if coordinate is None else coordinate[axis]
+            rows = -(-(stop[dim] - start[dim]) // size)
+            start[dim], stop[dim] = (
+                min(start[dim] + index * rows, stop[dim]),
+                min(start[dim] + (index + 1) * rows, stop[dim]),
+            )
+        return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+
+    def local(self, full: Tensor) -> Tensor:
+        """The view of `full` that this rank holds."""
+        return full[self.box()] if self.shape else full
+
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.box())
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut, each once."""
+        return tuple(dict.fromkeys(axis for axis, _ in self.cuts))
+
+    def cut(self, mesh: DeviceMesh, axis: str, dim: int = 0) -> "Layout":
+        """This layout with one more cut, of what is local now."""
+        return Layout(self.shape, mesh, (*self.cuts, (axis, dim)))
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """The layout of a parameter or of an optimizer's tensor: tagged, DTensor, or plain (then it is whole)."""
+    tagged = getattr(tensor, "layout_in_whole", None)
+    if tagged is not None:
+        return tagged
+    if not isinstance(tensor, DTensor):
+        return Layout(tuple(tensor.shape))
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names
+    assert names is not None, "a mesh of ours has named axes"
+    cuts = []
+    # FSDP2 shards what tensor parallelism left and records that as a strided shard on the outer axis:
+    # in order of application the plain shards come first.
+    for strided in (False, True):
+        for axis, placement in zip(names, tensor.placements, strict=True):
+            is_strided = type(placement).__name__ == "_StridedShard"
+            if (isinstance(placement, Shard) or is_strided) and is_strided is strided:
+                cuts.append((axis, placement.dim))  # pyright: ignore[reportAttributeAccessIssue]
+    return Layout(tuple(tensor.shape), mesh, tuple(cuts))
+
+
+def tag(tensor: Tensor, layout: Layout) -> Tensor:
+    """Note on a plain local tensor how it lies in the whole; `layout_of` reads it back."""
+    assert tuple(tensor.shape) == layout.local_shape(), (tuple(tensor.shape), layout)
+    tensor.layout_in_whole = layout  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor that this rank stores, tagged with its layout; shares storage with `tensor`."""
+    if isinstance(tensor, DTensor):
+        return tag(tensor.to_local(), layout_of(tensor))
+    return tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank that shares it (a collective over the axes that cut it). For tests and export."""
+    layout = layout_of(tensor)
+    value = local(tensor).detach()
+    for axis, dim in reversed(layout.cuts):
+        assert layout.mesh is not None
+        value = _undo_cut(value, layout, axis, dim)
+    return value
+
+
+def _undo_cut(value: Tensor, layout: Layout, axis: str, dim: int) -> Tensor:
+    """Concatenate along `dim` over `axis`; shards may be uneven, so each travels padded to the largest."""
+    assert layout.mesh is not None
+    group, size = layout.mesh[axis].get_group(), layout.mesh[axis].size()
+    rows = torch.tensor([value.shape[dim]], device=value.device)
+    counts = [torch.empty_like(rows) for _ in range(size)]
+    torch.distributed.all_gather(counts, rows, group=group)
+    lengths = [int(c) for c in counts]
+    padded_shape = list(value.shape)
+    padded_shape[dim] = max(lengths)
+    padded = value.new_zeros(padded_shape)
+    padded.narrow(dim, 0, value.shape[dim]).copy_(value)
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim)
