@@ -1,0 +1,174 @@
+"""Collectives that autograd understands, named by what they do to a placement.
+
+Each is a pair: the forward moves a tensor from one placement on a mesh axis to another, the backward moves its gradient
+back. `axis` is a DeviceMesh with one dim.
+
+    function          forward                     backward of the gradient
+    copy_to           replicate -> replicate      partial   -> replicate   all-reduce
+    reduce_from       partial   -> replicate      replicate -> replicate   nothing         (all-reduce forward)
+    gather_from       shard     -> replicate      partial   -> shard       reduce-scatter  (all-gather forward)
+    scatter_to        partial   -> shard          shard     -> replicate   all-gather      (reduce-scatter forward)
+    split_to          replicate -> shard          shard     -> replicate   all-gather      (a slice forward)
+    join_from         shard     -> replicate      replicate -> shard       a slice         (all-gather forward)
+
+`gather_from` is for an input that every rank then uses for another part of the work (its gradients are partial sums);
+`join_from` for a result that every rank then uses alike.
+
+Ragged dims: a dim of n rows over s ranks becomes s shards of ceil(n / s) rows, the last ones filled with zeros; whoever
+gathers cuts the surplus off again with the length it knows.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def all_reduce(x: Tensor, axis: DeviceMesh) -> Tensor:
+    """The sum over the axis, as a new tensor; no gradient."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    if axis.size() > 1:
+        dist.all_reduce(out, group=axis.get_group())
+    return out
+
+
+def all_reduce_max(x: Tensor, axis: DeviceMesh) -> Tensor:
+    """The elementwise maximum over the axis, as a new tensor; no gradient."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    if axis.size() > 1:
+        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=axis.get_group())
+    return out
+
+
+def all_gather(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """Shards x[.., n, ..] of equal size -> [.., s n, ..]; no gradient."""
+    size = axis.size()
+    if size == 1:
+        return x
+    out = x.new_empty(size, *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=axis.get_group())
+    return out.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """Partial sums x[.., n, ..] -> this rank's [.., ceil(n / s), ..] of the sum; no gradient."""
+    size = axis.size()
+    if size == 1:
+        return x
+    parts = _padded(x, dim, size).unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=axis.get_group())
+    return out
+
+
+def take_shard(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """This rank's [.., ceil(n / s), ..] of x[.., n, ..], zero rows where there are none; no communication."""
+    size = axis.size()
+    if size == 1:
+        return x
+    return _padded(x, dim, size).chunk(size, dim)[axis.get_local_rank()]
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    surplus = -x.shape[dim] % size
+    if surplus == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = surplus
+    return torch.cat((x, x.new_zeros(shape)), dim)
+
+
+class _CopyTo(Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.axis), None
+
+
+class _ReduceFrom(Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherFrom(Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis = dim, axis
+        return all_gather(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad, ctx.dim, ctx.axis), None, None
+
+
+class _ScatterTo(Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis, ctx.rows = dim, axis, x.shape[dim]
+        return reduce_scatter(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.dim, ctx.axis).narrow(ctx.dim, 0, ctx.rows), None, None
+
+
+class _SplitTo(Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis, ctx.rows = dim, axis, x.shape[dim]
+        return take_shard(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.dim, ctx.axis).narrow(ctx.dim, 0, ctx.rows), None, None
+
+
+class _JoinFrom(Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis = dim, axis
+        return all_gather(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return take_shard(grad, ctx.dim, ctx.axis), None, None
+
+
+def copy_to(x: Tensor, axis: DeviceMesh) -> Tensor:
+    """replicate -> replicate; the gradient is a partial sum on each rank and is all-reduced (Megatron's f)."""
+    return x if axis.size() == 1 else _CopyTo.apply(x, axis)  # pyright: ignore[reportReturnType]
+
+
+def reduce_from(x: Tensor, axis: DeviceMesh) -> Tensor:
+    """partial -> replicate by all-reduce; the gradient passes (Megatron's g)."""
+    return x if axis.size() == 1 else _ReduceFrom.apply(x, axis)  # pyright: ignore[reportReturnType]
+
+
+def gather_from(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """shard(dim) -> replicate by all-gather; the gradient is partial and is reduce-scattered."""
+    return x if axis.size() == 1 else _GatherFrom.apply(x, dim, axis)  # pyright: ignore[reportReturnType]
+
+
+def scatter_to(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """partial -> shard(dim) by reduce-scatter; the gradient is all-gathered."""
+    return x if axis.size() == 1 else _ScatterTo.apply(x, dim, axis)  # pyright: ignore[reportReturnType]
+
+
+def split_to(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """replicate -> shard(dim) by a slice; the gradient is all-gathered."""
+    return x if axis.size() == 1 else _SplitTo.apply(x, dim, axis)  # pyright: ignore[reportReturnType]
+
+
+def join_from(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """shard(dim) -> replicate by all-gather; the gradient, alike on every rank, is sliced."""
+    return x if axis.size() == 1 else _JoinFrom.apply(x, dim, axis)  # pyright: ignore[reportReturnType]

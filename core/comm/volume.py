@@ -1,0 +1,126 @@
+"""Counts the collectives of a region: calls and bytes, by operation and by mesh axis.
+
+    with count_volume(mesh) as volume:
+        train_step()
+    volume.bytes["all_gather", "dp_shard"]
+
+Every collective of torch.distributed passes the dispatcher (c10d:: and _c10d_functional:: operators), so a dispatch mode
+sees them all, those of FSDP2 and DTensor too. Bytes are those of the full message: the gathered output of an all-gather,
+the input of a reduce-scatter or all-reduce, what a rank sends in a broadcast or an all-to-all. What travels over a wire is
+that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks (`wire_bytes`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from core.mesh import data_axis
+
+# operator name -> (our name, which argument holds the full message)
+_FULL_MESSAGE = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "all_to_all_single": ("all_to_all", 0),
+}
+_WIRE = {
+    "all_reduce": lambda s: 2 * (s - 1) / s,
+    "all_gather": lambda s: (s - 1) / s,
+    "reduce_scatter": lambda s: (s - 1) / s,
+    "all_to_all": lambda s: (s - 1) / s,
+}
+
+
+@dataclass
+class Volume:
+    """calls and bytes by (operation, axis); an axis that is not of the mesh is called `other`."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_calls(self) -> int:
+        return sum(self.calls.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one rank sends with ring algorithms."""
+        return sum(
+            n * _WIRE.get(op, lambda _: 1.0)(self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items()
+        )
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, volume: Volume, axis_of: dict[str, str]):
+        super().__init__()
+        self.volume, self.axis_of = volume, axis_of
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func, args, kwargs, out) -> None:
+        name = func._schema.name.split("::")[1]
+        if name == "all_gather_into_tensor":  # functional: the full message is what comes out
+            operation, message = "all_gather", out
+        elif name in _FULL_MESSAGE:
+            operation, position = _FULL_MESSAGE[name]
+            message = args[position]
+        else:
+            return
+        key = (operation, self.axis_of.get(_group_name((args, kwargs)), "other"))
+        self.volume.calls[key] += 1
+        self.volume.bytes[key] += sum(
+            t.numel() * t.element_size() for t in tree_leaves(message) if isinstance(t, Tensor)
+        )
+
+
+def _group_name(arguments) -> str:
+    """The name of the process group among an operator's arguments: an object (c10d) or a string (functional)."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return torch.distributed.ProcessGroup.unbox(leaf).group_name
+        if isinstance(leaf, str) and leaf not in ("sum", "avg", "max", "min"):
+            return leaf
+    return ""
+
+
+@contextmanager
+def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
+    """Count every collective inside, also those of the backward pass."""
+    names = mesh.mesh_dim_names or ()
+    axis_of = {mesh[axis].get_group().group_name: axis for axis in reversed(names)}
+    axis_of.setdefault(torch.distributed.group.WORLD.group_name, "world")  # pyright: ignore[reportOptionalMemberAccess]
+    volume = Volume(sizes={axis: mesh[axis].size() for axis in names})
+    dp = data_axis(mesh)
+    axis_of.setdefault(dp.get_group().group_name, "dp")
+    volume.sizes["dp"] = dp.size()
+    with _Counter(volume, axis_of):
+        yield volume

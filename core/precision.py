@@ -1,0 +1,78 @@
+"""Number formats of a run: what is computed in, what the optimizer keeps, what is reduced in, and loss scaling.
+
+    precision   parameters and activations   masters and optimizer state   reductions
+    fp64        fp64                         the parameters                fp64
+    fp32        fp32                         the parameters                fp32
+    bf16        bf16                         fp32                          fp32
+    fp16        fp16, scaled loss            fp32                          fp32
+
+Micikevicius et al. 2018, Mixed Precision Training, section 3 (fp32 masters, loss scaling).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+
+COMPUTE_DTYPE: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of parameters and activations."""
+    return COMPUTE_DTYPE[precision]
+
+
+def master_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of masters, optimizer state and reductions: fp32, or the parameters' own where that is wider."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """Dynamic loss scaling, used with fp16."""
+
+    initial: float = 2.0**16
+    growth_interval: int = 1000
+    """steps without overflow after which the scale doubles"""
+    minimum: float = 1.0
+
+
+class LossScale:
+    """The factor on the loss that keeps fp16 gradients from underflow; halves on overflow, doubles after a quiet while.
+
+    For other precisions the factor is 1 and stays so.
+    """
+
+    def __init__(self, precision: Precision, config: LossScaleConfig = LossScaleConfig()):  # noqa: B008  (frozen)
+        self.dynamic = precision == "fp16"
+        self.config = config
+        self.factor = config.initial if self.dynamic else 1.0
+        self.good_steps = 0
+        self.skipped_steps = 0
+
+    def update(self, finite: bool) -> bool:
+        """Take note of whether the step's gradients were finite; returns whether the step is to be applied."""
+        if not finite:
+            self.skipped_steps += 1
+            self.good_steps = 0
+            if self.dynamic:
+                self.factor = max(self.factor / 2, self.config.minimum)
+            return False
+        self.good_steps += 1
+        if self.dynamic and self.good_steps % self.config.growth_interval == 0:
+            self.factor *= 2
+        return True
+
+    def state(self) -> dict[str, float]:
+        return {"factor": self.factor, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.factor = float(state["factor"])
+        self.good_steps, self.skipped_steps = int(state["good_steps"]), int(state["skipped_steps"])

@@ -1,0 +1,185 @@
+"""The process: its group, its device, its seed, its memory allocator, its teardown, and the launch of local ranks.
+
+The only file that reads the environment or creates a process group. Everything else is handed a mesh or an axis of it.
+A process that no launcher started is a process group of one rank: the same path, without a special case.
+"""
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.config import UserError
+from core.mesh import MeshConfig, Zero, build_mesh
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank knows of itself."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+    def mesh(self, config: MeshConfig, zero: Zero = 0) -> DeviceMesh:
+        """The mesh of this process group's ranks.  Raises UserError when they cannot be laid out so."""
+        return build_mesh(config.resolve(self.world_size, zero), self.device.type)
+
+
+def world_size() -> int:
+    """Ranks that the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched() -> bool:
+    """Whether torchrun, SLURM's equivalent or `launch` started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def leads() -> bool:
+    """Whether this process is rank 0, before any process group exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -> Iterator[Runtime]:
+    """Join the process group (NCCL on CUDA, gloo elsewhere) for the length of the block, and leave it at the end.
+
+    device  "cpu", "cuda" or None: CUDA where there is one.
+    Under torchrun or `launch` the ranks find each other through the environment; alone, a group of one rank.
+    A process group that exists already is used and left as it is.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, and torch sees no CUDA device; use --device cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(place)
+    else:
+        _keep_freed_memory()
+        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    owned = not dist.is_initialized()
+    if owned:
+        _init_process_group(kind, timedelta(seconds=timeout_s))
+    seed_everything(seed)
+    try:
+        yield Runtime(dist.get_rank(), local_rank, dist.get_world_size(), place)
+    finally:
+        if owned:
+            dist.destroy_process_group()
+
+
+def _init_process_group(kind: str, timeout: timedelta) -> None:
+    # Checkpoints exchange their plans on the CPU while the device computes, so a CUDA group has a gloo side too.
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    if launched():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch alike on every rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what large activations free instead of unmapping it: each step would page-fault it in again.
+
+    M_MMAP_MAX = -4, M_TRIM_THRESHOLD = -1, M_TOP_PAD = -2 (mallopt(3)); another libc has no mallopt and needs none.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)
+        mallopt(-1, 2**31 - 1)
+        mallopt(-2, 64 * 1024 * 1024)
+
+
+def _share_cores(num_local_ranks: int) -> None:
+    """Divide the cores among the local ranks: threads of two ranks on one core slow each other many times over."""
+    if "OMP_NUM_THREADS" not in os.environ or num_local_ranks > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // num_local_ranks))
+
+
+def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
+    """Run `python -m module arguments` as `num_ranks` local ranks by torch's elastic launcher.  Returns the exit code.
+
+    The code is that of the rank that failed first. SIGTERM and SIGINT go on to the ranks, which get 30 s to save and
+    leave; the code is then 128 + the signal's number, and the caller can look at what they left.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"is_host": True},
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 1
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return 0
+
+
+class StopRequest:
+    """Turns SIGTERM (and the first SIGINT) into a flag that the training loop looks at between steps.
+
+        with StopRequest() as stop:
+            for step in ...:
+                if stop.requested: save and leave
+
+    Only the main thread may set signal handlers; elsewhere the flag simply stays down.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Callable | int | None] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._raise_flag)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _raise_flag(self, number: int, frame) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
