@@ -1,0 +1,294 @@
+"""The one decoder: GPT-2, OPT, BLOOM and Llama are configurations of it, for training and for serving.
+
+A forward: ids -> embedding -> blocks -> norm -> head. What differs by execution (caches, shards, pages, rings) enters
+through the `attend` slot of attention, through styles and through `context`, never through a second forward.
+
+Initialisation draws each parameter from (seed, name, full shape) alone, in blocks of rows, so that a rank which holds
+some rows makes only those, and every mesh starts from the same weights.
+
+Sources: Radford et al. (GPT-2, 2019), Zhang et al. (OPT, 2022), BigScience (BLOOM, 2022), Touvron et al. (Llama, 2023).
+No dropout: pretraining in this repository sees each token about once.
+
+Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K head size.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.layout import layout_of, local
+from core.nn.attention import Attention, StepContext
+from core.nn.block import Block
+from core.nn.embedding import Embedding
+from core.nn.loss import Head
+from core.nn.mlp import MLP, ActivationName
+from core.nn.norm import NormKind, build_norm
+
+Family = Literal["gpt2", "opt", "bloom", "llama"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary wavelengths beyond the length of pretraining (Llama 3 herd, 2024)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_length: int = 8192
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The architecture. `family` says which Hugging Face family it is exported to; each family fixes some fields.
+
+    max_length           rows of the position table (learned), otherwise the length it is meant for
+    position_offset      rows in front of position 0 (OPT: 2)
+    norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
+    embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
+    residual_after_norm  the residual branches off after the norm (BLOOM's option)
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    ffn_dim: int
+    max_length: int = 1024
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    positions: Literal["learned", "alibi", "rotary"] = "learned"
+    position_offset: int = 0
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm: NormKind = "layer_norm"
+    norm_eps: float = 1e-5
+    norm_affine: bool = True
+    norm_first: bool = True
+    final_norm: bool = True
+    embedding_norm: bool = False
+    activation: ActivationName = "gelu_tanh"
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    tied_head: bool = True
+    embed_dim: int | None = None
+    residual_after_norm: bool = False
+    family: Family = "gpt2"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.head_dim is None and self.dim % self.num_heads:
+            raise UserError(f"{self.num_heads} heads do not divide dim {self.dim}; change one, or set head_dim")
+        if self.num_heads % self.kv_heads:
+            raise UserError(f"num_kv_heads is {self.kv_heads}; it must divide the {self.num_heads} heads")
+        if self.positions == "rotary" and self.head_size % 2:
+            raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
+        for name, value in FIXED_BY_FAMILY[self.family].items():
+            if getattr(self, name) != value:
+                raise UserError(f"{name} is {getattr(self, name)!r}; a model of family {self.family} has {value!r}")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def embedding_size(self) -> int:
+        return self.embed_dim or self.dim
+
+    def num_parameters(self) -> int:
+        """All parameters, a tied head counted once."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in Decoder(self).parameters())
+
+
+# What a Hugging Face family cannot express otherwise.
+FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "positions": "learned", "position_offset": 0, "norm": "layer_norm", "norm_affine": True, "norm_first": True,
+        "final_norm": True, "embedding_norm": False, "attention_bias": True, "mlp_bias": True, "embed_dim": None,
+        "residual_after_norm": False, "num_kv_heads": None, "head_dim": None, "rope_scaling": None,
+    },
+    "opt": {
+        "positions": "learned", "position_offset": 2, "norm": "layer_norm", "norm_eps": 1e-5, "embedding_norm": False,
+        "residual_after_norm": False, "num_kv_heads": None, "head_dim": None, "rope_scaling": None,
+    },
+    "bloom": {
+        "positions": "alibi", "position_offset": 0, "norm": "layer_norm", "norm_affine": True, "norm_first": True,
+        "final_norm": True, "embedding_norm": True, "activation": "gelu_tanh", "attention_bias": True,
+        "mlp_bias": True, "embed_dim": None, "num_kv_heads": None, "head_dim": None, "rope_scaling": None,
+    },
+    "llama": {
+        "positions": "rotary", "position_offset": 0, "norm": "rms_norm", "norm_affine": True, "norm_first": True,
+        "final_norm": True, "embedding_norm": False, "embed_dim": None, "residual_after_norm": False,
+    },
+}  # fmt: skip
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer. Needs no process group; can be built on the meta device and filled later."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(
+            config.vocab_size,
+            config.dim,
+            embed_dim=config.embed_dim,
+            num_positions=config.max_length if config.positions == "learned" else None,
+            offset=config.position_offset,
+            norm=self._norm() if config.embedding_norm else None,
+        )
+        self.blocks = nn.ModuleList(self._block() for _ in range(config.num_layers))
+        self.norm = self._norm() if config.final_norm else None
+        width = config.embedding_size
+        self.project_out = nn.Linear(config.dim, width, bias=False) if width != config.dim else None
+        tied = self.embedding.tokens.weight if config.tied_head else None
+        self.head = Head(config.vocab_size, width, weight=tied)
+
+    def _norm(self) -> nn.Module:
+        return build_norm(self.config.norm, self.config.dim, self.config.norm_eps, self.config.norm_affine)
+
+    def _block(self) -> Block:
+        c = self.config
+        attention = Attention(
+            c.dim, c.num_heads, c.kv_heads, c.head_size, bias=c.attention_bias, alibi=c.positions == "alibi"
+        )
+        mlp = MLP(c.dim, c.ffn_dim, c.activation, c.mlp_bias)
+        return Block(
+            attention,
+            mlp,
+            self._norm(),
+            self._norm(),
+            norm_first=c.norm_first,
+            residual_after_norm=c.residual_after_norm,
+        )
+
+    def forward(
+        self,
+        input_ids_BL: Tensor,
+        attention_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        context: Any = None,
+        *,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """logits[B, L, V], or with targets[B, L] the sum of the token losses (scalar, fp32 or wider).
+
+        attention_mask  [B, L], or [B, S] when `attend` knows earlier keys: nonzero where there is a token. None: all
+        positions       [B or 1, L]; by default as the family's own forward derives them from the mask
+        context         data of this step for `attend`, handed on; by default a `StepContext` without documents
+        targets         what follows each token, already shifted; -100 is not counted
+        """
+        length = input_ids_BL.shape[1]
+        if positions is None:
+            positions = self._positions(input_ids_BL, attention_mask)
+        if context is None:
+            context = StepContext()
+        x_BLD = self.embedding(input_ids_BL, positions)
+        rotary = rotary_angles(self.config, positions, x_BLD.dtype) if self.config.positions == "rotary" else None
+        for block in self.blocks:
+            x_BLD = block(x_BLD, positions, rotary, attention_mask, context)
+        if self.norm is not None:
+            x_BLD = self.norm(x_BLD)
+        if self.project_out is not None:
+            x_BLD = self.project_out(x_BLD)
+        return self.head(x_BLD, targets, length)
+
+    def _positions(self, input_ids_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+        length, config = input_ids_BL.shape[1], self.config
+        if config.positions == "learned" and length > config.max_length:
+            raise UserError(
+                f"{length} tokens; this model has positions for {config.max_length}, so give it at most those"
+            )
+        if mask_BL is None or config.family in ("gpt2", "llama"):
+            return torch.arange(length, device=input_ids_BL.device)[None]
+        padding = -1 if config.family == "opt" else 0
+        return positions_from_mask(mask_BL, padding)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
+        """A tied head stays tied when parameters are replaced, as `to_empty` does."""
+        tied = self.head.weight is self.embedding.tokens.weight
+        super()._apply(fn, recurse)
+        if tied:
+            self.head.weight = self.embedding.tokens.weight
+        return self
+
+
+def positions_from_mask(mask_BL: Tensor, padding: int = 0) -> Tensor:
+    """Number of tokens before each one; `padding` where there is none."""
+    tokens_BL = mask_BL != 0
+    return (tokens_BL.cumsum(1) - 1).masked_fill(~tokens_BL, padding)
+
+
+def rotary_angles(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of position * theta^(-2k / K), each [B or 1, L, K / 2]. The angles are taken in fp64."""
+    exponent_K = (
+        torch.arange(0, config.head_size, 2, device=positions_BL.device, dtype=torch.float64) / config.head_size
+    )
+    frequency_K = config.rope_theta**-exponent_K
+    if config.rope_scaling is not None:
+        frequency_K = _stretched(frequency_K, config.rope_scaling)
+    angle_BLK = positions_BL[..., None] * frequency_K
+    return angle_BLK.cos().to(dtype), angle_BLK.sin().to(dtype)
+
+
+def _stretched(frequency_K: Tensor, scaling: RopeScaling) -> Tensor:
+    """Wavelengths longer than the original length are stretched by `factor`, short ones kept, smoothly in between."""
+    rounds_K = scaling.original_max_length * frequency_K / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept_K = ((rounds_K - scaling.low_freq_factor) / span).clamp(0, 1)
+    return frequency_K * (kept_K + (1 - kept_K) / scaling.factor)
+
+
+def init_std(name: str, config: DecoderConfig) -> float | None:
+    """Standard deviation of a parameter's normal initialisation; None for constants.
+
+    GPT-2's scheme: 0.02, and residual projections divided by sqrt(2 * num_layers).
+    """
+    if name.endswith(".bias") or "norm." in name:
+        return None
+    residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    return 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
+
+
+def init_rows(name: str, shape: tuple[int, ...], box: tuple[slice, ...], seed: int, std: float) -> Tensor:
+    """fp32 normal values of the part `box` of parameter `name`; they depend on (seed, name, shape) alone.
+
+    Rows come in blocks of about 64k values, each from its own generator, so only the blocks that `box` meets are made.
+    """
+    width = math.prod(shape[1:])
+    block_rows = max(1, (1 << 16) // width)
+    rows = box[0]
+    value = torch.empty(rows.stop - rows.start, *(s.stop - s.start for s in box[1:]), device="cpu")
+    for first in range(rows.start - rows.start % block_rows, rows.stop, block_rows):
+        stop = min(first + block_rows, shape[0])
+        digest = hashlib.blake2b(f"{seed}/{name}/{first // block_rows}".encode(), digest_size=8).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+        block = torch.empty(stop - first, *shape[1:], device="cpu").normal_(0.0, std, generator=generator)
+        a, b = max(first, rows.start), min(stop, rows.stop)
+        value[a - rows.start : b - rows.start] = block[(slice(a - first, b - first), *box[1:])]
+    return value
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every parameter of a (sharded) Decoder from the seed: the same values on every mesh, each rank its part."""
+    config = model.config
+    assert isinstance(config, DecoderConfig)
+    for name, parameter in model.named_parameters():
+        std, here = init_std(name, config), local(parameter)
+        if std is None:
+            here.fill_(0.0 if name.endswith(".bias") else 1.0)
+        else:
+            layout = layout_of(parameter)
+            here.copy_(init_rows(name, layout.shape, layout.box(), seed, std))

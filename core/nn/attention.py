@@ -1,0 +1,196 @@
+"""Causal self-attention with one fused projection, grouped key/value heads, rotary positions and ALiBi.
+
+1. qkv(x): rows of the weight are grouped by key/value head: its G query heads, then its key, then its value. A plain
+   row shard of the weight is therefore a shard over heads, and the forward never asks how many heads it holds.
+2. Rotary positions turn queries and keys, where the model has them (Su et al., "RoFormer", 2021; the half-rotation
+   convention of Llama).
+3. `attend`, the slot: softmax(q k^T / sqrt(K) + bias) v. The default is torch's scaled_dot_product_attention. Caches,
+   ring attention, pages and the like are other functions put into the slot from outside.
+4. out(o).
+
+The default `attend` takes the causal fast path unless there is padding, ALiBi (Press et al., "Train Short, Test Long",
+2021) or a document boundary to respect. Their bias is built once a step and shared by the layers (`StepContext.once`).
+ALiBi stays in fp32 or wider: in bf16 the positions beyond 256 would collapse into a few values.
+
+Shapes: B batch, L query length, S key length, D model, H query heads, J key/value heads, G = H / J, K head size.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class StepContext:
+    """What `attend` may need to know about one forward, beside the tensors that every block gets.
+
+    documents_BL  number of the document that each token belongs to; a token attends only inside its own. None: one.
+    """
+
+    documents_BL: Tensor | None = None
+    _memo: dict[tuple, tuple[Any, Any]] = field(default_factory=dict, repr=False)
+
+    @torch.compiler.disable
+    def once(self, name: tuple, inputs: tuple, build: Callable[[], Any]) -> Any:
+        """build(), or what it returned before in this step for the same name and the very same input tensors."""
+        key = (*name, *map(id, inputs))
+        if key not in self._memo:
+            self._memo[key] = (build(), inputs)  # holding the inputs keeps their ids from being used again
+        return self._memo[key][0]
+
+
+class Attend(Protocol):
+    """What fits the slot: attention over all visible keys.
+
+    q[B, L, H, K], k and v[B, S, J, K] -> o[B, L, H, K]
+    slopes     ALiBi slope of each query head held here, fp32 or wider; None without ALiBi
+    mask       [B, S] nonzero where a key is a token and not padding; None when all are
+    positions  [B or 1, L] of the queries
+    context    per-step data, as given to the model's forward
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, mask: Tensor | None, positions: Tensor,
+        context: Any,
+    ) -> Tensor: ...  # fmt: skip
+
+
+def attend(
+    q_BLHK: Tensor,
+    k_BLJK: Tensor,
+    v_BLJK: Tensor,
+    /,
+    *,
+    slopes: Tensor | None,
+    mask: Tensor | None,
+    positions: Tensor,
+    context: StepContext | None,
+) -> Tensor:
+    """Causal attention of a whole sequence over itself (`Attend`)."""
+    documents = context.documents_BL if context is not None else None
+    if slopes is None and mask is None and documents is None:
+        return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, None, is_causal=True)
+
+    def build() -> Tensor:
+        visible = visible_keys(q_BLHK.shape[1], k_BLJK.shape[1], mask, documents, q_BLHK.device)
+        return attention_bias(visible, slopes, positions, positions, q_BLHK.dtype)
+
+    num_heads = 0 if slopes is None else slopes.shape[0]
+    inputs = tuple(t for t in (mask, positions) if t is not None)
+    bias = build() if context is None else context.once(("bias", num_heads, q_BLHK.dtype), inputs, build)
+    return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
+
+
+def dot_product_attention(
+    q_BLHK: Tensor, k_BSJK: Tensor, v_BSJK: Tensor, bias: Tensor | None, *, is_causal: bool
+) -> Tensor:
+    """softmax(q k^T / sqrt(K) + bias) v; bias[B or 1, H or 1, L, S]. Works on strided views, returns o[B, L, H, K]."""
+    o_BHLK = F.scaled_dot_product_attention(
+        q_BLHK.transpose(1, 2),
+        k_BSJK.transpose(1, 2),
+        v_BSJK.transpose(1, 2),
+        attn_mask=bias,
+        is_causal=is_causal,
+        enable_gqa=q_BLHK.shape[2] != k_BSJK.shape[2],
+    )
+    return o_BHLK.transpose(1, 2)
+
+
+def visible_keys(
+    num_queries: int, num_keys: int, mask_BS: Tensor | None, documents_BS: Tensor | None, device: torch.device
+) -> Tensor:
+    """bool[B or 1, L, S]: may query l, the (S - L + l)-th token, see key s? Not later ones, padding, other documents.
+
+    Every query sees itself, padding too, so that no row of the softmax is empty.
+    """
+    query_L1 = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key_S = torch.arange(num_keys, device=device)
+    visible = (key_S <= query_L1)[None]
+    if mask_BS is not None:
+        visible = visible & mask_BS.bool()[:, None, :]
+    if documents_BS is not None:
+        visible = visible & (documents_BS[:, num_keys - num_queries :, None] == documents_BS[:, None, :])
+    return visible | (key_S == query_L1)
+
+
+def attention_bias(
+    visible_BLS: Tensor,
+    slopes_H: Tensor | None,
+    query_positions_BL: Tensor,
+    key_positions_BS: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What is added to the scores, [B or 1, H or 1, L, S]: -inf where a key is hidden, else slope * (key - query) or 0.
+
+    ALiBi is defined on the key's position alone; a constant for each query drops out of the softmax, and with the
+    difference the largest terms are the exact ones. Its dtype is fp32 or wider; zeros and -inf are exact in `dtype`.
+    """
+    if slopes_H is None:
+        zero = torch.zeros((), dtype=dtype, device=visible_BLS.device)
+        return torch.where(visible_BLS, zero, -math.inf)[:, None]
+    dtype = torch.promote_types(dtype, torch.float32)
+    distance_BLS = (key_positions_BS[:, None, :] - query_positions_BL[:, :, None]).to(dtype)
+    distance_BLS = torch.where(visible_BLS, distance_BLS, -math.inf)  # slopes are positive, so it stays -inf
+    return distance_BLS[:, None] * slopes_H.to(dtype)[:, None, None]
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """fp64[num_heads]: 2^(-8 i / n) for n a power of two; the odd steps of 2n for the heads beyond (ALiBi, section 3)."""
+    n = 2 ** math.floor(math.log2(num_heads))
+    exponents = [8 * i / n for i in range(1, n + 1)]
+    exponents += [8 * i / (2 * n) for i in range(1, 2 * (num_heads - n), 2)]
+    return torch.tensor([2.0**-e for e in exponents], dtype=torch.float64, device="cpu")
+
+
+def rotate(x_BLHK: Tensor, cos_BLK: Tensor, sin_BLK: Tensor) -> Tensor:
+    """Turn the pairs (x[k], x[k + K/2]) by the angles of `rotary_angles`."""
+    a, b = x_BLHK.chunk(2, dim=-1)
+    cos, sin = cos_BLK[:, :, None], sin_BLK[:, :, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Self-attention; see the module's docstring. `attend` is a slot; `slopes` are those of the heads held here."""
+
+    slopes: Tensor | None
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, alibi: bool = False):
+        super().__init__()
+        self.group = num_heads // num_kv_heads
+        self.head_dim = head_dim
+        self.qkv = nn.Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
+        self.out = nn.Linear(num_heads * head_dim, dim, bias=bias)
+        self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
+        self.attend: Attend = attend
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        positions_BL: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+        context: Any = None,
+    ) -> Tensor:
+        """x[B, L, D] -> [B, L, D]. Rows of x beyond positions' L are padding of a sharded sequence and dropped."""
+        qkv = self.qkv(x_BLD)[:, : positions_BL.shape[1]]
+        B, L = qkv.shape[:2]
+        q_BLJGK, k_BLJ1K, v_BLJ1K = qkv.view(B, L, -1, self.group + 2, self.head_dim).split([self.group, 1, 1], dim=3)
+        q, k, v = q_BLJGK.flatten(2, 3), k_BLJ1K.squeeze(3), v_BLJ1K.squeeze(3)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        o_BLHK = self.attend(q, k, v, slopes=self.slopes, mask=mask, positions=positions_BL, context=context)
+        return self.out(o_BLHK.flatten(2))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attention":
+        """Slopes follow the module to a device, but keep their values and dtype under `to(bfloat16)` and `to_empty`."""
+        slopes = self.slopes
+        super()._apply(fn, recurse)
+        if slopes is not None:
+            assert self.slopes is not None
+            self.slopes = slopes if self.slopes.is_meta else slopes.to(self.slopes.device)
+        return self

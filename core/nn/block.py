@@ -1,0 +1,51 @@
+"""One transformer block: attention and MLP, each with a norm and a residual.
+
+norm_first            x + f(norm(x))            GPT-2 and all later ones
+not norm_first        norm(x + f(x))            OPT-350m, the original transformer
+residual_after_norm   n + f(n), n = norm(x)     BLOOM's `apply_residual_connection_post_layernorm`
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from core.nn.attention import Attention
+from core.nn.mlp import MLP
+
+
+class Block(nn.Module):
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP,
+        attention_norm: nn.Module,
+        mlp_norm: nn.Module,
+        *,
+        norm_first: bool = True,
+        residual_after_norm: bool = False,
+    ):
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.norm_first = norm_first
+        self.residual_after_norm = residual_after_norm
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        positions_BL: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+        context: Any = None,
+    ) -> Tensor:
+        """x[B, L, D] -> [B, L, D]; the other arguments are handed on to attention."""
+        if not self.norm_first:
+            x_BLD = self.attention_norm(x_BLD + self.attention(x_BLD, positions_BL, rotary, mask, context))
+            return self.mlp_norm(x_BLD + self.mlp(x_BLD))
+        normed = self.attention_norm(x_BLD)
+        attended = self.attention(normed, positions_BL, rotary, mask, context)
+        x_BLD = (normed if self.residual_after_norm else x_BLD) + attended
+        normed = self.mlp_norm(x_BLD)
+        return (normed if self.residual_after_norm else x_BLD) + self.mlp(normed)

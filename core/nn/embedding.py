@@ -1,0 +1,40 @@
+"""From token ids to the first block's input: tokens, projection, learned positions, norm; each where the model has it.
+
+Shapes: B batch, L length, E embedding size, D model.
+"""
+
+from torch import Tensor, nn
+
+
+class Embedding(nn.Module):
+    """project_in(tokens[ids]) + positions[p + offset], then the norm (BLOOM's).
+
+    `offset` shifts every index into the position table (OPT keeps two rows in front of position 0).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        *,
+        embed_dim: int | None = None,
+        num_positions: int | None = None,
+        offset: int = 0,
+        norm: nn.Module | None = None,
+    ):
+        super().__init__()
+        width = embed_dim or dim
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(num_positions + offset, dim) if num_positions is not None else None
+        self.project_in = nn.Linear(width, dim, bias=False) if width != dim else None
+        self.norm = norm
+        self.offset = offset
+
+    def forward(self, input_ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
+        """x[B, L, D]. positions may have one row for the whole batch."""
+        x = self.tokens(input_ids_BL)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x = x + self.positions(positions_BL + self.offset if self.offset else positions_BL)
+        return self.norm(x) if self.norm is not None else x

@@ -1,0 +1,41 @@
+"""The feed-forward part of a block, plain or gated.
+
+Plain: down(act(up(x))).  Gated: down(act(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", 2020).
+Shapes: B batch, L length, D model, F hidden.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
+
+
+def is_gated(activation: ActivationName) -> bool:
+    return activation in ("swiglu", "geglu")
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, hidden: int, activation: ActivationName, bias: bool):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.gate = nn.Linear(dim, hidden, bias=bias) if is_gated(activation) else None
+        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.activation = _FUNCTIONS[activation]
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x_BLD)))
+        return self.down(self.activation(self.gate(x_BLD)) * self.up(x_BLD))
