@@ -50,7 +50,7 @@ class LossScale:
     For other precisions the factor is 1 and stays so.
     """
 
-    def __init__(self, precision: Precision, config: LossScaleConfig = LossScaleConfig()):  # noqa: B008  (frozen)
+    def __init__(self, precision: Precision, config: LossScaleConfig = LossScaleConfig()):
         self.dynamic = precision == "fp16"
         self.config = config
         self.factor = config.initial if self.dynamic else 1.0

@@ -70,9 +70,7 @@ class Volume:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends with ring algorithms."""
-        return sum(
-            n * _WIRE.get(op, lambda _: 1.0)(self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items()
-        )
+        return sum(n * _WIRE.get(op, lambda _: 1.0)(self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items())
 
 
 class _Counter(TorchDispatchMode):

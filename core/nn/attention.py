@@ -161,6 +161,7 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, alibi: bool = False):
         super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.group = num_heads // num_kv_heads
         self.head_dim = head_dim
         self.qkv = nn.Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)

@@ -1,0 +1,51 @@
+"""Optimizers by name, over the masters that data parallelism hands out."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from core.config import UserError
+from core.layout import layout_of
+from core.optim.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    """peak learning rate"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """of matrices; vectors (norms, biases) are never decayed"""
+    momentum: float = 0.9
+    """of sgd"""
+    clip_norm: float | None = 1.0
+    """global gradient norm beyond which gradients are scaled down; None: never"""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.weight_decay < 0 or self.eps <= 0:
+            raise UserError(
+                f"optim lr={self.lr}, weight_decay={self.weight_decay}, eps={self.eps}; "
+                "give lr >= 0, weight_decay >= 0 and eps > 0"
+            )
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise UserError(f"optim.clip_norm={self.clip_norm}; give a positive norm, or None for no clipping")
+
+
+def build_optimizer(config: OptimConfig, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
+    """The optimizer over the local tensors; empty shards are left out (there is nothing to update)."""
+    held = [m for m in masters.values() if m.numel()]
+    matrices = [m for m in held if len(layout_of(m).shape) >= 2]
+    vectors = [m for m in held if len(layout_of(m).shape) < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

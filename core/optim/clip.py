@@ -1,0 +1,43 @@
+"""The global gradient norm of tensors that are sharded, each in its own way, and scaling by it."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.layout import layout_of
+
+
+@torch.no_grad()
+def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
+    """The 2-norm of all gradients together, a scalar alike on every rank; one all-reduce over the whole mesh.
+
+    Each rank adds the squares of what it holds, divided by how many ranks hold the same.
+    """
+    masters = list(masters)
+    names = mesh.mesh_dim_names
+    assert names is not None
+    total = torch.zeros((), dtype=masters[0].dtype, device=masters[0].device)
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for master in masters:
+        if master.grad is not None and master.numel():
+            by_axes.setdefault(layout_of(master).axes(), []).append(master.grad)
+    for axes, grads in by_axes.items():
+        copies = mesh.size()
+        for axis in axes:
+            copies //= mesh[axis].size()
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
+        total += squares.to(total.dtype) / copies
+    if mesh.size() > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(masters: Iterable[Tensor], factor: float) -> None:
+    """Multiply every gradient in place."""
+    grads = [m.grad for m in masters if m.grad is not None]
+    if grads and factor != 1.0:
+        torch._foreach_mul_(grads, factor)

@@ -1,0 +1,44 @@
+"""Learning-rate schedules: pure functions of the step."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from core.config import UserError
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Linear warm-up, then `shape` down to `final` times the peak."""
+
+    shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """cosine or linear decay, constant, or wsd: constant, then linear over the last `decay` of the steps"""
+    warmup_steps: int = 0
+    final: float = 0.1
+    """fraction of the peak at the last step"""
+    decay: float = 0.2
+    """fraction of the steps that wsd decays over"""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or not 0 <= self.final <= 1 or not 0 < self.decay <= 1:
+            raise UserError(
+                f"schedule warmup_steps={self.warmup_steps}, final={self.final}, decay={self.decay}; "
+                "give warmup_steps >= 0, 0 <= final <= 1 and 0 < decay <= 1"
+            )
+
+
+def learning_rate(step: int, num_steps: int, peak: float, config: ScheduleConfig) -> float:
+    """The rate of step `step` (the first is 0) of `num_steps`."""
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    after, span = step - config.warmup_steps, max(1, num_steps - config.warmup_steps)
+    progress = min(after / span, 1.0)
+    if config.shape == "cosine":
+        fraction = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.shape == "linear":
+        fraction = 1 - progress
+    elif config.shape == "wsd":
+        fraction = min(1.0, (1 - progress) / config.decay)
+    else:
+        return peak
+    return peak * (config.final + (1 - config.final) * fraction)

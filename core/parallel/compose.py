@@ -1,0 +1,62 @@
+"""The one place that knows the order in which the forms of parallelism are applied to a model.
+
+    tensor and sequence  ->  activation checkpointing  ->  compile  ->  data parallel (ZeRO)  ->  materialise
+
+Tensor parallelism decides what a rank's parameters are, so it comes first; checkpointing wraps the blocks' forwards
+with the collectives in them; what is compiled is the block as it then stands; data parallelism shards and hooks what
+the others left. Values come last, when every rank knows its shard, so no rank ever holds a model that was not meant for
+it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.config import UserError
+from core.mesh import Zero
+from core.parallel.data import DataParallel, data_parallel
+from core.parallel.plan import Plan, apply_plan, blocks_of
+from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.precision import Precision
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model runs; nothing of it is known to the model."""
+
+    zero: Zero = 0
+    """what data parallelism shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters"""
+    precision: Precision = "fp32"
+    """format of parameters and activations; under bf16 and fp16 masters and reductions are fp32"""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """activation checkpointing"""
+    compile: bool = False
+    """torch.compile each block"""
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    *,
+    plan: Plan | None = None,
+    materialise: Callable[[nn.Module], None] = lambda model: None,
+) -> DataParallel:
+    """Spread any nn.Module over the mesh.
+
+    plan         its tensor parallelism; without one the tp axis must have one rank
+    materialise  fills the parameters of a model built on the meta device, each rank its shard. A model that has values
+                 must have the same ones on every rank (`runtime.start` seeds all alike)
+    """
+    tp = mesh["tp"]
+    if plan is not None and tp.size() > 1:
+        apply_plan(model, plan, tp)
+    elif tp.size() > 1:
+        raise UserError(f"mesh.tp={tp.size()} without a plan: say how the model's modules are cut, or use mesh.tp=1")
+    apply_recompute(model, config.recompute)
+    if config.compile:
+        for block in blocks_of(model):
+            block.compile()
+    return data_parallel(model, mesh, config.zero, config.precision, materialise)

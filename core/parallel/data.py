@@ -1,0 +1,436 @@
+"""Data parallelism: replicas, and ZeRO's three levels of sharding what the replicas repeat.
+
+    zero  sharded over dp_shard              how
+    0     nothing                            `Replicas`: gradients all-reduced, bucket by bucket, during the backward
+    1     optimizer                          `Replicas`: gradients reduce-scattered, kept whole until the step is over
+    2     optimizer, gradients               `Replicas`: gradients reduce-scattered and released bucket by bucket
+    3     optimizer, gradients, parameters   `FullyShardedReplicas`: torch's FSDP2
+
+Both offer one interface to the training loop. A step is
+
+    1. accumulate: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the last.
+    2. `reduce()`: wait for the reductions; every master's `.grad` is the sum over all data-parallel ranks.
+    3. the optimizer updates the masters (local tensors, each tagged with its layout).
+    4. `publish()`: the masters' values enter the parameters that the next forward uses.
+
+The masters are the parameters themselves where nothing is sharded and the formats agree, views of their rows where only
+the optimizer is sharded, and fp32 copies under bf16 and fp16. Hybrid shard: sharded over dp_shard, alike on dp_replicate.
+Gradients are summed, not averaged: the loss is already divided by the whole batch's weight.
+
+Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compression.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from core.layout import layout_of, local, tag
+from core.mesh import DATA_AXES, Zero, data_axis
+from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
+from core.precision import Precision, compute_dtype, master_dtype
+
+BUCKET_BYTES = 32 * 1024 * 1024
+
+
+class DataParallel(ABC):
+    """What the training loop needs of a model spread over the data axes.
+
+    model    the module to call
+    masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout
+    """
+
+    model: nn.Module
+    masters: dict[str, Tensor]
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, partial: dict[str, str]):
+        self.model, self.mesh, self._partial = model, mesh, partial
+
+    @abstractmethod
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around one microbatch's forward and backward; gradients accumulate, and only the last one communicates."""
+        yield
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait for the data-parallel reductions and hand every master its gradient."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Bring the masters' values into the parameters of the next forward."""
+
+    def reduce(self) -> None:
+        """After the last backward: complete the gradients.  Parameters that took no part have a gradient of zero."""
+        self._finish()
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        for axis in dict.fromkeys(self._partial.values()):
+            self._sum_partial([m.grad for n, m in self.masters.items() if self._partial.get(n) == axis], axis)
+
+    def _sum_partial(self, grads: list[Tensor | None], axis: str) -> None:
+        """All-reduce over a model-parallel axis, in one message, what the shards of a sequence contributed."""
+        present = [g for g in grads if g is not None and g.numel()]
+        if not present or self.mesh[axis].size() == 1:
+            return
+        flat = torch.cat([g.flatten() for g in present])
+        dist.all_reduce(flat, group=self.mesh[axis].get_group())
+        for grad, summed in zip(present, flat.split([g.numel() for g in present]), strict=True):
+            grad.copy_(summed.view_as(grad))
+
+    def release(self) -> None:
+        """Drop the gradients after the step."""
+        for master in self.masters.values():
+            master.grad = None
+
+
+def data_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    zero: Zero,
+    precision: Precision,
+    materialise: Callable[[nn.Module], None] = lambda model: None,
+) -> DataParallel:
+    """Spread a model (its tensor parallelism applied) over the data axes.
+
+    materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the meta
+                 device) the memory is there; all ranks must come to equal full parameters
+    """
+    return (FullyShardedReplicas if zero == 3 else Replicas)(model, mesh, zero, precision, materialise)
+
+
+# --- ZeRO 0, 1, 2 -----------------------------------------------------------------------------------------------------
+
+
+class Replicas(DataParallel):
+    """Whole parameters on every rank; the optimizer (zero 1) and the gradients (zero 2) sharded by rows of dim 0."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        zero: Zero,
+        precision: Precision,
+        materialise: Callable[[nn.Module], None] = lambda model: None,
+    ):
+        super().__init__(model, mesh, partial_parameters(model))
+        self.zero = zero
+        self.reduce_dtype = master_dtype(precision)
+        self.shard_axis = mesh["dp_shard"] if zero else None
+        self._sync = True
+        allocate(model, mesh.device_type)
+        materialise(model)
+        self.masters = {}
+        for names in parameter_names(model):
+            self._adopt(names, compute_dtype(precision))
+        self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
+        self._buckets = self._make_buckets()
+        self._next = 0
+        for bucket in self._buckets:
+            for name in bucket.names:
+                self.parameters[name].register_post_accumulate_grad_hook(self._hook(name, bucket))
+
+    def _adopt(self, names: list[str], dtype: torch.dtype) -> None:
+        """Cast one parameter for computing, and make its master: the parameter itself, its rows, or a wide copy."""
+        given = self.model.get_parameter(names[0])
+        if not given.is_floating_point():
+            return
+        parameter = cast_parameter(given, dtype)
+        for name in names:
+            set_parameter(self.model, name, parameter)
+        if not given.requires_grad:
+            return
+        layout = layout_of(parameter)
+        source = parameter if dtype == self.reduce_dtype else given
+        master = local(source).detach().to(self.reduce_dtype)
+        if self.shard_axis is not None and master.ndim:
+            layout = layout.cut(self.mesh, "dp_shard")
+            master = _own_rows(master, self.shard_axis)
+            if dtype != self.reduce_dtype:
+                master = master.clone()  # own memory, so that the whole value can go
+        self.masters[names[0]] = tag(master, layout).requires_grad_()
+
+    def _make_buckets(self) -> list["_Bucket"]:
+        """Parameters in the order in which the backward finishes them, cut into messages of about BUCKET_BYTES."""
+        buckets: list[list[str]] = []
+        room = 0
+        for name in reversed(self.masters):
+            num_bytes = local(self.parameters[name]).numel() * self.reduce_dtype.itemsize
+            if not buckets or num_bytes > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1].append(name)
+            room -= num_bytes
+        return [_Bucket(names, self) for names in buckets]
+
+    def _hook(self, name: str, bucket: "_Bucket") -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            grad = parameter.grad
+            assert grad is not None
+            parameter.grad = None
+            bucket.add(name, grad._local_tensor if isinstance(grad, DTensor) else grad)
+            if self._sync:
+                self._launch_complete()
+
+        return ready
+
+    def _launch_complete(self) -> None:
+        """Start the reductions of the buckets that are complete, in their fixed order: all ranks must send alike."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting_for:
+            if self.zero == 2 and self._next:
+                # It has had a bucket's worth of backward to travel: its whole gradients can go now.
+                self._buckets[self._next - 1].release_whole()
+            self._buckets[self._next].launch()
+            self._next += 1
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        self._sync = last
+        for bucket in self._buckets:
+            bucket.waiting_for = set(bucket.names)
+        yield
+
+    def _finish(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            bucket.launch()  # those of which not every parameter took part
+        self._next = 0
+        for bucket in self._buckets:
+            for name, grad in bucket.wait().items():
+                self.masters[name].grad = grad
+
+    def release(self) -> None:
+        super().release()
+        for bucket in self._buckets:
+            bucket.clear()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for bucket in self._buckets:
+            bucket.publish()
+
+
+class _Bucket:
+    """Gradients of some parameters as one message, laid out so that each rank's rows are contiguous: [rank, elements].
+
+    Rows that a ragged parameter lacks are padding: sent, never read.
+    """
+
+    def __init__(self, names: list[str], owner: Replicas):
+        self.names, self.owner = names, owner
+        self.axis = owner.shard_axis
+        self.ranks = self.axis.size() if self.axis is not None else 1
+        self.device = local(owner.parameters[names[0]]).device
+        # Elements of one rank's rows of each parameter, and where they begin among a rank's elements.
+        self.lengths = {n: _row_length(local(owner.parameters[n]), self.ranks) for n in names}
+        self.offsets = dict(zip(names, accumulate([0, *self.lengths.values()])))
+        self.total = sum(self.lengths.values())
+        self.waiting_for = set(names)
+        self.clear()
+
+    def clear(self) -> None:
+        self.whole: Tensor | None = None
+        self.own: Tensor | None = None
+        self.work: dist.Work | None = None
+        self.filled: set[str] = set()
+
+    def _slots(self, buffer: Tensor, name: str) -> Tensor:
+        """The part of a [ranks, total] buffer that belongs to a parameter: [ranks, elements]."""
+        return buffer.narrow(1, self.offsets[name], self.lengths[name])
+
+    def _buffer(self) -> Tensor:
+        if self.whole is None:
+            self.whole = torch.empty(self.ranks, self.total, dtype=self.owner.reduce_dtype, device=self.device)
+        return self.whole
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Accumulate one microbatch's gradient into the message, in the reduction's format."""
+        first = name not in self.filled
+        for slot, rows in _pair(self._slots(self._buffer(), name), grad):
+            slot.copy_(rows) if first else slot.add_(rows)
+        self.filled.add(name)
+        self.waiting_for.discard(name)
+
+    def launch(self) -> None:
+        """Start the reduction; what took no part sends zeros."""
+        whole = self._buffer()
+        for name in self.names:
+            if name not in self.filled:
+                self._slots(whole, name).zero_()
+        if self.axis is None:
+            axis = data_axis(self.owner.mesh)
+            self.own = whole[0]
+            if axis.size() > 1:
+                self.work = dist.all_reduce(whole, group=axis.get_group(), async_op=True)
+            return
+        # In place, this rank's row of the message becomes its sum; under ZeRO-2 it moves out, so that the rest can go.
+        self.own = whole[self.axis.get_local_rank()]
+        if self.owner.zero == 2 and self.ranks > 1:
+            self.own = torch.empty_like(self.own)
+        if self.ranks > 1:
+            group = self.axis.get_group()
+            self.work = dist.reduce_scatter_tensor(self.own, whole.view(-1), group=group, async_op=True)
+
+    def release_whole(self) -> None:
+        """Wait for the reduction and let go of the message: only this rank's sums stay."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        self.whole = None
+
+    def wait(self) -> dict[str, Tensor]:
+        """name -> the gradient of this rank's master."""
+        if self.work is not None:
+            self.work.wait()
+        if self.owner.zero == 2:
+            self.whole = None
+        assert self.own is not None
+        replicas = self.owner.mesh["dp_replicate"]
+        if self.axis is not None and replicas.size() > 1:
+            dist.all_reduce(self.own, group=replicas.get_group())
+        masters = {n: self.owner.masters[n] for n in self.names}
+        return {n: self.own.narrow(0, self.offsets[n], m.numel()).view(m.shape) for n, m in masters.items()}
+
+    def publish(self) -> None:
+        """Masters -> parameters: a copy where they are another format, an all-gather where they are sharded."""
+        parameters = {n: local(self.owner.parameters[n]) for n in self.names}
+        if self.ranks == 1:
+            for name, parameter in parameters.items():
+                if parameter.dtype != self.owner.masters[name].dtype:
+                    parameter.copy_(self.owner.masters[name])
+            return
+        assert self.axis is not None
+        dtype = parameters[self.names[0]].dtype
+        own = torch.empty(self.total, dtype=dtype, device=self.device)
+        for name in self.names:
+            master = self.owner.masters[name]
+            own.narrow(0, self.offsets[name], master.numel()).copy_(master.view(-1))
+        whole = torch.empty(self.ranks, self.total, dtype=dtype, device=self.device)
+        dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
+        for name, parameter in parameters.items():
+            for slot, rows in _pair(self._slots(whole, name), parameter):
+                rows.copy_(slot)
+
+
+def _row_length(whole: Tensor, ranks: int) -> int:
+    """Elements of one rank's share of dim 0; a scalar is everybody's."""
+    return -(-whole.shape[0] // ranks) * whole.shape[1:].numel() if whole.ndim else 1
+
+
+def _pair(slots: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views (slot, rows of `whole`) of equal shape: one pair where the rows divide evenly, else one pair a rank."""
+    ranks = slots.shape[0]
+    if whole.ndim == 0:
+        yield from ((slot.view(()), whole) for slot in slots)
+        return
+    rows = -(-whole.shape[0] // ranks)
+    if rows * ranks == whole.shape[0]:
+        parts = whole.unflatten(0, (ranks, rows))
+        yield slots.view(parts.shape), parts
+        return
+    for slot, part in zip(slots, whole.split(rows)):  # fewer parts than slots where the rows run out
+        yield slot[: part.numel()].view(part.shape), part
+
+
+def _own_rows(whole: Tensor, axis: DeviceMesh) -> Tensor:
+    """This rank's rows of dim 0, cut as torch.chunk and DTensor cut: a view, perhaps empty."""
+    rows = -(-whole.shape[0] // axis.size())
+    start = min(axis.get_local_rank() * rows, whole.shape[0])
+    return whole[start : start + rows]
+
+
+# --- ZeRO 3 -----------------------------------------------------------------------------------------------------------
+
+
+class FullyShardedReplicas(DataParallel):
+    """Everything sharded by rows over dp_shard with FSDP2; each block's parameters are gathered while it computes.
+
+    The shards are kept in the masters' format and cast as they are gathered, so the parameters are their own masters.
+    Blocks are the elements of the model's module lists; what is outside them is one more unit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        zero: Zero,
+        precision: Precision,
+        materialise: Callable[[nn.Module], None] = lambda model: None,
+    ):
+        super().__init__(model, mesh, partial_parameters(model))
+        wide = master_dtype(precision)
+        for names in parameter_names(model):
+            parameter = cast_parameter(model.get_parameter(names[0]), wide)
+            for name in names:
+                set_parameter(model, name, parameter)
+        policy = MixedPrecisionPolicy(compute_dtype(precision), reduce_dtype=wide, cast_forward_inputs=False)
+        hybrid = mesh["dp_replicate"].size() > 1
+        axes = mesh[DATA_AXES] if hybrid else mesh["dp_shard"]
+        for block in blocks_of(model):
+            fully_shard(block, mesh=axes, mp_policy=policy)
+        fully_shard(model, mesh=axes, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        if any(p.is_meta for p in model.parameters()):
+            model.to_empty(device=mesh.device_type)
+        materialise(model)
+        self._sharded = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.masters = {n: local(p.detach()).requires_grad_() for n, p in self._sharded.items()}
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        yield
+
+    def _finish(self) -> None:
+        for name, parameter in self._sharded.items():
+            self.masters[name].grad = None if parameter.grad is None else local(parameter.grad)
+            parameter.grad = None
+
+    def publish(self) -> None:
+        """Nothing to do: the next forward gathers the masters."""
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """The parameter in another format (itself, where it has it already)."""
+    if parameter.dtype == dtype or not parameter.is_floating_point():
+        return parameter
+    return _with_local(parameter, local(parameter.detach()).to(dtype))
+
+
+def allocate(model: nn.Module, device: str) -> None:
+    """Give memory, not yet values, to what is on the meta device; shared parameters stay shared."""
+    for names in parameter_names(model):
+        parameter = model.get_parameter(names[0])
+        if parameter.is_meta:
+            real = _with_local(parameter, torch.empty_like(local(parameter.detach()), device=device))
+            for name in names:
+                set_parameter(model, name, real)
+
+
+def _with_local(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter like `parameter` whose local tensor is `value`."""
+    if isinstance(parameter, DTensor):
+        mesh, placements, shape, stride = (
+            parameter.device_mesh,
+            parameter.placements,
+            parameter.shape,
+            parameter.stride(),
+        )
+        value = DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    if hasattr(parameter, "partial_over"):
+        made.partial_over = parameter.partial_over  # pyright: ignore[reportAttributeAccessIssue]
+    return made

@@ -1,0 +1,50 @@
+"""Activation checkpointing: what the forward does not keep, the backward computes again.
+
+    none        keep everything
+    full        keep each block's input (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost)
+    selective   keep matrix products, compute again what is cheap and large: attention, norms, activations
+                (Korthikanti et al. 2022, section 5)
+
+`every` n recomputes one block of n, the first, the (n+1)-th, … and leaves the others as they are.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from core.config import UserError
+from core.parallel.plan import blocks_of
+
+RecomputeMode = Literal["none", "full", "selective"]
+
+_MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    mode: RecomputeMode = "none"
+    every: int = 1
+    """recompute one block of this many"""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"recompute.every={self.every}: one block of how many is recomputed; give at least 1")
+
+
+def apply_recompute(model: nn.Module, config: RecomputeConfig) -> None:
+    """Wrap the forward of the model's blocks; names and parameters stay."""
+    if config.mode == "none":
+        return
+    contexts = {}
+    if config.mode == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
+    for block in blocks_of(model)[:: config.every]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+
+def _keep_matrix_products(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _MATRIX_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,25 @@
+"""Fixtures for all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.ranks import Pools
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    """`ranks(n).run(case, …)` runs a case on n gloo ranks; see tests/support/ranks.py."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; runs where `make gpu` finds one")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

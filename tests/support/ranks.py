@@ -1,0 +1,114 @@
+"""Pools of gloo ranks that stand for GPUs: each size is spawned once, imports torch once, and runs many cases.
+
+    def test_something(ranks):
+        results = ranks(4).run(case, argument, key=word)     # what each rank returned, in rank order
+
+`case` is a function at the top of an importable test module; it runs inside a process group of that many ranks. An
+exception on any rank fails the test with that rank's traceback; a hang ends with the pool, not with the session.
+"""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+DEADLINE_S = 120.0
+
+
+class RankFailure(AssertionError):
+    """What went wrong on a rank, with its traceback."""
+
+
+def _serve(rank: int, size: int, store: str, connection: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while (task := connection.recv_bytes()) is not None:
+        function, args, kwargs = pickle.loads(task)
+        if function is None:
+            break
+        try:
+            answer = (True, function(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+    dist.destroy_process_group()
+
+
+class Pool:
+    """`size` processes in one process group."""
+
+    def __init__(self, size: int):
+        # forkserver with torch preloaded: each rank is a fork of a process that has imported it already.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory(prefix=f"ranks-{socket.gethostname()}-")
+        store = os.path.join(self.folder.name, "store")
+        self.connections, self.processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, store, there), daemon=True)
+            process.start()
+            self.connections.append(here)
+            self.processes.append(process)
+        self.broken = False
+
+    def run(self, function: Callable, *args, **kwargs) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank; the list of what they return."""
+        task = pickle.dumps((function, args, kwargs))
+        for connection in self.connections:
+            connection.send_bytes(task)
+        answers, failures = [], []
+        for rank, connection in enumerate(self.connections):
+            # Once a rank has failed the others may wait for it forever, so they get little time.
+            if not connection.poll(2.0 if failures else DEADLINE_S):
+                failures.append(f"rank {rank} of {self.size}: no answer (a collective that the others left?)")
+                continue
+            try:
+                fine, answer = connection.recv()
+            except EOFError:
+                fine, answer = False, "the process died"
+            answers.append(answer)
+            if not fine:
+                failures.append(f"rank {rank} of {self.size}:\n{answer}")
+        if failures:
+            self.broken = True  # who raised and who waits cannot be told apart: the next case gets fresh ranks
+            self.close(politely=False)
+            raise RankFailure("\n".join(failures))
+        return answers
+
+    def close(self, politely: bool = True) -> None:
+        for connection, process in zip(self.connections, self.processes):
+            if politely and process.is_alive():
+                connection.send_bytes(pickle.dumps((None, (), {})))
+            else:
+                process.kill()
+        for process in self.processes:
+            process.join(10)
+        self.folder.cleanup()
+
+
+class Pools:
+    """One pool a size, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, size: int) -> Pool:
+        pool = self._pools.get(size)
+        if pool is None or pool.broken:
+            pool = self._pools[size] = Pool(size)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            if not pool.broken:
+                pool.close()
