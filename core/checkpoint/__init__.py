@@ -1,0 +1,27 @@
+"""Sharded checkpoints that survive a crash, by parameter name, and load on any other mesh.
+
+    checkpointer.py   `Checkpointer`: save (asynchronously, atomically, keeping the last n) and load
+    shards.py         what PyTorch's Distributed Checkpoint (DCP) is told: this rank's box of each tensor, written once
+    stored.py         a complete checkpoint on disk: its files, reading it, refusing what is foreign or damaged
+    rng.py            the state of every random generator of this process, as data
+
+What a caller hands over is `name -> tensor`; `core.layout` says which box of the whole each rank's tensor is. Which
+form of parallelism cut it, this package does not know.
+"""
+
+from core.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from core.checkpoint.rng import rng_state, set_rng_state
+from core.checkpoint.stored import Stored, StoredTensor, complete_steps, inspect, iterate_full, read_full
+
+__all__ = [
+    "CheckpointConfig",
+    "Checkpointer",
+    "Stored",
+    "StoredTensor",
+    "complete_steps",
+    "inspect",
+    "iterate_full",
+    "read_full",
+    "rng_state",
+    "set_rng_state",
+]

@@ -1,0 +1,140 @@
+"""What Distributed Checkpoint (DCP) is told of a tensor: the box of the whole that this rank holds.
+
+DCP understands the placements of DTensor as far as torch cuts with them. Ours may be local tensors that a layout
+describes, so every tensor goes in through DCP's `_Checkpointable` protocol as a `Shard`: offsets, sizes, data.
+
+Replicas are written once. DCP's own removal of duplicates weighs a shard by the size of its whole tensor and goes by
+name; `write_once` weighs what is written and places the largest first, so that the ranks write about the same.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from core.layout import layout_of, local
+
+
+class Shard:
+    """This rank's box of a tensor, as DCP's `_Checkpointable` protocol wants to see it.
+
+    data   the local tensor, without gradient; loading writes into it, and a save may put a copy in its place
+    shape  of the whole tensor
+    chunk  where the box lies in the whole; None where this rank holds nothing of it
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        layout = layout_of(tensor)
+        self.data = local(tensor).detach()
+        self.shape = torch.Size(layout.shape)
+        box = layout.box()
+        # An empty shard of a tensor with elements has no item: its offset may be that of a neighbour that has rows.
+        # A whole tensor without elements keeps one, for its name, shape and dtype.
+        empty = self.data.numel() == 0 and math.prod(self.shape) > 0
+        self.chunk = (
+            None
+            if empty
+            else ChunkStorageMetadata(
+                offsets=torch.Size(s.start for s in box), sizes=torch.Size(s.stop - s.start for s in box)
+            )
+        )
+
+    def size(self) -> torch.Size:
+        """Shape of the whole; DCP compares it with what was saved."""
+        return self.shape
+
+    def __create_write_items__(self, name: str, _) -> list[WriteItem]:
+        if self.chunk is None:
+            return []
+        data = TensorWriteData(self.chunk, TensorProperties(dtype=self.data.dtype), self.shape)
+        return [WriteItem(MetadataIndex(name, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [] if self.chunk is None else [self.chunk]
+
+    def __get_tensor_shard__(self, _) -> Tensor:
+        return self.data
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans which rank writes which box.  `metadata` holds the whole plan afterwards, on the coordinator."""
+
+    def __init__(self, shards: dict[str, Shard]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(shards)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return super().create_global_plan(write_once(all_plans))
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].data
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans which part of which stored chunk goes into which place of this rank's boxes.  `plan` is the result."""
+
+    def __init__(self, shards: dict[str, Shard], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Not by set_up_planner, which would first walk through the shards for tensors on the meta device.
+        self.state_dict, self.metadata = shards, metadata
+        self.plan = self.create_local_plan()
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].data
+
+
+def write_once(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave each box to one of its holders: first what only one rank holds, then the largest to the least busy."""
+    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+    nbytes: dict[MetadataIndex, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders[item.index].append(rank)
+            nbytes[item.index] = item_bytes(item)
+    planned_bytes, writer = [0] * len(plans), {}
+    for index in sorted(holders, key=lambda i: (len(holders[i]) > 1, -nbytes[i])):
+        writer[index] = min(holders[index], key=lambda rank: planned_bytes[rank])
+        planned_bytes[writer[index]] += nbytes[index]
+    return [
+        replace(plan, items=[item for item in plan.items if writer[item.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def item_bytes(item: WriteItem) -> int:
+    """Bytes of the box that an item writes."""
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+class Staging:
+    """CPU copies of what a rank is to write, so that training may change the tensors while a thread writes them.
+
+    The buffers (pinned where the tensors lie on CUDA) live on from save to save: allocating pinned memory is slow.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        """Put a copy in the place of each shard's data; returns when the copies are made."""
+        kept = {}
+        for name, shard in shards:
+            kept[name] = self._buffer(name, shard.data)
+            kept[name].copy_(shard.data, non_blocking=True)
+            shard.data = kept[name]
+        self._buffers = kept
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def _buffer(self, name: str, data: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
+            return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        return buffer
