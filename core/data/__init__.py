@@ -1,0 +1,17 @@
+"""From files to batches: readers of documents, memory-mapped token shards, mesh-independent resumable batches."""
+
+from core.data.batches import Batches, EvalBatches, GlobalBatches, MapBatches, PairBatches, TokenBatches
+from core.data.prefetch import Prefetch
+from core.data.tokens import ShardWriter, TokenShards
+
+__all__ = [
+    "Batches",
+    "EvalBatches",
+    "GlobalBatches",
+    "MapBatches",
+    "PairBatches",
+    "Prefetch",
+    "ShardWriter",
+    "TokenBatches",
+    "TokenShards",
+]

@@ -1,0 +1,85 @@
+"""An iterator over batches with a background thread: the next few are ready while the current one trains."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from core.data.batches import Batches
+
+
+class Prefetch:
+    """Batches of one rank from `step` on; up to `depth` are made ahead.
+
+    An exception in `batch` is raised by the `next` that would have returned that batch. Close it (or use `with`) to
+    stop the thread. `state()` is the JSON-able position: the step that `next` hands out next.
+    """
+
+    def __init__(self, batches: Batches, rank: int = 0, num_ranks: int = 1, *, step: int = 0, depth: int = 2):
+        self._batches = batches
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._step = step
+        self._depth = depth
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        if self._thread is None:
+            self._start()
+        batch, error = self._ready.get()
+        if error is not None:
+            self.close()
+            raise error
+        self._step += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, whatever was prefetched."""
+        self.close()
+        self._step = int(state["step"])
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(self._depth)
+        self._stop = threading.Event()
+        # A daemon: a program that dies without closing must not hang on its data.
+        self._thread = threading.Thread(
+            target=self._produce, args=(self._step, self._ready, self._stop), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _produce(self, step: int, ready: queue.Queue, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                made = self._batches.batch(step, self._rank, self._num_ranks), None
+            except BaseException as error:
+                made = None, error
+            while not stop.is_set():
+                try:
+                    ready.put(made, timeout=0.05)
+                    break
+                except queue.Full:
+                    continue
+            if made[1] is not None:
+                return
+            step += 1
