@@ -1,12 +1,137 @@
 """Frozen dataclasses are the configuration; recipes are functions that return one; the command line derives from both.
 
-`parse(Config, recipes, argv)` turns `--recipe NAME --field.sub value …` into one frozen dataclass. Whatever the user got
-wrong ends as a `UserError`: one line that says what was given, what is allowed and what to do. `run_command` prints it
-and exits with code 2.
+`parse(recipes, argv, command)` turns `--recipe NAME --field.sub value …` into one frozen dataclass: the recipe gives
+the defaults, and every field is an option. Options are spelled --mesh.tp_mode or --mesh.tp-mode, with a space or `=`
+before the value, and `field=value` without dashes works too.
+
+Whatever the user got wrong is a `UserError`: one line that says what was given, what is allowed and what to do.
+`run_command` prints it and returns exit code 2.
 """
 
-from __future__ import annotations
+import contextlib
+import dataclasses
+import difflib
+import enum
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
 
 
 class UserError(ValueError):
     """A mistake of the user's, told in one line: what was given, what is allowed, what to do. Commands exit with 2."""
+
+
+def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command: str, default: str) -> Config:
+    """The recipe named by --recipe (else `default`), changed by the options that follow.
+
+    Raises UserError for an unknown recipe or option and for an ill-typed value; prints the help and exits for --help.
+    """
+    import tyro
+
+    name, options = _take_recipe(argv, default)
+    if name not in recipes:
+        raise UserError(f"no recipe '{name}'{_nearest(name, recipes)}; the recipes are {', '.join(recipes)}")
+    config = recipes[name]()
+    options = _spelled_out(options, config)
+    if "-h" in options or "--help" in options:
+        recipe_line = f"--recipe NAME gives the defaults, here {name}; the recipes are {', '.join(recipes)}"
+        tyro.cli(type(config), default=config, args=["--help"], prog=command, description=recipe_line)
+    _check_names(options, config, command)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(type(config), default=config, args=options, prog=command)
+    except SystemExit:
+        raise UserError(_one_line(complaint.getvalue(), command)) from None
+
+
+def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:
+    """The value of --recipe, and the other options."""
+    rest, name, tokens = [], default, iter(argv)
+    for token in tokens:
+        if token == "--recipe":
+            name = next(tokens, "")
+        elif token.startswith(("--recipe=", "recipe=")):
+            name = token.partition("=")[2]
+        else:
+            rest.append(token)
+    return name, rest
+
+
+def _spelled_out(options: list[str], config: Any) -> list[str]:
+    """`field=value` gets its dashes, and a bare --resume its value."""
+    names = set(option_names(config))
+    spelled = [f"--{o}" if "=" in o and o.partition("=")[0].replace("-", "_") in names else o for o in options]
+    for index, option in enumerate(spelled):
+        if option == "--resume" and (index + 1 == len(spelled) or spelled[index + 1].startswith("--")):
+            spelled[index] = "--resume=auto"
+    return spelled
+
+
+def _check_names(options: list[str], config: Any, command: str) -> None:
+    names = list(option_names(config))
+    for option in options:
+        name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+        if option.startswith("--") and name not in names and name.replace("no_", "", 1) not in names:
+            raise UserError(
+                f"{command} has no option {option.partition('=')[0]}{_nearest(name, names, '--')}; "
+                f"the options are --recipe {' '.join('--' + n for n in names)}"
+            )
+
+
+def _nearest(name: str, known: Any, prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f", did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _one_line(complaint: str, command: str) -> str:
+    """What the parser says, out of its box."""
+    paragraphs: list[list[str]] = [[]]
+    for line in complaint.splitlines():
+        text = line.strip(" │╭╮╰╯")
+        if not text.strip("─ "):
+            paragraphs.append([])
+        elif not line.startswith(("╭", "╰")) and not text.startswith(("For full helptext", "Argument helptext")):
+            paragraphs[-1].append(text)
+    said = "; ".join(" ".join(p) for p in paragraphs if p)
+    return f"{said.rstrip('.')}; see {command} --help"
+
+
+def option_names(config: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the options of a dataclass instance."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from option_names(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}"
+
+
+def as_json(config: Any) -> Any:
+    """A dataclass as what JSON can hold; paths and enums as strings."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=_as_text))
+
+
+def _as_text(value: Any) -> str:
+    assert isinstance(value, Path | enum.Enum), value
+    return str(value)
+
+
+def run_command(command: Callable[[list[str]], int | None], argv: list[str], speaks: bool = True) -> int:
+    """Run a command; a UserError becomes one line on stderr and exit code 2.
+
+    speaks  False on ranks other than 0, so that a line appears once
+    """
+    try:
+        return command(argv) or 0
+    except UserError as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -379,6 +379,7 @@ class FullyShardedReplicas(DataParallel):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=mesh.device_type)
         materialise(model)

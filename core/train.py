@@ -1,0 +1,400 @@
+"""The training loop, one for every app and every form of parallelism.
+
+`fit` takes a model that `core.parallel.compose` has spread over the mesh, an optimizer over its masters, batches and a
+loss. One step is
+
+1. take the batch of this step: a function of the step and the data rank alone, so no mesh changes what is learned from
+2. for each microbatch: forward, loss times its share of the whole batch's weight, backward; nothing is sent before the
+   last
+3. complete the gradients; their global norm says whether they are finite and how far they are clipped
+4. the optimizer updates the masters; the parameters take over their values
+5. one row of metrics; a checkpoint, an evaluation, the end when it is time
+
+A step whose gradients are not finite is skipped and counted; under fp16 that is how the loss scale finds its place.
+SIGTERM on any rank lets all ranks finish the step, save, and return.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
+from core.comm.volume import Volume, count_volume
+from core.config import UserError
+from core.data import Batches, Prefetch
+from core.layout import layout_of, tag
+from core.mesh import MeshConfig, data_axis
+from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
+from core.optim.build import OptimConfig
+from core.optim.clip import gradient_norm, scale_gradients
+from core.optim.schedule import learning_rate
+from core.parallel.compose import ParallelConfig
+from core.parallel.data import DataParallel
+from core.precision import LossScale, LossScaleConfig, compute_dtype
+from core.runtime import Runtime, StopRequest, seed_everything
+
+Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
+Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
+
+MOST_SKIPPED_IN_A_ROW = 20
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    tensorboard: bool = True
+    """also write TensorBoard events, when tensorboard is installed"""
+    wandb_project: str | None = None
+    """Weights & Biases project to report to"""
+
+
+@dataclass(frozen=True)
+class TrainConfig(ParallelConfig):
+    """A training run: how the model runs (see ParallelConfig), on which mesh, for how long, and what is kept of it."""
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    steps: int = 1000
+    """optimizer steps of the whole run; the learning-rate schedule spans them"""
+    stop_after: int | None = None
+    """save and leave after this step, as if interrupted; --resume continues"""
+    microbatch: int | None = None
+    """rows of a microbatch on one rank; gradients accumulate over the others. None: all rows at once"""
+    seed: int = 0
+    out: Path = Path("runs/latest")
+    """folder of the run: config.json, metrics.jsonl, summary.json, checkpoints"""
+    resume: str | None = None
+    """continue: "auto" from the latest checkpoint in --out (what a bare --resume means), or a run or checkpoint folder"""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate_every: int = 0
+    """steps between evaluations on held-out data; 0: only at the end"""
+    log: LogConfig = field(default_factory=LogConfig)
+    device: str | None = None
+    """cpu or cuda; None: CUDA where there is one"""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "stop_after", "microbatch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}; give a positive number")
+        if self.evaluate_every < 0:
+            raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
+
+
+def num_rows(batch: dict[str, Tensor]) -> Tensor:
+    """The default weight of a microbatch: its rows."""
+    first = next(iter(batch.values()))
+    return torch.tensor(float(len(first)), dtype=torch.float64)
+
+
+def num_tokens(batch: dict[str, Tensor]) -> int:
+    """What throughput counts: the elements of input_ids where there are any, else rows."""
+    ids = batch.get("input_ids")
+    return ids.numel() if ids is not None else len(next(iter(batch.values())))
+
+
+def fit(
+    data: DataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    loss: Loss,
+    config: TrainConfig,
+    runtime: Runtime,
+    *,
+    weight: Callable[[dict[str, Tensor]], Tensor] = num_rows,
+    evaluate: Evaluate | None = None,
+    flops_per_token: float | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train to `config.steps`, or to where it is stopped.  Returns what summary.json then holds.
+
+    loss             (model, batch) -> mean over the items of a microbatch, a scalar
+    weight           batch -> how many items that mean is over; the loss of a step is the weighted mean over all
+                     microbatches of all ranks
+    evaluate         model -> figures of an evaluation; called on every rank
+    flops_per_token  of forward and backward, for the MFU
+    values           JSON-able data that goes into every checkpoint
+    """
+    state = _State(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}))
+    axis = data_axis(data.mesh)
+    # Every rank drew the same parameters; what it draws from now on (dropout) is that of its data.
+    seed_everything(config.seed + axis.get_local_rank())
+    with ExitStack() as stack:
+        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
+        stack.callback(checkpointer.close)
+        first = resume(state, checkpointer, config)
+        log = stack.enter_context(_run_log(config, runtime, first))
+        last = min(config.steps, config.stop_after or config.steps)
+        progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
+        source = stack.enter_context(Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0))
+        stop = stack.enter_context(StopRequest())
+        meter = _Meter(data, config, runtime, flops_per_token)
+        step = saved = first or 0
+        while step < last and not state.stopping:
+            with meter.step(optimizer):
+                row = train_step(state, next(source), loss, weight, config, step, stop.requested)
+            step += 1
+            row = {"step": step, **row, **meter.row(row.pop("tokens"))}
+            if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
+                row |= _evaluated(data, evaluate)
+            log.write(row)
+            progress.update(row)
+            if config.checkpoint.every and step % config.checkpoint.every == 0 and step < last:
+                state.save(checkpointer, step)
+                saved = step
+        if step > saved or checkpointer.latest() is None:
+            state.save(checkpointer, step)
+        checkpointer.wait()
+        summary = meter.summary(step, state)
+        if evaluate is not None and step == config.steps:
+            summary |= _evaluated(data, evaluate)
+        log.summarise(summary)
+        progress.close()
+        return summary
+
+
+def train_step(
+    state: "_State",
+    batch: dict[str, Tensor],
+    loss: Loss,
+    weight: Callable[[dict[str, Tensor]], Tensor],
+    config: TrainConfig,
+    step: int,
+    stop_requested: bool = False,
+) -> dict[str, Any]:
+    """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank."""
+    data, axis = state.data, data_axis(state.data.mesh)
+    device = next(iter(data.masters.values())).device
+    scale = state.loss_scale.factor
+    parts = _microbatches(batch, config, device)
+    weights = torch.stack([weight(part).to(device, torch.float64) for part in parts])
+    whole_weight = weights.sum()
+    if axis.size() > 1:
+        dist.all_reduce(whole_weight, group=axis.get_group())
+    shares = (weights / whole_weight).unbind()
+    mean = torch.zeros((), dtype=torch.float64, device=device)
+    for index, (part, share) in enumerate(zip(parts, shares)):
+        with data.microbatch(last=index == len(parts) - 1):
+            value = loss(data.model, part)
+            value = value * share.to(torch.promote_types(value.dtype, torch.float32))
+            (value * scale if scale != 1.0 else value).backward()
+            mean += value.detach()
+    data.reduce()
+    norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
+    rate = learning_rate(step, config.steps, config.optim.lr, config.optim.schedule)
+    if state.loss_scale.update(norm < float("inf")):
+        clip = config.optim.clip_norm
+        factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
+        scale_gradients(data.masters.values(), factor / scale)
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+        state.optimizer.step()
+        data.publish()
+    data.release()
+    state.note_step(mean, stop_requested)
+    figures = {"loss": state.loss, "lr": rate, "grad_norm": norm}
+    if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
+        figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
+    return figures | {"tokens": num_tokens(batch) * axis.size()}
+
+
+def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.device) -> list[dict[str, Tensor]]:
+    """The rank's rows in pieces of at most `microbatch`, on the device, floating tensors in the compute format."""
+    dtype = compute_dtype(config.precision)
+    placed = {k: v.to(device, dtype if v.is_floating_point() else None, non_blocking=True) for k, v in batch.items()}
+    rows = len(next(iter(placed.values())))
+    size = config.microbatch or rows
+    return [{k: v[start : start + size] for k, v in placed.items()} for start in range(0, rows, size)]
+
+
+def _evaluated(data: DataParallel, evaluate: Evaluate) -> dict[str, float]:
+    data.model.eval()
+    with torch.no_grad():
+        figures = dict(evaluate(data.model))
+    data.model.train()
+    return figures
+
+
+class _State:
+    """What a checkpoint keeps: masters, optimizer, loss scale, buffers, random generators, the caller's values."""
+
+    def __init__(
+        self, data: DataParallel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, values: dict[str, Any]
+    ):
+        self.data, self.optimizer, self.loss_scale, self.values = data, optimizer, loss_scale, values
+        self.stopping = False
+        self.loss = float("nan")
+        self._skipped_in_a_row = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """name -> local tensor of everything that is saved as tensors."""
+        found = {f"model/{name}": master for name, master in self.data.masters.items()}
+        persistent = self.data.model.state_dict(keep_vars=True)
+        found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}
+        for name, master in self.data.masters.items():
+            for key, value in self.optimizer.state.get(master, {}).items():
+                if isinstance(value, Tensor):
+                    alike = value.shape == master.shape and value.ndim
+                    found[f"optim/{key}/{name}"] = tag(value, layout_of(master)) if alike else value
+        return found
+
+    def save(self, checkpointer: Checkpointer, step: int) -> None:
+        values = {"values": self.values, "loss_scale": self.loss_scale.state()}
+        checkpointer.save(step, self.tensors(), values, rng_state())
+
+    def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
+        """Take over a checkpoint, of whatever mesh.  Returns its step."""
+        self._make_optimizer_state()
+        with torch.no_grad():
+            step, values, random = checkpointer.load(at, self.tensors())
+            self.data.publish()
+        self.loss_scale.load_state(values["loss_scale"])
+        if random is not None:
+            set_rng_state(random)
+        return step
+
+    def _make_optimizer_state(self) -> None:
+        """A step of rate zero with gradients of zero: the state exists, nothing has moved."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for master in self.data.masters.values():
+            master.grad = torch.zeros_like(master)
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        for master in self.data.masters.values():
+            master.grad = None
+
+    def note_step(self, mean: Tensor, stop_requested: bool) -> None:
+        """Agree over all ranks on the loss of the step and on whether to stop after it."""
+        axis = data_axis(self.data.mesh)
+        copies = self.data.mesh.size() // axis.size()
+        both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))
+        if self.data.mesh.size() > 1:
+            dist.all_reduce(both)
+        self.loss, stops = both.tolist()
+        self.stopping = stops > 0
+        self._skipped_in_a_row = 0 if self.loss_scale.good_steps else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"gradients were not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row (loss {self.loss}); "
+                "lower optim.lr, warm up for longer, or use --precision bf16 or fp32"
+            )
+
+
+def resume(state: _State, checkpointer: Checkpointer, config: TrainConfig) -> int | None:
+    """Load what `config.resume` names.  Returns the step to go on from; None for a fresh run.
+
+    Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
+    """
+    if config.resume is None:
+        if checkpointer.latest() is not None:
+            raise UserError(
+                f"{config.out} already holds a run (step {checkpointer.latest()}); "
+                "add --resume to continue it, or give another --out"
+            )
+        return None
+    if config.resume == "auto":
+        return None if checkpointer.latest() is None else state.load(checkpointer, None)
+    return state.load(checkpointer, checkpoint_path(Path(config.resume)))
+
+
+def checkpoint_path(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the latest of the run folder that it is."""
+    for folder in (path, path / "checkpoints"):
+        if steps := complete_steps(folder):
+            return steps[max(steps)]
+    return path
+
+
+def _run_log(config: TrainConfig, runtime: Runtime, first: int | None) -> RunLog:
+    tensorboard = "auto" if config.log.tensorboard else False
+    return RunLog(
+        config.out,
+        active=runtime.leads,
+        resume_step=first,
+        tensorboard=tensorboard,
+        wandb_project=config.log.wandb_project,
+    )
+
+
+class _Meter:
+    """Time, throughput, memory and communication of the steps of one call of `fit`.
+
+    Memory on a CPU is accounted tensor by tensor, and collectives are counted, during the second step alone: by then
+    the optimizer's state exists, and what counting costs does not touch the other steps.
+    """
+
+    COUNTED = 2
+
+    def __init__(self, data: DataParallel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
+        self.data, self.runtime, self.flops_per_token = data, runtime, flops_per_token
+        self.num_devices = data.mesh.size()
+        self.account: MemoryAccount | None = None
+        self.volume: Volume | None = None
+        self.dispatch = not config.compile  # a dispatch mode would send compiled blocks back to eager
+        self.peak = peak_flops(runtime.device, compute_dtype(config.precision)) if flops_per_token else None
+        self.times: list[tuple[float, int]] = []
+        self.begin = self.previous = time.perf_counter()
+
+    @contextmanager
+    def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.dispatch and len(self.times) == self.COUNTED - 1:
+                self.volume = stack.enter_context(count_volume(self.data.mesh))
+                if self.runtime.device.type == "cpu":
+                    self.account = stack.enter_context(MemoryAccount())
+                    self.account.add(self.data.model.parameters())
+                    self.account.add(self.data.masters.values())
+                    held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+                    self.account.add(held)
+            yield
+
+    def row(self, tokens: int) -> dict[str, float]:
+        """Figures of the step that has just ended."""
+        now = time.perf_counter()
+        elapsed, self.previous = now - self.previous, now
+        self.times.append((elapsed, tokens))
+        row: dict[str, float] = {"tokens_per_s": tokens / elapsed, "step_s": elapsed}
+        if self.flops_per_token:
+            row |= {"mfu": share} if (share := self._mfu(tokens / elapsed)) is not None else {}
+        row["memory_bytes"] = self._memory()
+        return row
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        return mfu(tokens_per_s, self.flops_per_token or 0.0, self.peak, self.num_devices)
+
+    def _memory(self) -> int:
+        return peak_bytes(self.runtime.device, self.account)
+
+    def summary(self, step: int, state: _State) -> dict[str, Any]:
+        """What the run came to; peaks are those of the rank that needed most."""
+        counted = self.times[self.COUNTED :] or self.times
+        tokens_per_s = sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else None
+        peaks = torch.tensor([self._memory(), resident_peak_bytes()], dtype=torch.int64, device=self.runtime.device)
+        if self.num_devices > 1:
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        device_peak, resident_peak = peaks.tolist()
+        return {
+            "step": step,
+            "status": "stopped" if state.stopping else "complete",
+            "loss": state.loss,
+            "tokens_per_s": tokens_per_s,
+            "mfu": None if tokens_per_s is None or not self.flops_per_token else self._mfu(tokens_per_s),
+            "peak_flops_per_device": self.peak,
+            "device_peak_bytes": device_peak,
+            "resident_peak_bytes": resident_peak,
+            "communication_bytes_per_step": self.volume and self.volume.total_bytes,
+            "skipped_steps": state.loss_scale.skipped_steps,
+            "num_ranks": self.num_devices,
+            "device": self.runtime.device.type,
+            "wall_s": time.perf_counter() - self.begin,
+        }
