@@ -122,7 +122,7 @@ def fit(
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """
-    state = _State(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}))
+    state = TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}))
     axis = data_axis(data.mesh)
     # Every rank drew the same parameters; what it draws from now on (dropout) is that of its data.
     seed_everything(config.seed + axis.get_local_rank())
@@ -161,7 +161,7 @@ def fit(
 
 
 def train_step(
-    state: "_State",
+    state: "TrainState",
     batch: dict[str, Tensor],
     loss: Loss,
     weight: Callable[[dict[str, Tensor]], Tensor],
@@ -222,7 +222,7 @@ def _evaluated(data: DataParallel, evaluate: Evaluate) -> dict[str, float]:
     return figures
 
 
-class _State:
+class TrainState:
     """What a checkpoint keeps: masters, optimizer, loss scale, buffers, random generators, the caller's values."""
 
     def __init__(
@@ -290,7 +290,7 @@ class _State:
             )
 
 
-def resume(state: _State, checkpointer: Checkpointer, config: TrainConfig) -> int | None:
+def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -> int | None:
     """Load what `config.resume` names.  Returns the step to go on from; None for a fresh run.
 
     Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
@@ -366,7 +366,8 @@ class _Meter:
         row: dict[str, float] = {"tokens_per_s": tokens / elapsed, "step_s": elapsed}
         if self.flops_per_token:
             row |= {"mfu": share} if (share := self._mfu(tokens / elapsed)) is not None else {}
-        row["memory_bytes"] = self._memory()
+        if self.account is not None or self.runtime.device.type == "cuda":
+            row["memory_bytes"] = self._memory()
         return row
 
     def _mfu(self, tokens_per_s: float) -> float | None:
@@ -375,7 +376,7 @@ class _Meter:
     def _memory(self) -> int:
         return peak_bytes(self.runtime.device, self.account)
 
-    def summary(self, step: int, state: _State) -> dict[str, Any]:
+    def summary(self, step: int, state: TrainState) -> dict[str, Any]:
         """What the run came to; peaks are those of the rank that needed most."""
         counted = self.times[self.COUNTED :] or self.times
         tokens_per_s = sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else None

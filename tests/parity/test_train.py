@@ -1,6 +1,6 @@
-"""n ranks train as one rank does: every combination of ZeRO level, tensor parallelism and accumulation, in fp64.
+"""n ranks train as one rank does: ZeRO levels, tensor and sequence parallelism, accumulation, recomputation, in fp64.
 
-Shapes are ragged on purpose: odd vocabulary, six heads, a length and rows that do not divide.
+Shapes are ragged on purpose: an odd vocabulary, six or twelve heads, MLPs, lengths and rows that do not divide.
 """
 
 from dataclasses import replace
@@ -10,39 +10,120 @@ import pytest
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
-from tests.support.training import Case, same_as_single
+from core.parallel.recompute import RecomputeConfig
+from tests.support.training import Case, difference_from_single
 
-GPT2 = DecoderConfig(vocab_size=61, dim=24, num_layers=2, num_heads=6, ffn_dim=50, max_length=9, family="gpt2")
+TOLERANCE = 1e-10
+
+GPT2 = DecoderConfig(vocab_size=61, dim=24, num_layers=2, num_heads=6, ffn_dim=50, max_length=9)
+OPT = replace(GPT2, family="opt", position_offset=2, activation="relu", tied_head=False)
+OPT_350M = replace(OPT, embed_dim=10, norm_first=False, final_norm=False, tied_head=True)
+BLOOM = replace(GPT2, family="bloom", positions="alibi", embedding_norm=True)
+LLAMA = replace(
+    GPT2,
+    family="llama",
+    positions="rotary",
+    norm="rms_norm",
+    activation="swiglu",
+    attention_bias=False,
+    mlp_bias=False,
+    num_kv_heads=2,
+    tied_head=False,
+)
+HYBRID = MeshConfig(dp_replicate=2, dp_shard=2)
 
 
-def parallel(zero: int) -> ParallelConfig:
-    return ParallelConfig(zero=zero, precision="fp64")
+def parallel(zero: int = 0, **options) -> ParallelConfig:
+    return ParallelConfig(zero=zero, precision="fp64", **options)
+
+
+def check(ranks, num_ranks: int, case: Case) -> None:
+    difference, where = difference_from_single(ranks, num_ranks, case)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "zero"),
     [
+        (1, MeshConfig(), 1),
+        (1, MeshConfig(), 2),
+        (1, MeshConfig(), 3),
         (2, MeshConfig(), 0),
         (2, MeshConfig(), 1),
         (2, MeshConfig(), 2),
         (2, MeshConfig(), 3),
         (2, MeshConfig(tp=2), 0),
         (3, MeshConfig(), 0),
+        (3, MeshConfig(), 1),
         (3, MeshConfig(), 2),
         (3, MeshConfig(), 3),
+        (3, MeshConfig(tp=3), 0),
         (4, MeshConfig(tp=2), 0),
         (4, MeshConfig(tp=2), 1),
         (4, MeshConfig(tp=2), 2),
         (4, MeshConfig(tp=2), 3),
-        (4, MeshConfig(dp_replicate=2, dp_shard=2), 1),
-        (4, MeshConfig(dp_replicate=2, dp_shard=2), 2),
-        (4, MeshConfig(dp_replicate=2, dp_shard=2), 3),
+        (4, HYBRID, 1),
+        (4, HYBRID, 2),
+        (4, HYBRID, 3),
     ],
 )
-def test_gpt2(ranks, num_ranks: int, mesh: MeshConfig, zero: int) -> None:
-    same_as_single(ranks, num_ranks, Case(GPT2, mesh=mesh, parallel=parallel(zero)))
+def test_every_mesh_and_zero_level(ranks, num_ranks: int, mesh: MeshConfig, zero: int) -> None:
+    check(ranks, num_ranks, Case(GPT2, mesh=mesh, parallel=parallel(zero)))
+
+
+@pytest.mark.parametrize("model", [OPT, OPT_350M, BLOOM, LLAMA], ids=["opt", "opt_350m", "bloom", "llama"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_every_family(ranks, model: DecoderConfig, zero: int) -> None:
+    check(ranks, 4, Case(model, mesh=MeshConfig(tp=2), parallel=parallel(zero)))
+
+
+def test_four_way_tensor_parallelism(ranks) -> None:
+    check(ranks, 4, Case(replace(GPT2, num_heads=12), mesh=MeshConfig(tp=4), parallel=parallel()))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_eight_ranks(ranks, zero: int) -> None:
+    mesh = replace(HYBRID, tp=2)
+    check(ranks, 8, Case(GPT2, mesh=mesh, parallel=parallel(zero), microbatch=2))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_accumulation(ranks, zero: int) -> None:
-    same_as_single(ranks, 2, Case(GPT2, parallel=parallel(zero), microbatches=3))
+    check(ranks, 2, Case(GPT2, parallel=parallel(zero), microbatch=4))  # 4 rows, then 2: unequal weights
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_recomputation(ranks, mode: str, zero: int) -> None:
+    options = parallel(zero, recompute=RecomputeConfig(mode, every=1 if zero else 2))
+    check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=options))
+
+
+@pytest.mark.parametrize("model", [GPT2, BLOOM], ids=["gpt2", "bloom"])
+def test_documents_apart(ranks, model: DecoderConfig) -> None:
+    check(ranks, 2, Case(model, mesh=MeshConfig(tp=2), parallel=parallel(), documents=True))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "without"),
+    [
+        (MeshConfig(), 0, ("core.parallel.data", "all_reduce")),
+        (MeshConfig(), 1, ("core.parallel.data", "reduce_scatter_tensor")),
+        (MeshConfig(), 2, ("core.parallel.data", "reduce_scatter_tensor")),
+        (MeshConfig(), 1, ("core.parallel.data", "all_gather_into_tensor")),
+        (MeshConfig(), 3, ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "fsdp")),
+        (HYBRID, 1, ("core.parallel.data", "all_reduce")),
+        (MeshConfig(), 1, ("core.optim.clip", "all_reduce")),
+        (MeshConfig(), 0, ("core.train", "all_reduce")),
+        (MeshConfig(tp=2), 0, ("core.parallel.data", "all_reduce")),
+        (MeshConfig(tp=2), 0, ("core.comm.collectives", "all_reduce")),
+        (MeshConfig(tp=2), 0, ("core.comm.collectives", "reduce_scatter_tensor")),
+        (MeshConfig(tp=2), 0, ("core.comm.collectives", "all_gather_into_tensor")),
+    ],
+)
+def test_a_missing_collective_is_seen(ranks, mesh: MeshConfig, zero: int, without: tuple[str, str]) -> None:
+    """The tests above can fail: without any one of the collectives they hold, they would."""
+    num_ranks = 4 if mesh == HYBRID else 2
+    case = Case(GPT2, mesh=mesh, parallel=parallel(zero), steps=3)
+    difference, _ = difference_from_single(ranks, num_ranks, case, without)
+    assert not difference <= 1e4 * TOLERANCE
