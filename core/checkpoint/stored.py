@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
@@ -264,9 +265,7 @@ def encode_rank_values(values: dict[str, Tensor | bytes]) -> bytes:
     """A safetensors file; bytes go in as uint8 tensors, and the header says which they are."""
     as_bytes = [name for name, value in values.items() if isinstance(value, bytes)]
     tensors = {
-        name: torch.frombuffer(bytearray(v), dtype=torch.uint8)
-        if isinstance(v, bytes)
-        else v.detach().cpu().contiguous()
+        name: torch.from_numpy(np.frombuffer(v, np.uint8).copy()) if isinstance(v, bytes) else v.cpu().contiguous()
         for name, v in values.items()
     }
     return to_safetensors(tensors, metadata={"bytes": json.dumps(as_bytes)})
