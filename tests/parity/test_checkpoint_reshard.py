@@ -27,6 +27,8 @@ TENSORS: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
     "columns": ((13, 97), 1, 0),
     "rows": ((97, 13), 0, None),
     "three": ((3, 2), 0, 0),  # empty shards on four ranks
+    "two": ((2, 3), 0, 0),  # an empty shard that begins where a neighbour's row does
+    "pair": ((4, 2), 1, 1),
     "one": ((1, 5), 0, 0),
     "norm": ((13,), None, None),
     "moment": ((31,), None, 0),

@@ -1,6 +1,7 @@
 """Checkpoints in one process: what comes back, what a crash leaves, what is refused. Ranks: tests/parity."""
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -9,7 +10,9 @@ import shutil
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from core.checkpoint import (
 from core.checkpoint import checkpointer as checkpointer_module
 from core.checkpoint.shards import Shard, item_bytes, write_once
 from core.config import UserError
+from core.layout import Layout, tag
 
 
 @pytest.fixture
@@ -223,7 +227,9 @@ def _save_and_be_killed(folder: Path, step: int, operation: int) -> bool:
 
         def kill_at_operation(event, arguments):
             nonlocal counted
-            if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove") and str(folder) in str(arguments[0]):
+            # Removals go by names relative to an open folder, so only `open` can be told from other people's files.
+            changes = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
+            if changes or (event == "open" and str(folder) in str(arguments[0])):
                 counted += 1
                 if counted == operation:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -267,6 +273,11 @@ def _foreign(step: Path) -> None:
     (step / ".metadata").write_bytes(pickle.dumps(Malicious(step.parent / "owned")))
 
 
+def _outside(step: Path) -> None:
+    shutil.copy(step / "__0_0.distcp", step.parent / "secret")
+    _edit_json(step / "tensors.json", lambda c: c["x"]["chunks"][0].update(file="../secret"))
+
+
 def _truncate(path: Path, nbytes: int) -> None:
     with path.open("r+b") as file:
         file.truncate(nbytes)
@@ -297,13 +308,16 @@ DAMAGES = {
         lambda step: _edit_json(step / "complete.json", lambda c: c.update(format=99)),
         "it has format 99, and this version reads format 1",
     ),
-    "record without a step": (lambda step: _edit_json(step / "complete.json", lambda c: c.pop("step")), "damaged"),
-    "truncated index": (lambda step: _truncate(step / "tensors.json", 50), "tensors.json cannot be read"),
-    "unknown dtype": (lambda step: _edit_json(step / "tensors.json", lambda c: c["x"].update(dtype="load")), "damaged"),
-    "file outside the folder": (
-        lambda step: _edit_json(step / "tensors.json", lambda c: c["x"]["chunks"][0].update(file="../../secret")),
-        "damaged",
+    "record without a step": (
+        lambda step: _edit_json(step / "complete.json", lambda c: c.pop("step")),
+        "damaged ('step')",
     ),
+    "truncated index": (lambda step: _truncate(step / "tensors.json", 50), "tensors.json cannot be read"),
+    "unknown dtype": (
+        lambda step: _edit_json(step / "tensors.json", lambda c: c["x"].update(dtype="load")),
+        "no dtype load",
+    ),
+    "file outside the folder": (_outside, "x lies in ../secret"),
     "index with a hole": (
         lambda step: _edit_json(step / "tensors.json", lambda c: c["x"].update(chunks=[])),
         "does not cover the whole of x",
@@ -443,6 +457,26 @@ def test_each_box_is_written_once_and_ranks_write_about_the_same():
     assert max(nbytes) <= 4 * (8530 / 4 + 700)
     assert nbytes[1] >= 8000
     assert min(nbytes) > 0
+
+
+@dataclass
+class Coordinate:
+    """A mesh of sizes 2 x 2, seen from one coordinate, without a process group."""
+
+    at: dict[str, int]
+
+    def __getitem__(self, axis: str) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: 2, get_local_rank=lambda: self.at[axis])
+
+
+def test_an_empty_shard_does_not_stand_for_the_neighbour_at_its_offset():
+    """Two rows over tp=2, then dp=2: the second rank of the first half holds nothing, from row 1 on."""
+    items = []
+    for tp, dp in itertools.product((0, 1), (0, 1)):
+        cut = Layout((2, 3)).cut(Coordinate({"tp": tp, "dp": dp}), "tp").cut(Coordinate({"tp": tp, "dp": dp}), "dp")
+        shard = Shard(tag(torch.zeros(cut.local_shape()), cut))
+        items += shard.__create_write_items__("x", None)
+    assert [(item.index.offset, item_bytes(item)) for item in items] == [((0, 0), 12), ((1, 0), 12)]
 
 
 def test_resume_equals_never_having_stopped(tmp_path, open_checkpointer):
