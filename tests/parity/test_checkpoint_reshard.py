@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, inspect, read_full
 from core.config import UserError
 from core.layout import Layout, layout_of, local, tag
+from tests.support.ranks import Pool, RankFailure
 
 # name -> shape, dims that tp and then dp cut (None: replicated over that axis). Odd on purpose.
 TENSORS: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
@@ -164,30 +164,18 @@ def one_rank_is_killed(folder: Path) -> None:
     checkpointer.save(1, boxes(mesh, filled=True), {}, {})
     checkpointer.wait()
     if dist.get_rank() == 1:
-        module.sync_folder = module.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        module.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.save(2, boxes(mesh, filled=True), {}, {})
     started = time.monotonic()
     with pytest.raises(Exception, match=r"(?i)connection|peer|closed"):
         checkpointer.wait()
     assert time.monotonic() - started < 30
     assert checkpointer.steps() == [1]
-    os._exit(0)
 
 
-def _rank(rank: int, size: int, rendezvous: str, fn, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    fn(folder)
-    dist.destroy_process_group()
-
-
-def run_ranks(size: int, fn, folder: Path) -> None:
-    mp.spawn(_rank, (size, str(folder.parent / f"{fn.__name__}.rendezvous"), fn, folder), nprocs=size)
-
-
-def test_dp2_tp2_loads_on_any_mesh(tmp_path):
+def test_dp2_tp2_loads_on_any_mesh(tmp_path, ranks):
     folder = tmp_path / "checkpoints"
-    run_ranks(4, save_and_load_on_other_meshes, folder)
+    ranks(4).run(save_and_load_on_other_meshes, folder)
     alone = {name: torch.full_like(whole(name), torch.nan) for name in TENSORS}
     checkpointer = Checkpointer(folder, CheckpointConfig())
     assert checkpointer.load(None, alone) == (5, {"a": 1}, None)
@@ -198,25 +186,25 @@ def test_dp2_tp2_loads_on_any_mesh(tmp_path):
     assert inspect(folder).mesh == {"dp": 2, "tp": 2}
 
 
-def test_one_rank_to_dp2_tp2(tmp_path):
+def test_one_rank_to_dp2_tp2(tmp_path, ranks):
     folder = tmp_path / "checkpoints"
     checkpointer = Checkpointer(folder, CheckpointConfig())
     checkpointer.save(5, {name: whole(name) for name in TENSORS}, {"a": 1}, {})
     checkpointer.close()
-    run_ranks(4, load_what_one_rank_saved, folder)
+    ranks(4).run(load_what_one_rank_saved, folder)
 
 
-def test_parameters_of_tensor_parallelism_and_fsdp(tmp_path):
-    run_ranks(4, save_modules_of_torch, tmp_path / "checkpoints")
+def test_parameters_of_tensor_parallelism_and_fsdp(tmp_path, ranks):
+    ranks(4).run(save_modules_of_torch, tmp_path / "checkpoints")
 
 
-def test_names_may_differ_between_ranks_and_mistakes_are_told_to_all(tmp_path):
-    run_ranks(2, stages_and_their_mistakes, tmp_path / "checkpoints")
+def test_names_may_differ_between_ranks_and_mistakes_are_told_to_all(tmp_path, ranks):
+    ranks(2).run(stages_and_their_mistakes, tmp_path / "checkpoints")
 
 
-def test_replicas_are_written_once_and_by_all(tmp_path):
+def test_replicas_are_written_once_and_by_all(tmp_path, ranks):
     folder = tmp_path / "checkpoints"
-    run_ranks(4, replicas, folder)
+    ranks(4).run(replicas, folder)
     nbytes = [path.stat().st_size for path in folder.glob("step-*/*.distcp")]
     whole_bytes = 4 * 64 * 16000
     assert whole_bytes < sum(nbytes) < 1.01 * whole_bytes, "about 1 kB an item comes on top"
@@ -225,8 +213,9 @@ def test_replicas_are_written_once_and_by_all(tmp_path):
 
 def test_a_rank_killed_in_a_save_leaves_the_one_before(tmp_path):
     folder = tmp_path / "checkpoints"
-    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-        run_ranks(2, one_rank_is_killed, folder)
+    with pytest.raises(RankFailure) as failure:
+        Pool(2).run(one_rank_is_killed, folder)
+    assert str(failure.value) == "rank 1 of 2:\nthe process died"
     assert list(complete_steps(folder)) == [1]
     full = read_full(folder)
     assert all(torch.equal(full[name], whole(name)) for name in TENSORS)
