@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from core.checkpoint.shards import LoadPlanner, Shard
 from core.config import UserError
@@ -213,12 +214,13 @@ def refusal(path: Path, why: str) -> UserError:
     return UserError(f"cannot load {path}: {why}; there is no other complete checkpoint in {path.parent}")
 
 
-def tensors_json(metadata: Metadata) -> dict[str, Any]:
-    """DCP's metadata, after a save, as the content of tensors.json; `_parse_tensors` reads it back."""
+def tensors_json(metadata: Metadata, written: Iterable[WriteResult]) -> dict[str, Any]:
+    """DCP's plan and what all ranks wrote, as the content of tensors.json; `_parse_tensors` reads it back."""
+    places = {result.index: result.storage_data for result in written}
     files: dict[str, list[dict[str, Any]]] = {name: [] for name in metadata.state_dict_metadata}
     for name, tensor in _tensor_metadata(metadata).items():
         for chunk in tensor.chunks:
-            info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            info = places[MetadataIndex(name, chunk.offsets)]
             files[name].append(
                 {
                     "offsets": list(chunk.offsets),
