@@ -18,6 +18,7 @@ A load asks nothing of the mesh that saved: each rank reads, of every stored chu
 This does not copy to remote storage, and does not hold a checkpoint in the memory of a peer.
 """
 
+import itertools
 import json
 import re
 import shutil
@@ -266,7 +267,8 @@ class Checkpointer:
         """On the coordinator, when every rank has written: note it, give the folder its name, remove the oldest."""
         metadata = save.planner.metadata
         FileSystemWriter(save.folder, sync_files=True).finish(metadata, results)
-        write_file(save.folder / TENSORS, json.dumps(tensors_json(metadata)).encode())
+        written = itertools.chain.from_iterable(results)
+        write_file(save.folder / TENSORS, json.dumps(tensors_json(metadata, written)).encode())
         write_file(save.folder / COMPLETE, save.record)
         sync_folder(save.folder)
         final = self.folder / f"step-{save.step:08d}"

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from core.checkpoint.shards import LoadPlanner, Shard
 from core.config import UserError
@@ -212,12 +214,13 @@ def refusal(path: Path, why: str) -> UserError:
     return UserError(f"cannot load {path}: {why}; there is no other complete checkpoint in {path.parent}")
 
 
-def tensors_json(metadata: Metadata) -> dict[str, Any]:
-    """DCP's metadata, after a save, as the content of tensors.json; `_parse_tensors` reads it back."""
+def tensors_json(metadata: Metadata, written: Iterable[WriteResult]) -> dict[str, Any]:
+    """DCP's plan and what all ranks wrote, as the content of tensors.json; `_parse_tensors` reads it back."""
+    places = {result.index: result.storage_data for result in written}
     files: dict[str, list[dict[str, Any]]] = {name: [] for name in metadata.state_dict_metadata}
     for name, tensor in _tensor_metadata(metadata).items():
         for chunk in tensor.chunks:
-            info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            info = places[MetadataIndex(name, chunk.offsets)]
             files[name].append(
                 {
                     "offsets": list(chunk.offsets),
@@ -264,9 +267,7 @@ def encode_rank_values(values: dict[str, Tensor | bytes]) -> bytes:
     """A safetensors file; bytes go in as uint8 tensors, and the header says which they are."""
     as_bytes = [name for name, value in values.items() if isinstance(value, bytes)]
     tensors = {
-        name: torch.frombuffer(bytearray(v), dtype=torch.uint8)
-        if isinstance(v, bytes)
-        else v.detach().cpu().contiguous()
+        name: torch.from_numpy(np.frombuffer(v, np.uint8).copy()) if isinstance(v, bytes) else v.cpu().contiguous()
         for name, v in values.items()
     }
     return to_safetensors(tensors, metadata={"bytes": json.dumps(as_bytes)})
