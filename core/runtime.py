@@ -123,6 +123,13 @@ def _share_cores(num_local_ranks: int) -> None:
         torch.set_num_threads(max(1, cores // num_local_ranks))
 
 
+def device_bytes(device: str | None, num_local_ranks: int) -> int:
+    """Memory that one rank may use: its GPU's, or an equal share of what this machine has free."""
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks
+
+
 def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     """Run `python -m module arguments` as `num_ranks` local ranks by torch's elastic launcher.  Returns the exit code.
 
