@@ -21,7 +21,7 @@ class Layout:
 
     shape  the full shape
     mesh   the mesh whose axes cut it; None when nothing does
-    cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of what it left
+    cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest
     """
 
     shape: tuple[int, ...]

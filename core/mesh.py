@@ -1,7 +1,8 @@
 """The device mesh: how many ranks each form of parallelism gets, and the one place that knows the axes' order.
 
-Ranks are numbered with tensor parallelism innermost (its collectives are the most frequent, so its ranks should share a
-machine) and the pipeline outermost: (pp, dp_replicate, dp_shard, cp, tp). World size 1 is a mesh of five axes of size 1.
+Ranks are numbered with tensor parallelism innermost (its collectives are the most frequent, so its ranks should share
+a machine) and the pipeline outermost: (pp, dp_replicate, dp_shard, cp, tp). World size 1 is a mesh of five axes of
+size 1.
 """
 
 from dataclasses import dataclass, replace
@@ -57,13 +58,14 @@ class MeshConfig:
                 )
 
     def resolve(self, world_size: int, zero: Zero = 0) -> "MeshConfig":
-        """The same mesh with every size given, for `world_size` ranks.  Raises UserError when they cannot be laid out."""
+        """The same mesh with every size given, for `world_size` ranks.  Raises UserError when it cannot be laid out."""
         fixed = self.pp * self.cp * self.tp
         replicate, shard = self.dp_replicate, self.dp_shard
         if zero == 0:
             if shard not in (None, 1):
                 raise UserError(
-                    f"mesh.dp_shard={shard} with zero=0 shards nothing; use --zero 1, 2 or 3, or mesh.dp_replicate={shard}"
+                    f"mesh.dp_shard={shard} with zero=0 shards nothing; "
+                    f"use --zero 1, 2 or 3, or mesh.dp_replicate={shard}"
                 )
             shard = 1
         elif replicate is None:
@@ -101,7 +103,8 @@ class MeshConfig:
     @property
     def data_ranks(self) -> int:
         """Ranks that see different data; only of a resolved mesh."""
-        assert self.dp_replicate is not None and self.dp_shard is not None, "resolve the mesh first"
+        assert self.dp_replicate is not None, "resolve the mesh first"
+        assert self.dp_shard is not None, "resolve the mesh first"
         return self.dp_replicate * self.dp_shard
 
 

@@ -69,7 +69,7 @@ class TrainConfig(ParallelConfig):
     out: Path = Path("runs/latest")
     """folder of the run: config.json, metrics.jsonl, summary.json, checkpoints"""
     resume: str | None = None
-    """continue: "auto" from the latest checkpoint in --out (what a bare --resume means), or a run or checkpoint folder"""
+    """continue: "auto" (a bare --resume) from the latest checkpoint in --out, or a run or checkpoint folder"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

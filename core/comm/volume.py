@@ -4,10 +4,11 @@
         train_step()
     volume.bytes["all_gather", "dp_shard"]
 
-Every collective of torch.distributed passes the dispatcher (c10d:: and _c10d_functional:: operators), so a dispatch mode
-sees them all, those of FSDP2 and DTensor too. Bytes are those of the full message: the gathered output of an all-gather,
-the input of a reduce-scatter or all-reduce, what a rank sends in a broadcast or an all-to-all. What travels over a wire is
-that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks (`wire_bytes`).
+Every collective of torch.distributed passes the dispatcher (c10d:: and _c10d_functional:: operators), so a dispatch
+mode sees them all, those of FSDP2 and DTensor too. Bytes are those of the full message: the gathered output of an
+all-gather, the input of a reduce-scatter or all-reduce, what a rank sends in a broadcast or an all-to-all. What travels
+over a wire is that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks
+(`wire_bytes`).
 """
 
 from collections import Counter
@@ -114,7 +115,7 @@ def _group_name(arguments) -> str:
 def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
     """Count every collective inside, also those of the backward pass."""
     names = mesh.mesh_dim_names or ()
-    axis_of = {mesh[axis].get_group().group_name: axis for axis in reversed(names)}
+    axis_of: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in reversed(names)}
     axis_of.setdefault(torch.distributed.group.WORLD.group_name, "world")  # pyright: ignore[reportOptionalMemberAccess]
     volume = Volume(sizes={axis: mesh[axis].size() for axis in names})
     dp = data_axis(mesh)

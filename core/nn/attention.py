@@ -82,7 +82,8 @@ def attend(
 
     num_heads = 0 if slopes is None else slopes.shape[0]
     inputs = tuple(t for t in (mask, positions) if t is not None)
-    bias = build() if context is None else context.once(("bias", num_heads, q_BLHK.dtype), inputs, build)
+    name = ("bias", num_heads, q_BLHK.dtype)
+    bias = build() if context is None else context.once(name, inputs, build)  # pyright: ignore[reportAttributeAccessIssue]
     return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
 
 
@@ -140,7 +141,7 @@ def attention_bias(
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """fp64[num_heads]: 2^(-8 i / n) for n a power of two; the odd steps of 2n for the heads beyond (ALiBi, section 3)."""
+    """fp64[num_heads]: 2^(-8 i / n), n the power of two below; the odd steps of 2n for heads beyond (ALiBi, sec. 3)."""
     n = 2 ** math.floor(math.log2(num_heads))
     exponents = [8 * i / n for i in range(1, n + 1)]
     exponents += [8 * i / (2 * n) for i in range(1, 2 * (num_heads - n), 2)]

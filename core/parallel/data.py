@@ -13,9 +13,9 @@ Both offer one interface to the training loop. A step is
     3. the optimizer updates the masters (local tensors, each tagged with its layout).
     4. `publish()`: the masters' values enter the parameters that the next forward uses.
 
-The masters are the parameters themselves where nothing is sharded and the formats agree, views of their rows where only
-the optimizer is sharded, and fp32 copies under bf16 and fp16. Hybrid shard: sharded over dp_shard, alike on dp_replicate.
-Gradients are summed, not averaged: the loss is already divided by the whole batch's weight.
+The masters are the parameters themselves where nothing is sharded and the formats agree, views of their rows where
+only the optimizer is sharded, and fp32 copies under bf16 and fp16. Hybrid shard: sharded over dp_shard, alike on
+dp_replicate. Gradients are summed, not averaged: the loss is already divided by the whole batch's weight.
 
 Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compression.
 """
@@ -101,8 +101,8 @@ def data_parallel(
 ) -> DataParallel:
     """Spread a model (its tensor parallelism applied) over the data axes.
 
-    materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the meta
-                 device) the memory is there; all ranks must come to equal full parameters
+    materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
+                 meta device) the memory is there; all ranks must come to equal full parameters
     """
     return (FullyShardedReplicas if zero == 3 else Replicas)(model, mesh, zero, precision, materialise)
 

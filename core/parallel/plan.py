@@ -6,8 +6,8 @@
     }
 
 A style is a function (module, axis) -> module. It turns the module's parameters into DTensors (their names and full
-shapes stay), and wraps its forward in the collectives that its placements call for. A pattern that matches nothing is an
-error, so a plan cannot silently do less than it says.
+shapes stay), and wraps its forward in the collectives that its placements call for. A pattern that matches nothing is
+an error, so a plan cannot silently do less than it says.
 """
 
 from collections.abc import Callable
