@@ -140,7 +140,7 @@ def attention_bias(
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """fp64[num_heads]: 2^(-8 i / n) for n a power of two; the odd steps of 2n for the heads beyond (ALiBi, section 3)."""
+    """fp64[num_heads]: 2^(-8 i / n), n the power of two below; the odd steps of 2n for heads beyond (ALiBi, section 3)."""
     n = 2 ** math.floor(math.log2(num_heads))
     exponents = [8 * i / n for i in range(1, n + 1)]
     exponents += [8 * i / (2 * n) for i in range(1, 2 * (num_heads - n), 2)]
