@@ -5,16 +5,17 @@ State, per parameter on a rank (ZeRO divides over dp_shard, each parameter by ro
     precision      ZeRO    parameters    gradients    optimizer's side
     fp32, fp64     0-2     w             w            words x w
     bf16, fp16     0-2     2             2            master 4 + reduced gradient 4 + words x 4
-    all            3       max(4, w)     max(4, w)    words x max(4, w), and the gathered units as buffers (FSDP2)
+    all            3       wide          wide         words x wide, and the gathered units as buffers (FSDP2)
 
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
 gradients only at the last, so until then they are whole on every rank, at ZeRO-2 and 3 too.
 
-Not everything is alive at once, so the peak is the largest of four moments:
+That table and the sum over it follow the published estimates. Not everything is alive at once, and `core.parallel.data`
+hands each gradient to its bucket as soon as it is there, so the peak is the largest of four moments:
 1. loss       the end of the forward: all kept activations, a chunk of logits, the head's gradients
 2. backward   the way back begins: the same without logits, and one block's recomputed activations and gradients
 3. gradients  the way back ends: all gradients, and the first block's activations or the embedding's second gradient
-4. update     all gradients, the optimizer's scratch
+4. update     the gradients of what this rank updates, the optimizer's scratch
 
 What it leaves out: the allocator's fragmentation, the CUDA context (0.5 to 1 GB), libraries' workspaces, and padding.
 """
@@ -26,10 +27,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from core.config import UserError
-from core.estimate.shape import STATE_WORDS, HeadShape, ModelShape, RunShape, Weight
-
-# Gradients travel in buckets of this size where they are not gathered unit by unit.
-BUCKET_BYTES = 25 << 20
+from core.estimate.shape import STATE_WORDS, ModelShape, RunShape, Weight
+from core.parallel.data import BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """All kinds together: what published estimates add up, an upper bound of the peak."""
+        """All kinds together: what published estimates add up."""
         state = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         return state + self.activations_bytes + self.buffers_bytes
 
@@ -95,13 +94,11 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
     if run.num_data_ranks > 1:
         for zero in range(run.zero + 1, 4):
             yield f"--zero {zero}", replace(run, zero=zero, dp_replicate=1, dp_shard=run.num_data_ranks)
-    if run.checkpointing != "full":
-        yield "--checkpointing full", replace(run, checkpointing="full")
+    if run.recompute != "full" or run.recompute_every > 1:
+        yield "--recompute.mode full", replace(run, recompute="full", recompute_every=1)
     if run.microbatch_size > 1:
-        yield (
-            "--microbatch_size 1",
-            replace(run, microbatch_size=1, num_microbatches=run.num_microbatches * run.microbatch_size),
-        )
+        num_microbatches = run.num_microbatches * run.microbatch_size
+        yield "--microbatch 1", replace(run, microbatch_size=1, num_microbatches=num_microbatches)
     for tp in (2 * run.tp, 4 * run.tp, 8 * run.tp):
         if model.tp_parts % tp == 0:
             yield f"--mesh.tp {tp}", replace(run, tp=tp)
@@ -112,43 +109,37 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
 
 def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimate:
     weights = _stage_weights(model, run.pp, stage)
-    parameters, gradients, optimizer = _state_bytes(weights, run)
-    head = model.head if stage == run.pp - 1 else None
+    state, grads = _state_bytes(weights, run), _gradient_bytes(model, weights, run)
+    head = _head_bytes(model, run, stage)
     kept, recomputed = _block_activations(model, run, stage)
     block = model.block
     input_bytes, everything, working = (
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
     )
+    bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp) * run.sequence_length**2
+    gathered, scratch = _gathered_bytes(model, weights, run), _update_scratch(model, weights, run)
+    first_block = grads.first_block + input_bytes + everything + working
+    embedding = grads.whole + max(head.tied_gradient, input_bytes)
 
-    # The head: its norm's input and output, the gradient that its forward already makes, its weight's gradient.
-    head_tokens = _head_token_bytes(head, run, input_bytes)
-    logits, weight_sum, head_gradient = _head_buffers(head, run)
-    # A tied embedding waits with the head's gradient for its own; their sum is a third tensor.
-    tied_gradient = head_gradient if head is not None and head.tied and run.pp == 1 else 0
-    bias = 4 * max(1, run.width_bytes // 4) * math.ceil(model.bias_heads / run.tp) * run.sequence_length**2
-    gathered, bucket = _communication_buffers(model, weights, run)
-    scratch = _optimizer_scratch(weights, parameters, run)
-
-    state = parameters + optimizer
-    held = gradients if run.num_microbatches > 1 else 0
-    before_blocks = _state_bytes([w for w in weights if w.block < 0], run)[1]
-    first_block = max(held, gradients - before_blocks) + tied_gradient + input_bytes + everything + working
-    embedding = gradients + tied_gradient + max(tied_gradient, input_bytes)
-    common = state + held + bias + gathered
+    resident = state.resident + bias + gathered
     phases = {
-        "loss": common + kept + head_tokens + logits + weight_sum,
-        "backward": common + kept + recomputed + working + head_gradient + bucket,
-        "gradients": state + max(first_block, embedding) + bias + gathered + bucket,
-        "update": state + gradients + scratch,
+        "loss": resident + grads.held + kept + head.activations + head.logits + head.weight_sum,
+        "backward": resident + grads.first + head.tied_gradient + kept + recomputed + working,
+        "gradients": resident + head.tied_gradient + max(first_block, embedding),
+        "update": state.resident + grads.own + scratch,
     }
+    head_buffers = head.logits + head.weight_sum + 2 * head.tied_gradient
     return MemoryEstimate(
-        parameters_bytes=parameters,
-        gradients_bytes=gradients,
-        optimizer_bytes=optimizer,
-        activations_bytes=round(kept + max(head_tokens, recomputed + working)),
-        buffers_bytes=round(logits + weight_sum + 2 * tied_gradient + bias + gathered + bucket + scratch),
+        parameters_bytes=state.parameters,
+        gradients_bytes=state.gradients,
+        optimizer_bytes=state.optimizer,
+        activations_bytes=round(kept + max(head.activations, recomputed + working)),
+        buffers_bytes=round(head_buffers + bias + gathered + grads.message + scratch),
         phases={name: round(num_bytes) for name, num_bytes in phases.items()},
     )
+
+
+# --- what lies on a rank ----------------------------------------------------------------------------------------------
 
 
 def _stage_of(block: int, num_blocks: int, pp: int) -> int:
@@ -164,26 +155,111 @@ def _stage_weights(model: ModelShape, pp: int, stage: int) -> list[Weight]:
     return weights
 
 
-def _num_local(weight: Weight, run: RunShape, shard: int = 1) -> int:
-    """Elements of the largest shard: cut by tp, then by rows over `shard` ranks."""
-    rows, *rest = weight.local_shape(run.tp)
-    return -(-rows // shard) * math.prod(rest)
+def _num_local(weights: list[Weight], run: RunShape, shard: int = 1) -> int:
+    """Elements of the largest shards: cut by tp, then by rows over `shard` ranks."""
+    shapes = (weight.local_shape(run.tp) for weight in weights)
+    return sum(-(-rows // shard) * math.prod(rest) for rows, *rest in shapes)
 
 
-def _state_bytes(weights: list[Weight], run: RunShape) -> tuple[int, int, int]:
-    """(parameters, gradients, the optimizer's side)."""
-    whole = sum(_num_local(w, run) for w in weights)
-    sharded = sum(_num_local(w, run, run.dp_shard) for w in weights)
-    width, wide, words = run.width_bytes, max(4, run.width_bytes), STATE_WORDS[run.optimizer]
-    gradients_whole = run.zero < 2 or run.num_microbatches > 1
+# --- parameters, gradients, optimizer ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _State:
+    """Bytes by the published table; `resident` of them (all but gradients) stay through the step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    resident: int
+
+
+def _state_bytes(weights: list[Weight], run: RunShape) -> _State:
+    whole, sharded = _num_local(weights, run), _num_local(weights, run, run.dp_shard)
+    width, wide, words = run.width_bytes, run.wide_bytes, STATE_WORDS[run.optimizer]
+    with_gradient = sharded if run.zero >= 2 and run.num_microbatches == 1 else whole
     if run.zero == 3:
-        return wide * sharded, wide * (whole if gradients_whole else sharded), words * wide * sharded
-    side = words * wide + (8 if width < 4 else 0)
-    return (
-        width * whole,
-        width * (whole if gradients_whole else sharded),
-        side * (sharded if run.zero else whole),
+        return _State(wide * sharded, wide * with_gradient, words * wide * sharded, (1 + words) * wide * sharded)
+    updated = sharded if run.zero else whole
+    master, reduced = (wide, wide) if width < wide else (0, 0)
+    return _State(
+        parameters=width * whole,
+        gradients=width * with_gradient,
+        optimizer=(words * wide + master + reduced) * updated,
+        resident=width * whole + (words * wide + master) * updated,
     )
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Bytes of gradients alive, in the format of the reductions.
+
+    held         during the forward: those of earlier microbatches
+    first        when the first ones of the backward are there
+    first_block  all but the embedding's, which come last
+    whole        at the end of the backward
+    own          what the optimizer reads
+    message      one bucket; at ZeRO-3 one unit
+    """
+
+    held: int
+    first: int
+    first_block: int
+    whole: int
+    own: int
+    message: int
+
+
+def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _Gradients:
+    wide, shard = run.wide_bytes, run.dp_shard if run.zero >= 2 else 1
+    message, everything = wide * _largest_message(model, weights, run), wide * _num_local(weights, run)
+    own = wide * _num_local(weights, run, shard)
+    if run.num_microbatches > 1:
+        return _Gradients(everything, everything, everything, everything, own, message)
+    behind_embedding = wide * _num_local([w for w in weights if w.block >= 0], run, shard)
+    if shard == 1:
+        return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, message)
+    # One message is filled while the one before it travels; what is left of a message is its shard.
+    moving = min(everything, 2 * message)
+    return _Gradients(0, moving, behind_embedding + moving, own + moving, own, message)
+
+
+def _largest_message(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """Elements that are reduced together: a bucket of about BUCKET_BYTES, or at ZeRO-3 a block or all outside them."""
+    if run.zero == 3:
+        return max(_units(model, weights, run).values())
+    sizes = [_num_local([w], run) for w in weights]
+    return min(sum(sizes), max(*sizes, BUCKET_BYTES // run.wide_bytes))
+
+
+def _units(model: ModelShape, weights: list[Weight], run: RunShape) -> dict[int, int]:
+    """Elements of each unit that FSDP2 gathers: block -> elements, -1 -> all that is outside the blocks."""
+    units = {-1: 0}
+    for weight in weights:
+        unit = weight.block if 0 <= weight.block < model.num_blocks else -1
+        units[unit] = units.get(unit, 0) + _num_local([weight], run)
+    return units
+
+
+def _gathered_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """ZeRO-3: what is outside the blocks, the block that computes and the one that is fetched ahead."""
+    if run.zero < 3:
+        return 0
+    units = _units(model, weights, run)
+    outside = units.pop(-1)
+    return run.width_bytes * (outside + 2 * max(units.values(), default=0))
+
+
+def _update_scratch(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """What the optimizer's kernel needs beside its state, or a bucket of updated parameters on its way to all."""
+    shard = run.dp_shard if run.zero else 1
+    sizes = [run.wide_bytes * _num_local([w], run, shard) for w in weights]
+    kernel = {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
+    is_sent = run.zero in (1, 2) and run.dp_shard > 1
+    return max(kernel, run.width_bytes * _largest_message(model, weights, run) if is_sent else 0)
+
+
+# --- activations and the head -----------------------------------------------------------------------------------------
 
 
 def _block_activations(model: ModelShape, run: RunShape, stage: int) -> tuple[float, float]:
@@ -192,53 +268,44 @@ def _block_activations(model: ModelShape, run: RunShape, stage: int) -> tuple[fl
     input_bytes, everything, selective = (
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective)
     )
-    dropped_kept = input_bytes + (selective if run.checkpointing == "selective" else 0)
-    recomputed = max(0.0, input_bytes + everything - dropped_kept)
+    kept_if_recomputed = input_bytes + (selective if run.recompute == "selective" else 0)
+    again = max(0.0, input_bytes + everything - kept_if_recomputed)
     kept = worst = 0.0
     for index in range(model.num_blocks):
         if _stage_of(index, model.num_blocks, run.pp) == stage:
-            kept += dropped_kept if run.recomputes(index) else input_bytes + everything
-            worst = max(worst, kept + (recomputed if run.recomputes(index) else 0))
+            kept += kept_if_recomputed if run.recomputes(index) else input_bytes + everything
+            worst = max(worst, kept + (again if run.recomputes(index) else 0))
     num_in_flight = min(run.num_microbatches, run.pp - stage)
     return num_in_flight * kept, worst - kept
 
 
-def _head_token_bytes(head: HeadShape | None, run: RunShape, input_bytes: float) -> float:
-    return 0 if head is None else 2 * input_bytes + run.tokens * run.width_bytes * head.width
+@dataclass(frozen=True)
+class _Head:
+    """Bytes of the last stage's end; zero elsewhere.
+
+    activations    its norm's input and output, and the gradient of the latter, which its forward already makes
+    weight_sum     the weight's gradient while it is summed over chunks of logits
+    tied_gradient  that gradient waiting for the embedding's own; their sum is a third tensor
+    """
+
+    activations: float = 0
+    logits: float = 0
+    weight_sum: float = 0
+    tied_gradient: float = 0
 
 
-def _head_buffers(head: HeadShape | None, run: RunShape) -> tuple[float, float, float]:
-    """(a chunk of logits, the weight's gradient while it is summed over chunks, that gradient when done)."""
-    if head is None:
-        return 0, 0, 0
+def _head_bytes(model: ModelShape, run: RunShape, stage: int) -> _Head:
+    head = model.head
+    if head is None or stage < run.pp - 1:
+        return _Head()
     width, rows = run.width_bytes, -(-head.vocab_size // run.tp)
     num_chunks = -(-run.tokens // max(1, head.chunk_bytes // (rows * width)))
-    logits = -(-run.tokens // num_chunks) * rows * width
     gradient = rows * head.width * width
-    # Chunks of 16 bit are summed in fp32, beside the product of the latest.
-    weight_sum = gradient if num_chunks == 1 or width >= 4 else 3 * gradient
-    return logits, weight_sum, gradient
-
-
-def _communication_buffers(model: ModelShape, weights: list[Weight], run: RunShape) -> tuple[float, float]:
-    """(gathered parameters, gradients on their way)."""
-    local = sum(_num_local(w, run) for w in weights)
-    wide = max(4, run.width_bytes)
-    if run.zero == 3 and run.dp_shard > 1:
-        units: dict[int, int] = {}
-        for weight in weights:
-            inside = 0 <= weight.block < model.num_blocks
-            unit = weight.block if inside else -1
-            units[unit] = units.get(unit, 0) + _num_local(weight, run)
-        root = units.pop(-1, 0)
-        largest = max(units.values(), default=0)
-        return run.width_bytes * (root + 2 * largest), wide * max(largest, root)
-    if run.num_data_ranks > 1:
-        return 0, min(BUCKET_BYTES, wide * local)
-    return 0, 0
-
-
-def _optimizer_scratch(weights: list[Weight], parameters_bytes: int, run: RunShape) -> float:
-    shard = run.dp_shard if run.zero else 1
-    sizes = [max(4, run.width_bytes) * _num_local(w, run, shard) for w in weights]
-    return {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
+    # Chunks of 16 bit are summed in fp32, and the sum is rounded at the end.
+    summed = gradient if num_chunks == 1 or width == run.wide_bytes else 3 * gradient
+    return _Head(
+        activations=run.tokens * (model.block.input.bytes_per_token(run) + 2 * width * head.width),
+        logits=-(-run.tokens // num_chunks) * rows * width,
+        weight_sum=summed,
+        tied_gradient=gradient if head.tied and run.pp == 1 else 0,
+    )

@@ -18,11 +18,8 @@ import torch
 from core.models.decoder import Decoder, DecoderConfig
 from core.nn.loss import CHUNK_BYTES
 from core.nn.mlp import is_gated
-
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-Checkpointing = Literal["none", "selective", "every", "full"]
-
-_WIDTH_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+from core.parallel.recompute import RecomputeMode
+from core.precision import Precision, compute_dtype, master_dtype
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,21 @@ class Weight:
 class Kept:
     """Activations per token of the sequence, in elements.
 
-    replicated  the same on every tp rank; sequence parallelism cuts them
+    replicated  the same on every tp rank, unless sequence parallelism cuts them
     sharded     cut by tensor parallelism
+    gathered    whole on every tp rank in any case: the inputs of column-parallel products
     statistics  cut by tensor parallelism, and in fp32 or wider whatever the precision
     """
 
     replicated: float = 0
     sharded: float = 0
+    gathered: float = 0
     statistics: float = 0
 
     def bytes_per_token(self, run: RunShape) -> float:
         replicated = self.replicated / (run.tp if run.sequence_parallel else 1)
-        width = run.width_bytes
-        return width * (replicated + self.sharded / run.tp) + max(4, width) * self.statistics / run.tp
+        elements = replicated + self.sharded / run.tp + self.gathered
+        return run.width_bytes * elements + run.wide_bytes * self.statistics / run.tp
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class BlockShape:
 
     input       its input: all that full checkpointing keeps
     everything  kept beside the input without checkpointing
-    selective   kept beside the input with selective checkpointing
+    selective   kept beside the input with selective checkpointing: the results of matrix products
     working     gradients alive at once on the way back through it
     scores_dim  heads x head size; q k^T and the sum over v cost 4 x scores_dim x length FLOPs a token
     """
@@ -118,7 +117,8 @@ class RunShape:
 
     optimizer          words of state a parameter has: see `STATE_WORDS`
     optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all
-    checkpoint_every   with checkpointing "every": blocks 0, n, 2n, … are recomputed
+    sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
+    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
     """
 
@@ -129,11 +129,11 @@ class RunShape:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool = True
     pp: int = 1
     zero: int = 0
-    checkpointing: Checkpointing = "none"
-    checkpoint_every: int = 1
+    recompute: RecomputeMode = "none"
+    recompute_every: int = 1
     microbatch_size: int = 1
     num_microbatches: int = 1
     sequence_length: int = 1024
@@ -141,7 +141,12 @@ class RunShape:
     @property
     def width_bytes(self) -> int:
         """Bytes of an element in which the model computes."""
-        return _WIDTH_BYTES[self.precision]
+        return compute_dtype(self.precision).itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of an element of masters, optimizer state and reductions."""
+        return master_dtype(self.precision).itemsize
 
     @property
     def tokens(self) -> int:
@@ -154,8 +159,7 @@ class RunShape:
 
     def recomputes(self, block: int) -> bool:
         """Does block number `block` drop its activations?"""
-        every = {"none": 0, "selective": 1, "full": 1, "every": self.checkpoint_every}[self.checkpointing]
-        return every > 0 and block % every == 0
+        return self.recompute != "none" and block % self.recompute_every == 0
 
 
 # Words of optimizer state per parameter; factored second moments are vectors and not counted.
@@ -233,14 +237,14 @@ def _decoder_block(config: DecoderConfig, fused_norms: bool) -> BlockShape:
     turned = queries + keys if config.positions == "rotary" else 0
     products = 2 * hidden if is_gated(config.activation) else hidden
     mlp = {"relu": hidden}.get(config.activation, 2 * products)
-    statistics = 4 if config.norm == "layer_norm" else 2
+    statistics = config.num_heads + (4 if config.norm == "layer_norm" else 2)
     composed = 2 * config.dim if config.norm == "rms_norm" and not fused_norms else 0
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(
         input=Kept(replicated=config.dim),
-        everything=Kept(3 * config.dim + composed, qkv + turned + queries + mlp, statistics + config.num_heads),
-        selective=Kept(2 * config.dim, qkv + queries + products, config.num_heads),
-        working=Kept(config.dim, meeting * hidden),
+        everything=Kept(config.dim + composed, qkv + turned + queries + mlp, 2 * config.dim, statistics),
+        selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
+        working=Kept(sharded=meeting * hidden, gathered=config.dim),
         scores_dim=queries,
     )

@@ -52,7 +52,7 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
     scores = (model.num_blocks, model.block.scores_dim, run.sequence_length)
     flops = transformer_flops_per_token(model.num_matmul_parameters, *scores)
     # Selective checkpointing keeps the products, so what it repeats costs next to nothing.
-    if run.checkpointing in ("full", "every"):
+    if run.recompute == "full":
         num_again = sum(run.recomputes(block) for block in range(model.num_blocks))
         flops += num_again / model.num_blocks * flops / 3
     return flops * run.tokens * run.num_microbatches / (run.tp * run.pp)
@@ -61,7 +61,7 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
 def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: gradients once a step in fp32 or wider; parameters once (ZeRO-1, 2), or twice a microbatch."""
     num_parameters = model.num_parameters() / (run.tp * run.pp)
-    gradients, parameters = max(4, run.width_bytes) * num_parameters, run.width_bytes * num_parameters
+    gradients, parameters = run.wide_bytes * num_parameters, run.width_bytes * num_parameters
     if run.zero == 0:
         return 2 * _ring(run.num_data_ranks * run.cp) * gradients
     gathers = 2 * run.num_microbatches if run.zero == 3 else 1
