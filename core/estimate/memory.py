@@ -123,18 +123,17 @@ def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimat
 
     resident = state.resident + bias + gathered
     phases = {
-        "loss": resident + grads.held + kept + head.activations + head.logits + head.weight_sum,
+        "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept + recomputed + working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
         "update": state.resident + grads.own + scratch,
     }
-    head_buffers = head.logits + head.weight_sum + 2 * head.tied_gradient
     return MemoryEstimate(
         parameters_bytes=state.parameters,
         gradients_bytes=state.gradients,
         optimizer_bytes=state.optimizer,
         activations_bytes=round(kept + max(head.activations, recomputed + working)),
-        buffers_bytes=round(head_buffers + bias + gathered + grads.message + scratch),
+        buffers_bytes=round(head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + scratch),
         phases={name: round(num_bytes) for name, num_bytes in phases.items()},
     )
 
@@ -284,13 +283,12 @@ class _Head:
     """Bytes of the last stage's end; zero elsewhere.
 
     activations    its norm's input and output, and the gradient of the latter, which its forward already makes
-    weight_sum     the weight's gradient while it is summed over chunks of logits
+    scratch        a chunk of logits, its softmax, the weight's gradient while it is summed over chunks
     tied_gradient  that gradient waiting for the embedding's own; their sum is a third tensor
     """
 
     activations: float = 0
-    logits: float = 0
-    weight_sum: float = 0
+    scratch: float = 0
     tied_gradient: float = 0
 
 
@@ -298,14 +296,24 @@ def _head_bytes(model: ModelShape, run: RunShape, stage: int) -> _Head:
     head = model.head
     if head is None or stage < run.pp - 1:
         return _Head()
-    width, rows = run.width_bytes, -(-head.vocab_size // run.tp)
-    num_chunks = -(-run.tokens // max(1, head.chunk_bytes // (rows * width)))
-    gradient = rows * head.width * width
-    # Chunks of 16 bit are summed in fp32, and the sum is rounded at the end.
-    summed = gradient if num_chunks == 1 or width == run.wide_bytes else 3 * gradient
+    width, wide, rows = run.width_bytes, run.wide_bytes, -(-head.vocab_size // run.tp)
+    chunk_tokens = _even_part(run.tokens, head.chunk_bytes // (rows * width))
+    tile_tokens = (
+        chunk_tokens if head.tile_bytes is None else _even_part(chunk_tokens, head.tile_bytes // (rows * wide))
+    )
+    softmax = 2 * tile_tokens * rows * wide
+    weight_elements = rows * head.width
+    # Several chunks are summed in fp32 or wider; then there is the latest product, or the rounded sum, beside the sum.
+    summed = 0 if chunk_tokens == run.tokens else wide * weight_elements
+    rounded = 0 if summed and width == wide else width * weight_elements
     return _Head(
         activations=run.tokens * (model.block.input.bytes_per_token(run) + 2 * width * head.width),
-        logits=-(-run.tokens // num_chunks) * rows * width,
-        weight_sum=summed,
-        tied_gradient=gradient if head.tied and run.pp == 1 else 0,
+        scratch=chunk_tokens * rows * width + summed + max(softmax, rounded),
+        tied_gradient=width * weight_elements if head.tied and run.pp == 1 else 0,
     )
+
+
+def _even_part(total: int, largest: int) -> int:
+    """The head's chunks and tiles: as few, nearly equal parts as `largest` allows."""
+    num_parts = max(1, -(-total // max(1, largest)))
+    return max(1, -(-total // num_parts))

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from core.models.decoder import Decoder, DecoderConfig
-from core.nn.loss import CHUNK_BYTES
+from core.nn.loss import CHUNK_BYTES, TILE_BYTES
 from core.nn.mlp import is_gated
 from core.parallel.recompute import RecomputeMode
 from core.precision import Precision, compute_dtype, master_dtype
@@ -80,12 +80,16 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The fused head and loss of `core.nn.loss`: it never holds more logits than one chunk."""
+    """The fused head and loss of `core.nn.loss`: it never holds more logits than one chunk.
+
+    tile_bytes  of the chunk are in the softmax at a time, in fp32 or wider; None: all of it
+    """
 
     vocab_size: int
     width: int
     tied: bool = True
     chunk_bytes: int = CHUNK_BYTES
+    tile_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -190,10 +194,11 @@ _TP_DIMS = {
 }  # fmt: skip
 
 
-def decoder_shape(config: DecoderConfig, *, fused_norms: bool = True) -> ModelShape:
+def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelShape:
     """Our decoder: its parameters as they are, and what its eager forward leaves for the backward.
 
-    fused_norms: RMSNorm is one kernel, as on a GPU; torch's CPU composes it and keeps the normalised input as well.
+    On a CPU torch composes RMSNorm of several operators and keeps the normalised input too, and the softmax of the loss
+    goes over small tiles.
     Attention is fused (scaled_dot_product_attention), so nothing grows with the square of the length but ALiBi's bias.
     """
     with torch.device("meta"):
@@ -209,9 +214,14 @@ def decoder_shape(config: DecoderConfig, *, fused_norms: bool = True) -> ModelSh
     return ModelShape(
         weights=tuple(weights),
         num_blocks=config.num_layers,
-        block=_decoder_block(config, fused_norms),
+        block=_decoder_block(config, composed_norms=config.norm == "rms_norm" and device_type == "cpu"),
         dim=config.dim,
-        head=HeadShape(config.vocab_size, config.embedding_size, config.tied_head),
+        head=HeadShape(
+            config.vocab_size,
+            config.embedding_size,
+            config.tied_head,
+            tile_bytes=TILE_BYTES if device_type == "cpu" else None,
+        ),
         num_matmul_parameters=num_matmul,
         tp_parts=config.kv_heads,
         bias_heads=config.num_heads if config.positions == "alibi" else 0,
@@ -224,7 +234,7 @@ def _block_index(name: str, num_blocks: int) -> int:
     return -1 if name.startswith("embedding.") else num_blocks
 
 
-def _decoder_block(config: DecoderConfig, fused_norms: bool) -> BlockShape:
+def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     """Tensors that autograd keeps, by operator.
 
     norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep
@@ -238,12 +248,13 @@ def _decoder_block(config: DecoderConfig, fused_norms: bool) -> BlockShape:
     products = 2 * hidden if is_gated(config.activation) else hidden
     mlp = {"relu": hidden}.get(config.activation, 2 * products)
     statistics = config.num_heads + (4 if config.norm == "layer_norm" else 2)
-    composed = 2 * config.dim if config.norm == "rms_norm" and not fused_norms else 0
+    if composed_norms:
+        statistics += 2 * config.dim
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(
         input=Kept(replicated=config.dim),
-        everything=Kept(config.dim + composed, qkv + turned + queries + mlp, 2 * config.dim, statistics),
+        everything=Kept(config.dim, qkv + turned + queries + mlp, 2 * config.dim, statistics),
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         scores_dim=queries,
