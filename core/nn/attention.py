@@ -82,8 +82,7 @@ def attend(
 
     num_heads = 0 if slopes is None else slopes.shape[0]
     inputs = tuple(t for t in (mask, positions) if t is not None)
-    name = ("bias", num_heads, q_BLHK.dtype)
-    bias = build() if context is None else context.once(name, inputs, build)  # pyright: ignore[reportAttributeAccessIssue]
+    bias = build() if context is None else context.once(("bias", num_heads, q_BLHK.dtype), inputs, build)
     return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
 
 
@@ -141,7 +140,7 @@ def attention_bias(
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """fp64[num_heads]: 2^(-8 i / n), n the power of two below; the odd steps of 2n for heads beyond (ALiBi, sec. 3)."""
+    """fp64[num_heads]: 2^(-8 i / n), n the power of two below; the odd steps of 2n for heads beyond (ALiBi, section 3)."""
     n = 2 ** math.floor(math.log2(num_heads))
     exponents = [8 * i / n for i in range(1, n + 1)]
     exponents += [8 * i / (2 * n) for i in range(1, 2 * (num_heads - n), 2)]

@@ -22,6 +22,8 @@ IGNORED = -100
 
 # Logits of one chunk. Larger makes the GEMMs a little better, smaller keeps memory and page faults down.
 CHUNK_BYTES = 64 << 20
+# Logits worked on at a time on a CPU, counted in fp32.
+TILE_BYTES = 1 << 20
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 Combine = Callable[[Tensor, Tensor, Tensor], Statistics]
@@ -87,65 +89,96 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         needs_grad: bool,
     ) -> Tensor:
+        num_tokens, num_rows = x_ND.shape[0], weight_VD.shape[0]
         loss = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
+        chunk_tokens = _even_part(num_tokens, CHUNK_BYTES // (num_rows * x_ND.itemsize))
+        buffer_CV = x_ND.new_empty(chunk_tokens, num_rows)
         dx_ND = torch.empty_like(x_ND) if needs_grad else None
-        dweight_VD: Tensor | None = None
-        num_tokens = x_ND.shape[0]
-        num_chunks = max(1, -(-num_tokens * weight_VD.shape[0] * loss.itemsize // CHUNK_BYTES))
-        chunk_tokens = max(1, -(-num_tokens // num_chunks))
+        dweight = _Sum(weight_VD, in_parts=chunk_tokens < num_tokens)
         for start in range(0, num_tokens, chunk_tokens):
-            here = slice(start, min(start + chunk_tokens, num_tokens))
-            x_CD, targets_C = x_ND[here], targets_N[here]
-            logits_CV = x_CD @ weight_VD.T
-            chunk_loss, g_CV = _cross_entropy(logits_CV, targets_C, combine, vocab_start, z_loss, needs_grad)
-            loss += chunk_loss
-            if g_CV is None:
-                continue
-            assert dx_ND is not None
-            torch.mm(g_CV, weight_VD, out=dx_ND[here])
-            dweight_VD = _accumulate(dweight_VD, g_CV, x_CD, last=here.stop == num_tokens)
+            chunk = slice(start, min(start + chunk_tokens, num_tokens))
+            x_CD, targets_C = x_ND[chunk], targets_N[chunk]
+            logits_CV = torch.mm(x_CD, weight_VD.T, out=buffer_CV[: x_CD.shape[0]])
+            columns_C1, held_C1 = _columns(targets_C, vocab_start, num_rows)
+            target_C = logits_CV.gather(1, columns_C1).to(loss.dtype).masked_fill(~held_C1, 0.0).squeeze(1)
+            counted_C = (targets_C != IGNORED).to(loss.dtype)
+            max_C, sum_C = _softmax_(logits_CV, counted_C)
+            held_logsumexp_C = logsumexp_C = max_C + sum_C.log()
+            if combine is not None:
+                max_C, sum_C, target_C = combine(max_C, sum_C, target_C)
+                logsumexp_C = max_C + sum_C.log()
+            loss += ((logsumexp_C - target_C + z_loss * logsumexp_C.square()) * counted_C).sum()
+            if dx_ND is not None:
+                # d loss / d logits = softmax * scale - onehot. So far: softmax over the rows held here, 0 if ignored.
+                scale_C = 1 + 2 * z_loss * logsumexp_C
+                if combine is not None or z_loss:
+                    rescale_C = (held_logsumexp_C - logsumexp_C).exp() * scale_C
+                    logits_CV.mul_(rescale_C.to(logits_CV.dtype)[:, None])
+                g_CV = logits_CV
+                at_target_C = ((target_C - logsumexp_C).exp() * scale_C - 1) * counted_C
+                at_target_C1 = torch.where(held_C1, at_target_C[:, None].to(g_CV.dtype), g_CV.gather(1, columns_C1))
+                g_CV.scatter_(1, columns_C1, at_target_C1)
+                torch.mm(g_CV, weight_VD, out=dx_ND[chunk])
+                dweight.add(g_CV.T, x_CD)
         if needs_grad:
-            ctx.save_for_backward(dx_ND, dweight_VD)
+            ctx.save_for_backward(dx_ND, dweight.total())
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx_ND, dweight_VD = ctx.saved_tensors
-        scale = grads[0]
         # In place: a second backward through the same graph is refused by autograd's version check.
-        return dx_ND.mul_(scale), dweight_VD.mul_(scale), None, None, None, None, None
+        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]), None, None, None, None, None
 
 
-def _accumulate(total_VD: Tensor | None, g_CV: Tensor, x_CD: Tensor, last: bool) -> Tensor:
-    """total + g^T x, summed over chunks in fp32 or wider, in the model's dtype after the last."""
-    if total_VD is None:
-        total_VD = g_CV.T @ x_CD
-    elif total_VD.dtype == g_CV.dtype and g_CV.dtype.itemsize >= 4:
-        total_VD.addmm_(g_CV.T, x_CD)
-    else:
-        total_VD = (total_VD.float() if total_VD.dtype != torch.float32 else total_VD).add_(g_CV.T @ x_CD)
-    return total_VD.to(x_CD.dtype) if last else total_VD
+class _Sum:
+    """Sum of products a @ b, in fp32 or wider when there is more than one, given back in the dtype of `like`."""
+
+    def __init__(self, like: Tensor, in_parts: bool):
+        self.like = like
+        self.dtype = torch.promote_types(like.dtype, torch.float32) if in_parts else like.dtype
+        self.value: Tensor | None = None
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        if self.value is None:
+            self.value = (a @ b).to(self.dtype)
+        elif self.dtype == a.dtype:
+            self.value.addmm_(a, b)
+        else:
+            self.value.add_(a @ b)
+
+    def total(self) -> Tensor:
+        return torch.zeros_like(self.like) if self.value is None else self.value.to(self.like.dtype)
 
 
-def _cross_entropy(
-    logits_CV: Tensor, targets_C: Tensor, combine: Combine | None, vocab_start: int, z_loss: float, needs_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(sum of losses, d loss / d logits in the logits' dtype or None)."""
-    dtype = torch.promote_types(logits_CV.dtype, torch.float32)
-    rows_C = (targets_C - vocab_start)[:, None]
-    held_C1 = (rows_C >= 0) & (rows_C < logits_CV.shape[1])
-    rows_C1 = rows_C.clamp(0, logits_CV.shape[1] - 1)
-    counted_C = targets_C != IGNORED
+def _even_part(total: int, largest: int) -> int:
+    """Size of the parts when `total` is cut into as few, nearly equal parts as `largest` allows."""
+    num_parts = max(1, -(-total // max(1, largest)))
+    return max(1, -(-total // num_parts))
 
-    max_C = logits_CV.amax(-1).to(dtype)
-    target_C = logits_CV.gather(1, rows_C1).to(dtype).masked_fill(~held_C1, 0.0).squeeze(1)
-    exp_CV = logits_CV.to(dtype).sub_(max_C[:, None]).exp_()
-    sum_C = exp_CV.sum(-1)
-    whole = (max_C, sum_C, target_C) if combine is None else combine(max_C, sum_C, target_C)
-    logsumexp_C = whole[0] + whole[1].log()
-    loss = (logsumexp_C - whole[2] + z_loss * logsumexp_C.square()).masked_fill(~counted_C, 0.0).sum()
-    if not needs_grad:
-        return loss, None
-    scale_C = ((max_C - whole[0]).exp() / whole[1] * (1 + 2 * z_loss * logsumexp_C)).masked_fill(~counted_C, 0.0)
-    onehot_C1 = (held_C1 & counted_C[:, None]).to(dtype)
-    return loss, exp_CV.mul_(scale_C[:, None]).scatter_add_(1, rows_C1, -onehot_C1).to(logits_CV.dtype)
+
+def _columns(targets_C: Tensor, vocab_start: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """([C, 1] column of each target among the rows held here, [C, 1] is it held here?)"""
+    columns_C1 = (targets_C - vocab_start)[:, None]
+    return columns_C1.clamp(0, num_rows - 1), (columns_C1 >= 0) & (columns_C1 < num_rows)
+
+
+def _softmax_(logits_CV: Tensor, factor_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn logits into factor * softmax, computed in the factor's dtype; returns (max[C], sum_exp[C]) of the logits.
+
+    Goes over tiles of rows: on a CPU a tile and its softmax stay in the cache of a core; elsewhere there is one tile.
+    """
+    (num_tokens, width), dtype = logits_CV.shape, factor_C.dtype
+    on_cpu = logits_CV.device.type == "cpu"
+    tile_tokens = _even_part(num_tokens, TILE_BYTES // (width * dtype.itemsize)) if on_cpu else num_tokens
+    wide_TV, softmax_TV = logits_CV.new_empty(2, tile_tokens, width, dtype=dtype)
+    max_C, largest_C = logits_CV.new_empty(2, num_tokens, dtype=dtype)
+    for start in range(0, num_tokens, tile_tokens):
+        tile = slice(start, min(start + tile_tokens, num_tokens))
+        logits_TV = logits_CV[tile]
+        wide = logits_TV if logits_TV.dtype == dtype else wide_TV[: len(logits_TV)].copy_(logits_TV)
+        softmax = torch.softmax(wide, -1, out=softmax_TV[: len(logits_TV)])
+        torch.amax(wide, -1, out=max_C[tile])
+        torch.amax(softmax, -1, out=largest_C[tile])
+        logits_TV.copy_(softmax.mul_(factor_C[tile, None]))
+    return max_C, largest_C.reciprocal_()  # the largest probability is exp(max - max) / sum_exp

@@ -1,0 +1,38 @@
+"""Bytes and seconds of a training step before it runs, closed form. One estimator for every app.
+
+shape    what is estimated: ModelShape (weights, what a block keeps for its backward, head) and RunShape (precision,
+         optimizer, mesh, ZeRO level, checkpointing, batch)
+memory   estimate_memory: bytes per rank, by kind and by phase of the step; require_fit: a clear refusal
+time     estimate_time: compute at an assumed utilisation, communication by volume, pipeline bubble
+"""
+
+from core.estimate.memory import MemoryEstimate, estimate_memory, gigabytes, require_fit
+from core.estimate.shape import (
+    BlockShape,
+    HeadShape,
+    Kept,
+    ModelShape,
+    RunShape,
+    Weight,
+    decoder_shape,
+    megatron_block,
+)
+from core.estimate.time import Machine, TimeEstimate, estimate_time
+
+__all__ = [
+    "BlockShape",
+    "HeadShape",
+    "Kept",
+    "Machine",
+    "MemoryEstimate",
+    "ModelShape",
+    "RunShape",
+    "TimeEstimate",
+    "Weight",
+    "decoder_shape",
+    "estimate_memory",
+    "estimate_time",
+    "gigabytes",
+    "megatron_block",
+    "require_fit",
+]

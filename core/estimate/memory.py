@@ -1,0 +1,319 @@
+"""Bytes per rank of a training step: parameters, gradients, optimizer state, activations, buffers.
+
+State, per parameter on a rank (ZeRO divides over dp_shard, each parameter by rows, the largest shard counted):
+
+    precision      ZeRO    parameters    gradients    optimizer's side
+    fp32, fp64     0-2     w             w            words x w
+    bf16, fp16     0-2     2             2            master 4 + reduced gradient 4 + words x 4
+    all            3       wide          wide         words x wide, and the gathered units as buffers (FSDP2)
+
+ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
+gradients only at the last, so until then they are whole on every rank, at ZeRO-2 and 3 too.
+
+That table and the sum over it follow the published estimates. Not everything is alive at once, and `core.parallel.data`
+hands each gradient to its bucket as soon as it is there, so the peak is the largest of four moments:
+1. loss       the end of the forward: all kept activations, a chunk of logits, the head's gradients
+2. backward   the way back begins: the same without logits, and one block's recomputed activations and gradients
+3. gradients  the way back ends: all gradients, and the first block's activations or the embedding's second gradient
+4. update     the gradients of what this rank updates, the optimizer's scratch
+
+What it leaves out: the allocator's fragmentation, the CUDA context (0.5 to 1 GB), libraries' workspaces, and padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from core.config import UserError
+from core.estimate.shape import STATE_WORDS, ModelShape, RunShape, Weight
+from core.parallel.data import BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the fullest rank. Each kind at its own largest; `phases` say what is alive together."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+    phases: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All kinds together: what published estimates add up."""
+        state = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.activations_bytes + self.buffers_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The fullest moment of the step: what the device must have."""
+        return max(self.phases.values())
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows (kind, size) to print."""
+        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        rows = [(kind, gigabytes(getattr(self, f"{kind}_bytes"))) for kind in kinds]
+        peak_phase = max(self.phases, key=lambda phase: self.phases[phase])
+        return [*rows, ("sum", gigabytes(self.total_bytes)), (f"peak ({peak_phase})", gigabytes(self.peak_bytes))]
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Decimal gigabytes, or megabytes below one."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def estimate_memory(model: ModelShape, run: RunShape) -> MemoryEstimate:
+    """The estimate for the rank that needs most (with pipeline stages: the fullest stage, scheduled 1F1B)."""
+    return max((_stage_memory(model, run, stage) for stage in range(run.pp)), key=lambda m: m.peak_bytes)
+
+
+def require_fit(model: ModelShape, run: RunShape, device_bytes: int) -> MemoryEstimate:
+    """The estimate, if it fits a device of `device_bytes`.
+
+    Raises UserError otherwise: what it needs, what there is, and which single changes would fit.
+    """
+    estimate = estimate_memory(model, run)
+    if estimate.peak_bytes <= device_bytes:
+        return estimate
+    fitting = [
+        f"{option} ({gigabytes(peak)})"
+        for option, changed in _single_changes(model, run)
+        if (peak := estimate_memory(model, changed).peak_bytes) <= device_bytes
+    ]
+    advice = f"try {' or '.join(fitting)}" if fitting else "no single change suffices: combine --zero 3 with --mesh.tp"
+    needs, has = gigabytes(estimate.peak_bytes), gigabytes(device_bytes)
+    raise UserError(f"the run needs {needs} per rank, the device has {has}; {advice}")
+
+
+def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, RunShape]]:
+    """(option as typed, the run with it), the mild ones first. tp and pp ask for as many times more ranks."""
+    if run.num_data_ranks > 1:
+        for zero in range(run.zero + 1, 4):
+            yield f"--zero {zero}", replace(run, zero=zero, dp_replicate=1, dp_shard=run.num_data_ranks)
+    if run.recompute != "full" or run.recompute_every > 1:
+        yield "--recompute.mode full", replace(run, recompute="full", recompute_every=1)
+    if run.microbatch_size > 1:
+        num_microbatches = run.num_microbatches * run.microbatch_size
+        yield "--microbatch 1", replace(run, microbatch_size=1, num_microbatches=num_microbatches)
+    for tp in (2 * run.tp, 4 * run.tp, 8 * run.tp):
+        if model.tp_parts % tp == 0:
+            yield f"--mesh.tp {tp}", replace(run, tp=tp)
+    for pp in (2 * run.pp, 4 * run.pp, 8 * run.pp):
+        if pp <= model.num_blocks:
+            yield f"--mesh.pp {pp}", replace(run, pp=pp)
+
+
+def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimate:
+    weights = _stage_weights(model, run.pp, stage)
+    state, grads = _state_bytes(weights, run), _gradient_bytes(model, weights, run)
+    head = _head_bytes(model, run, stage)
+    kept, recomputed = _block_activations(model, run, stage)
+    block = model.block
+    input_bytes, everything, working = (
+        run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
+    )
+    bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp) * run.sequence_length**2
+    gathered, scratch = _gathered_bytes(model, weights, run), _update_scratch(model, weights, run)
+    first_block = grads.first_block + input_bytes + everything + working
+    embedding = grads.whole + max(head.tied_gradient, input_bytes)
+
+    resident = state.resident + bias + gathered
+    phases = {
+        "loss": resident + grads.held + kept + head.activations + head.scratch,
+        "backward": resident + grads.first + head.tied_gradient + kept + recomputed + working,
+        "gradients": resident + head.tied_gradient + max(first_block, embedding),
+        "update": state.resident + grads.own + scratch,
+    }
+    return MemoryEstimate(
+        parameters_bytes=state.parameters,
+        gradients_bytes=state.gradients,
+        optimizer_bytes=state.optimizer,
+        activations_bytes=round(kept + max(head.activations, recomputed + working)),
+        buffers_bytes=round(head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + scratch),
+        phases={name: round(num_bytes) for name, num_bytes in phases.items()},
+    )
+
+
+# --- what lies on a rank ----------------------------------------------------------------------------------------------
+
+
+def _stage_of(block: int, num_blocks: int, pp: int) -> int:
+    """The stage of a block; what lies before the blocks is on the first, what lies behind them on the last."""
+    return min(max(block, 0), num_blocks - 1) * pp // num_blocks
+
+
+def _stage_weights(model: ModelShape, pp: int, stage: int) -> list[Weight]:
+    weights = [w for w in model.weights if _stage_of(w.block, model.num_blocks, pp) == stage]
+    head = model.head
+    if pp > 1 and stage == pp - 1 and head is not None and head.tied:
+        weights.append(Weight((head.vocab_size, head.width), model.num_blocks, tp_dim=0))
+    return weights
+
+
+def _num_local(weights: list[Weight], run: RunShape, shard: int = 1) -> int:
+    """Elements of the largest shards: cut by tp, then by rows over `shard` ranks."""
+    shapes = (weight.local_shape(run.tp) for weight in weights)
+    return sum(-(-rows // shard) * math.prod(rest) for rows, *rest in shapes)
+
+
+# --- parameters, gradients, optimizer ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _State:
+    """Bytes by the published table; `resident` of them (all but gradients) stay through the step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    resident: int
+
+
+def _state_bytes(weights: list[Weight], run: RunShape) -> _State:
+    whole, sharded = _num_local(weights, run), _num_local(weights, run, run.dp_shard)
+    width, wide, words = run.width_bytes, run.wide_bytes, STATE_WORDS[run.optimizer]
+    with_gradient = sharded if run.zero >= 2 and run.num_microbatches == 1 else whole
+    if run.zero == 3:
+        return _State(wide * sharded, wide * with_gradient, words * wide * sharded, (1 + words) * wide * sharded)
+    updated = sharded if run.zero else whole
+    master, reduced = (wide, wide) if width < wide else (0, 0)
+    return _State(
+        parameters=width * whole,
+        gradients=width * with_gradient,
+        optimizer=(words * wide + master + reduced) * updated,
+        resident=width * whole + (words * wide + master) * updated,
+    )
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Bytes of gradients alive, in the format of the reductions.
+
+    held         during the forward: those of earlier microbatches
+    first        when the first ones of the backward are there
+    first_block  all but the embedding's, which come last
+    whole        at the end of the backward
+    own          what the optimizer reads
+    message      one bucket; at ZeRO-3 one unit
+    """
+
+    held: int
+    first: int
+    first_block: int
+    whole: int
+    own: int
+    message: int
+
+
+def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _Gradients:
+    wide, shard = run.wide_bytes, run.dp_shard if run.zero >= 2 else 1
+    message, everything = wide * _largest_message(model, weights, run), wide * _num_local(weights, run)
+    own = wide * _num_local(weights, run, shard)
+    if run.num_microbatches > 1:
+        return _Gradients(everything, everything, everything, everything, own, message)
+    behind_embedding = wide * _num_local([w for w in weights if w.block >= 0], run, shard)
+    if shard == 1:
+        return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, message)
+    # One message is filled while the one before it travels; what is left of a message is its shard.
+    moving = min(everything, 2 * message)
+    return _Gradients(0, moving, behind_embedding + moving, own + moving, own, message)
+
+
+def _largest_message(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """Elements that are reduced together: a bucket of about BUCKET_BYTES, or at ZeRO-3 a block or all outside them."""
+    if run.zero == 3:
+        return max(_units(model, weights, run).values())
+    sizes = [_num_local([w], run) for w in weights]
+    return min(sum(sizes), max(*sizes, BUCKET_BYTES // run.wide_bytes))
+
+
+def _units(model: ModelShape, weights: list[Weight], run: RunShape) -> dict[int, int]:
+    """Elements of each unit that FSDP2 gathers: block -> elements, -1 -> all that is outside the blocks."""
+    units = {-1: 0}
+    for weight in weights:
+        unit = weight.block if 0 <= weight.block < model.num_blocks else -1
+        units[unit] = units.get(unit, 0) + _num_local([weight], run)
+    return units
+
+
+def _gathered_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """ZeRO-3: what is outside the blocks, the block that computes and the one that is fetched ahead."""
+    if run.zero < 3:
+        return 0
+    units = _units(model, weights, run)
+    outside = units.pop(-1)
+    return run.width_bytes * (outside + 2 * max(units.values(), default=0))
+
+
+def _update_scratch(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """What the optimizer's kernel needs beside its state, or a bucket of updated parameters on its way to all."""
+    shard = run.dp_shard if run.zero else 1
+    sizes = [run.wide_bytes * _num_local([w], run, shard) for w in weights]
+    kernel = {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
+    is_sent = run.zero in (1, 2) and run.dp_shard > 1
+    return max(kernel, run.width_bytes * _largest_message(model, weights, run) if is_sent else 0)
+
+
+# --- activations and the head -----------------------------------------------------------------------------------------
+
+
+def _block_activations(model: ModelShape, run: RunShape, stage: int) -> tuple[float, float]:
+    """(kept by all blocks of the stage, beyond that at the worst moment of the way back by recomputing one)."""
+    block = model.block
+    input_bytes, everything, selective = (
+        run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective)
+    )
+    kept_if_recomputed = input_bytes + (selective if run.recompute == "selective" else 0)
+    again = max(0.0, input_bytes + everything - kept_if_recomputed)
+    kept = worst = 0.0
+    for index in range(model.num_blocks):
+        if _stage_of(index, model.num_blocks, run.pp) == stage:
+            kept += kept_if_recomputed if run.recomputes(index) else input_bytes + everything
+            worst = max(worst, kept + (again if run.recomputes(index) else 0))
+    num_in_flight = min(run.num_microbatches, run.pp - stage)
+    return num_in_flight * kept, worst - kept
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Bytes of the last stage's end; zero elsewhere.
+
+    activations    its norm's input and output, and the gradient of the latter, which its forward already makes
+    scratch        a chunk of logits, its softmax, the weight's gradient while it is summed over chunks
+    tied_gradient  that gradient waiting for the embedding's own; their sum is a third tensor
+    """
+
+    activations: float = 0
+    scratch: float = 0
+    tied_gradient: float = 0
+
+
+def _head_bytes(model: ModelShape, run: RunShape, stage: int) -> _Head:
+    head = model.head
+    if head is None or stage < run.pp - 1:
+        return _Head()
+    width, wide, rows = run.width_bytes, run.wide_bytes, -(-head.vocab_size // run.tp)
+    chunk_tokens = _even_part(run.tokens, head.chunk_bytes // (rows * width))
+    tile_tokens = (
+        chunk_tokens if head.tile_bytes is None else _even_part(chunk_tokens, head.tile_bytes // (rows * wide))
+    )
+    softmax = 2 * tile_tokens * rows * wide
+    weight_elements = rows * head.width
+    # Several chunks are summed in fp32 or wider; then there is the latest product, or the rounded sum, beside the sum.
+    summed = 0 if chunk_tokens == run.tokens else wide * weight_elements
+    rounded = 0 if summed and width == wide else width * weight_elements
+    return _Head(
+        activations=run.tokens * (model.block.input.bytes_per_token(run) + 2 * width * head.width),
+        scratch=chunk_tokens * rows * width + summed + max(softmax, rounded),
+        tied_gradient=width * weight_elements if head.tied and run.pp == 1 else 0,
+    )
+
+
+def _even_part(total: int, largest: int) -> int:
+    """The head's chunks and tiles: as few, nearly equal parts as `largest` allows."""
+    num_parts = max(1, -(-total // max(1, largest)))
+    return max(1, -(-total // num_parts))

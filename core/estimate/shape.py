@@ -1,0 +1,261 @@
+"""What is estimated: a model as plain numbers, and how a run cuts it.
+
+A model is its weights, what one block keeps for its backward, and its head. `decoder_shape` derives that from our
+decoder's configuration; `megatron_block` is the published formula; any other model fills the dataclasses itself.
+
+Sources: Rajbhandari et al., "ZeRO" (2020), section 3, for the bytes of the training state; Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models" (2022), equations 1 to 6, for activations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from core.models.decoder import Decoder, DecoderConfig
+from core.nn.loss import CHUNK_BYTES, TILE_BYTES
+from core.nn.mlp import is_gated
+from core.parallel.recompute import RecomputeMode
+from core.precision import Precision, compute_dtype, master_dtype
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter tensor.
+
+    block   index of the block it belongs to; -1 before the blocks (embedding), num_blocks behind them (final norm)
+    tp_dim  the dim that tensor parallelism cuts; None replicates
+    """
+
+    shape: tuple[int, ...]
+    block: int = 0
+    tp_dim: int | None = None
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """The largest shard on a tp axis of size `tp`."""
+        return tuple(-(-n // tp) if dim == self.tp_dim else n for dim, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Activations per token of the sequence, in elements.
+
+    replicated  the same on every tp rank, unless sequence parallelism cuts them
+    sharded     cut by tensor parallelism
+    gathered    whole on every tp rank in any case: the inputs of column-parallel products
+    statistics  cut by tensor parallelism, and in fp32 or wider whatever the precision
+    """
+
+    replicated: float = 0
+    sharded: float = 0
+    gathered: float = 0
+    statistics: float = 0
+
+    def bytes_per_token(self, run: RunShape) -> float:
+        replicated = self.replicated / (run.tp if run.sequence_parallel else 1)
+        elements = replicated + self.sharded / run.tp + self.gathered
+        return run.width_bytes * elements + run.wide_bytes * self.statistics / run.tp
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What one block keeps from its forward to its backward.
+
+    input       its input: all that full checkpointing keeps
+    everything  kept beside the input without checkpointing
+    selective   kept beside the input with selective checkpointing: the results of matrix products
+    working     gradients alive at once on the way back through it
+    scores_dim  heads x head size; q k^T and the sum over v cost 4 x scores_dim x length FLOPs a token
+    """
+
+    input: Kept
+    everything: Kept
+    selective: Kept
+    working: Kept = field(default_factory=Kept)
+    scores_dim: int = 0
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The fused head and loss of `core.nn.loss`: it never holds more logits than one chunk.
+
+    tile_bytes  of the chunk are in the softmax at a time, in fp32 or wider; None: all of it
+    """
+
+    vocab_size: int
+    width: int
+    tied: bool = True
+    chunk_bytes: int = CHUNK_BYTES
+    tile_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model of equal blocks.
+
+    dim                    elements per token that pass between blocks
+    num_matmul_parameters  weights that multiply every token (not embedding tables, but a tied head)
+    tp_parts               equal parts (key/value heads) that tensor parallelism may deal out
+    bias_heads             heads with a bias [heads, L, L] on the scores (ALiBi), kept for the step; 0: none
+    """
+
+    weights: tuple[Weight, ...]
+    num_blocks: int
+    block: BlockShape
+    dim: int
+    head: HeadShape | None = None
+    num_matmul_parameters: int = 0
+    tp_parts: int = 1
+    bias_heads: int = 0
+
+    def num_parameters(self) -> int:
+        return sum(math.prod(weight.shape) for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """How a run cuts the model and the batch.
+
+    optimizer          words of state a parameter has: see `STATE_WORDS`
+    optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all
+    sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
+    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
+    microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
+    """
+
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    optimizer_kernel: Literal["fused", "loop", "foreach"] = "fused"
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = True
+    pp: int = 1
+    zero: int = 0
+    recompute: RecomputeMode = "none"
+    recompute_every: int = 1
+    microbatch_size: int = 1
+    num_microbatches: int = 1
+    sequence_length: int = 1024
+
+    @property
+    def width_bytes(self) -> int:
+        """Bytes of an element in which the model computes."""
+        return compute_dtype(self.precision).itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of an element of masters, optimizer state and reductions."""
+        return master_dtype(self.precision).itemsize
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one rank."""
+        return self.microbatch_size * -(-self.sequence_length // self.cp)
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    def recomputes(self, block: int) -> bool:
+        """Does block number `block` drop its activations?"""
+        return self.recompute != "none" and block % self.recompute_every == 0
+
+
+# Words of optimizer state per parameter; factored second moments are vectors and not counted.
+STATE_WORDS: dict[str, int] = {
+    "adamw": 2, "lamb": 2, "adafactor": 0, "sgd": 0, "sgd_momentum": 1, "lars": 1, "sm3": 1,
+}  # fmt: skip
+
+
+def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape:
+    """The block of Korthikanti et al.: attention materialised, dropout, 16 bit; s b h (10 + 24/t + 5 a s / (h t)).
+
+    With sequence parallelism s b h / t (34 + 5 a s / h), selective without the second term, full 2 s b h. Masks of
+    dropout count as half an element, so the bytes are those of the paper in bf16 and fp16 only.
+    """
+    return BlockShape(
+        input=Kept(replicated=dim),
+        everything=Kept(replicated=4 * dim, sharded=12 * dim + 2.5 * num_heads * sequence_length),
+        selective=Kept(replicated=4 * dim, sharded=12 * dim),
+        scores_dim=dim,
+    )
+
+
+# The dim of each parameter of the decoder that tensor parallelism cuts (Megatron's columns and rows).
+_TP_DIMS = {
+    "embedding.tokens.weight": 0, "head.weight": 0, "attention.qkv.weight": 0, "attention.qkv.bias": 0,
+    "attention.out.weight": 1, "mlp.up.weight": 0, "mlp.up.bias": 0, "mlp.gate.weight": 0, "mlp.gate.bias": 0,
+    "mlp.down.weight": 1,
+}  # fmt: skip
+
+
+def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelShape:
+    """Our decoder: its parameters as they are, and what its eager forward leaves for the backward.
+
+    On a CPU torch composes RMSNorm of several operators and keeps the normalised input too, and the softmax of the loss
+    goes over small tiles.
+    Attention is fused (scaled_dot_product_attention), so nothing grows with the square of the length but ALiBi's bias.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    weights, num_matmul = [], 0
+    for name, parameter in model.named_parameters():
+        tp_dim = next((dim for suffix, dim in _TP_DIMS.items() if name.endswith(suffix)), None)
+        weights.append(Weight(tuple(parameter.shape), _block_index(name, config.num_layers), tp_dim))
+        if parameter.ndim == 2 and name not in ("embedding.tokens.weight", "embedding.positions.weight"):
+            num_matmul += parameter.numel()
+    if config.tied_head:
+        num_matmul += config.vocab_size * config.embedding_size
+    return ModelShape(
+        weights=tuple(weights),
+        num_blocks=config.num_layers,
+        block=_decoder_block(config, composed_norms=config.norm == "rms_norm" and device_type == "cpu"),
+        dim=config.dim,
+        head=HeadShape(
+            config.vocab_size,
+            config.embedding_size,
+            config.tied_head,
+            tile_bytes=TILE_BYTES if device_type == "cpu" else None,
+        ),
+        num_matmul_parameters=num_matmul,
+        tp_parts=config.kv_heads,
+        bias_heads=config.num_heads if config.positions == "alibi" else 0,
+    )
+
+
+def _block_index(name: str, num_blocks: int) -> int:
+    if name.startswith("blocks."):
+        return int(name.split(".")[1])
+    return -1 if name.startswith("embedding.") else num_blocks
+
+
+def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
+    """Tensors that autograd keeps, by operator.
+
+    norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep
+    attention  the fused q, k, v; turned copies of q and k where positions are rotary; o and its log-sum-exp
+    MLP        what the activation keeps of `up`, and `down`'s input (ReLU keeps only its output, which is that input)
+    """
+    queries = config.num_heads * config.head_size
+    keys = config.kv_heads * config.head_size
+    qkv, hidden = queries + 2 * keys, config.ffn_dim
+    turned = queries + keys if config.positions == "rotary" else 0
+    products = 2 * hidden if is_gated(config.activation) else hidden
+    mlp = {"relu": hidden}.get(config.activation, 2 * products)
+    statistics = config.num_heads + (4 if config.norm == "layer_norm" else 2)
+    if composed_norms:
+        statistics += 2 * config.dim
+    # The gradients of the hidden activations that meet before what they were made from is freed.
+    meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
+    return BlockShape(
+        input=Kept(replicated=config.dim),
+        everything=Kept(config.dim, qkv + turned + queries + mlp, 2 * config.dim, statistics),
+        selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
+        working=Kept(sharded=meeting * hidden, gathered=config.dim),
+        scores_dim=queries,
+    )

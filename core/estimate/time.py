@@ -1,0 +1,79 @@
+"""Seconds of a training step, closed form: compute + communication + pipeline bubble.
+
+Assumptions: the model's products run at `utilisation` of the device's peak; nothing overlaps, so the sum is an upper
+bound; a ring moves (n - 1) / n of the bytes for a reduce-scatter or an all-gather and twice that for an all-reduce
+(Rajbhandari et al. 2020, section 7); each axis has the same bandwidth; 1F1B idles (pp - 1) / microbatches of its work
+(Narayanan et al. 2021, section 2.2). Pipeline sends and latencies are not counted.
+"""
+
+from dataclasses import dataclass
+
+from core.estimate.shape import ModelShape, RunShape
+from core.metrics import transformer_flops_per_token
+
+
+@dataclass(frozen=True)
+class Machine:
+    """peak_flops of one device; bandwidth of a rank's link in bytes/s, one way; utilisation reached by the products."""
+
+    peak_flops: float
+    bandwidth: float = 25e9
+    utilisation: float = 0.4
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+    tokens: int
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.communication_s + self.bubble_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.step_s
+
+
+def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEstimate:
+    """Seconds of one step of `run.num_microbatches` microbatches."""
+    tokens = run.tokens * run.num_microbatches
+    compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
+    communication_s = (_data_parallel_bytes(model, run) + _tensor_parallel_bytes(model, run)) / machine.bandwidth
+    bubble_s = (run.pp - 1) / run.num_microbatches * compute_s
+    return TimeEstimate(compute_s, communication_s, bubble_s, tokens * run.num_data_ranks * run.cp)
+
+
+def step_flops(model: ModelShape, run: RunShape) -> float:
+    """FLOPs of one rank in one step, what checkpointing computes again included."""
+    scores = (model.num_blocks, model.block.scores_dim, run.sequence_length)
+    flops = transformer_flops_per_token(model.num_matmul_parameters, *scores)
+    # Selective checkpointing keeps the products, so what it repeats costs next to nothing.
+    if run.recompute == "full":
+        num_again = sum(run.recomputes(block) for block in range(model.num_blocks))
+        flops += num_again / model.num_blocks * flops / 3
+    return flops * run.tokens * run.num_microbatches / (run.tp * run.pp)
+
+
+def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
+    """Sent by one rank: gradients once a step in fp32 or wider; parameters once (ZeRO-1, 2), or twice a microbatch."""
+    num_parameters = model.num_parameters() / (run.tp * run.pp)
+    gradients, parameters = run.wide_bytes * num_parameters, run.width_bytes * num_parameters
+    if run.zero == 0:
+        return 2 * _ring(run.num_data_ranks * run.cp) * gradients
+    gathers = 2 * run.num_microbatches if run.zero == 3 else 1
+    between_replicas = 2 * _ring(run.dp_replicate) * gradients / run.dp_shard
+    return _ring(run.dp_shard) * (gradients + gathers * parameters) + between_replicas
+
+
+def _tensor_parallel_bytes(model: ModelShape, run: RunShape) -> float:
+    """Sent by one rank: four all-reduces of the activations a block and microbatch (Shoeybi et al. 2019, section 3)."""
+    blocks = model.num_blocks / run.pp * run.num_microbatches
+    return blocks * 4 * 2 * _ring(run.tp) * run.tokens * model.dim * run.width_bytes
+
+
+def _ring(size: int) -> float:
+    return (size - 1) / size
