@@ -198,7 +198,7 @@ class _Gradients:
     first_block  all but the embedding's, which come last
     whole        at the end of the backward
     own          what the optimizer reads
-    message      one bucket; at ZeRO-3 one unit
+    message      beyond the shards: a bucket on its way, at ZeRO-3 a unit
     """
 
     held: int
@@ -214,10 +214,10 @@ def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
     message, everything = wide * _largest_message(model, weights, run), wide * _num_local(weights, run)
     own = wide * _num_local(weights, run, shard)
     if run.num_microbatches > 1:
-        return _Gradients(everything, everything, everything, everything, own, message)
+        return _Gradients(everything, everything, everything, everything, own, 0)
     behind_embedding = wide * _num_local([w for w in weights if w.block >= 0], run, shard)
     if shard == 1:
-        return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, message)
+        return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, 0)
     # One message is filled while the one before it travels; what is left of a message is its shard.
     moving = min(everything, 2 * message)
     return _Gradients(0, moving, behind_embedding + moving, own + moving, own, message)

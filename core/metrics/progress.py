@@ -40,7 +40,7 @@ _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "grad_norm": ("grad norm", "{:.2f}".format),
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "mfu": ("MFU", _percent),
-    "device_peak_bytes": ("memory", _bytes),
+    "memory_bytes": ("memory", _bytes),
     "skipped_steps": ("skipped", "{:d}".format),
 }
 

@@ -1,0 +1,308 @@
+"""The estimate against published figures, each ZeRO level's formula, and what real steps allocate."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.config import UserError
+from core.estimate import (
+    BlockShape,
+    HeadShape,
+    Kept,
+    Machine,
+    ModelShape,
+    RunShape,
+    Weight,
+    decoder_shape,
+    estimate_memory,
+    estimate_time,
+    megatron_block,
+    require_fit,
+)
+from core.estimate.time import step_flops
+from core.mesh import MeshConfig
+from core.metrics import MemoryAccount
+from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.compose import ParallelConfig, parallelize
+from core.parallel.recompute import RecomputeConfig
+from core.runtime import start
+
+GPT3 = DecoderConfig(vocab_size=50257, dim=12288, num_layers=96, num_heads=96, ffn_dim=49152, max_length=2048)
+SMALL = DecoderConfig(vocab_size=515, dim=64, num_layers=6, num_heads=4, ffn_dim=256, max_length=128)
+
+
+def worked_example(batch):
+    """12 x 768, length 512, 12 heads, 147 M parameters, mixed AdamW (shared tables, "Memory estimate")."""
+    model = ModelShape((Weight((147_000_000,)),), num_blocks=12, block=megatron_block(768, 12, 512), dim=768)
+    return estimate_memory(model, RunShape(precision="fp16", microbatch_size=batch, sequence_length=512))
+
+
+def test_worked_example_of_the_published_table():
+    one = worked_example(1)
+    assert (one.parameters_bytes, one.gradients_bytes, one.optimizer_bytes) == (294e6, 294e6, 2352e6)
+    assert one.activations_bytes == 349_175_808
+    assert one.total_bytes == 2_940_000_000 + 349_175_808
+
+
+def test_worked_example_at_batch_64():
+    total_gb = worked_example(64).total_bytes / 1e9
+    assert round(total_gb, 1) == 25.3
+    assert round(1.2 * total_gb, 1) == 30.3
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_element"),
+    [
+        ({}, 10 + 24 / 8 + 5 * 96 * 2048 / (12288 * 8)),
+        ({"sequence_parallel": True}, (34 + 5 * 96 * 2048 / 12288) / 8),
+        ({"sequence_parallel": True, "recompute": "selective"}, 34 / 8),
+        ({"recompute": "full"}, 2),
+    ],
+)
+def test_activations_of_gpt3_by_korthikanti_equations_2_4_6(options, bytes_per_element):
+    model = ModelShape((Weight((1, 1)),), num_blocks=96, block=megatron_block(12288, 96, 2048), dim=12288)
+    run = RunShape(**{"precision": "bf16", "tp": 8, "sequence_length": 2048, "sequence_parallel": False} | options)
+    block = megatron_block(12288, 96, 2048)
+    again = 0 if run.recompute == "none" else block.everything.bytes_per_token(run)
+    again -= block.selective.bytes_per_token(run) if run.recompute == "selective" else 0
+    expected = 2048 * (12288 * 96 * bytes_per_element + again)
+    assert estimate_memory(model, run).activations_bytes == pytest.approx(expected, rel=1e-12)
+
+
+def test_gpt3_has_175_billion_parameters_and_20_bytes_of_state_for_each():
+    model = decoder_shape(GPT3)
+    assert model.num_parameters() == pytest.approx(175e9, rel=0.003)
+    estimate = estimate_memory(model, RunShape(precision="bf16", sequence_length=2048))
+    state = estimate.parameters_bytes + estimate.gradients_bytes + estimate.optimizer_bytes
+    assert state == 20 * model.num_parameters()
+
+
+def test_gpt3_on_1024_gpus_takes_the_34_days_of_narayanan_et_al():
+    """SC'21, section 5.1: 300 B tokens on 1024 A100 at 140 TFLOP/s with full recomputation: 34 days."""
+    run = RunShape(precision="bf16", tp=8, pp=16, dp_replicate=8, recompute="full", num_microbatches=192)
+    run = replace(run, sequence_length=2048)
+    step = estimate_time(decoder_shape(GPT3), run, Machine(312e12, bandwidth=float("inf"), utilisation=140 / 312))
+    assert 300e9 / step.tokens * step.compute_s / 86400 == pytest.approx(34, rel=0.03)
+    assert step.bubble_s == pytest.approx(step.compute_s * 15 / 192)
+
+
+# Rows that 4 ranks do not divide: 7 -> 2, 5 -> 2, 9 -> 3.
+RAGGED = (Weight((7, 3), block=-1), Weight((5, 4)), Weight((9,)))
+WHOLE, SHARD = 21 + 20 + 9, 2 * 3 + 2 * 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero", "parameters", "gradients", "optimizer"),
+    [
+        ("fp32", 0, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE),
+        ("fp32", 1, 4 * WHOLE, 4 * WHOLE, 8 * SHARD),
+        ("fp32", 2, 4 * WHOLE, 4 * SHARD, 8 * SHARD),
+        ("fp32", 3, 4 * SHARD, 4 * SHARD, 8 * SHARD),
+        ("fp64", 3, 8 * SHARD, 8 * SHARD, 16 * SHARD),
+        ("bf16", 0, 2 * WHOLE, 2 * WHOLE, 16 * WHOLE),
+        ("bf16", 1, 2 * WHOLE, 2 * WHOLE, 16 * SHARD),
+        ("bf16", 2, 2 * WHOLE, 2 * SHARD, 16 * SHARD),
+        ("fp16", 3, 4 * SHARD, 4 * SHARD, 8 * SHARD),
+    ],
+)
+def test_state_at_each_zero_level(precision, zero, parameters, gradients, optimizer):
+    model = ModelShape(RAGGED, num_blocks=1, block=BlockShape(Kept(), Kept(), Kept()), dim=4)
+    run = RunShape(precision=precision, zero=zero, dp_shard=4)
+    estimate = estimate_memory(model, run)
+    measured = (estimate.parameters_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
+    assert measured == (parameters, gradients, optimizer)
+    accumulating = estimate_memory(model, replace(run, num_microbatches=2))
+    width = gradients // (SHARD if zero >= 2 else WHOLE)
+    assert accumulating.gradients_bytes == width * WHOLE
+
+
+def test_zero_3_gathers_two_blocks_and_what_is_outside():
+    weights = (Weight((8,), block=-1), Weight((16,)), Weight((32,), block=1), Weight((4,), block=2))
+    model = ModelShape(weights, num_blocks=2, block=BlockShape(Kept(), Kept(), Kept()), dim=1)
+    estimate = estimate_memory(model, RunShape(precision="bf16", zero=3, dp_shard=2))
+    message = 4 * 32
+    assert estimate.buffers_bytes == 2 * (12 + 2 * 32) + message
+
+
+def test_tensor_parallelism_divides_what_the_plan_cuts():
+    whole, cut = (decoder_shape(SMALL) for _ in range(2))
+    norms_and_row_biases = sum(w.shape[0] for w in whole.weights if w.tp_dim is None and len(w.shape) == 1)
+    positions = 128 * 64
+    divided = whole.num_parameters() - norms_and_row_biases - positions
+    padding = (258 * 2 - 515) * 64 / 2  # 515 rows over two ranks: 258 and 257
+    estimate = estimate_memory(cut, RunShape(tp=2))
+    assert estimate.parameters_bytes == 4 * (divided / 2 + padding + norms_and_row_biases + positions)
+
+
+def test_pipeline_stages_hold_their_share_and_the_first_keeps_the_most_microbatches():
+    block = BlockShape(input=Kept(10), everything=Kept(90), selective=Kept())
+    weights = tuple(Weight((5, 5), block=i) for i in range(4))
+    model = ModelShape(weights, num_blocks=4, block=block, dim=10)
+    run = RunShape(pp=2, num_microbatches=8, sequence_length=1)
+    estimate = estimate_memory(model, run)
+    assert estimate.parameters_bytes == 4 * 2 * 25
+    assert estimate.activations_bytes == 4 * 2 * 100 * 2
+
+
+def test_every_second_block_recomputed():
+    block = BlockShape(input=Kept(10), everything=Kept(90), selective=Kept())
+    model = ModelShape((Weight((1,)),), num_blocks=5, block=block, dim=10)
+    run = RunShape(recompute="full", recompute_every=2, sequence_length=1)
+    # blocks 0, 2, 4 keep 10, blocks 1 and 3 keep 100, and block 4 is computed again
+    assert estimate_memory(model, run).activations_bytes == 4 * (3 * 10 + 2 * 100 + 90)
+    assert step_flops(replace(model, num_matmul_parameters=1), run) == pytest.approx(6 + 2 * 3 / 5)
+
+
+def test_communication_of_a_step():
+    model = ModelShape((Weight((1000, 1000)),), num_blocks=1, block=BlockShape(Kept(), Kept(), Kept()), dim=0)
+    per_second = {
+        zero: estimate_time(
+            model, RunShape(precision="bf16", zero=zero, **{axis: 4}), Machine(1e12, bandwidth=1e6)
+        ).communication_s
+        for zero, axis in ((0, "dp_replicate"), (1, "dp_shard"), (3, "dp_shard"))
+    }
+    # all-reduce in fp32; reduce-scatter in fp32 and one all-gather in bf16; two all-gathers
+    assert per_second == pytest.approx({0: 1.5 * 4, 1: 0.75 * (4 + 2), 3: 0.75 * (4 + 4)})
+
+
+def test_a_run_that_does_not_fit_says_what_would():
+    model = decoder_shape(SMALL)
+    run = RunShape(precision="bf16", dp_replicate=4, microbatch_size=8, sequence_length=128)
+    peak = estimate_memory(model, run).peak_bytes
+    assert require_fit(model, run, peak).peak_bytes == peak
+    with pytest.raises(UserError) as error:
+        require_fit(model, run, peak - 1)
+    text = str(error.value)
+    assert text.startswith(
+        f"the run needs {peak / 1e6:.1f} MB per rank, the device has {(peak - 1) / 1e6:.1f} MB; try "
+    )
+    for option in ("--zero 1 (", "--zero 3 (", "--recompute.mode full (", "--microbatch 1 (", "--mesh.tp 4 ("):
+        assert option in text
+    assert "--mesh.tp 8" not in text  # 4 heads
+    assert "\n" not in text
+
+
+def test_only_changes_that_fit_are_advised():
+    model = decoder_shape(SMALL)
+    run = RunShape(precision="bf16", microbatch_size=8, sequence_length=128)
+    needed = estimate_memory(model, replace(run, recompute="full")).peak_bytes
+    with pytest.raises(UserError) as error:
+        require_fit(model, run, needed)
+    assert "--recompute.mode full" in str(error.value)
+    assert "--mesh.pp 2 " not in str(error.value)
+    with pytest.raises(UserError, match="no single change suffices"):
+        require_fit(model, run, 1000)
+
+
+def test_table_names_the_fullest_moment():
+    rows = dict(estimate_memory(decoder_shape(SMALL), RunShape(microbatch_size=8, sequence_length=128)).table())
+    assert list(rows)[:6] == ["parameters", "gradients", "optimizer", "activations", "buffers", "sum"]
+    assert "peak (loss)" in rows
+
+
+FAMILIES = {
+    "gpt2": SMALL,
+    "gpt2, large vocabulary": replace(SMALL, vocab_size=30_001, dim=32, num_layers=2, ffn_dim=128),
+    "opt": replace(SMALL, family="opt", position_offset=2, activation="relu"),
+    "bloom": replace(SMALL, family="bloom", positions="alibi", embedding_norm=True, num_layers=2),
+    "llama": replace(
+        SMALL,
+        family="llama",
+        positions="rotary",
+        norm="rms_norm",
+        activation="swiglu",
+        ffn_dim=176,
+        tied_head=False,
+        attention_bias=False,
+        mlp_bias=False,
+        num_kv_heads=2,
+    ),
+}
+
+
+def accounted_peak_bytes(config, precision, recompute, batch, length, num_microbatches):
+    """What a second real step has alive at once, tensor by tensor."""
+    with start("cpu") as runtime:
+        with torch.device("meta"):
+            model = Decoder(config)
+        options = ParallelConfig(precision=precision, recompute=recompute)
+        mesh = runtime.mesh(MeshConfig())
+        data = parallelize(model, mesh, options, materialise=lambda model: initialise(model, 0))
+        optimizer = build_optimizer(OptimConfig(), data.masters)
+        ids = torch.randint(config.vocab_size, (batch, length))
+
+        def step():
+            for index in range(num_microbatches):
+                with data.microbatch(last=index == num_microbatches - 1):
+                    data.model(ids, targets=ids).backward()
+            data.reduce()
+            optimizer.step()
+            data.publish()
+            data.release()
+
+        step()
+        with MemoryAccount() as account:
+            account.add(data.model.parameters())
+            account.add(data.masters.values())
+            account.add(value for state in optimizer.state.values() for value in state.values())
+            step()
+        return account.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "recompute", "every", "batch", "num_microbatches"),
+    [
+        ("gpt2", "fp32", "none", 1, 8, 1),
+        ("gpt2", "fp32", "none", 1, 1, 2),
+        ("gpt2", "fp32", "full", 1, 8, 1),
+        ("gpt2", "fp32", "full", 2, 8, 1),
+        ("gpt2", "fp64", "selective", 1, 8, 1),
+        ("gpt2", "bf16", "none", 1, 8, 1),
+        ("gpt2", "bf16", "full", 1, 8, 2),
+        ("gpt2, large vocabulary", "fp32", "none", 1, 8, 1),
+        ("gpt2, large vocabulary", "bf16", "none", 1, 12, 1),
+        ("opt", "fp32", "none", 1, 8, 1),
+        ("opt", "bf16", "selective", 1, 8, 1),
+        ("bloom", "fp32", "none", 1, 8, 1),
+        ("llama", "fp32", "none", 1, 8, 1),
+        ("llama", "fp32", "full", 1, 8, 1),
+    ],
+)
+def test_agrees_with_the_accounted_allocations_of_a_real_step(
+    family, precision, recompute, every, batch, num_microbatches
+):
+    """Within 4 %, where 10 % is asked for. The least of what is estimated, one block's working gradients, is 4 %."""
+    config, length = FAMILIES[family], 128
+    measured = accounted_peak_bytes(
+        config, precision, RecomputeConfig(recompute, every), batch, length, num_microbatches
+    )
+    run = RunShape(
+        precision=precision,
+        recompute=recompute,
+        recompute_every=every,
+        microbatch_size=batch,
+        num_microbatches=num_microbatches,
+        sequence_length=length,
+    )
+    estimated = estimate_memory(decoder_shape(config, device_type="cpu"), run).peak_bytes
+    assert estimated == pytest.approx(measured, rel=0.04)
+
+
+def test_head_without_tiles_counts_the_whole_softmax():
+    model = ModelShape(
+        (Weight((1, 1)),), 1, BlockShape(Kept(), Kept(), Kept()), dim=1, head=HeadShape(100, 1, tied=False)
+    )
+    run = RunShape(precision="bf16", sequence_length=10)
+    tiled = replace(model, head=HeadShape(100, 1, tied=False, tile_bytes=2 * 100 * 4))
+    difference = estimate_memory(model, run).phases["loss"] - estimate_memory(tiled, run).phases["loss"]
+    assert difference == 2 * 4 * 100 * (10 - 2)
+
+
+def test_a_bias_on_the_scores_is_kept_for_the_step_in_fp32():
+    model = decoder_shape(FAMILIES["bloom"])
+    run = RunShape(precision="bf16", tp=2, sequence_length=100)
+    without = replace(model, bias_heads=0)
+    difference = estimate_memory(model, run).phases["loss"] - estimate_memory(without, run).phases["loss"]
+    assert difference == 4 * 2 * 100 * 100
