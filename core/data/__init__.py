@@ -2,16 +2,22 @@
 
 from core.data.batches import Batches, EvalBatches, GlobalBatches, MapBatches, PairBatches, TokenBatches
 from core.data.prefetch import Prefetch
+from core.data.readers import FORMATS, Document, Faults, Source, split_of
 from core.data.tokens import ShardWriter, TokenShards
 
 __all__ = [
+    "FORMATS",
     "Batches",
+    "Document",
     "EvalBatches",
+    "Faults",
     "GlobalBatches",
     "MapBatches",
     "PairBatches",
     "Prefetch",
     "ShardWriter",
+    "Source",
     "TokenBatches",
     "TokenShards",
+    "split_of",
 ]
