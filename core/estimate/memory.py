@@ -176,7 +176,7 @@ class _State:
 def _state_bytes(weights: list[Weight], run: RunShape) -> _State:
     whole, sharded = _num_local(weights, run), _num_local(weights, run, run.dp_shard)
     width, wide, words = run.width_bytes, run.wide_bytes, STATE_WORDS[run.optimizer]
-    with_gradient = sharded if run.zero >= 2 and run.num_microbatches == 1 else whole
+    with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
     if run.zero == 3:
         return _State(wide * sharded, wide * with_gradient, words * wide * sharded, (1 + words) * wide * sharded)
     updated = sharded if run.zero else whole
@@ -213,14 +213,16 @@ def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
     wide, shard = run.wide_bytes, run.dp_shard if run.zero >= 2 else 1
     message, everything = wide * _largest_message(model, weights, run), wide * _num_local(weights, run)
     own = wide * _num_local(weights, run, shard)
-    if run.num_microbatches > 1:
+    if run.holds_whole_gradients:
         return _Gradients(everything, everything, everything, everything, own, 0)
     behind_embedding = wide * _num_local([w for w in weights if w.block >= 0], run, shard)
     if shard == 1:
         return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, 0)
     # One message is filled while the one before it travels; what is left of a message is its shard.
     moving = min(everything, 2 * message)
-    return _Gradients(0, moving, behind_embedding + moving, own + moving, own, message)
+    earlier = own if run.num_microbatches > 1 else 0
+    first, first_block, whole = (earlier + n + moving for n in (0, behind_embedding, own))
+    return _Gradients(earlier, first, first_block, whole, own, message)
 
 
 def _largest_message(model: ModelShape, weights: list[Weight], run: RunShape) -> int:

@@ -124,6 +124,7 @@ class RunShape:
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
     recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
+    reduce_each        gradients are reduced after each microbatch, not only after the last
     """
 
     precision: Precision = "fp32"
@@ -140,6 +141,7 @@ class RunShape:
     recompute_every: int = 1
     microbatch_size: int = 1
     num_microbatches: int = 1
+    reduce_each: bool = False
     sequence_length: int = 1024
 
     @property
@@ -160,6 +162,11 @@ class RunShape:
     @property
     def num_data_ranks(self) -> int:
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def holds_whole_gradients(self) -> bool:
+        """Whether whole gradients wait between microbatches."""
+        return self.num_microbatches > 1 and not (self.reduce_each and self.zero >= 2)
 
     def recomputes(self, block: int) -> bool:
         """Does block number `block` drop its activations?"""

@@ -59,9 +59,10 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
 
 
 def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
-    """Sent by one rank: gradients once a step in fp32 or wider; parameters once (ZeRO-1, 2), or twice a microbatch."""
+    """Sent by one rank: gradients (fp32 or wider) once, or each microbatch; parameters once, at ZeRO-3 twice each."""
     num_parameters = model.num_parameters() / (run.tp * run.pp)
-    gradients, parameters = run.wide_bytes * num_parameters, run.width_bytes * num_parameters
+    reductions = run.num_microbatches if run.reduce_each else 1
+    gradients, parameters = reductions * run.wide_bytes * num_parameters, run.width_bytes * num_parameters
     if run.zero == 0:
         return 2 * _ring(run.num_data_ranks * run.cp) * gradients
     gathers = 2 * run.num_microbatches if run.zero == 3 else 1

@@ -30,6 +30,8 @@ class ParallelConfig:
     """what data parallelism shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters"""
     precision: Precision = "fp32"
     """format of parameters and activations; under bf16 and fp16 masters and reductions are fp32"""
+    reduce_each: bool = False
+    """reduce gradients after every microbatch, not only the last: sends more; ZeRO 2 and 3 then never hold them whole"""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """activation checkpointing"""
     compile: bool = False
@@ -59,4 +61,4 @@ def parallelize(
     if config.compile:
         for block in blocks_of(model):
             block.compile()
-    return data_parallel(model, mesh, config.zero, config.precision, materialise)
+    return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each)

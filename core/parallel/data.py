@@ -8,7 +8,8 @@
 
 Both offer one interface to the training loop. A step is
 
-    1. accumulate: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the last.
+    1. accumulate: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the last,
+       unless `reduce_each` says that gradients stay sharded instead.
     2. `reduce()`: wait for the reductions; every master's `.grad` is the sum over all data-parallel ranks.
     3. the optimizer updates the masters (local tensors, each tagged with its layout).
     4. `publish()`: the masters' values enter the parameters that the next forward uses.
@@ -50,8 +51,9 @@ class DataParallel(ABC):
     model: nn.Module
     masters: dict[str, Tensor]
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, partial: dict[str, str]):
-        self.model, self.mesh, self._partial = model, mesh, partial
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, reduce_each: bool):
+        self.model, self.mesh, self._reduce_each = model, mesh, reduce_each
+        self._partial = partial_parameters(model)
 
     @abstractmethod
     @contextmanager
@@ -98,13 +100,14 @@ def data_parallel(
     zero: Zero,
     precision: Precision,
     materialise: Callable[[nn.Module], None] = lambda model: None,
+    reduce_each: bool = False,
 ) -> DataParallel:
     """Spread a model (its tensor parallelism applied) over the data axes.
 
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
     """
-    return (FullyShardedReplicas if zero == 3 else Replicas)(model, mesh, zero, precision, materialise)
+    return (FullyShardedReplicas if zero == 3 else Replicas)(model, mesh, zero, precision, materialise, reduce_each)
 
 
 # --- ZeRO 0, 1, 2 -----------------------------------------------------------------------------------------------------
@@ -120,8 +123,9 @@ class Replicas(DataParallel):
         zero: Zero,
         precision: Precision,
         materialise: Callable[[nn.Module], None] = lambda model: None,
+        reduce_each: bool = False,
     ):
-        super().__init__(model, mesh, partial_parameters(model))
+        super().__init__(model, mesh, reduce_each)
         self.zero = zero
         self.reduce_dtype = master_dtype(precision)
         self.shard_axis = mesh["dp_shard"] if zero else None
@@ -193,10 +197,14 @@ class Replicas(DataParallel):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        self._sync = last
+        self._sync = last or self._reduce_each
         for bucket in self._buckets:
             bucket.waiting_for = set(bucket.names)
         yield
+        if self._sync and not last:
+            self._finish()
+            for bucket in self._buckets:
+                bucket.clear()
 
     def _finish(self) -> None:
         for bucket in self._buckets[self._next :]:
@@ -204,7 +212,8 @@ class Replicas(DataParallel):
         self._next = 0
         for bucket in self._buckets:
             for name, grad in bucket.wait().items():
-                self.masters[name].grad = grad
+                master = self.masters[name]
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
 
     def release(self) -> None:
         super().release()
@@ -289,6 +298,7 @@ class _Bucket:
         """name -> the gradient of this rank's master."""
         if self.work is not None:
             self.work.wait()
+            self.work = None  # it holds on to the message
         if self.owner.zero == 2:
             self.whole = None
         assert self.own is not None
@@ -363,8 +373,9 @@ class FullyShardedReplicas(DataParallel):
         zero: Zero,
         precision: Precision,
         materialise: Callable[[nn.Module], None] = lambda model: None,
+        reduce_each: bool = False,
     ):
-        super().__init__(model, mesh, partial_parameters(model))
+        super().__init__(model, mesh, reduce_each)
         wide = master_dtype(precision)
         for names in parameter_names(model):
             parameter = cast_parameter(model.get_parameter(names[0]), wide)
@@ -389,7 +400,7 @@ class FullyShardedReplicas(DataParallel):
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(last)
+        self.model.set_requires_gradient_sync(last or self._reduce_each)
         yield
 
     def _finish(self) -> None:

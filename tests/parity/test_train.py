@@ -92,6 +92,11 @@ def test_accumulation(ranks, zero: int) -> None:
     check(ranks, 2, Case(GPT2, parallel=parallel(zero), microbatch=4))  # 4 rows, then 2: unequal weights
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_accumulation_of_sharded_gradients(ranks, zero: int) -> None:
+    check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=parallel(zero, reduce_each=True), microbatch=2))
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_recomputation(ranks, mode: str, zero: int) -> None:
