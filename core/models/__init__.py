@@ -1,5 +1,19 @@
 """Models that two or more apps use: the decoder."""
 
 from core.models.decoder import Decoder, DecoderConfig, RopeScaling, initialise
+from core.models.generate import generate
+from core.models.pretrained import load_config, load_pretrained, load_weights, save_pretrained
+from core.models.shapes import SHAPES
 
-__all__ = ["Decoder", "DecoderConfig", "RopeScaling", "initialise"]
+__all__ = [
+    "SHAPES",
+    "Decoder",
+    "DecoderConfig",
+    "RopeScaling",
+    "generate",
+    "initialise",
+    "load_config",
+    "load_pretrained",
+    "load_weights",
+    "save_pretrained",
+]

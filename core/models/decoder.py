@@ -26,7 +26,7 @@ from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
 from core.nn.loss import Head
-from core.nn.mlp import MLP, ActivationName
+from core.nn.mlp import MLP, ActivationName, is_gated
 from core.nn.norm import NormKind, build_norm
 
 Family = Literal["gpt2", "opt", "bloom", "llama"]
@@ -83,15 +83,28 @@ class DecoderConfig:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.head_dim is None and self.dim % self.num_heads:
-            raise UserError(f"{self.num_heads} heads do not divide dim {self.dim}; change one, or set head_dim")
+        if self.dim % self.num_heads:
+            raise UserError(f"{self.num_heads} heads do not divide dim {self.dim}; change one of them")
         if self.num_heads % self.kv_heads:
             raise UserError(f"num_kv_heads is {self.kv_heads}; it must divide the {self.num_heads} heads")
         if self.positions == "rotary" and self.head_size % 2:
             raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
+        if not self.norm_first and self.final_norm:
+            raise UserError("norm_first is False, so the last block ends in a norm; set final_norm to False as well")
+        self._check_family()
+
+    def _check_family(self) -> None:
         for name, value in FIXED_BY_FAMILY[self.family].items():
             if getattr(self, name) != value:
                 raise UserError(f"{name} is {getattr(self, name)!r}; a model of family {self.family} has {value!r}")
+        if is_gated(self.activation) != (self.family == "llama"):
+            raise UserError(
+                f"activation {self.activation} in family {self.family}; llama's MLP is gated, others' are not"
+            )
+        if self.family == "opt" and self.attention_bias != self.mlp_bias:
+            raise UserError("attention_bias and mlp_bias differ; family opt has one switch for both, so set them alike")
+        if self.family == "bloom" and self.ffn_dim != 4 * self.dim:
+            raise UserError(f"ffn_dim is {self.ffn_dim}; family bloom has 4 * dim = {4 * self.dim}")
 
     @property
     def kv_heads(self) -> int:

@@ -1,6 +1,7 @@
 """How the decoder is cut over tensor-parallel ranks: one-dimensional, with the sequence sharded in between."""
 
 from core.models.decoder import DecoderConfig
+from core.nn.mlp import is_gated
 from core.parallel import sequence
 from core.parallel.plan import Plan
 from core.parallel.tensor1d import shard_heads
@@ -12,7 +13,7 @@ def tensor_parallel_plan(config: DecoderConfig) -> Plan:
         "embedding.positions": config.positions == "learned",
         "embedding.project_in": config.embedding_size != config.dim,
         "embedding.norm": config.embedding_norm,
-        "blocks.*.mlp.gate": config.activation == "swiglu",
+        "blocks.*.mlp.gate": is_gated(config.activation),
         "norm": config.final_norm,
         "project_out": config.embedding_size != config.dim,
     }

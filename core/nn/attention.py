@@ -35,7 +35,7 @@ class StepContext:
     documents_BL: Tensor | None = None
     _memo: dict[tuple, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
-    @torch.compiler.disable
+    @torch.compiler.disable()
     def once(self, name: tuple, inputs: tuple, build: Callable[[], Any]) -> Any:
         """build(), or what it returned before in this step for the same name and the very same input tensors."""
         key = (*name, *map(id, inputs))
@@ -140,7 +140,7 @@ def attention_bias(
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """fp64[num_heads]: 2^(-8 i / n), n the power of two below; the odd steps of 2n for heads beyond (ALiBi, section 3)."""
+    """fp64[num_heads]: 2^(-8 i / n), n the power of two below; odd steps of 2n for heads beyond (ALiBi, section 3)."""
     n = 2 ** math.floor(math.log2(num_heads))
     exponents = [8 * i / n for i in range(1, n + 1)]
     exponents += [8 * i / (2 * n) for i in range(1, 2 * (num_heads - n), 2)]

@@ -39,16 +39,16 @@ class Head(nn.Module):
 
     weight[V, D]  the embedding's own weight when tied
     combine, vocab_start  set by whoever shards the vocabulary: see `Combine`; the first row held here
+    max_rows  the most rows of the vocabulary that any rank holds: cuts the tokens into chunks, alike on every rank
     z_loss  adds z_loss * logsumexp^2 for each token (Chowdhery et al., "PaLM", 2022, section 5)
     """
 
-    def __init__(self, vocab_size: int, dim: int, *, weight: nn.Parameter | None = None, z_loss: float = 0.0):
+    def __init__(self, vocab_size: int, dim: int, *, weight: Tensor | None = None, z_loss: float = 0.0):
         super().__init__()
-        if weight is None:
-            weight = nn.Linear(dim, vocab_size, bias=False).weight
-        self.weight = weight
+        self.weight = nn.Linear(dim, vocab_size, bias=False).weight if weight is None else weight
         self.combine: Combine | None = None
         self.vocab_start = 0
+        self.max_rows = vocab_size
         self.z_loss = z_loss
 
     def forward(self, x_BLD: Tensor, targets_BL: Tensor | None = None, length: int | None = None) -> Tensor:
@@ -60,7 +60,13 @@ class Head(nn.Module):
         if targets_BL is None:
             return F.linear(x_BLD, self.weight)
         return linear_cross_entropy(
-            x_BLD.flatten(0, 1), self.weight, targets_BL.flatten(), self.combine, self.vocab_start, self.z_loss
+            x_BLD.flatten(0, 1),
+            self.weight,
+            targets_BL.flatten(),
+            combine=self.combine,
+            vocab_start=self.vocab_start,
+            max_rows=self.max_rows,
+            z_loss=self.z_loss,
         )
 
 
@@ -68,13 +74,16 @@ def linear_cross_entropy(
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
+    *,
     combine: Combine | None = None,
     vocab_start: int = 0,
+    max_rows: int | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """sum of cross_entropy(x W^T, targets) over targets != -100; scalar, fp32 or wider."""
+    """sum of cross_entropy(x W^T, targets) over targets != -100; scalar, fp32 or wider. Options as those of `Head`."""
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, combine, vocab_start, z_loss, needs_grad)
+    chunk_tokens = _even_part(x_ND.shape[0], CHUNK_BYTES // ((max_rows or weight_VD.shape[0]) * x_ND.itemsize))
+    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, combine, vocab_start, chunk_tokens, z_loss, needs_grad)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -86,12 +95,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         combine: Combine | None,
         vocab_start: int,
+        chunk_tokens: int,
         z_loss: float,
         needs_grad: bool,
     ) -> Tensor:
         num_tokens, num_rows = x_ND.shape[0], weight_VD.shape[0]
         loss = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
-        chunk_tokens = _even_part(num_tokens, CHUNK_BYTES // (num_rows * x_ND.itemsize))
         buffer_CV = x_ND.new_empty(chunk_tokens, num_rows)
         dx_ND = torch.empty_like(x_ND) if needs_grad else None
         dweight = _Sum(weight_VD, in_parts=chunk_tokens < num_tokens)
@@ -128,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx_ND, dweight_VD = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
-        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]), None, None, None, None, None
+        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]), None, None, None, None, None, None
 
 
 class _Sum:

@@ -1,0 +1,203 @@
+"""Hugging Face's names for the decoder's parameters.
+
+The table of a family says, for each parameter of ours, which rows of which tensors of theirs it consists of. It is read
+in both directions, so import and export cannot drift apart, and a rank that holds a box of a parameter reads only those
+slices. What differs between the layouts:
+
+- qkv: ours groups rows by key/value head (its query heads, its key, its value). OPT and Llama keep three matrices,
+  GPT-2 stacks them, BLOOM's layout is ours.
+- GPT-2 stores the blocks' weights as [in, out] (`transposed`).
+- A tied head has no tensor of its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.models.decoder import Decoder, DecoderConfig
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows start:stop of one of their tensors, counted in the orientation [out, in]."""
+
+    source: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours as a concatenation of rows of their tensors.
+
+    shape       the parameter's full shape
+    transposed  they store [in, out]
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[Rows, ...]
+    transposed: bool = False
+
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for source in dict.fromkeys(part.source for part in self.rows):
+            shape = (max(part.stop for part in self.rows if part.source == source), *self.shape[1:])
+            shapes[source] = shape[::-1] if self.transposed else shape
+        return shapes
+
+    def read(self, tensors: Mapping[str, Tensor], box: tuple[slice, ...] | None = None) -> Tensor:
+        """The parameter, or its part `box`, from their tensors; touches only what it needs."""
+        box = box or tuple(slice(0, n) for n in self.shape)
+        parts, first = [], 0
+        for part in self.rows:
+            begin, end = max(box[0].start - first, 0), min(box[0].stop - first, part.stop - part.start)
+            first += part.stop - part.start
+            if begin < end:
+                parts.append(self._oriented(tensors[part.source])[part.start + begin : part.start + end, *box[1:]])
+        if not parts:
+            return next(iter(tensors.values())).new_empty([s.stop - s.start for s in box])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, value: Tensor) -> dict[str, Tensor]:
+        """Their tensors from the whole parameter."""
+        out = {source: value.new_empty(shape) for source, shape in self.source_shapes().items()}
+        first = 0
+        for part in self.rows:
+            rows = slice(first, first + part.stop - part.start)
+            self._oriented(out[part.source])[part.start : part.stop] = value[rows]
+            first = rows.stop
+        return out
+
+    def _oriented(self, tensor: Tensor) -> Tensor:
+        return tensor.T if self.transposed else tensor
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a family names its modules. {n} stands for the block's number.
+
+    prefix     in front of all names but the head's; files of a bare model lack it, or its first part
+    modules    module of ours -> module of theirs
+    qkv        the three (or one) modules behind our qkv
+    ignored    last parts of names that old files hold beside the weights
+    """
+
+    prefix: str
+    modules: Mapping[str, str]
+    qkv: tuple[str, ...]
+    transposed: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def full_name(self, key: str) -> str:
+        """The name of a tensor as transformers saves it, from a file that may lack the prefix or its first part."""
+        if key == HEAD or key.startswith(self.prefix):
+            return key
+        _, _, rest = self.prefix.partition(".")
+        return self.prefix + (key.removeprefix(rest) if rest else key)
+
+
+HEAD = "lm_head.weight"
+NAMES = {
+    "gpt2": Names(
+        prefix="transformer.",
+        modules={
+            "embedding.tokens": "wte",
+            "embedding.positions": "wpe",
+            "blocks.{n}.attention_norm": "h.{n}.ln_1",
+            "blocks.{n}.attention.out": "h.{n}.attn.c_proj",
+            "blocks.{n}.mlp_norm": "h.{n}.ln_2",
+            "blocks.{n}.mlp.up": "h.{n}.mlp.c_fc",
+            "blocks.{n}.mlp.down": "h.{n}.mlp.c_proj",
+            "norm": "ln_f",
+        },
+        qkv=("h.{n}.attn.c_attn",),
+        transposed=True,
+        ignored=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "opt": Names(
+        prefix="model.decoder.",
+        modules={
+            "embedding.tokens": "embed_tokens",
+            "embedding.positions": "embed_positions",
+            "embedding.project_in": "project_in",
+            "blocks.{n}.attention_norm": "layers.{n}.self_attn_layer_norm",
+            "blocks.{n}.attention.out": "layers.{n}.self_attn.out_proj",
+            "blocks.{n}.mlp_norm": "layers.{n}.final_layer_norm",
+            "blocks.{n}.mlp.up": "layers.{n}.fc1",
+            "blocks.{n}.mlp.down": "layers.{n}.fc2",
+            "norm": "final_layer_norm",
+            "project_out": "project_out",
+        },
+        qkv=("layers.{n}.self_attn.q_proj", "layers.{n}.self_attn.k_proj", "layers.{n}.self_attn.v_proj"),
+    ),
+    "bloom": Names(
+        prefix="transformer.",
+        modules={
+            "embedding.tokens": "word_embeddings",
+            "embedding.norm": "word_embeddings_layernorm",
+            "blocks.{n}.attention_norm": "h.{n}.input_layernorm",
+            "blocks.{n}.attention.qkv": "h.{n}.self_attention.query_key_value",
+            "blocks.{n}.attention.out": "h.{n}.self_attention.dense",
+            "blocks.{n}.mlp_norm": "h.{n}.post_attention_layernorm",
+            "blocks.{n}.mlp.up": "h.{n}.mlp.dense_h_to_4h",
+            "blocks.{n}.mlp.down": "h.{n}.mlp.dense_4h_to_h",
+            "norm": "ln_f",
+        },
+        qkv=(),
+    ),
+    "llama": Names(
+        prefix="model.",
+        modules={
+            "embedding.tokens": "embed_tokens",
+            "blocks.{n}.attention_norm": "layers.{n}.input_layernorm",
+            "blocks.{n}.attention.out": "layers.{n}.self_attn.o_proj",
+            "blocks.{n}.mlp_norm": "layers.{n}.post_attention_layernorm",
+            "blocks.{n}.mlp.up": "layers.{n}.mlp.up_proj",
+            "blocks.{n}.mlp.gate": "layers.{n}.mlp.gate_proj",
+            "blocks.{n}.mlp.down": "layers.{n}.mlp.down_proj",
+            "norm": "norm",
+        },
+        qkv=("layers.{n}.self_attn.q_proj", "layers.{n}.self_attn.k_proj", "layers.{n}.self_attn.v_proj"),
+        ignored=(".rotary_emb.inv_freq",),
+    ),
+}
+
+
+def hf_to_ours(config: DecoderConfig) -> list[Entry]:
+    """The name table: an entry for each parameter of `Decoder(config)`, with their names as transformers saves them."""
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
+    return [_entry(name, shape, config) for name, shape in shapes.items()]
+
+
+def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry:
+    if name == "head.weight":
+        return Entry(name, shape, (Rows(HEAD, 0, shape[0]),))
+    names = NAMES[config.family]
+    module, _, kind = name.rpartition(".")
+    number = module.split(".")[1] if module.startswith("blocks.") else ""
+    pattern = module.replace(f"blocks.{number}.", "blocks.{n}.") if number else module
+
+    def theirs(module: str) -> str:
+        return names.prefix + module.replace("{n}", number) + "." + kind
+
+    transposed = names.transposed and len(shape) == 2 and pattern.startswith("blocks.")
+    if pattern in names.modules:
+        return Entry(name, shape, (Rows(theirs(names.modules[pattern]), 0, shape[0]),), transposed)
+    return Entry(name, shape, tuple(_qkv_rows([theirs(module) for module in names.qkv], config)), transposed)
+
+
+def _qkv_rows(sources: list[str], config: DecoderConfig) -> Iterable[Rows]:
+    """Ours: for each key/value head its query heads, its key, its value. Theirs: all queries, all keys, all values."""
+    K, H, J = config.head_size, config.num_heads, config.kv_heads
+    stacked = len(sources) == 1
+    q, k, v = sources * 3 if stacked else sources
+    k_first, v_first = (H * K, (H + J) * K) if stacked else (0, 0)
+    for head in range(J):
+        group = K * H // J
+        yield Rows(q, head * group, (head + 1) * group)
+        yield Rows(k, k_first + head * K, k_first + (head + 1) * K)
+        yield Rows(v, v_first + head * K, v_first + (head + 1) * K)

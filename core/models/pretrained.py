@@ -1,0 +1,113 @@
+"""Decoders in and out of Hugging Face folders.
+
+Loading reads safetensors, or pickles of tensors without executing them; never code from the folder. Each tensor of the
+folder is used exactly once; one too many or too few is named.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.layout import layout_of, local
+from core.models.decoder import Decoder, DecoderConfig
+from core.models.hf_config import config_from_hf, config_to_hf
+from core.models.name_table import HEAD, NAMES, Entry, hf_to_ours
+from core.weights import Weights, read_json, save_weights, write_json
+
+
+def load_config(folder: str | Path) -> DecoderConfig:
+    """The configuration of a Hugging Face folder. Raises UserError for a folder that is none, or of another family."""
+    return config_from_hf(read_json(Path(folder) / "config.json"))
+
+
+def load_pretrained(
+    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Decoder:
+    """The decoder of a Hugging Face folder; dtype: by default that of the file's token embedding.
+
+    Raises UserError for a folder that is foreign, truncated, lacks a tensor or holds one that the model does not know.
+    """
+    config = load_config(folder)
+    entries, tensors = _matched(config, folder)
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.to(dtype or tensors[entries[0].rows[0].source].dtype).to_empty(device=device)
+    _fill(model, entries, tensors)
+    return model
+
+
+def load_weights(model: nn.Module, config: DecoderConfig, folder: str | Path) -> None:
+    """Fill a `Decoder(config)`, whole or sharded on any mesh: each rank reads only the slices that it holds."""
+    _fill(model, *_matched(config, folder))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, entries: list[Entry], tensors: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for entry in entries:
+        parameter = parameters[entry.name]
+        local(parameter).copy_(entry.read(tensors, layout_of(parameter).box()))
+
+
+def _matched(config: DecoderConfig, folder: str | Path) -> tuple[list[Entry], dict[str, Tensor]]:
+    """The table and their tensors by its names, each tensor wanted, present once and of the right shape."""
+    entries, names, weights = hf_to_ours(config), NAMES[config.family], Weights(folder)
+    shapes = {source: shape for entry in entries for source, shape in entry.source_shapes().items()}
+    tensors, unknown = {}, []
+    for key, tensor in weights.items():
+        name = names.full_name(key)
+        if name in shapes and name not in tensors:
+            tensors[name] = tensor
+        elif not name.endswith(names.ignored) and not (config.tied_head and key == HEAD):
+            unknown.append(key)
+    for problem, found in (("lacks", sorted(set(shapes) - set(tensors))), ("holds what no config.json told:", unknown)):
+        if found:
+            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+            raise UserError(f"{folder} {problem} {', '.join(found[:4])}{more}; give the folder of a whole causal model")
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise UserError(f"{folder}: {name} is {list(tensors[name].shape)}, but config.json says {list(shape)}")
+    embedding = tensors[entries[0].rows[0].source]
+    if config.tied_head and not torch.equal(weights.get(HEAD, embedding), embedding):
+        raise UserError(f"{folder}: {HEAD} differs from the embedding; set tie_word_embeddings to false in config.json")
+    return entries, tensors
+
+
+def save_pretrained(
+    weights: Decoder | Iterable[tuple[str, Tensor]],
+    config: DecoderConfig,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    special_ids: Mapping[str, int] | None = None,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+
+    weights      a decoder, or (name, whole tensor) of each of its parameters, taken one at a time
+    dtype        of the tensors written; by default their own
+    special_ids  bos_token_id, eos_token_id, pad_token_id of the tokenizer, where it has them
+    """
+    named = weights.named_parameters() if isinstance(weights, Decoder) else weights
+    folder, ids = Path(folder), dict(special_ids or {})
+    written: list[torch.dtype] = []
+    save_weights(_exported(named, config, dtype, written), folder, max_shard_bytes)
+    content = config_to_hf(config, ids) | {"dtype": str(written[0]).removeprefix("torch.")}
+    write_json(folder / "generation_config.json", {"do_sample": False} | ids)
+    write_json(folder / "config.json", content)
+
+
+def _exported(
+    named: Iterable[tuple[str, Tensor]], config: DecoderConfig, dtype: torch.dtype | None, written: list[torch.dtype]
+) -> Iterable[tuple[str, Tensor]]:
+    """Their tensors from ours, one parameter at a time; notes the dtypes."""
+    entries = {entry.name: entry for entry in hf_to_ours(config)}
+    for name, value in named:
+        assert name in entries, f"{name} is no parameter of this configuration, or came twice"
+        value = value.detach().to(dtype or value.dtype)
+        written.append(value.dtype)
+        yield from entries.pop(name).write(value).items()
+    assert not entries, f"not given: {sorted(entries)}"

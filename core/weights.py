@@ -1,0 +1,158 @@
+"""Weights of a model in a folder: by name, memory-mapped, in one file or in shards with an index.
+
+Reading: `Weights(folder)` maps names to tensors that are views of the mapped files, so a slice reads only its pages.
+Safetensors first; `pytorch_model.bin` without code execution (`weights_only`).
+Writing: `save_weights` cuts a stream of tensors into shards, writes each aside and renames them when all are complete.
+The layout of the folder is Hugging Face's: model.safetensors, or model-0000i-of-0000n.safetensors and an index.
+
+Training state (optimizer, shards of a mesh) is `core.checkpoint`'s.
+"""
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from core.config import UserError
+
+_STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+
+
+class Weights(Mapping[str, Tensor]):
+    """name -> tensor on the CPU, a view of a mapped file. Do not write to the tensors."""
+
+    def __init__(self, folder: str | Path):
+        """Raises UserError when the folder holds no weights, or a file of them is missing, truncated or foreign."""
+        self.folder = Path(folder)
+        self._tensors: dict[str, Tensor] = {}
+        for path, promised in _files(self.folder):
+            tensors = _open(path)
+            lacking = [name for name in promised or () if name not in tensors]
+            if lacking:
+                raise UserError(f"{path} lacks {_some(lacking)}, which the index promises; copy the folder again")
+            self._tensors |= tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError when the file is missing or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}); give a folder that holds a model") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object; give a folder that holds a model")
+    return value
+
+
+def _files(folder: Path) -> list[tuple[Path, list[str] | None]]:
+    """The files that hold the weights, each with the names that an index promises in it."""
+    for stem, suffix in _STEMS:
+        single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
+        if single.is_file():
+            return [(single, None)]
+        if index.is_file():
+            return _sharded(index)
+    raise UserError(f"{folder} holds no weights; expected model.safetensors, pytorch_model.bin or an index of shards")
+
+
+def _sharded(index: Path) -> list[tuple[Path, list[str] | None]]:
+    names_in: dict[str, list[str]] = {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} has no weight_map; it is not an index of shards")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise UserError(f"{index} points outside its folder ({file!r}); only file names are followed")
+        names_in.setdefault(file, []).append(name)
+    missing = [file for file in names_in if not (index.parent / file).is_file()]
+    if missing:
+        raise UserError(f"{index.parent} lacks the shards {_some(missing)}; copy the folder again")
+    return [(index.parent / file, names) for file, names in names_in.items()]
+
+
+def _open(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt", device="cpu") as file:  # tensors keep the mapping alive
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is truncated or not a file of weights ({reason}); copy it again") from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise UserError(f"{path} holds something else than tensors by name; convert it to safetensors")
+    return loaded
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def save_weights(tensors: Iterable[tuple[str, Tensor]], folder: str | Path, max_shard_bytes: int = 5 << 30) -> None:
+    """Write named tensors to safetensors files of at most `max_shard_bytes` (a larger tensor has a file of its own).
+
+    Consumes the stream holding no more than one shard. What the folder held under these names is replaced at the end.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[str]] = []
+    total_bytes = 0
+    for shard in _cut(tensors, max_shard_bytes):
+        save_file(shard, _aside(folder, len(shards)), metadata={"format": "pt"})
+        shards.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    count = len(shards)
+    names = (
+        [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    )
+    weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+        old.unlink(missing_ok=True)
+    for i, name in enumerate(names):
+        os.replace(_aside(folder, i), folder / name)
+    if count > 1:
+        write_json(
+            folder / "model.safetensors.index.json", {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        )
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write aside, then rename: the file is never half there."""
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _aside(folder: Path, index: int) -> Path:
+    return folder / f".weights-{index:05d}.part"
+
+
+def _cut(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, tensor in tensors:
+        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, shard_bytes = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        shard_bytes += tensor.nbytes
+    if shard:
+        yield shard

@@ -1,0 +1,346 @@
+"""Against transformers: the same logits and gradients from the same folder, both ways, for all four families."""
+
+import json
+import math
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from core.config import UserError
+from core.models import Decoder, DecoderConfig, RopeScaling, load_pretrained, load_weights, save_pretrained
+from core.models.hf_config import config_from_hf, config_to_hf
+from core.models.name_table import hf_to_ours
+
+FAMILIES = ("gpt2", "opt", "bloom", "llama")
+few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def configs(draw, family):
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    num_heads, head = pick(1, 2, 3, 5, 6), pick(2, 4, 8)
+    dim = num_heads * head
+    shared = {
+        "family": family, "vocab_size": pick(7, 61, 97), "dim": dim, "num_layers": pick(1, 2), "num_heads": num_heads,
+        "ffn_dim": 4 * dim, "max_length": 24, "tied_head": pick(True, False),
+    }  # fmt: skip
+    if family == "gpt2":
+        return DecoderConfig(
+            **shared | {"ffn_dim": pick(12, 4 * dim)}, activation=pick("gelu", "gelu_tanh", "relu", "silu")
+        )
+    if family == "opt":
+        norm_first, bias = pick(True, False), pick(True, False)
+        return DecoderConfig(
+            **shared | {"ffn_dim": pick(12, 4 * dim)}, position_offset=2, activation=pick("relu", "gelu"),
+            attention_bias=bias, mlp_bias=bias, norm_affine=pick(True, False), norm_first=norm_first,
+            final_norm=norm_first and pick(True, False), embed_dim=pick(None, dim // 2),
+        )  # fmt: skip
+    if family == "bloom":
+        return DecoderConfig(**shared, positions="alibi", embedding_norm=True, residual_after_norm=pick(True, False))
+    num_kv_heads = pick(*[n for n in range(1, num_heads + 1) if num_heads % n == 0])
+    return DecoderConfig(
+        **shared, num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
+        head_dim=pick(None, 2 * head), rope_theta=pick(100.0, 10_000.0), norm="rms_norm", norm_eps=1e-6,
+        rope_scaling=pick(None, RopeScaling(factor=4.0, original_max_length=16)),
+        activation=pick("swiglu", "geglu"), attention_bias=pick(True, False), mlp_bias=pick(True, False),
+    )  # fmt: skip
+
+
+def random_decoder(config, seed=0):
+    """Weights large enough that every term matters: normal 0.3, norms and biases too."""
+    model = Decoder(config).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3, generator=generator)
+    return model
+
+
+def in_transformers(model, folder):
+    """The same weights as transformers loads them; nothing may be missing, unexpected or mismatched."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    save_pretrained(model, model.config, folder)
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not any(info.values()), info
+    return theirs.eval()
+
+
+def batch(config, seed=0):
+    """ids[3, 11] and a mask with left padding of 0, 2 and 10 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, config.vocab_size, (3, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    mask[2, :10] = 0
+    return ids, mask
+
+
+def relative_error(ours, theirs):
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@contextmanager
+def casts_lifted(theirs):
+    """transformers computes some things in fp32 whatever the model's dtype; inside, they are computed in fp64.
+
+    BLOOM: softmax, ALiBi's slopes, and a constant of its gelu that has eight digits. Llama: norms and rotary angles.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.bloom import modeling_bloom
+
+    softmax, to = F.softmax, torch.Tensor.to
+
+    def wide_to(x, *args, **kwargs):
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return to(x, *args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+    def wide_slopes(num_heads, device=None):
+        n = 2 ** math.floor(math.log2(num_heads))
+        powers = [(n, i) for i in range(1, n + 1)] + [(2 * n, i) for i in range(1, 2 * (num_heads - n) + 1, 2)]
+        return torch.tensor([2.0 ** (-8 * i / m) for m, i in powers], dtype=torch.float64)
+
+    with ExitStack() as stack:
+        patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
+        if theirs.config.model_type == "bloom":
+            patch(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+            patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
+            patch(modeling_bloom.BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
+        if theirs.config.model_type == "llama":
+            patch(torch.Tensor, "to", wide_to)
+            patch(torch.Tensor, "float", lambda x: to(x, torch.float64))
+            rotary, head = theirs.model.rotary_emb, theirs.config.head_dim
+            if rotary.rope_type == "default":
+                theta = theirs.config.rope_parameters["rope_theta"]
+                rotary.inv_freq = theta ** (torch.arange(0, head, 2, dtype=torch.float64) / -head)
+            else:
+                rotary.inv_freq = ROPE_INIT_FUNCTIONS[rotary.rope_type](theirs.config)[0]
+                assert rotary.inv_freq.dtype == torch.float64
+        yield
+
+
+def check_logits(config, folder, seed):
+    ours = random_decoder(config, seed)
+    theirs = in_transformers(ours, folder)
+    ids, mask = batch(config, seed)
+    bound = 1e-10 if config.family in ("gpt2", "opt") else 1e-6
+    with torch.no_grad():
+        plain, padded = ours(ids), ours(ids, mask)[mask.bool()]
+        assert relative_error(plain, theirs(ids).logits) < bound
+        if config.family != "bloom":  # theirs in fp64 is nan: the mask's lowest fp64 overflows in its fp32 softmax
+            assert relative_error(padded, theirs(ids, attention_mask=mask).logits[mask.bool()]) < bound
+        with casts_lifted(theirs):
+            assert relative_error(plain, theirs(ids).logits) < 1e-10
+            assert relative_error(padded, theirs(ids, attention_mask=mask).logits[mask.bool()]) < 1e-10
+
+
+@few
+@given(config=configs("gpt2"), seed=st.integers(0, 99))
+def test_gpt2_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+@few
+@given(config=configs("opt"), seed=st.integers(0, 99))
+def test_opt_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+@few
+@given(config=configs("bloom"), seed=st.integers(0, 99))
+def test_bloom_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+@few
+@given(config=configs("llama"), seed=st.integers(0, 99))
+def test_llama_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+def example(family, **changes):
+    """One small configuration of a family with three heads, two layers and an odd vocabulary."""
+    shared = {
+        "family": family,
+        "vocab_size": 61,
+        "dim": 24,
+        "num_layers": 2,
+        "num_heads": 3,
+        "ffn_dim": 96,
+        "max_length": 24,
+    }
+    return {
+        "gpt2": lambda: DecoderConfig(**shared | changes),
+        "opt": lambda: DecoderConfig(**shared | {"position_offset": 2, "activation": "relu"} | changes),
+        "bloom": lambda: DecoderConfig(**shared | {"positions": "alibi", "embedding_norm": True} | changes),
+        "llama": lambda: DecoderConfig(
+            **shared | {"positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "num_kv_heads": 1} | changes
+        ),
+    }[family]()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients(family, tmp_path):
+    config = example(family)
+    ours = random_decoder(config)
+    theirs = in_transformers(ours, tmp_path)
+    ids, mask = batch(config)
+    targets = torch.randint(0, config.vocab_size, ids.shape).masked_fill(mask == 0, -100)
+    loss = ours(ids, mask, targets=targets)
+    loss.backward()
+    with casts_lifted(theirs):
+        their_loss = F.cross_entropy(
+            theirs(ids, attention_mask=mask).logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        their_loss.backward()
+    assert abs(loss.item() / their_loss.item() - 1) < 1e-12
+    their_grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    parameters = dict(ours.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in parameters.values())
+    for entry in hf_to_ours(config):
+        error = (parameters[entry.name].grad - entry.read(their_grads)).abs().max() / largest
+        assert error < 1e-10, (entry.name, error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_is_exact(family, tied, tmp_path):
+    """Ours, sharded on disk, read back; and again from what transformers itself saves."""
+    config = example(family, tied_head=tied)
+    ours = random_decoder(config)
+    save_pretrained(ours, config, tmp_path / "ours", max_shard_bytes=10_000)
+    assert (tmp_path / "ours" / "model.safetensors.index.json").is_file()
+    in_transformers(ours, tmp_path / "once").save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    for folder in ("ours", "theirs"):
+        back = load_pretrained(tmp_path / folder)
+        assert back.config == config
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
+        assert back.embedding.tokens.weight.dtype == torch.float64
+        assert (back.head.weight is back.embedding.tokens.weight) is tied
+
+
+@few
+@given(data=st.data())
+def test_configuration_round_trip(data):
+    config = data.draw(configs(data.draw(st.sampled_from(FAMILIES))))
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+def test_table_reads_any_box():
+    """Each rank reads its part alone: a row range that cuts through heads, and a column range."""
+    config = example("gpt2")
+    entry = next(e for e in hf_to_ours(config) if e.name == "blocks.1.attention.qkv.weight")
+    whole = torch.randn(entry.shape)
+    theirs = entry.write(whole)
+    assert list(theirs) == ["transformer.h.1.attn.c_attn.weight"]
+    for rows in (slice(0, 72), slice(5, 41), slice(70, 72), slice(72, 72)):
+        for columns in (slice(0, 24), slice(3, 9)):
+            assert torch.equal(entry.read(theirs, (rows, columns)), whole[rows, columns])
+
+
+def rewritten(folder, change):
+    """Change the tensors of a folder's single file."""
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "instead"),
+    [
+        ("gpt2", "transformer.", ""),
+        ("opt", "model.decoder.", "decoder."),
+        ("bloom", "transformer.", ""),
+        ("llama", "model.", ""),
+    ],
+)
+def test_files_without_the_prefix(family, prefix, instead, tmp_path):
+    """As the first releases are: names of the bare model, buffers of old versions, a pickle of tensors."""
+    config = example(family)
+    ours = random_decoder(config)
+    save_pretrained(ours, config, tmp_path)
+    bare = {
+        instead + key.removeprefix(prefix): value for key, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    if family == "gpt2":
+        bare |= {"h.0.attn.bias": torch.ones(1), "h.1.attn.masked_bias": torch.ones(1)}
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(bare, tmp_path / "pytorch_model.bin")
+    back = load_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(a.float(), b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
+
+
+def test_load_into_a_model(tmp_path):
+    config = example("opt", embed_dim=6)
+    ours, other = random_decoder(config, 0), random_decoder(config, 1)
+    save_pretrained(ours.named_parameters(), config, tmp_path)
+    load_weights(other, config, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
+
+
+def test_dtype_of_export(tmp_path):
+    config = example("llama")
+    save_pretrained(random_decoder(config), config, tmp_path, torch.bfloat16, special_ids={"eos_token_id": 3})
+    assert load_pretrained(tmp_path).head.weight.dtype == torch.bfloat16
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["dtype"] == "bfloat16"
+    assert content["eos_token_id"] == 3
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: {k: v for k, v in t.items() if "c_fc.bias" not in k},
+            r"lacks transformer\.h\.0\.mlp\.c_fc\.bias, tran",
+        ),
+        (lambda t: t | {"transformer.h.0.lora.weight": torch.ones(1)}, r"holds .*transformer\.h\.0\.lora\.weight"),
+        (lambda t: t | {"wte.weight": torch.ones(1)}, r"holds .*wte\.weight"),
+        (lambda t: t | {"transformer.wte.weight": torch.ones(61, 25)}, r"wte\.weight is \[61, 25\].*\[61, 24\]"),
+        (lambda t: t | {"lm_head.weight": torch.ones(61, 24)}, "lm_head.weight differs from the embedding"),
+    ],
+)
+def test_wrong_tensors_are_named(change, message, tmp_path):
+    config = example("gpt2")
+    save_pretrained(random_decoder(config), config, tmp_path)
+    rewritten(tmp_path, change)
+    with pytest.raises(UserError, match=message) as error:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_foreign_folders(tmp_path):
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_pretrained(tmp_path)
+    for content, message in (
+        ("{", "cannot read"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "t5"}', "'t5'.*gpt2, opt, bloom, llama"),
+        ('{"model_type": "opt"}', "lacks"),
+        (
+            json.dumps(config_to_hf(example("gpt2")) | {"scale_attn_by_inverse_layer_idx": True}),
+            "scale_attn_by_inverse",
+        ),
+        (json.dumps(config_to_hf(example("llama")) | {"rope_parameters": {"rope_type": "yarn"}}), "yarn"),
+        (json.dumps(config_to_hf(example("gpt2"))), "holds no weights"),
+    ):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=message) as error:
+            load_pretrained(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_positions_of_old_llama_files():
+    """transformers 4 wrote rope_theta and rope_scaling."""
+    new = config_to_hf(example("llama", rope_theta=5e5, rope_scaling=RopeScaling(factor=32.0)))
+    rope = new.pop("rope_parameters")
+    old = new | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert config_from_hf(old) == example("llama", rope_theta=5e5, rope_scaling=RopeScaling(factor=32.0))
