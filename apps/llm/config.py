@@ -1,0 +1,70 @@
+"""The configuration of the llm commands: the training run of core.train, plus a decoder and a corpus."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from apps.llm.corpus import DataConfig
+from core.config import UserError
+from core.mesh import MeshConfig
+from core.models.decoder import DecoderConfig
+from core.parallel.tensor1d import check_heads
+from core.runtime import launched, world_size
+from core.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class PretrainConfig(TrainConfig):
+    """Train a decoder on a corpus."""
+
+    model: DecoderConfig = field(
+        default_factory=lambda: DecoderConfig(vocab_size=257, dim=64, num_layers=16, num_heads=8, ffn_dim=256)
+    )
+    data: DataConfig = field(default_factory=DataConfig)
+    nproc: int = 1
+    """local ranks to launch; under torchrun leave it at 1"""
+    hf: bool = True
+    """at the end also write the model as a Hugging Face folder, in --out/hf"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nproc < 1:
+            raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
+        if self.model.positions == "learned" and self.data.sequence_length > self.model.max_length:
+            raise UserError(
+                f"data.sequence_length={self.data.sequence_length} and the model has positions for "
+                f"{self.model.max_length}; shorten the sequence or raise model.max_length"
+            )
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(PretrainConfig):
+    """Go on training a model that exists: a Hugging Face folder, or a run folder of `llm pretrain`."""
+
+    source: Path = Path()
+    """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""
+
+
+def ranks_of(config: PretrainConfig) -> int:
+    """How many ranks the run will have: those of the launcher that started this process, else --nproc.
+
+    Raises UserError when both are given and disagree.
+    """
+    if launched():
+        if config.nproc not in (1, world_size()):
+            raise UserError(f"nproc={config.nproc} under a launcher of {world_size()} ranks; leave --nproc out")
+        return world_size()
+    return config.nproc
+
+
+def check_combination(config: PretrainConfig) -> MeshConfig:
+    """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
+    mesh = config.mesh.resolve(ranks_of(config), config.zero)
+    check_heads(config.model.num_heads, config.model.kv_heads, mesh.tp)
+    batch, ranks = config.data.global_batch, mesh.data_ranks
+    if batch % ranks:
+        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+        raise UserError(
+            f"data.global_batch={batch} does not divide over {ranks} data-parallel ranks; "
+            f"use one of {{{divisors}}} ranks, or a batch that is a multiple of {ranks}"
+        )
+    return mesh

@@ -1,0 +1,72 @@
+"""`llm evaluate`: loss, perplexity and bits per byte of a model on text."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from apps.llm.corpus import DataConfig, prepare
+from apps.llm.model import find_model
+from apps.llm.pretrain import summed_loss
+from core.config import UserError, parse
+from core.data import EvalBatches
+from core.metrics import bits_per_byte
+from core.precision import Precision, compute_dtype
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    model: Path = Path()
+    """a Hugging Face folder, or a run folder of `llm pretrain`"""
+    data: DataConfig = field(default_factory=lambda: DataConfig(heldout_fraction=0.05, global_batch=8))
+    split: str = "all"
+    """all of the text, or only its `heldout` or `train` documents"""
+    precision: Precision = "fp32"
+    out: Path | None = None
+    """also write the figures to this JSON file"""
+    device: str = "cpu"
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": EvaluateConfig}, argv, "llm evaluate", default="default")
+    if config.split not in ("all", "heldout", "train"):
+        raise UserError(f"split={config.split}; use all, heldout or train")
+    figures = evaluate(config)
+    for name, value in figures.items():
+        print(f"{name:16} {value:,.6g}")
+    if config.out is not None:
+        config.out.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, float]:
+    """Every token of the split is predicted once, from at most sequence_length tokens before it."""
+    source = find_model(config.model)
+    model = source.load(compute_dtype(config.precision), config.device)
+    tokenizer = config.data.tokenizer if config.data.tokenizer != "bpe" else str(source.tokenizer_folder)
+    fraction = 0.0 if config.split == "all" else config.data.heldout_fraction
+    length = config.data.sequence_length
+    if source.config.positions == "learned" and length > source.config.max_length:
+        length = source.config.max_length
+        print(f"note: the model has positions for {length} tokens, so sequences are of that length")
+    data = replace(config.data, tokenizer=tokenizer, heldout_fraction=fraction, sequence_length=length)
+    corpus = prepare(data, Path("runs/corpora"))
+    shards = corpus.heldout if config.split == "heldout" else corpus.train
+    if shards is None:
+        raise UserError(f"no document of {data.path} falls into the held-out split; use --split all")
+    batches = EvalBatches(shards, data.sequence_length, data.global_batch, mask_documents=data.mask_documents)
+    total = 0.0
+    with torch.inference_mode():
+        for step in range(batches.num_batches):
+            batch = {k: v.to(config.device) for k, v in batches.batch(step, 0, 1).items()}
+            total += float(summed_loss(model, batch))
+    loss = total / batches.num_targets
+    return {
+        "tokens": batches.num_targets,
+        "bytes": batches.num_text_bytes,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": bits_per_byte(total, batches.num_text_bytes),
+    }

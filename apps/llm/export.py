@@ -1,0 +1,43 @@
+"""`llm export`: a run's checkpoint as a Hugging Face folder that `transformers` loads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from apps.llm.model import find_model
+from core.checkpoint import iterate_full
+from core.config import UserError, parse
+from core.models import save_pretrained
+from core.models.decoder import Decoder
+from core.precision import compute_dtype
+from core.train import checkpoint_path
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    run: Path = Path()
+    """the run folder of `llm pretrain` or `llm finetune`; its latest checkpoint is taken"""
+    out: Path | None = None
+    """where the folder is written; by default hf/ in the run folder"""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": ExportConfig}, argv, "llm export", default="default")
+    print(export(config.run, config.out or config.run / "hf", config.dtype))
+    return 0
+
+
+def export(run: Path, out: Path, dtype: Literal["fp32", "bf16", "fp16"] = "fp32") -> Path:
+    """Write the folder, one tensor of the checkpoint in memory at a time.  Returns it."""
+    source = find_model(run)
+    if not source.is_run:
+        raise UserError(f"{run} is a Hugging Face folder already; give the run folder of `llm pretrain`")
+    with torch.device("meta"):
+        names = [f"model/{name}" for name, _ in Decoder(source.config).named_parameters()]
+    tensors = ((n.removeprefix("model/"), t) for n, t in iterate_full(checkpoint_path(run), names))
+    save_pretrained(tensors, source.config, out, dtype=compute_dtype(dtype))
+    source.tokenizer().save(out)
+    return out

@@ -1,0 +1,40 @@
+"""`llm finetune`: go on training a model that exists, on text or on prompt/completion pairs.
+
+The same loop, mesh and options as `llm pretrain`; the model's shape, its weights and its tokenizer come from --source.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from apps.llm.config import FinetuneConfig
+from apps.llm.corpus import DataConfig
+from apps.llm.model import find_model
+from apps.llm.pretrain import run
+from core.config import UserError, parse
+from core.models.decoder import DecoderConfig
+from core.optim.build import OptimConfig
+from core.optim.schedule import ScheduleConfig
+
+_DEFAULTS = FinetuneConfig(
+    data=DataConfig(global_batch=8, sequence_length=256),
+    steps=200,
+    optim=OptimConfig(lr=5e-5, weight_decay=0.0, schedule=ScheduleConfig(shape="linear", warmup_steps=10, final=0.0)),
+    out=Path("runs/finetune"),
+)
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": lambda: _DEFAULTS}, argv, "llm finetune", default="default")
+    if config.source == Path():
+        raise UserError("no --source given; it is the folder of the model to go on from (Hugging Face, or a run)")
+    source = find_model(config.source)
+    _refuse_shape(config.model)
+    tokenizer = config.data.tokenizer if config.data.tokenizer != "bpe" else str(source.tokenizer_folder)
+    config = replace(config, model=source.config, data=replace(config.data, tokenizer=tokenizer))
+    return run("finetune", config, argv, materialise=source.fill)
+
+
+def _refuse_shape(given: DecoderConfig) -> None:
+    """A shape beside --source would be ignored, so it is refused."""
+    if given != _DEFAULTS.model:
+        raise UserError("model.* options beside --source: the shape is that of the source; leave them out")

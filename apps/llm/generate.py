@@ -1,0 +1,86 @@
+"""`llm generate`: continue a prompt, printed as it is written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from apps.llm.model import find_model
+from apps.llm.tokenizer import Tokenizer
+from core.config import UserError, parse
+from core.models import generate
+from core.models.decoder import Decoder
+from core.precision import Precision, compute_dtype
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    model: Path = Path()
+    """a Hugging Face folder, or a run folder of `llm pretrain`"""
+    prompt: str = ""
+    """text to continue; none: from the start of a document"""
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    """0 takes the likeliest token each time"""
+    top_k: int | None = None
+    """sample among this many likeliest tokens"""
+    top_p: float | None = 0.95
+    """sample among the likeliest tokens that together have this probability"""
+    seed: int = 0
+    num_samples: int = 1
+    precision: Precision = "fp32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.num_samples < 1:
+            raise UserError(
+                f"max_new_tokens={self.max_new_tokens}, num_samples={self.num_samples}; both are at least 1"
+            )
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": GenerateConfig}, argv, "llm generate", default="default")
+    source = find_model(config.model)
+    model = source.load(compute_dtype(config.precision), config.device)
+    tokenizer = source.tokenizer()
+    for sample in range(config.num_samples):
+        if config.num_samples > 1:
+            print(f"--- sample {sample + 1}")
+        print(config.prompt, end="", flush=True)
+        write(model, tokenizer, config, seed=config.seed + sample, show=lambda text: print(text, end="", flush=True))
+        print()
+    return 0
+
+
+def write(
+    model: Decoder, tokenizer: Tokenizer, config: GenerateConfig, *, seed: int, show: Callable[[str], None]
+) -> str:
+    """What the model writes after the prompt; `show` gets each piece as soon as its characters are complete."""
+    prompt = [tokenizer.eos_id, *tokenizer.encode(config.prompt).tolist()]
+    written: list[int] = []
+    shown = ""
+
+    def stream(token_B: Tensor) -> None:
+        nonlocal shown
+        written.append(int(token_B[0]))
+        text = tokenizer.decode(written, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # a character's bytes may come in several tokens
+            show(text[len(shown) :])
+            shown = text
+
+    ids_BL = torch.tensor([prompt], device=config.device)
+    with torch.inference_mode():
+        generate(
+            model,
+            ids_BL,
+            config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=seed,
+            eos_id=tokenizer.eos_id,
+            stream=stream,
+        )
+    return tokenizer.decode(written, skip_special_tokens=True)

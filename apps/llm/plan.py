@@ -1,0 +1,120 @@
+"""`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes."""
+
+import argparse
+import sys
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from apps.llm.config import PretrainConfig, check_combination
+from apps.llm.recipes import RECIPES
+from core.config import UserError, parse
+from core.estimate import Machine, RunShape, decoder_shape, estimate_memory, estimate_time, require_fit
+from core.metrics import peak_flops
+from core.metrics.throughput import gpu_peak_flops
+from core.precision import compute_dtype
+
+
+def main(argv: list[str]) -> int:
+    device, options = _device_options(argv)
+    config = parse(RECIPES, options, "llm plan", default="debug")
+    run = run_shape(config)
+    model = decoder_shape(config.model)
+    memory = estimate_memory(model, run)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table("per rank", "bytes", title=f"{model.num_parameters():,} parameters, {_describe(config)}")
+    for row in memory.table():
+        table.add_row(*row)
+    console.print(table)
+    machine = _machine(device, config)
+    if machine is not None:
+        time = estimate_time(model, run, machine)
+        console.print(
+            f"a step of {time.tokens:,} tokens: {time.step_s:.3g} s at {machine.utilisation:.0%} of the peak "
+            f"({time.compute_s:.3g} s computing, {time.communication_s:.3g} s communicating), "
+            f"{time.tokens_per_s:,.0f} tokens/s, {config.steps:,} steps in {_duration(config.steps * time.step_s)}"
+        )
+    if device.memory_gb is not None:
+        require_fit(model, run, round(device.memory_gb * 1e9))
+        console.print(f"fits {device.memory_gb:g} GB")
+    return 0
+
+
+def run_shape(config: PretrainConfig) -> RunShape:
+    """How a run of this configuration cuts model and batch."""
+    mesh = check_combination(config)
+    rows = config.data.global_batch // mesh.data_ranks
+    microbatch = min(config.microbatch or rows, rows)
+    assert mesh.dp_replicate is not None
+    assert mesh.dp_shard is not None
+    return RunShape(
+        precision=config.precision,
+        optimizer="adamw" if config.optim.name == "adamw" else "sgd_momentum",
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        zero=config.zero,
+        recompute=config.recompute.mode,
+        recompute_every=config.recompute.every,
+        microbatch_size=microbatch,
+        num_microbatches=-(-rows // microbatch),
+        reduce_each=config.reduce_each,
+        sequence_length=config.data.sequence_length,
+    )
+
+
+def warning(config: PretrainConfig, device_bytes: int) -> str | None:
+    """A line where the run is estimated to need more than a rank's device has; None where it fits."""
+    try:
+        require_fit(decoder_shape(config.model), run_shape(config), device_bytes)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _device_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What only `plan` asks: about the device that the run is planned for."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("--gpu")
+    options.add_argument("--memory_gb", "--memory-gb", type=float)
+    options.add_argument("--bandwidth_gb_s", "--bandwidth-gb-s", type=float, default=25.0)
+    options.add_argument("--utilisation", type=float, default=0.4)
+    if "-h" in argv or "--help" in argv:
+        print(
+            "llm plan [--gpu NAME] [--memory_gb N] [--bandwidth_gb_s 25] [--utilisation 0.4] and the options of "
+            "llm pretrain:\n  --gpu  a name such as A100 or H100, for the time of a step; this machine's by default\n"
+            "  --memory_gb  say whether the run fits a device of that size, and what would\n"
+        )
+    try:
+        return options.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; see llm plan --help") from None
+
+
+def _machine(device: argparse.Namespace, config: PretrainConfig) -> Machine | None:
+    dtype = compute_dtype(config.precision)
+    if device.gpu is None:
+        peak = peak_flops("cuda" if torch.cuda.is_available() else "cpu", dtype)
+    else:
+        peak = gpu_peak_flops(device.gpu, dtype)
+        if peak is None:
+            raise UserError(
+                f"gpu={device.gpu} has no known {config.precision} peak; give A100, H100, H200, B200, L4, …"
+            )
+    return peak and Machine(peak, device.bandwidth_gb_s * 1e9, device.utilisation)
+
+
+def _describe(config: PretrainConfig) -> str:
+    mesh = check_combination(config)
+    ranks = mesh.data_ranks * mesh.tp * mesh.cp * mesh.pp
+    return f"{ranks} ranks ({mesh.describe()}), ZeRO {config.zero}, {config.precision}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} s"

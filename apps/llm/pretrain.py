@@ -1,0 +1,188 @@
+"""`llm pretrain`: config -> mesh -> model on meta -> plan -> materialise -> optimizer -> data -> fit."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apps.llm.config import PretrainConfig, check_combination, ranks_of
+from apps.llm.corpus import Corpus, prepare
+from apps.llm.export import export
+from apps.llm.plan import warning
+from apps.llm.recipes import RECIPES
+from core.config import UserError, as_json, parse
+from core.data import Batches, EvalBatches, PairBatches, TokenBatches
+from core.mesh import data_axis
+from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
+from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.plan import tensor_parallel_plan
+from core.nn.attention import StepContext
+from core.optim.build import build_optimizer
+from core.parallel.compose import parallelize
+from core.runtime import Runtime, device_bytes, launch, launched, leads, start
+from core.train import fit
+
+
+def main(argv: list[str]) -> int:
+    config = parse(RECIPES, argv, "llm pretrain", default="debug")
+    return run("pretrain", config, argv, materialise=lambda model: initialise(model, config.seed))
+
+
+def run(command: str, config: PretrainConfig, argv: list[str], materialise: Callable[[nn.Module], None]) -> int:
+    """Check, launch the ranks, train.  Returns the exit code."""
+    check_combination(config)
+    if config.nproc > 1 and not launched():
+        return _launch(command, config, argv)
+    if leads() and (line := warning(config, device_bytes(config.device, ranks_of(config)))):
+        print(f"warning: {line}", file=sys.stderr)
+    corpus = prepare(config.data, config.out.parent / "corpora", progress=show_progress)
+    config = with_vocabulary(config, corpus)
+    summary = train(config, corpus, materialise)
+    if leads():
+        report(config, summary)
+    return 0
+
+
+def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Module], None]) -> dict[str, Any]:
+    """The training run, on every rank.  Returns its summary."""
+    with start(config.device, config.seed) as runtime:
+        mesh = runtime.mesh(config.mesh, config.zero)
+        write_config(config, runtime)
+        with torch.device("meta"):
+            model = Decoder(config.model)
+        data = parallelize(model, mesh, config, plan=tensor_parallel_plan(config.model), materialise=materialise)
+        optimizer = build_optimizer(config.optim, data.masters)
+        summary = fit(
+            data,
+            optimizer,
+            training_batches(config, corpus),
+            token_loss,
+            config,
+            runtime,
+            weight=num_targets,
+            evaluate=heldout_evaluation(config, corpus, data_axis(mesh), runtime.device),
+            flops_per_token=flops_per_token(config.model, config.data.sequence_length),
+            values={"config": as_json(config)},
+        )
+        if runtime.leads:
+            corpus.tokenizer.save(config.out / "tokenizer")
+    return summary
+
+
+def training_batches(config: PretrainConfig, corpus: Corpus) -> Batches:
+    data = config.data
+    if data.pairs:
+        skip = data.on_error == "skip"
+        return PairBatches(
+            corpus.train, data.sequence_length, data.global_batch, config.seed, on_error="skip" if skip else "raise"
+        )
+    return TokenBatches(
+        corpus.train, data.sequence_length, data.global_batch, config.seed, mask_documents=data.mask_documents
+    )
+
+
+def with_vocabulary(config: PretrainConfig, corpus: Corpus) -> PretrainConfig:
+    """The model's vocabulary has room for every token.  Raises UserError where it has not."""
+    if corpus.tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {corpus.tokenizer.vocab_size} tokens and the model {config.model.vocab_size} rows; "
+            f"use --model.vocab_size {corpus.tokenizer.vocab_size} or more, or a smaller data.vocab_size"
+        )
+    return config
+
+
+def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy in nats over the targets of a microbatch (0 where there are none)."""
+    return summed_loss(model, batch) / num_targets(batch).clamp(min=1)
+
+
+def summed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    context = StepContext(batch.get("documents"))
+    return model(batch["input_ids"], positions=batch.get("positions"), context=context, targets=batch["targets"])
+
+
+def num_targets(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["targets"] != -100).sum()
+
+
+def heldout_evaluation(
+    config: PretrainConfig, corpus: Corpus, axis: Any, device: torch.device
+) -> Callable[[nn.Module], Mapping[str, float]] | None:
+    """model -> loss a token and bits per byte of the held-out text, all of it; None where none was held out."""
+    if corpus.heldout is None:
+        return None
+    data = config.data
+    batches = EvalBatches(corpus.heldout, data.sequence_length, data.global_batch, mask_documents=data.mask_documents)
+
+    def evaluate(model: nn.Module) -> Mapping[str, float]:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for step in range(batches.num_batches):
+            batch = batches.batch(step, axis.get_local_rank(), axis.size())
+            total += summed_loss(model, {k: v.to(device) for k, v in batch.items()})
+        dist.all_reduce(total, group=axis.get_group())
+        return {
+            "heldout_loss": float(total) / batches.num_targets,
+            "heldout_bits_per_byte": bits_per_byte(float(total), batches.num_text_bytes),
+        }
+
+    return evaluate
+
+
+def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    looked_up = sum(p.numel() for p in decoder.embedding.parameters())
+    head = model.vocab_size * model.embedding_size
+    multiplied = sum(p.numel() for p in decoder.parameters()) - looked_up + (head if model.tied_head else 0)
+    return transformer_flops_per_token(multiplied, model.num_layers, model.num_heads * model.head_size, sequence_length)
+
+
+def write_config(config: PretrainConfig, runtime: Runtime) -> None:
+    """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
+    path = config.out / "config.json"
+    if not runtime.leads or (path.exists() and config.resume is None):
+        return  # a folder that holds a run is refused by `fit`, with its config as it was
+    config.out.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(as_json(config), indent=2) + "\n")
+    aside.replace(path)
+
+
+def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
+    """What the run left, and what can be done with it next."""
+    plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
+    if summary["status"] == "stopped" or summary["step"] < config.steps:
+        print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
+        return
+    for name in ("loss", "heldout_bits_per_byte", "tokens_per_s", "mfu", "device_peak_bytes"):
+        if summary.get(name) is not None:
+            print(
+                f"{name:24} {summary[name]:,.4g}"
+                if isinstance(summary[name], float)
+                else f"{name:24} {summary[name]:,}"
+            )
+    if config.hf:
+        print(f"{'Hugging Face folder':24} {export(config.out, config.out / 'hf')}")
+    print(f"{'loss curve':24} {config.out / 'loss.png'}")
+    print(f"{'metrics':24} {config.out / 'metrics.jsonl'}")
+
+
+def _launch(command: str, config: PretrainConfig, argv: list[str]) -> int:
+    """One process a rank; a run that SIGTERM stopped and that saved has done what it was asked."""
+    summary = config.out / "summary.json"
+    summary.unlink(missing_ok=True)
+    code = launch(config.nproc, "apps.llm", [command, *argv])
+    if code == 128 + 15 and summary.exists() and json.loads(summary.read_text())["status"] == "stopped":
+        return 0
+    return code
+
+
+def show_progress(what: str, num_bytes: int) -> None:
+    if sys.stdout.isatty() and leads():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{what}: {num_bytes / 1e6:,.1f} MB"[:width].ljust(width), end="\r", flush=True)

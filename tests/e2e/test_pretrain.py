@@ -1,0 +1,182 @@
+"""The real commands on real text: train, stop, resume on other meshes, evaluate, generate, export, fine-tune."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.checkpoint import complete_steps
+from tests.support.command import ENVIRONMENT, ROOT, llm, losses, metrics, run, summary
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpora")
+
+
+@pytest.fixture
+def pretrain(corpora: Path):
+    """`llm pretrain --recipe debug` in fp64 with more options; the run's folder."""
+
+    def call(out: Path, *options: object) -> Path:
+        llm("pretrain", "--recipe", "debug", "--precision", "fp64", "--data.cache", corpora, "--out", out, *options)
+        return out
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
+    """Ten uninterrupted steps on one rank: what every other way of running is compared with."""
+    out = tmp_path_factory.mktemp("one_rank") / "run"
+    llm("pretrain", "--recipe", "debug", "--precision", "fp64", "--steps", 10, "--data.cache", corpora, "--out", out)
+    return out
+
+
+def test_debug_learns_and_leaves_a_run_folder(one_rank: Path) -> None:
+    rows = metrics(one_rank)
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    figures = summary(one_rank)
+    assert figures["status"] == "complete"
+    assert figures["device_peak_bytes"] > 0
+    assert 0 < figures["heldout_bits_per_byte"] < 8
+    assert json.loads((one_rank / "config.json").read_text())["steps"] == 10
+    assert (one_rank / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from core.models import load_pretrained
+
+    theirs = AutoModelForCausalLM.from_pretrained(one_rank / "hf", dtype=torch.float64)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(one_rank / "hf").encode("import os\n")])
+    ours = load_pretrained(one_rank / "hf", dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--nproc", 3),
+        ("--nproc", 4, "--mesh.tp", 2, "--zero", 1),
+        ("--nproc", 4, "--mesh.tp", 2, "--zero", 3, "--microbatch", 5),
+        ("--nproc", 4, "--mesh.dp_replicate", 2, "--zero", 2, "--recompute.mode", "full"),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_any_mesh_sees_what_one_rank_sees(one_rank: Path, pretrain, tmp_path: Path, options: tuple) -> None:
+    out = pretrain(tmp_path / "run", "--steps", 10, *options)
+    assert losses(out) == pytest.approx(losses(one_rank), rel=1e-10)
+    assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-10)
+
+
+def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path: Path) -> None:
+    done = run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "apps.llm", "pretrain"),
+        *("--recipe", "debug", "--precision", "fp64", "--steps", 10, "--zero", 2),
+        *("--data.cache", corpora, "--out", tmp_path / "run"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-10)
+
+
+def test_resume_on_the_same_mesh_is_exact_and_on_others_close(one_rank: Path, pretrain, tmp_path: Path) -> None:
+    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 4, "--nproc", 4, "--mesh.tp", 2, "--zero", 2)
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
+    pretrain(out, "--steps", 10, "--stop-after", 7, "--resume", "--nproc", 4, "--mesh.tp", 4)
+    pretrain(out, "--steps", 10, "--resume")
+    assert losses(out) == pytest.approx(losses(one_rank), rel=1e-6)
+
+    again = pretrain(tmp_path / "again", "--steps", 10, "--stop-after", 4)
+    pretrain(again, "--steps", 10, "--resume")
+    assert losses(again) == losses(one_rank)
+    assert summary(again)["heldout_bits_per_byte"] == summary(one_rank)["heldout_bits_per_byte"]
+
+
+def _started(corpora: Path, out: Path, *options: object) -> subprocess.Popen:
+    """A long run, once it has written some steps."""
+    command = [sys.executable, "-m", "apps.llm", "pretrain", "--recipe", "debug", "--steps", "100000"]
+    command += ["--data.cache", str(corpora), "--out", str(out), *map(str, options)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 90
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 7:
+        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert time.monotonic() < deadline, "no steps within 90 s"
+        time.sleep(0.1)
+    return process
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sigterm_saves_and_exits_0(corpora: Path, tmp_path: Path, num_ranks: int) -> None:
+    out = tmp_path / "run"
+    process = _started(corpora, out, "--nproc", num_ranks)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, process.stderr and process.stderr.read().decode()
+    assert summary(out)["status"] == "stopped"
+    assert max(complete_steps(out / "checkpoints")) == metrics(out)[-1]["step"]
+
+
+def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _started(corpora, out, "--checkpoint.every", 2)
+    process.kill()
+    process.wait(30)
+    last = max(complete_steps(out / "checkpoints"))
+    steps = last + 3
+    llm(
+        *("pretrain", "--recipe", "debug", "--steps", 100000, "--stop-after", steps, "--resume"),
+        *("--data.cache", corpora, "--out", out),
+    )
+    assert [row["step"] for row in metrics(out)] == list(range(1, steps + 1))
+
+
+def test_fp16_counts_skipped_steps(pretrain, tmp_path: Path) -> None:
+    out = pretrain(tmp_path / "run", "--steps", 6, "--precision", "fp16", "--loss_scale.initial", 1e8)
+    assert summary(out)["skipped_steps"] > 0
+    assert metrics(out)[-1]["loss_scale"] < 1e8
+
+
+def test_evaluate_generate_export_and_finetune(one_rank: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n\n\ndef main():\n    return os.getcwd()\n" * 20)
+    figures = tmp_path / "figures.json"
+    for model in (one_rank, one_rank / "hf"):
+        llm("evaluate", "--model", model, "--data.path", text, "--data.sequence_length", 32, "--out", figures)
+        bits = json.loads(figures.read_text())["bits_per_byte"]
+        assert 0 < bits < 8
+    written = llm("generate", "--model", one_rank, "--prompt", "import ", "--max_new_tokens", 12, "--temperature", 0)
+    assert written.startswith("import ")
+    assert written == llm(
+        "generate", "--model", one_rank / "hf", "--prompt", "import ", "--max_new_tokens", 12, "--temperature", 0
+    )
+    llm("export", "--run", one_rank, "--out", tmp_path / "hf16", "--dtype", "bf16")
+    assert (tmp_path / "hf16" / "model.safetensors").stat().st_size < 0.6 * (
+        one_rank / "hf" / "model.safetensors"
+    ).stat().st_size
+
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": f"{i} + 1 = ", "completion": str(i + 1)}) + "\n" for i in range(64)))
+    for source in (one_rank, one_rank / "hf"):
+        tuned = tmp_path / f"tuned-{source.name}"
+        llm(
+            *("finetune", "--source", source, "--data.path", pairs, "--data.pairs", "--data.sequence_length", 32),
+            *("--steps", 8, "--optim.lr", 3e-3, "--nproc", 2, "--zero", 3, "--out", tuned),
+        )
+        assert losses(tuned)[-1] < 0.9 * losses(tuned)[0]
+    assert losses(tmp_path / "tuned-run") == pytest.approx(losses(tmp_path / "tuned-hf"), rel=1e-3)
+
+
+def test_plan_and_recipes() -> None:
+    planned = llm("plan", "--recipe", "gpt3_175b", "--mesh.tp", 8, "--nproc", 128, "--zero", 3, "--gpu", "A100")
+    assert "GB" in planned
+    assert "tokens/s" in planned
+    assert "opt_175b" in llm("recipes")

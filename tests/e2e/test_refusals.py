@@ -1,0 +1,83 @@
+"""What a user gets wrong: one line that names it, and exit code 2."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from apps.llm.__main__ import _dispatch
+from core.config import run_command
+from tests.support.command import llm
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The line with which a command refuses."""
+    code = run_command(_dispatch, [str(a) for a in arguments])
+    said = capsys.readouterr().err.strip()
+    assert code == 2, said
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--stpes", 3), ("--stpes", "--steps")),
+        (("--steps", "many"), ("--steps", "many")),
+        (("--steps", 0), ("steps=0",)),
+        (("--zero", 4), ("'4'", "'3'")),
+        (("--precision", "fp8"), ("fp8", "bf16")),
+        (("--recipe", "gpt2_125m"), ("gpt2_125m", "gpt2_124m")),
+        (("--nproc", 3, "--mesh.tp", 3), ("8 heads", "tp=3", "{1, 2, 4, 8}")),
+        (("--mesh.tp", 2), ("tp=2", "1 is running", "--nproc 2")),
+        (("--nproc", 4, "--mesh.tp", 2, "--mesh.dp_shard", 4, "--zero", 2), ("8 ranks", "4 are running")),
+        (("--nproc", 5), ("24", "5 data-parallel ranks")),
+        (("--mesh.dp_shard", 2), ("zero=0", "--zero")),
+        (("--mesh.pp", 2), ("pipeline", "mesh.pp=1")),
+        (("--data.path", "/does/not/exist"), ("/does/not/exist",)),
+        (("--data.sequence_length", 100000), ("100000", "128")),
+        (("--data.tokenizer", "bpe", "--data.vocab_size", 1000), ("1000", "257")),
+    ],
+)
+def test_options(capsys, tmp_path: Path, options: tuple, expected: tuple) -> None:
+    said = refusal(capsys, "pretrain", "--out", tmp_path / "run", *options)
+    for word in expected:
+        assert word in said
+
+
+def test_commands(capsys) -> None:
+    assert "pretrain" in refusal(capsys, "pretran")
+    assert "config.json" in refusal(capsys, "generate", "--model", "/nowhere")
+    assert "--source" in refusal(capsys, "finetune")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", ("text.txt",)),
+        (b"fine\xff\xfe", ("text.txt", "UTF-8")),
+        (b"too little", ("tokens",)),
+    ],
+)
+def test_bad_text(capsys, tmp_path: Path, content: bytes, expected: tuple) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    options = ("--data.path", text, "--data.suffixes", ".txt", "--data.heldout_fraction", 0)
+    said = refusal(capsys, "pretrain", "--out", tmp_path / "run", *options)
+    for word in expected:
+        assert word in said
+
+
+def test_a_second_run_does_not_write_over_the_first(capsys, tmp_path: Path) -> None:
+    options = ("pretrain", "--recipe", "debug", "--steps", 1, "--no-hf", "--out", tmp_path / "run")
+    llm(*options, "--data.cache", tmp_path / "corpora")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert "--resume" in refusal(capsys, *options, "--data.cache", tmp_path / "corpora")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    shards = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(shards, shards.stat().st_size // 2)
+    said = refusal(capsys, *options, "--data.cache", tmp_path / "corpora", "--resume", "--steps", 2)
+    assert "step-00000001" in said
