@@ -12,14 +12,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 import sysconfig
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -248,17 +245,12 @@ def _train(config: DataConfig, source: Source, progress: Callable[[str, int], No
 
 
 def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
-    """(document, ids of its prompt, ids of its text) in order; a few batches are encoded at once, on threads."""
-    num_threads = os.cpu_count() or 1
-    batches = _batched(documents)
-    with ThreadPoolExecutor(num_threads) as threads:
-        running: deque[Future] = deque()
-        while True:
-            for batch in islice(batches, num_threads + 1 - len(running)):
-                running.append(threads.submit(_encode, batch, tokenizer))
-            if not running:
-                return
-            yield from running.popleft().result()
+    """(document, ids of its prompt, ids of its text) in order, a batch at a time."""
+    for batch in _batched(documents):
+        texts = [_pieces(text) for document in batch for text in (document.prompt, document.text)]
+        pieces = iter(tokenizer.encode_batch([piece for text in texts for piece in text]))
+        ids = iter([np.concatenate([np.zeros(0, np.uint32), *islice(pieces, len(text))]) for text in texts])
+        yield from ((document, next(ids), next(ids)) for document in batch)
 
 
 def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -271,13 +263,6 @@ def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, num_chars = [], 0
     if batch:
         yield batch
-
-
-def _encode(batch: list[Document], tokenizer: Tokenizer) -> list[tuple[Document, np.ndarray, np.ndarray]]:
-    texts = [_pieces(text) for document in batch for text in (document.prompt, document.text)]
-    pieces = iter(tokenizer.encode_batch([piece for text in texts for piece in text]))
-    ids = iter([np.concatenate([np.zeros(0, np.uint32), *islice(pieces, len(text))]) for text in texts])
-    return [(document, next(ids), next(ids)) for document in batch]
 
 
 def _pieces(text: str, size: int = _BATCH_CHARS) -> list[str]:

@@ -45,6 +45,12 @@ def test_every_document_is_in_the_split_of_its_name(config, tmp_path, tokenizer)
     assert made.skipped == ""
 
 
+def test_documents_keep_their_order_over_batches_and_pieces(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "_BATCH_CHARS", 50)
+    made = prepare(replace(config, heldout_fraction=0), tmp_path / "cache")
+    assert documents(made.train, made.tokenizer) == [file.read_text() for file in sorted((tmp_path / "text").iterdir())]
+
+
 def test_a_bpe_learns_from_the_train_split_only(config, tmp_path):
     made = prepare(replace(config, tokenizer="bpe", vocab_size=280), tmp_path / "cache")
     files = sorted((tmp_path / "text").iterdir())

@@ -101,6 +101,16 @@ def test_parquet_and_datasets_folders(tmp_path):
         read(tmp_path / "dd" / "test", text_field="body")
 
 
+def test_parquet_with_a_null(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "x.parquet")
+    documents, faults = read(tmp_path, on_error="skip")
+    assert documents == [Document("x.parquet:1", "a"), Document("x.parquet:3", "c")]
+    assert str(faults) == "skipped 1 record: 1 wrong type"
+
+
 def test_parquet_with_broken_text_or_pages(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -273,7 +283,10 @@ def test_fingerprint_follows_files_and_options(tmp_path):
     second = Source(tmp_path).fingerprint()
     assert second != first
     (tmp_path / "b.txt").write_text("bb")
-    assert Source(tmp_path).fingerprint() != second
+    third = Source(tmp_path).fingerprint()
+    assert third != second
+    os.utime(tmp_path / "b.txt", ns=(0, 1))
+    assert Source(tmp_path).fingerprint() != third
 
 
 def test_split_depends_on_the_name_alone_and_keeps_its_fraction():
