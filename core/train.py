@@ -133,6 +133,8 @@ def fit(
         log = stack.enter_context(_run_log(config, runtime, first))
         last = min(config.steps, config.stop_after or config.steps)
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
+        if first is not None:
+            progress.message(f"continuing after step {first}{_changes(state.loaded, state.values)}")
         source = stack.enter_context(Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0))
         stop = stack.enter_context(StopRequest())
         meter = _Meter(data, config, runtime, flops_per_token)
@@ -229,6 +231,7 @@ class TrainState:
         self, data: DataParallel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, values: dict[str, Any]
     ):
         self.data, self.optimizer, self.loss_scale, self.values = data, optimizer, loss_scale, values
+        self.loaded: dict[str, Any] = {}
         self.stopping = False
         self.loss = float("nan")
         self._skipped_in_a_row = 0
@@ -255,6 +258,7 @@ class TrainState:
         with torch.no_grad():
             step, values, random = checkpointer.load(at, self.tensors())
             self.data.publish()
+        self.loaded = values["values"]
         self.loss_scale.load_state(values["loss_scale"])
         if random is not None:
             set_rng_state(random)
@@ -305,6 +309,26 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -
     if config.resume == "auto":
         return None if checkpointer.latest() is None else state.load(checkpointer, None)
     return state.load(checkpointer, checkpoint_path(Path(config.resume)))
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """`, with mesh.tp 2 -> 4, …`: what is configured otherwise than when the checkpoint was made."""
+    found = [
+        f"{name} {old} -> {new}"
+        for name, (old, new) in sorted(_differences(before, now).items())
+        if name.rpartition(".")[2] not in ("resume", "stop_after", "nproc", "out")
+    ]
+    return f", with {', '.join(found)}" if found else ""
+
+
+def _differences(before: Any, now: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted name -> (before, now) of the leaves of two JSON values that differ."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return {} if before == now else {name: (before, now)}
+    found = {}
+    for key in {*before, *now}:
+        found |= _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    return found
 
 
 def checkpoint_path(path: Path) -> Path:

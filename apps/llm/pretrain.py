@@ -41,7 +41,9 @@ def run(command: str, config: PretrainConfig, argv: list[str], materialise: Call
     if leads() and (line := warning(config, device_bytes(config.device, ranks_of(config)))):
         print(f"warning: {line}", file=sys.stderr)
     corpus = prepare(config.data, config.out.parent / "corpora", progress=show_progress)
-    config = with_vocabulary(config, corpus)
+    if leads() and corpus.skipped:
+        print(corpus.skipped)
+    check_vocabulary(config, corpus)
     summary = train(config, corpus, materialise)
     if leads():
         report(config, summary)
@@ -67,7 +69,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             weight=num_targets,
             evaluate=heldout_evaluation(config, corpus, data_axis(mesh), runtime.device),
             flops_per_token=flops_per_token(config.model, config.data.sequence_length),
-            values={"config": as_json(config)},
+            values=as_json(config),
         )
         if runtime.leads:
             corpus.tokenizer.save(config.out / "tokenizer")
@@ -86,14 +88,13 @@ def training_batches(config: PretrainConfig, corpus: Corpus) -> Batches:
     )
 
 
-def with_vocabulary(config: PretrainConfig, corpus: Corpus) -> PretrainConfig:
-    """The model's vocabulary has room for every token.  Raises UserError where it has not."""
+def check_vocabulary(config: PretrainConfig, corpus: Corpus) -> None:
+    """Raises UserError where the model's vocabulary has no room for every token."""
     if corpus.tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.tokenizer.vocab_size} tokens and the model {config.model.vocab_size} rows; "
             f"use --model.vocab_size {corpus.tokenizer.vocab_size} or more, or a smaller data.vocab_size"
         )
-    return config
 
 
 def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
