@@ -1,0 +1,36 @@
+"""The same commands on a GPU; `make gpu` runs them where there is one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.command import llm, losses, summary
+
+pytestmark = pytest.mark.gpu
+
+
+def _pretrain(out: Path, *options: object) -> Path:
+    llm("pretrain", "--recipe", "debug", "--steps", 10, "--data.cache", out.parent / "corpora", "--out", out, *options)
+    return out
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_gpu_learns_what_the_cpu_learns(tmp_path: Path, zero: int) -> None:
+    ours = _pretrain(tmp_path / "gpu", "--precision", "fp64", "--device", "cuda", "--zero", zero)
+    theirs = _pretrain(tmp_path / "cpu", "--precision", "fp64", "--device", "cpu")
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [("--precision", "bf16"), ("--precision", "fp16"), ("--compile",)])
+def test_formats_and_compile(tmp_path: Path, options: tuple) -> None:
+    out = _pretrain(tmp_path / "run", "--device", "cuda", *options)
+    assert losses(out)[-1] < 0.8 * losses(out)[0]
+    assert 0 < summary(out)["device_peak_bytes"] < torch.cuda.get_device_properties(0).total_memory
+
+
+def test_resume_on_a_gpu_is_exact(tmp_path: Path) -> None:
+    whole = _pretrain(tmp_path / "whole", "--device", "cuda")
+    parts = _pretrain(tmp_path / "parts", "--device", "cuda", "--stop-after", 4)
+    _pretrain(parts, "--device", "cuda", "--resume")
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-6)
