@@ -80,6 +80,7 @@ class TrainConfig(ParallelConfig):
     """cpu or cuda; None: CUDA where there is one"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("steps", "stop_after", "microbatch"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -198,6 +199,7 @@ def train_step(
         for group in state.optimizer.param_groups:
             group["lr"] = rate
         state.optimizer.step()
+        data.release()  # before the parameters travel: the two need not share memory
         data.publish()
     data.release()
     state.note_step(mean, stop_requested)

@@ -117,7 +117,11 @@ def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimat
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
     )
     bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp) * run.sequence_length**2
-    gathered, scratch = _gathered_bytes(model, weights, run), _update_scratch(model, weights, run)
+    gathered, kernel, sent = (
+        _gathered_bytes(model, weights, run),
+        _kernel_scratch(weights, run),
+        _sent_bytes(model, weights, run),
+    )
     first_block = grads.first_block + input_bytes + everything + working
     embedding = grads.whole + max(head.tied_gradient, input_bytes)
 
@@ -126,14 +130,16 @@ def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimat
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept + recomputed + working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
-        "update": state.resident + grads.own + scratch,
+        "update": state.resident + max(grads.own + kernel, sent),
     }
     return MemoryEstimate(
         parameters_bytes=state.parameters,
         gradients_bytes=state.gradients,
         optimizer_bytes=state.optimizer,
         activations_bytes=round(kept + max(head.activations, recomputed + working)),
-        buffers_bytes=round(head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + scratch),
+        buffers_bytes=round(
+            head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + max(kernel, sent)
+        ),
         phases={name: round(num_bytes) for name, num_bytes in phases.items()},
     )
 
@@ -251,13 +257,18 @@ def _gathered_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
     return run.width_bytes * (outside + 2 * max(units.values(), default=0))
 
 
-def _update_scratch(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
-    """What the optimizer's kernel needs beside its state, or a bucket of updated parameters on its way to all."""
-    shard = run.dp_shard if run.zero else 1
-    sizes = [run.wide_bytes * _num_local([w], run, shard) for w in weights]
-    kernel = {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
-    is_sent = run.zero in (1, 2) and run.dp_shard > 1
-    return max(kernel, run.width_bytes * _largest_message(model, weights, run) if is_sent else 0)
+def _kernel_scratch(weights: list[Weight], run: RunShape) -> int:
+    """What the optimizer's kernel needs beside its state."""
+    sizes = [run.wide_bytes * _num_local([w], run, run.dp_shard if run.zero else 1) for w in weights]
+    return {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
+
+
+def _sent_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """A bucket of updated parameters on its way to all: this rank's part and the whole."""
+    if run.zero not in (1, 2) or run.dp_shard == 1:
+        return 0
+    whole = run.width_bytes * _largest_message(model, weights, run)
+    return whole + whole // run.dp_shard
 
 
 # --- activations and the head -----------------------------------------------------------------------------------------

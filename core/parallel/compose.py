@@ -37,6 +37,10 @@ class ParallelConfig:
     compile: bool = False
     """torch.compile each block"""
 
+    def __post_init__(self) -> None:
+        if self.reduce_each and self.zero < 2:
+            raise UserError(f"reduce_each with zero={self.zero} keeps whole gradients all the same; use --zero 2 or 3")
+
 
 def parallelize(
     model: nn.Module,

@@ -11,7 +11,7 @@ Both offer one interface to the training loop. A step is
     1. accumulate: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the last,
        unless `reduce_each` says that gradients stay sharded instead.
     2. `reduce()`: wait for the reductions; every master's `.grad` is the sum over all data-parallel ranks.
-    3. the optimizer updates the masters (local tensors, each tagged with its layout).
+    3. the optimizer updates the masters (local tensors, each tagged with its layout); `release()` drops the gradients.
     4. `publish()`: the masters' values enter the parameters that the next forward uses.
 
 The masters are the parameters themselves where nothing is sharded and the formats agree, views of their rows where
@@ -197,7 +197,7 @@ class Replicas(DataParallel):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        self._sync = last or self._reduce_each
+        self._sync = last or (self._reduce_each and self.zero == 2)
         for bucket in self._buckets:
             bucket.waiting_for = set(bucket.names)
         yield

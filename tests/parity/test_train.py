@@ -92,7 +92,7 @@ def test_accumulation(ranks, zero: int) -> None:
     check(ranks, 2, Case(GPT2, parallel=parallel(zero), microbatch=4))  # 4 rows, then 2: unequal weights
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [2, 3])
 def test_accumulation_of_sharded_gradients(ranks, zero: int) -> None:
     check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=parallel(zero, reduce_each=True), microbatch=2))
 
