@@ -6,7 +6,6 @@ size 1.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,9 +23,9 @@ class MeshConfig:
     """Sizes of the mesh axes. What the data axes leave as None takes the ranks that remain."""
 
     dp_replicate: int | None = None
-    """ranks that hold copies; all data-parallel ranks when --zero is 0, else 1 unless given (hybrid shard)"""
+    """ranks that hold copies; given together with ZeRO: hybrid shard"""
     dp_shard: int | None = None
-    """ranks over which ZeRO shards; the data-parallel ranks that remain when --zero is 1, 2 or 3, else 1"""
+    """ranks over which ZeRO shards; all data-parallel ranks unless dp_replicate or this is given"""
     tp: int = 1
     """tensor parallel ranks"""
     tp_mode: Literal["1d"] = "1d"
@@ -68,7 +67,7 @@ class MeshConfig:
                     f"use --zero 1, 2 or 3, or mesh.dp_replicate={shard}"
                 )
             shard = 1
-        elif replicate is None:
+        elif replicate is None and shard is None:
             replicate = 1
         given = fixed * (replicate or 1) * (shard or 1)
         if given > world_size or world_size % given:
@@ -113,7 +112,9 @@ def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, config.sizes(), mesh_dim_names=AXES)
 
 
-@lru_cache(maxsize=8)
 def data_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The one-dimensional mesh of the ranks that see different data: dp_replicate x dp_shard.  A collective, once."""
+    """The one-dimensional mesh of the ranks that see different data: dp_replicate x dp_shard.
+
+    A collective when it is first asked for; the mesh remembers it.
+    """
     return mesh[DATA_AXES]._flatten("dp")

@@ -8,7 +8,7 @@ Every collective of torch.distributed passes the dispatcher (c10d:: and _c10d_fu
 mode sees them all, those of FSDP2 and DTensor too. Bytes are those of the full message: the gathered output of an
 all-gather, the input of a reduce-scatter or all-reduce, what a rank sends in a broadcast or an all-to-all. What travels
 over a wire is that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks
-(`wire_bytes`).
+(`wire_bytes`). An operator that this file does not know counts under its own name, with its first argument.
 """
 
 from collections import Counter
@@ -41,9 +41,13 @@ _FULL_MESSAGE = {
     "recv_": ("recv", 0),
     "all_reduce": ("all_reduce", 0),
     "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
     "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
+_SENDS_NO_MESSAGE = ("barrier", "monitored_barrier_", "check_for_nan", "wait_tensor", "_wrap_tensor_autograd")
 _WIRE = {
     "all_reduce": lambda s: 2 * (s - 1) / s,
     "all_gather": lambda s: (s - 1) / s,
@@ -87,28 +91,27 @@ class _Counter(TorchDispatchMode):
 
     def _count(self, func, args, kwargs, out) -> None:
         name = func._schema.name.split("::")[1]
-        if name == "all_gather_into_tensor":  # functional: the full message is what comes out
-            operation, message = "all_gather", out
-        elif name in _FULL_MESSAGE:
-            operation, position = _FULL_MESSAGE[name]
-            message = args[position]
-        else:
+        if name in _SENDS_NO_MESSAGE:
             return
-        key = (operation, self.axis_of.get(_group_name((args, kwargs)), "other"))
+        if name.startswith("all_gather_into_tensor"):  # functional: the full message is what comes out
+            operation, message = "all_gather", out
+        else:
+            operation, position = _FULL_MESSAGE.get(name, (name, 0))
+            message = args[position]
+        key = (operation, self._axis((args, kwargs)))
         self.volume.calls[key] += 1
         self.volume.bytes[key] += sum(
             t.numel() * t.element_size() for t in tree_leaves(message) if isinstance(t, Tensor)
         )
 
-
-def _group_name(arguments) -> str:
-    """The name of the process group among an operator's arguments: an object (c10d) or a string (functional)."""
-    for leaf in tree_leaves(arguments):
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return torch.distributed.ProcessGroup.unbox(leaf).group_name
-        if isinstance(leaf, str) and leaf not in ("sum", "avg", "max", "min"):
-            return leaf
-    return ""
+    def _axis(self, arguments) -> str:
+        """The axis of the process group among an operator's arguments: an object (c10d) or a name (functional)."""
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+                leaf = torch.distributed.ProcessGroup.unbox(leaf).group_name
+            if isinstance(leaf, str) and leaf in self.axis_of:
+                return self.axis_of[leaf]
+        return "other"
 
 
 @contextmanager
@@ -120,6 +123,6 @@ def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
     volume = Volume(sizes={axis: mesh[axis].size() for axis in names})
     dp = data_axis(mesh)
     axis_of.setdefault(dp.get_group().group_name, "dp")
-    volume.sizes["dp"] = dp.size()
+    volume.sizes |= {"dp": dp.size(), "world": torch.distributed.get_world_size()}
     with _Counter(volume, axis_of):
         yield volume

@@ -1,0 +1,99 @@
+"""Layouts: the boxes of all ranks tile the whole once, and are those of torch's own sharding."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from core.layout import Layout, full_tensor, layout_of, local, tag
+from core.mesh import MeshConfig, build_mesh
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a layout asks of a mesh when the coordinate is given: the size of an axis."""
+
+    sizes: dict[str, int]
+
+    def __getitem__(self, axis: str) -> Any:
+        return Sizes({"": self.sizes[axis]})
+
+    def size(self) -> int:
+        return self.sizes[""]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Layout, dict[str, int]]:
+    """Up to three cuts of a tensor of up to three dims, some of them of the same dim, some leaving empty shards."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    axes = draw(st.permutations(["tp", "dp_shard", "cp"]))[: draw(st.integers(0, 3))]
+    sizes = {axis: draw(st.integers(1, 5)) for axis in ("tp", "dp_shard", "cp")}
+    layout = Layout(shape)
+    for axis in axes:
+        layout = layout.cut(Sizes(sizes), axis, draw(st.integers(0, len(shape) - 1)))  # pyright: ignore
+    return layout, {axis: sizes[axis] for axis in axes}
+
+
+@given(layouts())
+def test_boxes_tile_the_whole_exactly_once(drawn: tuple[Layout, dict[str, int]]) -> None:
+    layout, sizes = drawn
+    times_held = torch.zeros(layout.shape, dtype=torch.int64)
+    for indices in itertools.product(*(range(s) for s in sizes.values())):
+        times_held[layout.box(dict(zip(sizes, indices)))] += 1
+    assert (times_held == 1).all()
+
+
+@given(rows=st.integers(0, 11), size=st.integers(1, 5))
+def test_one_cut_is_that_of_torch_chunk(rows: int, size: int) -> None:
+    layout = Layout((rows, 2)).cut(Sizes({"tp": size}), "tp")  # pyright: ignore
+    whole = torch.arange(rows * 2).view(rows, 2)
+    chunks = list(whole.chunk(size)) if rows else []
+    for index in range(size):
+        expected = chunks[index] if index < len(chunks) else whole[:0]
+        assert torch.equal(whole[layout.box({"tp": index})], expected)
+
+
+def sharded_by_torch() -> list[str]:
+    """Parameters that tensor parallelism, FSDP2 and both cut: is what lies here what the layout says?"""
+    mesh = build_mesh(MeshConfig(tp=2).resolve(4, 3), "cpu")
+    wrong = []
+    for rows, columns, placement in itertools.product((1, 3, 8), (2, 5), (None, Replicate(), Shard(0), Shard(1))):
+        if placement == Shard(1) and columns % 2:
+            continue  # FSDP2 takes no uneven shard off dim 0
+        module = nn.Linear(columns, rows, bias=False, dtype=torch.float64)
+        whole = torch.arange(rows * columns, dtype=torch.float64).view(rows, columns)
+        weight = whole.clone()
+        if placement is not None:
+            weight = distribute_tensor(weight, mesh["tp"], [placement], src_data_rank=None)
+        module.weight = nn.Parameter(weight)
+        fully_shard(module, mesh=mesh["dp_shard"])
+        layout, here = layout_of(module.weight), local(module.weight.detach())
+        if not torch.equal(here, layout.local(whole)) or layout.local_shape() != tuple(here.shape):
+            wrong.append(f"box of {rows} x {columns}, {placement}: {layout.box()}")
+        if not torch.equal(full_tensor(here), whole) or layout_of(here) != layout:
+            wrong.append(f"whole of {rows} x {columns}, {placement}")
+    return wrong
+
+
+def test_layouts_are_where_torch_puts_its_shards(ranks) -> None:
+    assert ranks(4).run(sharded_by_torch) == [[]] * 4
+
+
+def test_plain_tensors_are_whole_and_tags_are_read_back() -> None:
+    plain = torch.zeros(3, 2)
+    assert layout_of(plain) == Layout((3, 2))
+    assert local(plain) is plain
+    assert full_tensor(plain) is plain
+    scalar = torch.tensor(2.0)
+    assert Layout(()).local(scalar) is scalar
+    noted = Layout((3, 2))
+    assert layout_of(tag(plain, noted)) is noted
+    with pytest.raises(AssertionError):
+        tag(torch.zeros(2, 2), noted)

@@ -1,0 +1,79 @@
+"""Meshes: sizes that are left open, and what the refusals say."""
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.config import UserError
+from core.mesh import AXES, MeshConfig, build_mesh, data_axis
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "zero", "replicate", "shard"),
+    [
+        (MeshConfig(), 1, 0, 1, 1),
+        (MeshConfig(), 6, 0, 6, 1),
+        (MeshConfig(), 6, 3, 1, 6),
+        (MeshConfig(tp=2), 6, 0, 3, 1),
+        (MeshConfig(tp=2), 6, 1, 1, 3),
+        (MeshConfig(tp=2), 2, 2, 1, 1),
+        (MeshConfig(dp_replicate=2), 8, 2, 2, 4),
+        (MeshConfig(dp_shard=2), 8, 2, 4, 2),
+        (MeshConfig(dp_replicate=2, dp_shard=2, tp=2), 8, 3, 2, 2),
+        (MeshConfig(dp_shard=1), 4, 0, 4, 1),
+    ],
+)
+def test_open_sizes_take_the_ranks_that_remain(mesh, world_size, zero, replicate, shard) -> None:
+    resolved = mesh.resolve(world_size, zero)
+    assert resolved.sizes() == (1, replicate, shard, 1, mesh.tp)
+    assert resolved.data_ranks == replicate * shard
+    assert resolved.resolve(world_size, zero) == resolved
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "zero", "says"),
+    [
+        (MeshConfig(tp=3), 4, 0, "tp=3 takes 3 ranks or a multiple of it, and 4 are running; use --nproc 3"),
+        (MeshConfig(tp=4), 1, 0, "tp=4 takes 4 ranks or a multiple of it, and 1 is running; use --nproc 4"),
+        (MeshConfig(tp=2), 7, 3, "use --nproc 6"),
+        (MeshConfig(dp_replicate=2, dp_shard=3), 4, 1, "dp_replicate=2 x dp_shard=3 takes 6 ranks"),
+        (MeshConfig(dp_replicate=1, dp_shard=2), 4, 1, "exactly 2 ranks, and 4 are running; use --nproc 2, or leave"),
+        (MeshConfig(dp_replicate=2), 4, 0, "exactly 2 ranks, and 4 are running"),
+        (MeshConfig(dp_shard=2), 4, 0, "zero=0 shards nothing; use --zero 1, 2 or 3, or mesh.dp_replicate=2"),
+    ],
+)
+def test_refusals_say_what_would_work(mesh: MeshConfig, world_size: int, zero, says: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        mesh.resolve(world_size, zero)
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tp": 0}, "mesh.tp=0: an axis has at least 1 rank"),
+        ({"dp_shard": -2}, "mesh.dp_shard=-2"),
+        ({"pp": 2}, "mesh.pp=2: pipeline parallelism is not built yet; use mesh.pp=1"),
+    ],
+)
+def test_impossible_sizes_are_refused_at_once(sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        MeshConfig(**sizes)
+
+
+def coordinates() -> tuple[dict[str, int], list[int], int]:
+    mesh = build_mesh(MeshConfig(tp=2, dp_replicate=1, dp_shard=2).resolve(4, 1), "cpu")
+    axis = data_axis(mesh)
+    assert data_axis(mesh) is axis
+    assert isinstance(axis, DeviceMesh)
+    again = build_mesh(MeshConfig(tp=2, dp_replicate=1, dp_shard=2).resolve(4, 1), "cpu")
+    assert data_axis(again) is not axis, "a mesh that is made anew, equal or not, has process groups of its own"
+    return {name: mesh[name].get_local_rank() for name in AXES}, axis.mesh.tolist(), axis.get_local_rank()
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_data_ranks_one_axis(ranks) -> None:
+    found = ranks(4).run(coordinates)
+    assert [c["tp"] for c, _, _ in found] == [0, 1, 0, 1]
+    assert [c["dp_shard"] for c, _, _ in found] == [0, 0, 1, 1]
+    assert [group for _, group, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [index for _, _, index in found] == [0, 0, 1, 1]

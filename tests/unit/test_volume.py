@@ -1,0 +1,171 @@
+"""The volume counter against programs whose collectives can be counted by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from core.comm import collectives
+from core.comm.volume import Volume, count_volume
+from core.mesh import MeshConfig, Zero, build_mesh
+from core.parallel import sequence, tensor1d
+from core.parallel.compose import ParallelConfig, parallelize
+from core.parallel.data import DataParallel
+from core.parallel.plan import apply_plan
+
+FP64 = 8
+B, L, D, I = 2, 6, 8, 10
+
+
+def counted(volume: Volume) -> dict[str, tuple[int, int]]:
+    return {f"{op}/{axis}": (n, volume.bytes[op, axis]) for (op, axis), n in volume.calls.items()}
+
+
+def each_operation() -> tuple[dict[str, tuple[int, int]], float]:
+    mesh = build_mesh(MeshConfig(tp=2).resolve(4), "cpu")
+    tp, dp = mesh["tp"], mesh["dp_replicate"]
+    x = torch.ones(4, 3, dtype=torch.float64)
+    with count_volume(mesh) as volume:
+        collectives.all_reduce(x, tp)
+        collectives.all_reduce(x, dp)
+        collectives.all_gather(x, 0, tp)
+        collectives.reduce_scatter(x, 0, dp)
+        dist.broadcast(x, src=dist.get_global_rank(tp.get_group(), 0), group=tp.get_group())
+        dist.all_gather([torch.empty_like(x)] * 2, x, group=tp.get_group())
+        dist.all_to_all_single(torch.empty_like(x), x, group=tp.get_group())
+        dist.all_reduce(x)
+        dist.barrier()
+    collectives.all_reduce(x, tp)  # outside
+    return counted(volume), volume.wire_bytes
+
+
+def test_each_operation_by_axis(ranks) -> None:
+    message = 12 * FP64
+    found, wire_bytes = ranks(4).run(each_operation)[0]
+    assert found == {
+        "all_reduce/tp": (1, message),
+        "all_reduce/dp_replicate": (1, message),
+        "all_gather/tp": (2, 2 * 2 * message),
+        "reduce_scatter/dp_replicate": (1, message),
+        "broadcast/tp": (1, message),
+        "all_to_all/tp": (1, message),
+        "all_reduce/world": (1, message),
+    }
+    # An all-reduce over two ranks sends its message once, over four 1.5 times; gathers and scatters send half.
+    assert wire_bytes == message * (1 + 1 + 2 + 0.5 + 1 + 0.5 + 1.5)
+
+
+def functional() -> dict[str, tuple[int, int]]:
+    mesh = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")
+    x = DTensor.from_local(torch.ones(4, 3, dtype=torch.float64), mesh["tp"], [Shard(0)])
+    with count_volume(mesh) as volume:
+        x.redistribute(placements=[Replicate()]).to_local()
+        x.sum().full_tensor()
+    return counted(volume)
+
+
+def test_collectives_of_dtensor(ranks) -> None:
+    assert ranks(2).run(functional)[0] == {"all_gather/tp": (1, 24 * FP64), "all_reduce/tp": (1, FP64)}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, I), nn.Linear(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def tensor_parallel(in_sequence: bool) -> dict[str, tuple[int, int]]:
+    mesh = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")
+    styles = sequence if in_sequence else tensor1d
+    mlp = apply_plan(Mlp().double(), {"up": styles.colwise, "down": styles.rowwise}, mesh["tp"])
+    rows = L // 2 if in_sequence else L
+    x = torch.randn(B, rows, D, dtype=torch.float64, requires_grad=True)
+    with count_volume(mesh) as volume:
+        mlp(x).sum().backward()
+    return counted(volume)
+
+
+def test_a_tensor_parallel_block_sends_one_message_each_way(ranks) -> None:
+    message = B * L * D * FP64
+    assert ranks(2).run(tensor_parallel, False)[0] == {"all_reduce/tp": (2, 2 * message)}
+    assert ranks(2).run(tensor_parallel, True)[0] == {
+        "all_gather/tp": (2, 2 * message),
+        "reduce_scatter/tp": (2, 2 * message),
+    }
+
+
+class Stack(nn.Module):
+    """Two blocks that FSDP2 takes for units, and a head outside of them; 3 rows do not divide over 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+        self.head = nn.Linear(3, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def spread(zero: Zero, mesh: MeshConfig) -> DataParallel:
+    resolved = mesh.resolve(dist.get_world_size(), zero)
+    return parallelize(Stack(), build_mesh(resolved, "cpu"), ParallelConfig(zero=zero, precision="fp64"))
+
+
+def microbatches(zero: Zero, mesh: MeshConfig) -> list[dict[str, tuple[int, int]]]:
+    """What is sent in two microbatches before the last, in the last with the reduction, and when it is published."""
+    data = spread(zero, mesh)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    volumes = []
+    for last in (False, False, True):
+        with count_volume(data.mesh) as volume:
+            with data.microbatch(last=last):
+                data.model(x).sum().backward()
+            if last:
+                data.reduce()
+        volumes.append(volume)
+    with count_volume(data.mesh) as publish:
+        data.publish()
+    return [counted(v) for v in (*volumes, publish)]
+
+
+BLOCK, HEAD = 4 * 3 * FP64, 6 * 3 * FP64  # padded to rows that divide
+ALL = 2 * BLOCK + HEAD
+EXACT = 2 * 9 * FP64 + 15 * FP64
+
+
+@pytest.mark.parametrize(
+    ("zero", "reduction", "publish"),
+    [
+        (0, {"all_reduce/dp_replicate": (1, EXACT)}, {}),
+        (1, {"reduce_scatter/dp_shard": (1, ALL)}, {"all_gather/dp_shard": (1, ALL)}),
+        (2, {"reduce_scatter/dp_shard": (1, ALL)}, {"all_gather/dp_shard": (1, ALL)}),
+    ],
+)
+def test_nothing_is_sent_before_the_last_microbatch(ranks, zero: Zero, reduction: dict, publish: dict) -> None:
+    first, second, last, published = ranks(2).run(microbatches, zero, MeshConfig())[0]
+    assert first == second == {}
+    assert last == reduction
+    assert published == publish
+
+
+def test_zero_3_gathers_parameters_and_reduces_only_in_the_last_microbatch(ranks) -> None:
+    first, second, last, published = ranks(2).run(microbatches, 3, MeshConfig())[0]
+    gathers = {"all_gather/dp_shard": (5, 2 * 2 * BLOCK + HEAD)}  # blocks forward and backward, the rest once
+    assert first == second == gathers
+    assert last == gathers | {"reduce_scatter/dp_shard": (3, ALL)}
+    assert published == {}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_shard_also_sums_its_shards_over_the_replicas(ranks, zero: Zero) -> None:
+    mesh = MeshConfig(dp_replicate=2, dp_shard=2)
+    first, _, last, _ = ranks(4).run(microbatches, zero, mesh)[0]
+    assert not any(name.startswith(("reduce_scatter", "all_reduce")) for name in first)
+    assert last["reduce_scatter/dp_shard"][1] == ALL
+    assert last["all_reduce/dp_replicate"][1] == ALL // 2
