@@ -75,9 +75,11 @@ def _spelled_out(options: list[str], config: Any) -> list[str]:
 
 def _check_names(options: list[str], config: Any, command: str) -> None:
     names = list(option_names(config))
-    for option in options:
+    for before, option in zip(["", *options], options):
         name = option.removeprefix("--").partition("=")[0].replace("-", "_")
-        if option.startswith("--") and name not in names and name.replace("no_", "", 1) not in names:
+        may_be_value = before.startswith("--") and "=" not in before  # as in --out a=b
+        is_option = option.startswith("--") or ("=" in option and not may_be_value)
+        if is_option and name not in names and name.replace("no_", "", 1) not in names:
             raise UserError(
                 f"{command} has no option {option.partition('=')[0]}{_nearest(name, names, '--')}; "
                 f"the options are --recipe {' '.join('--' + n for n in names)}"
@@ -90,15 +92,18 @@ def _nearest(name: str, known: Any, prefix: str = "") -> str:
 
 
 def _one_line(complaint: str, command: str) -> str:
-    """What the parser says, out of its box."""
+    """What the parser says, out of its box (of lines, or of dashes where the terminal has no lines), without its title."""
     paragraphs: list[list[str]] = [[]]
     for line in complaint.splitlines():
-        text = line.strip(" │╭╮╰╯")
-        if not text.strip("─ "):
+        text = line.strip(" │╭╮╰╯─")
+        if not text.strip("-"):
             paragraphs.append([])
-        elif not line.startswith(("╭", "╰")) and not text.startswith(("For full helptext", "Argument helptext")):
+        elif not text.startswith(("For full helptext", "Argument helptext")):
             paragraphs[-1].append(text)
-    said = "; ".join(" ".join(p) for p in paragraphs if p)
+        if line.startswith("╭"):
+            paragraphs.append([])
+    _title, *rest = (" ".join(p) for p in paragraphs if p)
+    said = "; ".join(rest)
     return f"{said.rstrip('.')}; see {command} --help"
 
 

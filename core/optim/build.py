@@ -32,6 +32,8 @@ class OptimConfig:
                 f"optim lr={self.lr}, weight_decay={self.weight_decay}, eps={self.eps}; "
                 "give lr >= 0, weight_decay >= 0 and eps > 0"
             )
+        if not all(0 <= beta < 1 for beta in (*self.betas, self.momentum)):
+            raise UserError(f"optim betas={self.betas}, momentum={self.momentum}; give numbers from 0 to below 1")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise UserError(f"optim.clip_norm={self.clip_norm}; give a positive norm, or None for no clipping")
 
@@ -45,7 +47,6 @@ def build_optimizer(config: OptimConfig, masters: dict[str, Tensor]) -> torch.op
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    groups = [g for g in groups if g["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

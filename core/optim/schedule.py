@@ -15,7 +15,7 @@ class ScheduleConfig:
     """cosine or linear decay, constant, or wsd: constant, then linear over the last `decay` of the steps"""
     warmup_steps: int = 0
     final: float = 0.1
-    """fraction of the peak at the last step"""
+    """fraction of the peak that the decay ends at, right after the last step"""
     decay: float = 0.2
     """fraction of the steps that wsd decays over"""
 

@@ -1,0 +1,136 @@
+"""The command line: what changes a recipe, and the one line that each mistake gets."""
+
+import io
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from core.config import UserError, as_json, option_names, parse, run_command
+
+
+@dataclass(frozen=True)
+class Rate:
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr < 0:
+            raise UserError(f"lr={self.lr}; give lr >= 0")
+
+
+@dataclass(frozen=True)
+class Run:
+    steps: int = 10
+    shape: Literal["cosine", "linear"] = "cosine"
+    out: Path = Path("runs/latest")
+    resume: str | None = None
+    quick: bool = False
+    optim: Rate = field(default_factory=Rate)
+
+
+RECIPES = {"debug": Run, "gpt2_124m": lambda: Run(steps=600_000, optim=Rate(lr=6e-4))}
+
+
+def parsed(*argv: str) -> Run:
+    return parse(RECIPES, list(argv), "llm pretrain", default="debug")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", Run()),
+        ("--recipe gpt2_124m", Run(steps=600_000, optim=Rate(lr=6e-4))),
+        ("recipe=gpt2_124m --steps 5", Run(steps=5, optim=Rate(lr=6e-4))),
+        ("--steps 5 --recipe=gpt2_124m", Run(steps=5, optim=Rate(lr=6e-4))),
+        ("--optim.clip_norm None", Run(optim=Rate(clip_norm=None))),
+        ("--optim.clip-norm=2", Run(optim=Rate(clip_norm=2.0))),
+        ("optim.clip_norm=2 --optim.betas 0.8 0.9", Run(optim=Rate(betas=(0.8, 0.9), clip_norm=2.0))),
+        ("--quick", Run(quick=True)),
+        ("--no-quick", Run()),
+        ("--out there/a=b", Run(out=Path("there/a=b"))),
+        ("--quick steps=3", Run(quick=True, steps=3)),
+        ("--resume", Run(resume="auto")),
+        ("--resume --steps 3", Run(resume="auto", steps=3)),
+        ("--resume runs/a --steps 3", Run(resume="runs/a", steps=3)),
+    ],
+)
+def test_options_change_the_recipe(argv: str, expected: Run) -> None:
+    assert parsed(*argv.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--stpes 3", "llm pretrain has no option --stpes, did you mean --steps?; the options are --recipe --steps"),
+        ("stpes=3", "llm pretrain has no option stpes, did you mean --steps?; the options are --recipe --steps"),
+        ("--optim.betas 0.8 0.9 xx=3", "llm pretrain has no option xx"),
+        ("--optim 3", "no option --optim, did you mean --optim.lr?"),
+        ("--recipe debgu", "no recipe 'debgu', did you mean debug?; the recipes are debug, gpt2_124m"),
+        ("--recipe", "no recipe ''; the recipes are debug, gpt2_124m"),
+        ("--steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
+        ("--steps 2.5", "--steps"),
+        ("--shape square", "'square' for argument '--shape'. Expected one of ('cosine', 'linear')"),
+        ("--optim.betas 0.9", "Missing value for argument '--optim.betas'. Expected 2 values"),
+        ("--optim.lr=-1", "lr=-1.0; give lr >= 0"),
+        ("corpus", "Unrecognized options: corpus; see llm pretrain --help"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_mistake_gets_one_line(argv, says, encoding, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))  # the parser asks it for its lines
+    with pytest.raises(UserError) as refusal:
+        parsed(*argv.split())
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not any(part in str(refusal.value) for part in ("│", "─", "----", "; ;"))
+    assert capsys.readouterr().err == ""
+
+
+def test_help_names_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaves:
+        parsed("--recipe", "gpt2_124m", "--help")
+    assert leaves.value.code == 0
+    said = capsys.readouterr().out
+    assert "--optim.lr" in said
+    assert "0.0006" in said
+    assert "debug, gpt2_124m" in " ".join(said.split())
+
+
+def test_option_names_are_dotted() -> None:
+    names = ["steps", "shape", "out", "resume", "quick", "optim.lr", "optim.betas", "optim.clip_norm"]
+    assert list(option_names(Run())) == names
+
+
+def test_as_json_keeps_every_field() -> None:
+    written = json.loads(json.dumps(as_json(Run(steps=3))))
+    assert written == {
+        "steps": 3,
+        "shape": "cosine",
+        "out": "runs/latest",
+        "resume": None,
+        "quick": False,
+        "optim": {"lr": 0.1, "betas": [0.9, 0.95], "clip_norm": 1.0},
+    }
+
+
+def test_run_command_turns_mistakes_into_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def mistaken(argv: list[str]) -> None:
+        raise UserError(f"given {argv[0]}; allowed that; do so")
+
+    def interrupted(argv: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    assert run_command(lambda argv: None, []) == 0
+    assert run_command(lambda argv: 3, []) == 3
+    assert run_command(interrupted, []) == 130
+    assert run_command(mistaken, ["this"], speaks=False) == 2
+    assert capsys.readouterr() == ("", "")
+    assert run_command(mistaken, ["this"]) == 2
+    assert capsys.readouterr() == ("", "error: given this; allowed that; do so\n")
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda argv: 1 // 0, [])
