@@ -92,7 +92,7 @@ def _nearest(name: str, known: Any, prefix: str = "") -> str:
 
 
 def _one_line(complaint: str, command: str) -> str:
-    """What the parser says, out of its box (of lines, or of dashes where the terminal has no lines), without its title."""
+    """What the parser says, out of its box (drawn with dashes where stdout has no lines) and without its title."""
     paragraphs: list[list[str]] = [[]]
     for line in complaint.splitlines():
         text = line.strip(" │╭╮╰╯─")

@@ -184,7 +184,8 @@ class StopRequest:
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that was not set from Python cannot be set again
+                signal.signal(number, handler)
 
     def _raise_flag(self, number: int, frame) -> None:
         if self.requested and number == signal.SIGINT:

@@ -119,7 +119,8 @@ def fit(
     loss             (model, batch) -> mean over the items of a microbatch, a scalar
     weight           batch -> how many items that mean is over; the loss of a step is the weighted mean over all
                      microbatches of all ranks
-    evaluate         model -> figures of an evaluation; called on every rank
+    evaluate         model -> figures of an evaluation; called on every rank; where parameters are sharded every rank must
+                     call the model equally often
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """
@@ -139,7 +140,8 @@ def fit(
         source = stack.enter_context(Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0))
         stop = stack.enter_context(StopRequest())
         meter = _Meter(data, config, runtime, flops_per_token)
-        step = saved = first or 0
+        step = first or 0
+        saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
         while step < last and not state.stopping:
             with meter.step(optimizer):
                 row = train_step(state, next(source), loss, weight, config, step, stop.requested)
@@ -152,10 +154,10 @@ def fit(
             if config.checkpoint.every and step % config.checkpoint.every == 0 and step < last:
                 state.save(checkpointer, step)
                 saved = step
-        if step > saved or checkpointer.latest() is None:
+        if step != saved:
             state.save(checkpointer, step)
         checkpointer.wait()
-        summary = meter.summary(step, state)
+        summary = meter.summary(step, config.steps, state)
         if evaluate is not None and step == config.steps:
             summary |= _evaluated(data, evaluate)
         log.summarise(summary)
@@ -219,10 +221,12 @@ def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.d
 
 
 def _evaluated(data: DataParallel, evaluate: Evaluate) -> dict[str, float]:
+    modes = [(module, module.training) for module in data.model.modules()]
     data.model.eval()
     with torch.no_grad():
         figures = dict(evaluate(data.model))
-    data.model.train()
+    for module, training in modes:
+        module.training = training
     return figures
 
 
@@ -251,6 +255,8 @@ class TrainState:
         return found
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
+        if not self.optimizer.state:  # every step was skipped
+            self._make_optimizer_state()
         values = {"values": self.values, "loss_scale": self.loss_scale.state()}
         checkpointer.save(step, self.tensors(), values, rng_state())
 
@@ -267,7 +273,7 @@ class TrainState:
         return step
 
     def _make_optimizer_state(self) -> None:
-        """A step of rate zero with gradients of zero: the state exists, nothing has moved."""
+        """A step of rate zero with gradients of zero, its state put back to zero: it exists, and nothing has moved."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -278,6 +284,10 @@ class TrainState:
             group["lr"] = rate
         for master in self.data.masters.values():
             master.grad = None
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
 
     def note_step(self, mean: Tensor, stop_requested: bool) -> None:
         """Agree over all ranks on the loss of the step and on whether to stop after it."""
@@ -369,10 +379,11 @@ class _Meter:
         self.dispatch = not config.compile  # a dispatch mode would send compiled blocks back to eager
         self.peak = peak_flops(runtime.device, compute_dtype(config.precision)) if flops_per_token else None
         self.times: list[tuple[float, int]] = []
-        self.begin = self.previous = time.perf_counter()
+        self.begin = self.step_begin = time.perf_counter()
 
     @contextmanager
     def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        self.step_begin = time.perf_counter()
         with ExitStack() as stack:
             if self.dispatch and len(self.times) == self.COUNTED - 1:
                 self.volume = stack.enter_context(count_volume(self.data.mesh))
@@ -386,8 +397,7 @@ class _Meter:
 
     def row(self, tokens: int) -> dict[str, float]:
         """Figures of the step that has just ended."""
-        now = time.perf_counter()
-        elapsed, self.previous = now - self.previous, now
+        elapsed = time.perf_counter() - self.step_begin
         self.times.append((elapsed, tokens))
         row: dict[str, float] = {"tokens_per_s": tokens / elapsed, "step_s": elapsed}
         if self.flops_per_token:
@@ -402,7 +412,7 @@ class _Meter:
     def _memory(self) -> int:
         return peak_bytes(self.runtime.device, self.account)
 
-    def summary(self, step: int, state: TrainState) -> dict[str, Any]:
+    def summary(self, step: int, num_steps: int, state: TrainState) -> dict[str, Any]:
         """What the run came to; peaks are those of the rank that needed most."""
         counted = self.times[self.COUNTED :] or self.times
         tokens_per_s = sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else None
@@ -412,7 +422,7 @@ class _Meter:
         device_peak, resident_peak = peaks.tolist()
         return {
             "step": step,
-            "status": "stopped" if state.stopping else "complete",
+            "status": "complete" if step == num_steps else "stopped",
             "loss": state.loss,
             "tokens_per_s": tokens_per_s,
             "mfu": None if tokens_per_s is None or not self.flops_per_token else self._mfu(tokens_per_s),

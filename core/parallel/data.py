@@ -154,7 +154,7 @@ class Replicas(DataParallel):
             return
         layout = layout_of(parameter)
         source = parameter if dtype == self.reduce_dtype else given
-        master = local(source).detach().to(self.reduce_dtype)
+        master = local(source).detach().to(self.reduce_dtype).contiguous()
         if self.shard_axis is not None and master.ndim:
             layout = layout.cut(self.mesh, "dp_shard")
             master = _own_rows(master, self.shard_axis)
@@ -409,17 +409,23 @@ class FullyShardedReplicas(DataParallel):
             parameter.grad = None
 
     def publish(self) -> None:
-        """Nothing to do: the next forward gathers the masters."""
+        """The next forward gathers the masters, also where an earlier one (an evaluation's) left values gathered."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
 def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """The parameter in another format (itself, where it has it already)."""
-    if parameter.dtype == dtype or not parameter.is_floating_point():
+    """The parameter in another format, row after row in memory; itself, where it is so already.
+
+    Messages and fused optimizers take the memory as it lies, so a transposed parameter must not stay one.
+    """
+    value = local(parameter.detach())
+    if not parameter.is_floating_point() or (parameter.dtype == dtype and value.is_contiguous()):
         return parameter
-    return _with_local(parameter, local(parameter.detach()).to(dtype))
+    return _with_local(parameter, value.to(dtype).contiguous())
 
 
 def allocate(model: nn.Module, device: str) -> None:

@@ -29,7 +29,8 @@ def apply_plan(model: nn.Module, plan: Plan, axis: DeviceMesh) -> nn.Module:
     """Apply each style to the modules whose dotted name matches its pattern, in the plan's order.
 
     Parameters that modules share (a tied head) stay shared.
-    Raises UserError for a pattern that matches no module, and for whatever a style finds indivisible.
+    Raises UserError for a pattern that matches no module, for a shared parameter that is not cut alike by all who share
+    it, and for whatever a style finds indivisible.
     """
     shared = [names for names in parameter_names(model) if len(names) > 1]
     for pattern, style in plan.items():
@@ -43,9 +44,19 @@ def apply_plan(model: nn.Module, plan: Plan, axis: DeviceMesh) -> nn.Module:
                 parent, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, styled)
     for first, *others in shared:
+        parameter = model.get_parameter(first)
         for name in others:
-            set_parameter(model, name, model.get_parameter(first))
+            if _placements(model.get_parameter(name)) != _placements(parameter):
+                raise UserError(
+                    f"{first} and {name} are one parameter, and the plan cuts them differently; "
+                    "give both modules styles that cut alike, or untie them"
+                )
+            set_parameter(model, name, parameter)
     return model
+
+
+def _placements(parameter: nn.Parameter) -> tuple[Placement, ...] | None:
+    return parameter.placements if isinstance(parameter, DTensor) else None
 
 
 def parameter_names(model: nn.Module) -> list[list[str]]:

@@ -1,5 +1,7 @@
 """Learning rates, optimizer groups, and the norm of gradients that are sharded in every way."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,7 +41,7 @@ def test_rates_rise_then_fall_between_final_and_peak(num_steps, warmup_steps, sh
     assert all(0 < rate <= 3.0 + 1e-12 for rate in found[: min(warmup_steps, num_steps)])
     after = found[warmup_steps:]
     assert all(3.0 * final - 1e-12 <= rate <= 3.0 + 1e-12 for rate in after)
-    assert all(b <= a + 1e-12 for a, b in zip(after, after[1:]))
+    assert all(b <= a + 1e-12 for a, b in pairwise(after))
     if after and shape != "constant":
         assert after[0] == pytest.approx(3.0) or warmup_steps >= num_steps
         assert found[num_steps] == pytest.approx(3.0 * final) or warmup_steps >= num_steps
