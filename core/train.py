@@ -144,7 +144,7 @@ def fit(
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
         while step < last and not state.stopping:
             with meter.step(optimizer):
-                row = train_step(state, next(source), loss, weight, config, step, stop.requested)
+                row = train_step(state, next(source), loss, weight, config, step, lambda: stop.requested)
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
             if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
@@ -172,9 +172,12 @@ def train_step(
     weight: Callable[[dict[str, Tensor]], Tensor],
     config: TrainConfig,
     step: int,
-    stop_requested: bool = False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank."""
+    """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank.
+
+    stop_requested  asked at the end of the step, on every rank; one that says yes stops all (`state.stopping`)
+    """
     data, axis = state.data, data_axis(state.data.mesh)
     device = next(iter(data.masters.values())).device
     scale = state.loss_scale.factor
@@ -204,7 +207,7 @@ def train_step(
         data.release()  # before the parameters travel: the two need not share memory
         data.publish()
     data.release()
-    state.note_step(mean, stop_requested)
+    state.note_step(mean, stop_requested())
     figures = {"loss": state.loss, "lr": rate, "grad_norm": norm}
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}

@@ -1,0 +1,83 @@
+"""A user's own module, data and loss: small, with dropout, a buffer that training updates, and uneven rows."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.layout import full_tensor
+from core.optim.build import OptimConfig, build_optimizer
+from core.optim.schedule import ScheduleConfig
+from core.parallel.compose import parallelize
+from core.parallel.plan import Plan
+from core.parallel.tensor1d import colwise, rowwise
+from core.precision import LossScale
+from core.runtime import start
+from core.train import TrainConfig, TrainState, fit
+
+PLAN: Plan = {"blocks.*.up": colwise, "blocks.*.down": rowwise}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(5, 6), nn.Linear(6, 5), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(self.up(x).tanh()))
+
+
+class Small(nn.Module):
+    seen: Tensor
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(5, 1)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Rows:
+    """A global batch of 8 rows that depends on the step alone."""
+
+    def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
+        x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = 8 // num_ranks
+        return {"x": x[rank * rows :][:rows], "y": x[rank * rows :][:rows].sum(-1, keepdim=True).sin()}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def config_of(out: Path, **options: Any) -> TrainConfig:
+    optim = OptimConfig(lr=1e-2, schedule=ScheduleConfig(warmup_steps=2))
+    return TrainConfig(**{"out": out, "precision": "fp64", "optim": optim, "device": "cpu", "seed": 3, **options})
+
+
+def build(config: TrainConfig, model: nn.Module | None = None) -> TrainState:
+    """The small model (or another) spread over a fresh mesh, with its optimizer."""
+    with start("cpu", config.seed) as runtime:
+        mesh = runtime.mesh(config.mesh, config.zero)
+        plan = PLAN if config.mesh.tp > 1 else None
+        data = parallelize(Small() if model is None else model, mesh, config, plan=plan)
+        optimizer = build_optimizer(config.optim, data.masters)
+        return TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), {})
+
+
+def train(config: TrainConfig, dropout: float = 0.0, **options: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`fit` the small model.  Returns its summary, and its masters and buffers, whole, on every rank."""
+    with start("cpu", config.seed) as runtime:
+        state = build(config, Small(dropout))
+        summary = fit(state.data, state.optimizer, Rows(), loss, config, runtime, **options)
+        masters = {n: full_tensor(m).clone() for n, m in state.data.masters.items()}
+        return summary, masters | dict(state.data.model.named_buffers())

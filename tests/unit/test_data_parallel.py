@@ -1,0 +1,306 @@
+"""What each ZeRO level holds, byte for byte, and the parameters that need care: frozen, unused, tied, transposed."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.layout import full_tensor
+from core.mesh import MeshConfig, Zero, build_mesh
+from core.metrics import MemoryAccount
+from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.compose import ParallelConfig, parallelize
+from core.parallel.data import DataParallel
+from core.precision import Precision
+
+SHAPES = [(5, 6), (5,), (4, 3), (1, 7)]
+
+
+class Weights(nn.Module):
+    """Parameters of given shapes, each used in full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(shape)) for shape in SHAPES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack([w.square().sum() for w in self.weights]).sum()
+
+
+def spread(model: nn.Module, zero: Zero, precision: Precision = "fp64", mesh: MeshConfig | None = None) -> DataParallel:
+    resolved = (mesh or MeshConfig()).resolve(dist.get_world_size(), zero)
+    return parallelize(model, build_mesh(resolved, "cpu"), ParallelConfig(zero=zero, precision=precision))
+
+
+def backward(data: DataParallel, x: Tensor, last: bool = True) -> None:
+    with data.microbatch(last=last):
+        data.model(x).sum().backward()
+
+
+def storage_bytes(tensors: list[Tensor | None]) -> int:
+    """Bytes of the storages behind tensors, each once."""
+    plain = [getattr(t, "_local_tensor", t) for t in tensors if t is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
+
+
+def held_bytes(zero: Zero, precision: Precision) -> dict[str, int]:
+    """Bytes on this rank: parameters and masters (storages that both use once), gradients after `reduce`, moments."""
+    data = spread(Weights(), zero, precision)
+    optimizer = build_optimizer(OptimConfig(), data.masters)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    backward(data, torch.ones(1, dtype=dtype))
+    data.reduce()
+    parameters, masters = list(data.model.parameters()), list(data.masters.values())
+    found = {"parameters and masters": storage_bytes([*parameters, *masters])}
+    found["gradients"] = storage_bytes([m.grad for m in masters] + [p.grad for p in parameters])
+    optimizer.step()
+    data.publish()
+    data.release()
+    assert all(t.grad is None for t in (*parameters, *masters))
+    state = [v for s in optimizer.state.values() for v in s.values() if v.ndim]  # but the count of steps
+    return found | {"moments": storage_bytes(state)}
+
+
+def elements(ranks: int) -> int:
+    """What one of `ranks` holds in whole rows: ceil(rows / ranks) of each parameter."""
+    return sum(-(-rows // ranks) * math.prod(rest) for rows, *rest in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "parameters", "gradients", "moments"),
+    # Bytes per parameter: (whole, per rank's share).
+    [
+        (0, "fp32", (4, 0), (4, 0), (8, 0)),
+        (1, "fp32", (4, 0), (4, 0), (0, 8)),
+        (2, "fp32", (4, 0), (0, 4), (0, 8)),
+        (3, "fp32", (0, 4), (0, 4), (0, 8)),
+        (0, "bf16", (2 + 4, 0), (4, 0), (8, 0)),
+        (1, "bf16", (2, 4), (4, 0), (0, 8)),
+        (2, "bf16", (2, 4), (0, 4), (0, 8)),
+        (3, "bf16", (0, 4), (0, 4), (0, 8)),
+    ],
+)
+def test_bytes_per_rank(ranks, zero: Zero, precision: Precision, parameters, gradients, moments) -> None:
+    found = ranks(2).run(held_bytes, zero, precision)[0]
+    whole, share = elements(1), elements(2)
+    padded = 2 * share if zero else whole  # a message that is cut over two ranks is made of equal shares
+    assert found["parameters and masters"] == parameters[0] * whole + parameters[1] * share
+    assert found["gradients"] == gradients[0] * padded + gradients[1] * share
+    assert found["moments"] == moments[0] * whole + moments[1] * share
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def backward_peak(zero: Zero) -> int:
+    """Most bytes that a backward adds when every parameter is a message of its own, in units of a parameter."""
+    with patch("core.parallel.data.BUCKET_BYTES", 1):
+        data = spread(Chain(), zero, "fp32")
+    x = torch.ones(1, 64)
+    with MemoryAccount() as account:
+        account.add(data.model.parameters())
+        before = account.current_bytes
+        backward(data, x)
+        data.reduce()
+        return (account.peak_bytes - before) // (64 * 64 * 4)
+
+
+def test_zero_2_lets_go_of_gradients_as_the_backward_goes(ranks) -> None:
+    assert min(ranks(2).run(backward_peak, 1)) >= 8
+    assert max(ranks(2).run(backward_peak, 2)) <= 8 // 2 + 3  # shares, two messages, the gradient just made
+
+
+def same_on_every_mesh(ranks, program, *, world_sizes=(1, 2), levels=(0, 1, 2, 3)) -> None:
+    """`program(zero)` returns tensors on each rank: the same, whatever the level and the number of ranks."""
+    expected = ranks(1).run(program, 0)[0]
+    for size in world_sizes:
+        for zero in levels:
+            for found in ranks(size).run(program, zero):
+                for name, value in expected.items():
+                    torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=f"{name}, zero {zero}")
+
+
+class Tied(nn.Module):
+    """A frozen, an unused and a tied parameter, a transposed one, a parameter that only some inputs reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(3, 5, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.transposed = nn.Parameter(torch.randn(4, 5).t())
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.blocks[0].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.embed.weight.t()
+        for block in self.blocks:
+            x = block(x).tanh()
+        return (x @ self.head.weight) @ torch.ones(3, 1, dtype=x.dtype) + (x @ self.transposed).sum(-1, keepdim=True)
+
+
+def special_parameters(zero: Zero) -> dict[str, Tensor]:
+    """Masters after three steps, and parameters, on the same global batch of 4 rows."""
+    data = spread(Tied(), zero)
+    optimizer = build_optimizer(OptimConfig(lr=0.1), data.masters)
+    assert "head.weight" not in data.masters
+    assert "blocks.0.bias" not in data.masters
+    rank, rows = dist.get_rank(), 4 // dist.get_world_size()
+    for step in range(3):
+        x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for row in range(rows):
+            backward(data, x[rank * rows + row][None], last=row == rows - 1)
+        data.reduce()
+        optimizer.step()
+        data.publish()
+        data.release()
+    assert data.model.get_parameter("head.weight") is data.model.get_parameter("embed.weight")
+    found = {n: full_tensor(m).clone() for n, m in data.masters.items()}
+    with torch.no_grad():
+        found["output"] = data.model(torch.ones(2, 3, dtype=torch.float64)).clone()
+    return found
+
+
+def plain_special_parameters() -> dict[str, Tensor]:
+    """The same by torch alone."""
+    model = Tied().double()
+    decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p is not model.unused]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), foreach=False)
+    for step in range(3):
+        model(torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad and n != "unused"}
+    return found | {"output": model(torch.ones(2, 3, dtype=torch.float64)).detach()}
+
+
+def test_frozen_unused_tied_and_transposed_parameters(ranks) -> None:
+    same_on_every_mesh(ranks, special_parameters)
+    found, expected = ranks(1).run(special_parameters, 0)[0], plain_special_parameters()
+    torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=1e-12, atol=1e-13)
+
+
+def small_updates(zero: Zero) -> tuple[float, float]:
+    """A weight of 1 after 64 bf16 steps of 2^-12 each, which bf16 itself cannot take; master and parameter."""
+    data = spread(nn.Linear(4, 4, bias=False), zero, "bf16")
+    with torch.no_grad():
+        for master in data.masters.values():
+            master.fill_(1.0)
+    data.publish()
+    optimizer = torch.optim.SGD(data.masters.values(), lr=2.0**-12)
+    ranks = dist.get_world_size()
+    for _ in range(64):
+        backward(data, -torch.ones(1, 4, dtype=torch.bfloat16) / ranks)
+        data.reduce()
+        optimizer.step()
+        data.publish()
+        data.release()
+    (master,) = data.masters.values()
+    assert master.dtype == torch.float32
+    with torch.no_grad():
+        return float(master.mean()), float(data.model(torch.eye(4, dtype=torch.bfloat16)).float().mean())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_masters_gather_updates_too_small_for_bf16(ranks, zero: Zero) -> None:
+    expected = 1 + 64 * 2.0**-12
+    assert float(torch.tensor(1.0, dtype=torch.bfloat16) + 2.0**-12) == 1.0
+    for master, parameter in ranks(2).run(small_updates, zero):
+        assert master == expected
+        assert parameter == float(torch.tensor(expected, dtype=torch.bfloat16)) > 1.0
+
+
+def evaluated_then_loaded() -> tuple[float, float]:
+    """Under ZeRO-3 an evaluation leaves what is outside the blocks gathered; new values must be seen all the same."""
+    data = spread(nn.Linear(2, 2, bias=False), 3)
+    x = torch.ones(1, 2, dtype=torch.float64)
+    outputs = []
+    for value in (1.0, 5.0):
+        with torch.no_grad():
+            for master in data.masters.values():
+                master.fill_(value)
+            data.publish()
+            outputs.append(float(data.model(x).sum()))
+    return outputs[0], outputs[1]
+
+
+def test_published_values_are_seen_after_an_evaluation(ranks) -> None:
+    assert ranks(2).run(evaluated_then_loaded) == [(4.0, 20.0)] * 2
+
+
+def held_rows_of_a_tiny_model(zero: Zero) -> dict[str, Tensor]:
+    """One parameter of one row: most ranks hold nothing of it, and step all the same."""
+    torch.manual_seed(0)
+    data = spread(nn.Linear(3, 1, bias=False), zero)
+    optimizer = build_optimizer(OptimConfig(lr=0.1), data.masters)
+    x = torch.ones(4 // dist.get_world_size(), 3, dtype=torch.float64)
+    for _ in range(2):
+        backward(data, x)
+        data.reduce()
+        optimizer.step()
+        data.publish()
+        data.release()
+    return {n: full_tensor(m).clone() for n, m in data.masters.items()}
+
+
+def test_ranks_that_hold_no_row(ranks) -> None:
+    same_on_every_mesh(ranks, held_rows_of_a_tiny_model, world_sizes=(4,))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def scalar(zero: Zero) -> dict[str, Tensor]:
+    data = spread(Scaled(), zero)
+    optimizer = torch.optim.SGD(data.masters.values(), lr=0.1)
+    for _ in range(2):
+        backward(data, torch.ones(4 // dist.get_world_size(), dtype=torch.float64))
+        data.reduce()
+        optimizer.step()
+        data.publish()
+        data.release()
+    return {
+        "scale": full_tensor(data.masters["scale"]),
+        "output": data.model(torch.ones((), dtype=torch.float64)).detach(),
+    }
+
+
+def test_a_scalar_stays_whole(ranks) -> None:
+    same_on_every_mesh(ranks, scalar, levels=(0, 1, 2))  # FSDP2 refuses scalars, in so many words
+    assert float(ranks(2).run(scalar, 1)[1]["output"]) == pytest.approx(2.0 - 2 * 0.1 * 4)
+
+
+def test_tensor_parallelism_needs_a_plan(ranks) -> None:
+    assert (
+        ranks(2).run(refusal) == ["mesh.tp=2 without a plan: say how the model's modules are cut, or use mesh.tp=1"] * 2
+    )
+
+
+def refusal() -> str:
+    try:
+        spread(nn.Linear(2, 2), 0, mesh=MeshConfig(tp=2))
+    except UserError as error:
+        return str(error)
+    return "accepted"

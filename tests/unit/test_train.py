@@ -1,0 +1,208 @@
+"""The loop: skipped steps, stopping, refusals, what is recorded and when."""
+
+import json
+import os
+import signal
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core.checkpoint import CheckpointConfig, complete_steps
+from core.config import UserError
+from core.layout import local
+from core.mesh import Zero
+from core.metrics import read_metrics
+from core.precision import LossScaleConfig
+from core.runtime import start
+from core.train import MOST_SKIPPED_IN_A_ROW, TrainConfig, TrainState, checkpoint_path, fit, num_rows, train_step
+from tests.support.small import Rows, build, config_of, loss, train
+
+
+def everything(state: TrainState) -> dict[str, Tensor]:
+    """Masters, parameters and optimizer state that this rank holds."""
+    found = {n: t.detach().clone() for n, t in state.tensors().items() if not n.startswith("buffer")}
+    return found | {n: local(p.detach()).clone() for n, p in state.data.model.named_parameters()}
+
+
+def step_of(state: TrainState, config: TrainConfig, step: int, spoil: float = 1.0) -> dict[str, Any]:
+    """One step on two ranks; `spoil` multiplies this rank's loss."""
+    batch = Rows().batch(step, dist.get_rank(), 2)
+    return train_step(state, batch, lambda model, part: loss(model, part) * spoil, num_rows, config, step)
+
+
+def skips(zero: Zero, precision: str) -> list[Any]:
+    """A good step, one whose gradient is infinite on one rank alone, a good one."""
+    config = config_of(Path("/nowhere"), zero=zero, precision=precision, loss_scale=LossScaleConfig(initial=64.0))
+    state = build(config)
+    step_of(state, config, 0)
+    before = everything(state)
+    row = step_of(state, config, 1, spoil=float("inf") if dist.get_rank() else 1.0)
+    after = everything(state)
+    untouched = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    good = step_of(state, config, 2)
+    unmoved = [n for n, t in everything(state).items() if t.numel() and torch.equal(after[n], t)]
+    return [untouched, row["skipped_steps"], row["loss_scale"], good.get("skipped_steps"), unmoved]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_step_with_an_infinite_gradient_changes_nothing_and_is_counted(ranks, zero: Zero, precision: str) -> None:
+    for untouched, skipped, scale, still_skipped, unmoved in ranks(2).run(skips, zero, precision):
+        assert untouched
+        assert (skipped, still_skipped) == (1, 1)
+        assert scale == (32.0 if precision == "fp16" else 1.0)
+        # fp16 resolves some of these steps only in the masters.
+        assert not [n for n in unmoved if n.startswith(("model/", "optim/"))]
+
+
+def test_endless_overflow_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row .*lower optim.lr"):
+        train(config_of(tmp_path, steps=50), weight=lambda batch: torch.tensor(float("nan")))
+
+
+def test_a_run_of_skipped_steps_alone_can_be_resumed(tmp_path: Path) -> None:
+    overflow = LossScaleConfig(initial=2.0**30)
+    config = config_of(tmp_path, steps=30, stop_after=2, precision="fp16", loss_scale=overflow)
+    assert train(config)[0]["skipped_steps"] == 2
+    summary, resumed = train(replace(config, stop_after=None, resume="auto"))
+    assert 2 < summary["skipped_steps"] < 20
+    _, straight = train(replace(config, stop_after=None, out=tmp_path / "straight"))
+    assert all(torch.equal(resumed[n], straight[n]) for n in straight)
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=5, evaluate_every=2, checkpoint=CheckpointConfig(every=2, keep=5))
+    summary, _ = train(config, evaluate=lambda model: {"heldout": 1.5})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5]
+    assert [r.get("heldout") for r in rows] == [None, 1.5, None, 1.5, None]
+    assert all({"loss", "lr", "grad_norm", "tokens_per_s", "step_s"} <= r.keys() for r in rows)
+    assert list(complete_steps(tmp_path / "checkpoints")) == [2, 4, 5]
+    assert summary["heldout"] == 1.5
+    assert (summary["status"], summary["step"], summary["num_ranks"]) == ("complete", 5, 1)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["loss"] == summary["loss"] == rows[-1]["loss"]
+
+
+def test_accumulated_loss_is_the_weighted_mean(tmp_path: Path) -> None:
+    """8 rows as 3 + 3 + 2, weighted by rows, give the loss and the step of all 8 at once."""
+    whole = train(config_of(tmp_path / "whole", steps=3))
+    parts = train(config_of(tmp_path / "parts", steps=3, microbatch=3))
+    assert parts[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-13)
+    assert (whole[1].pop("seen"), parts[1].pop("seen")) == (3, 9)
+    torch.testing.assert_close(parts[1], whole[1], rtol=1e-12, atol=1e-13)
+
+
+def test_evaluation_restores_the_mode_of_every_module(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=2, evaluate_every=1)
+    seen = []
+    with start("cpu") as runtime:
+        state = build(config)
+        model = state.data.model
+        model.get_submodule("blocks.0").eval()
+        evaluate = lambda m: seen.append([m.training, torch.is_grad_enabled()]) or {}  # noqa: E731
+        fit(state.data, state.optimizer, Rows(), loss, config, runtime, evaluate=evaluate)
+    assert seen == [[False, False]] * 2
+    assert model.training
+    assert not model.get_submodule("blocks.0").training
+    assert not model.get_submodule("blocks.0.dropout").training
+
+
+def test_a_fresh_run_does_not_write_over_an_earlier_one(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=2)
+    train(config)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"already holds a run \(step 2\); add --resume to continue it, or"):
+        train(config)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_goes_on_from_a_run_a_checkpoint_or_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "a", steps=4, checkpoint=CheckpointConfig(every=2))
+    _, straight = train(replace(config, resume="auto"))  # nothing there: from the beginning
+    folder = tmp_path / "a"
+    assert checkpoint_path(folder) == checkpoint_path(folder / "checkpoints") == folder / "checkpoints/step-00000004"
+    for number, path in enumerate((folder / "checkpoints/step-00000002", folder)):
+        out = tmp_path / f"b{number}"
+        _, found = train(replace(config, out=out, resume=str(path)))
+        assert all(torch.equal(found[n], straight[n]) for n in straight)
+        assert max(complete_steps(out / "checkpoints")) == 4
+    with pytest.raises(UserError, match="nowhere"):
+        train(replace(config, out=tmp_path / "c", resume=str(tmp_path / "nowhere")))
+
+
+def test_stop_after_is_a_stop_like_any_other(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=5, stop_after=3, evaluate_every=0)
+    summary, _ = train(config, evaluate=lambda model: {"heldout": 1.0})
+    assert (summary["status"], summary["step"]) == ("stopped", 3)
+    assert "heldout" not in summary
+    assert list(complete_steps(tmp_path / "checkpoints")) == [3]
+
+
+class Signalling(Rows):
+    """Rows that, on one rank, ask the process to stop while step 2 is under way."""
+
+    def __init__(self, rank: int, at: int = 1):
+        self.rank, self.at = rank, at
+
+    def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
+        batch = super().batch(step, rank, num_ranks)
+        return batch | {"stop": torch.full((len(batch["x"]), 1), float(step == self.at and rank == self.rank))}
+
+
+def signalled_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if batch["stop"].any():
+        os.kill(os.getpid(), signal.SIGTERM)
+    return loss(model, batch)
+
+
+def stopped_by_one(out: Path, every: int) -> tuple[int, str, list[int], bool]:
+    config = config_of(out, steps=9, checkpoint=CheckpointConfig(every=every))
+    handler = signal.getsignal(signal.SIGTERM)
+    with start("cpu") as runtime:
+        state = build(config)
+        summary = fit(state.data, state.optimizer, Signalling(rank=1), signalled_loss, config, runtime)
+    restored = signal.getsignal(signal.SIGTERM) == handler
+    return summary["step"], summary["status"], list(complete_steps(out / "checkpoints")), restored
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks, tmp_path: Path, every: int) -> None:
+    # The step in which the signal comes may have been saved already when they leave.
+    assert ranks(2).run(stopped_by_one, tmp_path, every) == [(2, "stopped", [2], True)] * 2
+
+
+def test_the_model_and_compiled_blocks_train_alike(tmp_path: Path) -> None:
+    """Compiles two blocks, which takes most of this file's time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = train(config_of(tmp_path / "compiled", steps=2, compile=True))
+    eager = train(config_of(tmp_path / "eager", steps=2))
+    assert compiled[0]["loss"] == pytest.approx(eager[0]["loss"], rel=1e-12)
+    torch.testing.assert_close(compiled[1], eager[1], rtol=1e-9, atol=1e-11)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_rates_and_figures_leave_out_what_is_between_the_steps(tmp_path: Path) -> None:
+    """Time that an evaluation takes is no training time."""
+    config = config_of(tmp_path, steps=3, evaluate_every=1)
+    train(config, evaluate=lambda model: time.sleep(0.5) or {})
+    assert max(row["step_s"] for row in read_metrics(tmp_path / "metrics.jsonl")) < 0.5
+
+
+@pytest.mark.parametrize("option", ["steps", "stop_after", "microbatch"])
+def test_numbers_that_make_no_run_are_refused(option: str) -> None:
+    with pytest.raises(UserError, match=f"{option}=0; give a positive number"):
+        TrainConfig(**{option: 0})
+
+
+def test_buffers_are_saved_and_loaded(tmp_path: Path) -> None:
+    train(config_of(tmp_path, steps=4, stop_after=3))
+    assert float(train(config_of(tmp_path, steps=4, resume="auto"))[1]["seen"]) == 4
