@@ -1,0 +1,88 @@
+"""Resuming equals never having stopped: to the bit on the same mesh, to 1e-6 on another."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.checkpoint import CheckpointConfig
+from core.mesh import MeshConfig
+from core.metrics import read_metrics
+from core.precision import LossScaleConfig
+from core.train import TrainConfig
+from tests.support.small import config_of, train
+
+STEPS, STOP = 8, 5
+
+
+def outcome(config: TrainConfig, dropout: float) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Masters and buffers at the end, and the rows of the metrics without what depends on the clock."""
+    masters = train(config, dropout)[1]
+    rows = read_metrics(config.out / "metrics.jsonl")
+    return masters, [
+        {k: v for k, v in row.items() if k in ("step", "loss", "lr", "grad_norm", "loss_scale")} for row in rows
+    ]
+
+
+def stopped_and_straight(ranks, size: int, tmp_path: Path, config: TrainConfig, dropout: float) -> list[Any]:
+    """The outcomes of a run that stops and is resumed, and of one that is not, on rank 0."""
+    stopped = replace(config, out=tmp_path / "stopped")
+    ranks(size).run(train, replace(stopped, stop_after=STOP), dropout)
+    found = ranks(size).run(outcome, replace(stopped, resume="auto"), dropout)[0]
+    return [found, ranks(size).run(outcome, replace(config, out=tmp_path / "straight"), dropout)[0]]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {}),
+        (2, {"zero": 0, "precision": "bf16"}),
+        (2, {"zero": 1, "microbatch": 3}),
+        (2, {"zero": 2, "precision": "fp16", "loss_scale": LossScaleConfig(2.0**20, growth_interval=2)}),
+        (2, {"zero": 3, "precision": "bf16"}),
+        (4, {"zero": 1, "mesh": MeshConfig(tp=2)}),
+        (4, {"zero": 3, "mesh": MeshConfig(tp=2)}),
+        (4, {"zero": 2, "mesh": MeshConfig(dp_replicate=2, dp_shard=2)}),
+    ],
+)
+def test_to_the_bit_on_the_same_mesh(ranks, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    """With dropout: random state, data position, moments, learning rate and loss scale all go on where they were."""
+    config = config_of(tmp_path, steps=STEPS, checkpoint=CheckpointConfig(every=3), **options)
+    (found, rows), (expected, expected_rows) = stopped_and_straight(ranks, size, tmp_path, config, dropout=0.3)
+    assert rows == expected_rows
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    assert found["seen"] == STEPS * (2 if "microbatch" in options else 1)
+
+
+def test_dropout_is_at_work(ranks, tmp_path: Path) -> None:
+    """Without the random state, what is held above to the bit would differ."""
+    config = config_of(tmp_path, steps=STEPS)
+    (found, _), _ = stopped_and_straight(ranks, 1, tmp_path, config, dropout=0.3)
+    without = train(replace(config, out=tmp_path / "without"), dropout=0.0)[1]
+    assert not torch.allclose(found["head.weight"], without["head.weight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [(4, {"zero": 1, "mesh": MeshConfig(tp=2)}), (4, {"zero": 0, "mesh": MeshConfig(tp=4)}), (1, {})],
+        [(1, {}), (2, {"zero": 3}), (4, {"zero": 2, "mesh": MeshConfig(tp=2)})],
+        [(4, {"zero": 3, "mesh": MeshConfig(tp=2)}), (3, {"zero": 0, "mesh": MeshConfig(tp=3)}), (2, {"zero": 1})],
+    ],
+    ids=["dp2xtp2-tp4-one", "one-zero3-dp2xtp2", "dp2xtp2-tp3-zero1"],
+)
+def test_across_meshes(ranks, tmp_path: Path, meshes: list[tuple[int, dict[str, Any]]]) -> None:
+    """Three meshes in turn, a third of the run each, train what one rank does."""
+    config = config_of(tmp_path / "moving", steps=9)
+    for leg, (size, options) in enumerate(meshes):
+        here = replace(config, resume="auto" if leg else None, stop_after=3 * (leg + 1), **options)
+        found, rows = ranks(size).run(outcome, here, 0.0)[0]
+    expected, expected_rows = ranks(1).run(outcome, replace(config, out=tmp_path / "straight"), 0.0)[0]
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-6)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9, msg=name)
