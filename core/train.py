@@ -119,8 +119,8 @@ def fit(
     loss             (model, batch) -> mean over the items of a microbatch, a scalar
     weight           batch -> how many items that mean is over; the loss of a step is the weighted mean over all
                      microbatches of all ranks
-    evaluate         model -> figures of an evaluation; called on every rank; where parameters are sharded every rank must
-                     call the model equally often
+    evaluate         model -> figures of an evaluation; called on every rank; where parameters are sharded, every rank
+                     must call the model equally often
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """

@@ -31,7 +31,7 @@ class ParallelConfig:
     precision: Precision = "fp32"
     """format of parameters and activations; under bf16 and fp16 masters and reductions are fp32"""
     reduce_each: bool = False
-    """reduce gradients after every microbatch: sends more; ZeRO 2 and 3 then never hold them whole"""
+    """reduce gradients after every microbatch: sends more; ZeRO 2 and 3 never hold them whole"""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """activation checkpointing"""
     compile: bool = False

@@ -1,0 +1,147 @@
+"""Plans: which modules a pattern reaches, and what stays of a module that a style has changed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from core.config import UserError
+from core.layout import full_tensor, layout_of
+from core.mesh import MeshConfig, build_mesh
+from core.models.decoder import Decoder, DecoderConfig
+from core.models.plan import tensor_parallel_plan
+from core.parallel.plan import (
+    apply_plan,
+    blocks_of,
+    on_local_parameters,
+    parameter_names,
+    partial_parameters,
+    shard_parameter,
+)
+from core.parallel.tensor1d import check_heads, colwise, rowwise, vocab_embedding
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in range(2))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_names_of_shared_parameters_stand_together() -> None:
+    names = parameter_names(Net())
+    assert ["embed.weight", "head.weight"] in names
+    assert len(names) == 1 + 8
+
+
+def test_blocks_are_the_outermost_lists() -> None:
+    net = Net()
+    nested = nn.ModuleDict({"net": net, "more": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)])])})
+    assert blocks_of(nested) == [*net.blocks, nested["more"][0]]
+    assert blocks_of(nn.Linear(1, 1)) == []
+
+
+def refusals() -> list[str]:
+    axis = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")["tp"]
+    said = []
+    for plan in (
+        {"blocks.*.0": colwise, "block.*.1": rowwise},
+        {"embed": vocab_embedding},
+    ):
+        try:
+            apply_plan(Net(), plan, axis)
+        except UserError as error:
+            said.append(str(error))
+    padded = nn.Embedding(4, 2, padding_idx=0)
+    try:
+        vocab_embedding(padded, axis)
+    except UserError as error:
+        said.append(str(error))
+    return said
+
+
+def test_a_plan_that_cannot_be_followed_is_refused(ranks) -> None:
+    unmatched, half_tied, padding = ranks(2).run(refusals)[0]
+    assert (
+        unmatched == "the plan's pattern 'block.*.1' matches no module; the model's modules are embed, blocks, head, …"
+    )
+    assert half_tied.startswith("embed.weight and head.weight are one parameter, and the plan cuts them differently;")
+    assert "without padding_idx" in padding
+
+
+def test_heads_that_do_not_divide_are_told_what_would() -> None:
+    check_heads(12, 6, 3)
+    with pytest.raises(UserError, match=r"8 heads do not divide over tp=3; use tp in \{1, 2, 4, 8\}"):
+        check_heads(8, 8, 3)
+    with pytest.raises(UserError, match=r"2 key/value heads do not divide over tp=4; use tp in \{1, 2\}"):
+        check_heads(8, 2, 4)
+
+
+def styled() -> None:
+    axis = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")["tp"]
+    torch.manual_seed(0)
+    plain, net = Net().double(), Net().double()
+    net.load_state_dict(plain.state_dict())
+    names = [n for n, _ in net.named_parameters()]
+    plan = {"embed": vocab_embedding, "blocks.*.0": colwise, "blocks.*.1": rowwise, "head": colwise}
+    assert apply_plan(net, plan, axis) is net
+
+    assert [n for n, _ in net.named_parameters()] == names
+    assert net.head.weight is net.embed.weight
+    for name, parameter in net.named_parameters():
+        assert tuple(parameter.shape) == tuple(plain.get_parameter(name).shape)
+        assert torch.equal(full_tensor(parameter), plain.get_parameter(name))
+    assert isinstance(net.embed.weight, DTensor)
+    assert layout_of(net.embed.weight).local_shape() == ((4, 4), (3, 4))[dist.get_rank()]
+
+    ids = torch.tensor([[0, 3, 6], [4, 4, 5]])
+    outputs, expected = net(ids), plain(ids)
+    torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+    outputs.square().sum().backward()
+    expected.square().sum().backward()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(full_tensor(parameter.grad), plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not isinstance(self.weight, DTensor)
+            raise ZeroDivisionError
+
+    broken = Broken(2, 4)
+    shard_parameter(broken, "weight", axis, Shard(0))
+    on_local_parameters(broken)
+    with pytest.raises(ZeroDivisionError):
+        broken(torch.ones(1, 2))
+    assert isinstance(broken.weight, DTensor), "a forward that fails leaves the module as it was"
+
+
+def test_styles_change_how_a_module_computes_and_not_what_it_is(ranks) -> None:
+    ranks(2).run(styled)
+
+
+def decoder_placements() -> dict[str, tuple]:
+    mesh = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")
+    config = DecoderConfig(vocab_size=11, dim=8, num_layers=1, num_heads=2, ffn_dim=6, max_length=5)
+    with torch.device("meta"):
+        model = Decoder(config)
+    apply_plan(model, tensor_parallel_plan(config), mesh["tp"])
+    partial = partial_parameters(model)
+    places = {n: p.placements[0] if isinstance(p, DTensor) else Replicate() for n, p in model.named_parameters()}
+    assert all(isinstance(places[n], Replicate) for n in partial), "a gradient is partial where the parameter is whole"
+    return {n: "partial" if n in partial else str(p) for n, p in places.items()}
+
+
+def test_every_parameter_of_the_decoder_is_cut_or_known_to_have_partial_gradients(ranks) -> None:
+    found = ranks(2).run(decoder_placements)[0]
+    assert set(found.values()) == {"S(0)", "S(1)", "partial"}
+    assert {n for n, p in found.items() if p == "S(1)"} == {"blocks.0.attention.out.weight", "blocks.0.mlp.down.weight"}
+    assert found["blocks.0.mlp.down.bias"] == found["embedding.positions.weight"] == found["norm.weight"] == "partial"

@@ -1,0 +1,68 @@
+"""Recomputation: the same gradients, from fewer kept activations, in the blocks that were asked for."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.metrics import MemoryAccount
+from core.parallel.recompute import RecomputeConfig, apply_recompute
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for _ in range(4):
+            x = self.dropout(self.linear(x)).sin()
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def run(config: RecomputeConfig) -> tuple[list[Tensor], list[int], int]:
+    """Gradients, calls of each block, and bytes that the forward keeps."""
+    torch.manual_seed(0)
+    net = Net()
+    apply_recompute(net, config)
+    with MemoryAccount() as account:
+        x = torch.randn(64, 16)
+        account.add(net.parameters())
+        before = account.current_bytes
+        loss = net(x).sum()
+        kept = account.current_bytes - before
+        loss.backward()
+    assert [n for n, _ in net.named_parameters()][0] == "blocks.0.linear.weight"
+    return [p.grad for p in net.parameters()], [block.calls for block in net.blocks], kept
+
+
+def test_gradients_are_the_same_and_less_is_kept() -> None:
+    plain, _, kept = run(RecomputeConfig())
+    found = {mode: run(RecomputeConfig(mode)) for mode in ("full", "selective")}
+    for gradients, _, _ in found.values():
+        assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
+    assert found["full"][2] < found["selective"][2] < kept
+    assert found["full"][2] < kept / 4
+
+
+@pytest.mark.parametrize(("every", "calls"), [(1, [2, 2, 2, 2]), (2, [2, 1, 2, 1]), (3, [2, 1, 1, 2])])
+def test_every_nth_block(every: int, calls: list[int]) -> None:
+    assert run(RecomputeConfig("full", every))[1] == calls
+
+
+def test_every_is_at_least_one() -> None:
+    with pytest.raises(UserError, match="recompute.every=0"):
+        RecomputeConfig("full", 0)
