@@ -69,6 +69,17 @@ def test_bad_text(capsys, tmp_path: Path, content: bytes, expected: tuple) -> No
         assert word in said
 
 
+def test_a_broken_record_is_named_or_skipped_and_counted(capsys, tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    records.write_text('{"text": "a fine text, and long enough"}\n{"txt": "misspelled"}\n' * 3)
+    options = ("--data.path", records, "--data.heldout_fraction", 0, "--data.cache", tmp_path / "corpora")
+    said = refusal(capsys, "pretrain", "--data.suffixes", ".jsonl", "--out", tmp_path / "run", *options)
+    assert "records.jsonl" in said
+    assert "2" in said
+    printed = llm("tokenize", *options, "--data.tokenizer", "byte", "--data.on_error", "skip", "--out", tmp_path)
+    assert "skipped 3 records: 3 missing field" in printed
+
+
 def test_a_second_run_does_not_write_over_the_first(capsys, tmp_path: Path) -> None:
     options = ("pretrain", "--recipe", "debug", "--steps", 1, "--no-hf", "--out", tmp_path / "run")
     llm(*options, "--data.cache", tmp_path / "corpora")

@@ -1,0 +1,39 @@
+"""The llm commands' configuration: recipes, the check of a combination, the warning before a run that does not fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from apps.llm.config import check_combination
+from apps.llm.plan import run_shape, warning
+from apps.llm.recipes import RECIPES
+from core.config import UserError
+from core.estimate import decoder_shape, estimate_memory
+from core.mesh import MeshConfig
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_whole_and_divides_over_common_meshes(name: str) -> None:
+    config = RECIPES[name]()
+    assert config.data.sequence_length <= config.model.max_length
+    for ranks in (1, 2, 4, 8):
+        mesh = check_combination(replace(config, nproc=ranks))
+        assert mesh.data_ranks == ranks
+
+
+def test_the_debug_recipe_runs_on_three_ranks_and_refuses_three_way_tensor_parallelism() -> None:
+    debug = RECIPES["debug"]()
+    assert (debug.model.num_heads, debug.model.num_layers, debug.data.global_batch) == (8, 16, 24)
+    assert check_combination(replace(debug, nproc=3)).data_ranks == 3
+    with pytest.raises(UserError, match=r"8 heads do not divide over tp=3; use tp in {1, 2, 4, 8}"):
+        check_combination(replace(debug, nproc=3, mesh=MeshConfig(tp=3)))
+
+
+def test_a_run_that_does_not_fit_says_what_would() -> None:
+    config = replace(RECIPES["gpt2_xl"](), nproc=8, zero=0, precision="bf16")
+    needed = estimate_memory(decoder_shape(config.model), run_shape(config)).peak_bytes
+    assert warning(config, needed) is None
+    line = warning(config, needed - 1)
+    assert line is not None
+    assert "--zero 1" in line
+    assert "\n" not in line
