@@ -8,12 +8,14 @@ from torch import Tensor
 
 from core.config import UserError
 from core.layout import layout_of
+from core.optim.muon import Muon
 from core.optim.schedule import ScheduleConfig
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """muon: orthogonalised momentum for the blocks' matrices (which must be whole), AdamW for the rest"""
     lr: float = 3e-4
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -21,7 +23,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     """of matrices; vectors (norms, biases) are never decayed"""
     momentum: float = 0.9
-    """of sgd"""
+    """of sgd and muon"""
     clip_norm: float | None = 1.0
     """global gradient norm beyond which gradients are scaled down; None: never"""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -49,4 +51,24 @@ def build_optimizer(config: OptimConfig, masters: dict[str, Tensor]) -> torch.op
     ]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+    if config.name == "muon":
+        return _muon(config, masters)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _muon(config: OptimConfig, masters: dict[str, Tensor]) -> Muon:
+    """Muon for the matrices of the repeated blocks, whose names hold a number; AdamW for the others.
+
+    Raises UserError when a matrix is sharded.
+    """
+    if any(layout_of(master).cuts for master in masters.values()):
+        raise UserError("optim.name=muon needs whole matrices on every rank; use --zero 0 and mesh.tp=1, or adamw")
+    hidden = {n for n, m in masters.items() if m.ndim == 2 and any(part.isdigit() for part in n.split("."))}
+    matrices = [m for n, m in masters.items() if n not in hidden and m.ndim >= 2]
+    vectors = [m for m in masters.values() if m.ndim < 2]
+    groups = [
+        {"params": [masters[n] for n in masters if n in hidden], "orthogonalise": True},
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return Muon(groups, config.lr, config.momentum, config.betas, config.eps, config.weight_decay)

@@ -1,0 +1,70 @@
+"""Muon: updates are nearly orthogonal, along U V^T; the rest is torch's AdamW; sharded matrices are refused."""
+
+import pytest
+import torch
+
+from core.config import UserError
+from core.layout import Layout, tag
+from core.optim.build import OptimConfig, build_optimizer
+from core.optim.muon import orthogonalised
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 13), (40, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orthogonalised_is_near_the_polar_factor(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonalised(matrix)
+    assert found.dtype == dtype
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.6  # the quintic leaves singular values within about [0.7, 1.2]
+    assert values.max() < 1.3
+    assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ vt).flatten(), dim=0) > 0.97
+
+
+def _masters() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"blocks.0.qkv.weight": (6, 4), "blocks.0.norm.weight": (4,), "embedding.weight": (9, 4)}
+    return {n: torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for n, s in shapes.items()}
+
+
+def test_the_step() -> None:
+    masters, reference = _masters(), _masters()
+    config = OptimConfig(name="muon", lr=0.1, momentum=0.9, weight_decay=0.5)
+    optimizer = build_optimizer(config, masters)
+    adamw = build_optimizer(
+        OptimConfig(name="adamw", lr=0.1, weight_decay=0.5), {n: reference[n] for n in reference if "qkv" not in n}
+    )
+    matrix = reference["blocks.0.qkv.weight"].detach().clone()
+    momentum = torch.zeros_like(matrix)
+    for step in range(3):
+        for name, master in masters.items():
+            generator = torch.Generator().manual_seed(step)
+            master.grad = torch.randn(master.shape, dtype=torch.float64, generator=generator)
+            reference[name].grad = master.grad.clone()
+        grad = masters["blocks.0.qkv.weight"].grad
+        assert grad is not None
+        momentum = 0.9 * momentum + grad
+        update = orthogonalised(grad + 0.9 * momentum)
+        matrix = (1 - 0.1 * 0.5) * matrix - 0.1 * 0.2 * 6**0.5 * update
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(masters["blocks.0.qkv.weight"].detach(), matrix, rtol=1e-12, atol=1e-12)
+    for name in ("blocks.0.norm.weight", "embedding.weight"):
+        torch.testing.assert_close(masters[name], reference[name], rtol=1e-12, atol=1e-12)
+
+
+def test_sharded_matrices_are_refused(ranks) -> None:
+    assert ranks(2).run(_refusal) == ["refused", "refused"]
+
+
+def _refusal() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    shard = tag(torch.zeros(3, 4), Layout((6, 4), mesh, (("dp_shard", 0),)))
+    try:
+        build_optimizer(OptimConfig(name="muon"), {"blocks.0.qkv.weight": shard})
+    except UserError:
+        return "refused"
+    return "accepted"
