@@ -25,6 +25,7 @@ from core.layout import layout_of, local
 from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
+from core.nn.linear import Linear
 from core.nn.loss import Head
 from core.nn.mlp import MLP, ActivationName, is_gated
 from core.nn.norm import NormKind, build_norm
@@ -164,7 +165,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(self._block() for _ in range(config.num_layers))
         self.norm = self._norm() if config.final_norm else None
         width = config.embedding_size
-        self.project_out = nn.Linear(config.dim, width, bias=False) if width != config.dim else None
+        self.project_out = Linear(config.dim, width, bias=False) if width != config.dim else None
         tied = self.embedding.tokens.weight if config.tied_head else None
         self.head = Head(config.vocab_size, width, weight=tied)
 
