@@ -226,8 +226,7 @@ class Decoder(nn.Module):
             )
         if mask_BL is None or config.family in ("gpt2", "llama"):
             return torch.arange(length, device=input_ids_BL.device)[None]
-        padding = -1 if config.family == "opt" else 0
-        return positions_from_mask(mask_BL, padding)
+        return positions_from_mask(mask_BL)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         """A tied head stays tied when parameters are replaced, as `to_empty` does."""
@@ -238,10 +237,10 @@ class Decoder(nn.Module):
         return self
 
 
-def positions_from_mask(mask_BL: Tensor, padding: int = 0) -> Tensor:
-    """Number of tokens before each one; `padding` where there is none."""
+def positions_from_mask(mask_BL: Tensor) -> Tensor:
+    """Number of tokens before each one; 0 for padding in front, which no token sees."""
     tokens_BL = mask_BL != 0
-    return (tokens_BL.cumsum(1) - 1).masked_fill(~tokens_BL, padding)
+    return (tokens_BL.cumsum(1) - 1).masked_fill(~tokens_BL, 0)
 
 
 def rotary_angles(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
