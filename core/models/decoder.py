@@ -25,6 +25,7 @@ from core.layout import layout_of, local
 from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
+from core.nn.linear import Linear
 from core.nn.loss import Head
 from core.nn.mlp import MLP, ActivationName, is_gated
 from core.nn.norm import NormKind, build_norm
@@ -164,7 +165,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(self._block() for _ in range(config.num_layers))
         self.norm = self._norm() if config.final_norm else None
         width = config.embedding_size
-        self.project_out = nn.Linear(config.dim, width, bias=False) if width != config.dim else None
+        self.project_out = Linear(config.dim, width, bias=False) if width != config.dim else None
         tied = self.embedding.tokens.weight if config.tied_head else None
         self.head = Head(config.vocab_size, width, weight=tied)
 
@@ -225,8 +226,7 @@ class Decoder(nn.Module):
             )
         if mask_BL is None or config.family in ("gpt2", "llama"):
             return torch.arange(length, device=input_ids_BL.device)[None]
-        padding = -1 if config.family == "opt" else 0
-        return positions_from_mask(mask_BL, padding)
+        return positions_from_mask(mask_BL)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         """A tied head stays tied when parameters are replaced, as `to_empty` does."""
@@ -237,10 +237,10 @@ class Decoder(nn.Module):
         return self
 
 
-def positions_from_mask(mask_BL: Tensor, padding: int = 0) -> Tensor:
-    """Number of tokens before each one; `padding` where there is none."""
+def positions_from_mask(mask_BL: Tensor) -> Tensor:
+    """Number of tokens before each one; 0 for padding in front, which no token sees."""
     tokens_BL = mask_BL != 0
-    return (tokens_BL.cumsum(1) - 1).masked_fill(~tokens_BL, padding)
+    return (tokens_BL.cumsum(1) - 1).masked_fill(~tokens_BL, 0)
 
 
 def rotary_angles(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

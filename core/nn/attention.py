@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.nn.linear import Linear
+
 
 @dataclass
 class StepContext:
@@ -164,8 +166,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.group = num_heads // num_kv_heads
         self.head_dim = head_dim
-        self.qkv = nn.Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
-        self.out = nn.Linear(num_heads * head_dim, dim, bias=bias)
+        self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
+        self.out = Linear(num_heads * head_dim, dim, bias=bias)
         self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self.attend: Attend = attend
 

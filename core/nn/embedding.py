@@ -5,6 +5,8 @@ Shapes: B batch, L length, E embedding size, D model.
 
 from torch import Tensor, nn
 
+from core.nn.linear import Linear
+
 
 class Embedding(nn.Module):
     """project_in(tokens[ids]) + positions[p + offset], then the norm (BLOOM's).
@@ -26,7 +28,7 @@ class Embedding(nn.Module):
         width = embed_dim or dim
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(num_positions + offset, dim) if num_positions is not None else None
-        self.project_in = nn.Linear(width, dim, bias=False) if width != dim else None
+        self.project_in = Linear(width, dim, bias=False) if width != dim else None
         self.norm = norm
         self.offset = offset
 

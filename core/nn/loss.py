@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from core.nn.linear import linear, product
 
 IGNORED = -100
 
@@ -58,7 +59,7 @@ class Head(nn.Module):
         """
         x_BLD = x_BLD[:, :length]
         if targets_BL is None:
-            return F.linear(x_BLD, self.weight)
+            return linear(x_BLD, self.weight)
         return linear_cross_entropy(
             x_BLD.flatten(0, 1),
             self.weight,
@@ -101,13 +102,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         num_tokens, num_rows = x_ND.shape[0], weight_VD.shape[0]
         loss = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
-        buffer_CV = x_ND.new_empty(chunk_tokens, num_rows)
         dx_ND = torch.empty_like(x_ND) if needs_grad else None
         dweight = _Sum(weight_VD, in_parts=chunk_tokens < num_tokens)
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, num_tokens))
             x_CD, targets_C = x_ND[chunk], targets_N[chunk]
-            logits_CV = torch.mm(x_CD, weight_VD.T, out=buffer_CV[: x_CD.shape[0]])
+            logits_CV = product(x_CD, weight_VD.T)
             columns_C1, held_C1 = _columns(targets_C, vocab_start, num_rows)
             target_C = logits_CV.gather(1, columns_C1).to(loss.dtype).masked_fill(~held_C1, 0.0).squeeze(1)
             counted_C = (targets_C != IGNORED).to(loss.dtype)
@@ -126,8 +126,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 g_CV = logits_CV
                 at_target_C = ((target_C - logsumexp_C).exp() * scale_C - 1) * counted_C
                 at_target_C1 = torch.where(held_C1, at_target_C[:, None].to(g_CV.dtype), g_CV.gather(1, columns_C1))
-                g_CV.scatter_(1, columns_C1, at_target_C1)
-                torch.mm(g_CV, weight_VD, out=dx_ND[chunk])
+                g_CV[torch.arange(len(g_CV), device=g_CV.device), columns_C1[:, 0]] = at_target_C1[:, 0]
+                dx_ND[chunk] = product(g_CV, weight_VD)
                 dweight.add(g_CV.T, x_CD)
         if needs_grad:
             ctx.save_for_backward(dx_ND, dweight.total())
@@ -150,11 +150,9 @@ class _Sum:
 
     def add(self, a: Tensor, b: Tensor) -> None:
         if self.value is None:
-            self.value = (a @ b).to(self.dtype)
-        elif self.dtype == a.dtype:
-            self.value.addmm_(a, b)
+            self.value = product(a, b).to(self.dtype)
         else:
-            self.value.add_(a @ b)
+            self.value.add_(product(a, b))
 
     def total(self) -> Tensor:
         return torch.zeros_like(self.like) if self.value is None else self.value.to(self.like.dtype)

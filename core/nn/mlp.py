@@ -11,6 +11,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.nn.linear import Linear
+
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,9 +32,9 @@ def is_gated(activation: ActivationName) -> bool:
 class MLP(nn.Module):
     def __init__(self, dim: int, hidden: int, activation: ActivationName, bias: bool):
         super().__init__()
-        self.up = nn.Linear(dim, hidden, bias=bias)
-        self.gate = nn.Linear(dim, hidden, bias=bias) if is_gated(activation) else None
-        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.up = Linear(dim, hidden, bias=bias)
+        self.gate = Linear(dim, hidden, bias=bias) if is_gated(activation) else None
+        self.down = Linear(hidden, dim, bias=bias)
         self.activation = _FUNCTIONS[activation]
 
     def forward(self, x_BLD: Tensor) -> Tensor:

@@ -44,9 +44,12 @@ def test_large_logits():
     )
 
 
-@pytest.mark.parametrize("chunk_bytes", [1 << 26, 4000])
+@pytest.mark.parametrize("chunk_bytes", [1 << 26, 120])
 def test_bf16_accumulates_in_fp32(chunk_bytes, monkeypatch):
-    """Against fp64 from the same bf16 inputs: one rounding of logits, of the gradient of logits and of the result."""
+    """Against fp64 from the same bf16 inputs: one rounding of logits, of the gradient of logits and of the result.
+
+    In 300 chunks a sum kept in bf16 would be off by sqrt(300) roundings.
+    """
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
     x, weight, targets = inputs(300, 8, 60, torch.bfloat16)
     wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
@@ -57,7 +60,7 @@ def test_bf16_accumulates_in_fp32(chunk_bytes, monkeypatch):
     ours.backward()
     expected.backward()
     for grad, want in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
-        assert (grad.double() - want).norm() / want.norm() < 2**-7
+        assert (grad.double() - want).norm() / want.norm() < 2**-8
 
 
 def test_a_sure_token_keeps_its_gradient():

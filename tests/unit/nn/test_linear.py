@@ -1,0 +1,55 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.nn import linear as linear_module
+from core.nn.linear import Linear, product, uses_onednn
+
+
+@pytest.fixture(autouse=True)
+def _small_products_too(monkeypatch):
+    monkeypatch.setattr(linear_module, "_WORTH_IT", 0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (40, 9, 130)])
+def test_as_torch(shape, bias):
+    """Value and gradients against fp64, on three-dimensional and strided input, within fp32 rounding of the sums."""
+    M, K, N = shape
+    layer = Linear(K, N, bias=bias)
+    x = torch.randn(2, K, M).transpose(1, 2).requires_grad_()
+    assert uses_onednn(x, layer.weight, 1) is linear_module._AVAILABLE
+    wide = [t.detach().double().requires_grad_() for t in (x, *layer.parameters())]
+    g = torch.randn(2, M, N)
+    out, want = layer(x), F.linear(*wide)
+    grads = torch.autograd.grad(out, (x, *layer.parameters()), g)
+    wants = torch.autograd.grad(want, wide, g.double())
+    for ours, exact in zip((out, *grads), (want, *wants), strict=True):
+        assert ours.shape == exact.shape
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5 * max(shape) ** 0.5)
+
+
+def test_twice_differentiable():
+    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(3, 6, requires_grad=True)
+    ours = torch.autograd.grad(product(a, b).square().sum(), a, create_graph=True)[0].square().sum()
+    want = torch.autograd.grad((a @ b).square().sum(), a, create_graph=True)[0].square().sum()
+    for grad, exact in zip(torch.autograd.grad(ours, (a, b)), torch.autograd.grad(want, (a, b)), strict=True):
+        torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_frozen_weight_makes_no_gradient():
+    layer = Linear(4, 5).requires_grad_(False)
+    x = torch.randn(3, 4, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(3, 4))
+
+
+def test_where_it_is_not_used():
+    x, weight = torch.randn(2, 4), torch.randn(3, 4)
+    assert not uses_onednn(x.double(), weight.double(), 1)
+    assert not uses_onednn(x.bfloat16(), weight.bfloat16(), 1)
+    assert not uses_onednn(x.to("meta"), weight.to("meta"), 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not uses_onednn(x, weight, 1)
+        assert Linear(4, 3)(x).dtype == torch.bfloat16
