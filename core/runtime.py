@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     else:
         _keep_freed_memory()
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    # torch 2.13 deprecates names of collectives whose new names 2.11 does not have yet.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     owned = not dist.is_initialized()
     if owned:
         _init_process_group(kind, timedelta(seconds=timeout_s))

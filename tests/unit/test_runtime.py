@@ -4,12 +4,14 @@ import os
 import random
 import signal
 import threading
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from core.comm import collectives
 from core.config import UserError
 from core.mesh import AXES, MeshConfig
 from core.runtime import StopRequest, seed_everything, start
@@ -42,6 +44,20 @@ def test_a_group_that_exists_is_used_and_left_alone(ranks) -> None:
 def test_cuda_without_a_device_is_refused() -> None:
     with pytest.raises(UserError, match="use --device cpu"), start("cuda"):
         pass
+
+
+def reduces_with_the_old_name() -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with start("cpu") as runtime:
+            axis = runtime.mesh(MeshConfig(tp=2))["tp"]
+            collectives.reduce_scatter(torch.ones(4), 0, axis)
+            collectives.all_gather(torch.ones(4), 0, axis)
+    return [str(warning.message) for warning in seen]
+
+
+def test_renamed_collectives_do_not_warn_users_of_either_torch(ranks) -> None:
+    assert ranks(2).run(reduces_with_the_old_name) == [[], []]
 
 
 def test_seeds_reach_every_generator() -> None:
