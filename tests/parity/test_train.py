@@ -18,7 +18,7 @@ TOLERANCE = 1e-10
 GPT2 = DecoderConfig(vocab_size=61, dim=24, num_layers=2, num_heads=6, ffn_dim=50, max_length=9)
 OPT = replace(GPT2, family="opt", position_offset=2, activation="relu", tied_head=False)
 OPT_350M = replace(OPT, embed_dim=10, norm_first=False, final_norm=False, tied_head=True)
-BLOOM = replace(GPT2, family="bloom", positions="alibi", embedding_norm=True)
+BLOOM = replace(GPT2, ffn_dim=96, family="bloom", positions="alibi", embedding_norm=True)
 LLAMA = replace(
     GPT2,
     family="llama",
