@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     config = demo()
     if config.out.exists():
         shutil.rmtree(config.out)  # the demo always shows a run from scratch
-    code = pretrain(["--recipe", "demo", "--nproc", str(os.cpu_count() or 1), *argv])
+    code = pretrain(["--recipe", "demo", "--nproc", str(num_ranks(config.data.global_batch)), *argv])
     if code:
         return code
     baselines = compression_baselines(heldout_bytes(config.data))
@@ -37,6 +38,14 @@ def main(argv: list[str]) -> int:
     path.write_text(json.dumps(summary, indent=2) + "\n")
     show(summary, config.out)
     return 0
+
+
+def num_ranks(global_batch: int) -> int:
+    """One rank on a GPU; else one a core, as far as the batch divides and rows are left for each."""
+    if torch.cuda.is_available():
+        return 1
+    most = min(os.cpu_count() or 1, global_batch // 2)
+    return max(n for n in range(1, most + 1) if global_batch % n == 0)
 
 
 def show(summary: dict, folder: Path) -> None:

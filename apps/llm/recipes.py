@@ -58,13 +58,16 @@ def debug() -> PretrainConfig:
 def demo() -> PretrainConfig:
     """What `make demo` trains: a small GPT on the source of this Python's standard library."""
     return PretrainConfig(
-        model=DecoderConfig(
-            vocab_size=4096, dim=320, num_layers=6, num_heads=5, ffn_dim=1280, max_length=256, activation="gelu_tanh"
-        ),
+        model=DecoderConfig(vocab_size=4096, dim=256, num_layers=4, num_heads=4, ffn_dim=1024, max_length=256),
         data=DataConfig(path="stdlib", vocab_size=4096, sequence_length=256, global_batch=16),
         steps=600,
         precision="bf16",
-        optim=OptimConfig(lr=2e-3, schedule=ScheduleConfig(shape="linear", warmup_steps=50, final=0.0)),
+        optim=OptimConfig(
+            name="muon",
+            lr=3e-3,
+            momentum=0.95,
+            schedule=ScheduleConfig(shape="linear", warmup_steps=20, final=0.0),
+        ),
         checkpoint=CheckpointConfig(every=300),
         out=Path("runs/demo"),
     )
