@@ -128,9 +128,7 @@ class _SplitTo(Function):
         ctx.dim, ctx.axis, ctx.rows = dim, axis, x.shape[dim]
         return take_shard(x, dim, axis)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.dim, ctx.axis).narrow(ctx.dim, 0, ctx.rows), None, None
+    backward = _ScatterTo.backward
 
 
 class _JoinFrom(Function):
