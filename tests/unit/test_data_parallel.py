@@ -153,6 +153,13 @@ class Tied(nn.Module):
         return (x @ self.head.weight) @ torch.ones(3, 1, dtype=x.dtype) + (x @ self.transposed).sum(-1, keepdim=True)
 
 
+def poisoned(*args, **kwargs) -> Tensor:
+    """torch.empty, with nothing left to luck in what nobody writes."""
+    out = torch.zeros(*args, **kwargs)
+    return out.fill_(torch.nan) if out.is_floating_point() else out
+
+
+@patch.object(torch, "empty", poisoned)
 def special_parameters(zero: Zero) -> dict[str, Tensor]:
     """Masters after three steps, and parameters, on the same global batch of 4 rows."""
     data = spread(Tied(), zero)
