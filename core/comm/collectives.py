@@ -128,7 +128,9 @@ class _SplitTo(Function):
         ctx.dim, ctx.axis, ctx.rows = dim, axis, x.shape[dim]
         return take_shard(x, dim, axis)
 
-    backward = _ScatterTo.backward
+    @staticmethod
+    def backward(ctx, grad):
+        return _ScatterTo.backward(ctx, grad)
 
 
 class _JoinFrom(Function):
