@@ -96,7 +96,7 @@ def test_bytes_per_rank(ranks, zero: Zero, precision: Precision, parameters, gra
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(16))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -118,8 +118,9 @@ def backward_peak(zero: Zero) -> int:
 
 
 def test_zero_2_lets_go_of_gradients_as_the_backward_goes(ranks) -> None:
-    assert min(ranks(2).run(backward_peak, 1)) >= 8
-    assert max(ranks(2).run(backward_peak, 2)) <= 8 // 2 + 3  # shares, two messages, the gradient just made
+    assert min(ranks(2).run(backward_peak, 1)) >= 16
+    # Shares, two messages, the gradient just made, and one or two that gloo's threads have yet to let go of.
+    assert max(ranks(2).run(backward_peak, 2)) <= 16 // 2 + 5
 
 
 def same_on_every_mesh(ranks, program, *, world_sizes=(1, 2), levels=(0, 1, 2, 3)) -> None:
