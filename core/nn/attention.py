@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.nn.causal_attention import causal_attention, fits
 from core.nn.linear import Linear
 
 
@@ -92,6 +93,8 @@ def dot_product_attention(
     q_BLHK: Tensor, k_BSJK: Tensor, v_BSJK: Tensor, bias: Tensor | None, *, is_causal: bool
 ) -> Tensor:
     """softmax(q k^T / sqrt(K) + bias) v; bias[B or 1, H or 1, L, S]. Works on strided views, returns o[B, L, H, K]."""
+    if is_causal and bias is None and fits(q_BLHK, k_BSJK):
+        return causal_attention(q_BLHK, k_BSJK, v_BSJK)
     o_BHLK = F.scaled_dot_product_attention(
         q_BLHK.transpose(1, 2),
         k_BSJK.transpose(1, 2),
