@@ -25,6 +25,8 @@ IGNORED = -100
 CHUNK_BYTES = 64 << 20
 # Logits worked on at a time on a CPU, counted in fp32.
 TILE_BYTES = 1 << 20
+# The weight's gradient added at a time.
+SLAB_BYTES = 16 << 20
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 Combine = Callable[[Tensor, Tensor, Tensor], Statistics]
@@ -129,6 +131,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 g_CV[torch.arange(len(g_CV), device=g_CV.device), columns_C1[:, 0]] = at_target_C1[:, 0]
                 dx_ND[chunk] = product(g_CV, weight_VD)
                 dweight.add(g_CV.T, x_CD)
+                del g_CV
+            del logits_CV  # before the next chunk's are made
         if needs_grad:
             ctx.save_for_backward(dx_ND, dweight.total())
         return loss
@@ -141,18 +145,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Sum:
-    """Sum of products a @ b, in fp32 or wider when there is more than one, given back in the dtype of `like`."""
+    """Sum of products a @ b of the shape of `like`, which it is given back in the dtype of.
+
+    Several are summed in fp32 or wider, by slabs of rows, so that no second tensor of this size is alive.
+    """
 
     def __init__(self, like: Tensor, in_parts: bool):
         self.like = like
         self.dtype = torch.promote_types(like.dtype, torch.float32) if in_parts else like.dtype
+        self.in_parts = in_parts
         self.value: Tensor | None = None
 
     def add(self, a: Tensor, b: Tensor) -> None:
+        if not self.in_parts:
+            self.value = product(a, b)
+            return
         if self.value is None:
-            self.value = product(a, b).to(self.dtype)
-        else:
-            self.value.add_(product(a, b))
+            self.value = torch.zeros_like(self.like, dtype=self.dtype)
+        slab_rows = max(1, SLAB_BYTES // (b.shape[1] * self.dtype.itemsize))
+        for start in range(0, a.shape[0], slab_rows):
+            slab = slice(start, start + slab_rows)
+            self.value[slab].add_(product(a[slab], b))
 
     def total(self) -> Tensor:
         return torch.zeros_like(self.like) if self.value is None else self.value.to(self.like.dtype)

@@ -28,6 +28,7 @@ def test_loss_and_gradients(shape, chunk_bytes, z_loss, monkeypatch):
     """Also in several chunks and tiles, the last one ragged."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(loss_module, "TILE_BYTES", 700)
+    monkeypatch.setattr(loss_module, "SLAB_BYTES", 700)
     x, weight, targets = inputs(*shape)
     ours, expected = linear_cross_entropy(x, weight, targets, z_loss=z_loss), reference(x, weight, targets, z_loss)
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
