@@ -60,7 +60,7 @@ def demo() -> PretrainConfig:
     return PretrainConfig(
         model=DecoderConfig(vocab_size=4096, dim=256, num_layers=4, num_heads=4, ffn_dim=1024, max_length=256),
         data=DataConfig(path="stdlib", vocab_size=4096, sequence_length=256, global_batch=16),
-        steps=600,
+        steps=500,
         precision="bf16",
         optim=OptimConfig(
             name="muon",
@@ -68,7 +68,7 @@ def demo() -> PretrainConfig:
             momentum=0.95,
             schedule=ScheduleConfig(shape="linear", warmup_steps=20, final=0.0),
         ),
-        checkpoint=CheckpointConfig(every=300),
+        checkpoint=CheckpointConfig(every=250),
         out=Path("runs/demo"),
     )
 
