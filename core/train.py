@@ -14,6 +14,7 @@ A step whose gradients are not finite is skipped and counted; under fp16 that is
 SIGTERM on any rank lets all ranks finish the step, save, and return.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -132,8 +133,10 @@ def fit(
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
         stack.callback(checkpointer.close)
         first = resume(state, checkpointer, config)
-        log = stack.enter_context(_run_log(config, runtime, first))
         last = min(config.steps, config.stop_after or config.steps)
+        if first is not None and first >= last and config.resume == "auto":
+            return _nothing_to_do(config, runtime, first, last)
+        log = stack.enter_context(_run_log(config, runtime, first))
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
             progress.message(f"continuing after step {first}{_changes(state.loaded, state.values)}")
@@ -314,16 +317,31 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -
 
     Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
     """
+    latest = _agreed(checkpointer.latest())
     if config.resume is None:
-        if checkpointer.latest() is not None:
+        if latest is not None:
             raise UserError(
-                f"{config.out} already holds a run (step {checkpointer.latest()}); "
-                "add --resume to continue it, or give another --out"
+                f"{config.out} already holds a run (step {latest}); add --resume to continue it, or give another --out"
             )
         return None
     if config.resume == "auto":
-        return None if checkpointer.latest() is None else state.load(checkpointer, None)
+        return None if latest is None else state.load(checkpointer, None)
     return state.load(checkpointer, checkpoint_path(Path(config.resume)))
+
+
+def _agreed(value: Any) -> Any:
+    """Rank 0's view, on every rank: file systems need not show all of them the same at once."""
+    views = [value]
+    dist.broadcast_object_list(views, src=0)
+    return views[0]
+
+
+def _nothing_to_do(config: TrainConfig, runtime: Runtime, first: int, last: int) -> dict[str, Any]:
+    """A run that was complete already: its summary stays as it is."""
+    if runtime.leads:
+        print(f"nothing to do: {config.out} is at step {first}, and this run ends at {last}; give more --steps")
+    path = config.out / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {"step": first, "status": "complete"}
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:

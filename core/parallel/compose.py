@@ -53,8 +53,8 @@ def parallelize(
     """Spread any nn.Module over the mesh.
 
     plan         its tensor parallelism; without one the tp axis must have one rank
-    materialise  fills the parameters of a model built on the meta device, each rank its shard. A model that has values
-                 must have the same ones on every rank (`runtime.start` seeds all alike)
+    materialise  fills the parameters and buffers of a model built on the meta device, each rank its shard. The
+                 replicas of a model that has values take those of the first
     """
     tp = mesh["tp"]
     if plan is not None and tp.size() > 1:

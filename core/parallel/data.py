@@ -102,7 +102,7 @@ def data_parallel(
     materialise: Callable[[nn.Module], None] = lambda model: None,
     reduce_each: bool = False,
 ) -> DataParallel:
-    """Spread a model (its tensor parallelism applied) over the data axes.
+    """Spread a model (its tensor parallelism applied) over the data axes; values it has become the first rank's.
 
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
@@ -130,6 +130,7 @@ class Replicas(DataParallel):
         self.reduce_dtype = master_dtype(precision)
         self.shard_axis = mesh["dp_shard"] if zero else None
         self._sync = True
+        agree_on_values(model, mesh)
         allocate(model, mesh.device_type)
         materialise(model)
         self.masters = {}
@@ -377,6 +378,7 @@ class FullyShardedReplicas(DataParallel):
     ):
         super().__init__(model, mesh, reduce_each)
         wide = master_dtype(precision)
+        agree_on_values(model, mesh)
         for names in parameter_names(model):
             parameter = cast_parameter(model.get_parameter(names[0]), wide)
             for name in names:
@@ -426,6 +428,20 @@ def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     if not parameter.is_floating_point() or (parameter.dtype == dtype and value.is_contiguous()):
         return parameter
     return _with_local(parameter, value.to(dtype).contiguous())
+
+
+@torch.no_grad()
+def agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicas of a model that has values start from those of the first, buffers too; what is on meta has none yet."""
+    axis = data_axis(mesh)
+    if axis.size() == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        value = local(tensor)
+        if not value.is_meta and value.numel():
+            value = value.contiguous()
+            dist.broadcast(value, group=axis.get_group(), group_src=0)
+            local(tensor).copy_(value)
 
 
 def allocate(model: nn.Module, device: str) -> None:

@@ -206,3 +206,13 @@ def test_numbers_that_make_no_run_are_refused(option: str) -> None:
 def test_buffers_are_saved_and_loaded(tmp_path: Path) -> None:
     train(config_of(tmp_path, steps=4, stop_after=3))
     assert float(train(config_of(tmp_path, steps=4, resume="auto"))[1]["seen"]) == 4
+
+
+def test_resuming_a_finished_run_leaves_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path, steps=2)
+    summary, _ = train(config)
+    before = (tmp_path / "summary.json").read_bytes()
+    again, _ = train(replace(config, resume="auto"))
+    assert (tmp_path / "summary.json").read_bytes() == before
+    assert again["loss"] == summary["loss"]
+    assert "nothing to do" in capsys.readouterr().out
