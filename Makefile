@@ -27,7 +27,8 @@ e2e: install
 	$(BIN)/python -m pytest -q tests/e2e
 
 test: check
-	$(BIN)/python -m pytest -q tests/parity tests/e2e
+	$(BIN)/python -m pytest -q tests/parity
+	$(BIN)/python -m pytest -q tests/e2e
 
 gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests
