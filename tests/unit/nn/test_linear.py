@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.nn import linear as linear_module
 from core.nn.linear import Linear, product, uses_onednn
@@ -53,3 +54,23 @@ def test_where_it_is_not_used():
     with torch.autocast("cpu", torch.bfloat16):
         assert not uses_onednn(x, weight, 1)
         assert Linear(4, 3)(x).dtype == torch.bfloat16
+
+
+def test_never_a_weight_with_gaps():
+    """Slices come as inputs, weights and gradients; what oneDNN gets as a weight has no gaps (250x slower)."""
+    strides = []
+
+    class Weights(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.mkldnn._linear_pointwise.default:
+                strides.append((tuple(args[1].shape), args[1].stride()))
+            return func(*args, **kwargs or {})
+
+    x, weight, g = (torch.randn(n, 20)[:, 3:m].requires_grad_() for n, m in ((9, 10), (6, 10), (9, 9)))
+    with Weights():
+        torch.autograd.grad(linear_module.linear(x, weight), (x, weight), g.detach())
+        for a, b in ((g.T, x), (g[:, 1:4].T, x), (x, weight.T)):
+            torch.testing.assert_close(product(a, b), a @ b, rtol=1e-5, atol=1e-5)
+    assert len(strides) == 6
+    for (rows, columns), stride in strides:
+        assert stride in ((columns, 1), (1, rows)), stride
