@@ -21,7 +21,12 @@ from core.parallel.plan import blocks_of
 
 RecomputeMode = Literal["none", "full", "selective"]
 
-_MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_MATRIX_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.mkldnn._linear_pointwise.default,  # what core.nn.linear takes on a CPU
+)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def vocab_head(head: Any, axis: DeviceMesh, *, enter: Transition = copy_to) -> n
     """
     shard_parameter(head, "weight", axis, Shard(0))
     num_rows = head.weight.shape[0]
-    head.vocab_start = _first_row(head)
+    head.vocab_start, head.max_rows = _first_row(head), -(-num_rows // axis.size())
     head.combine = partial(combine_statistics, axis=axis)
     on_local_parameters(head, before=lambda x: enter(x, axis))
     inner = head.forward
