@@ -1,0 +1,185 @@
+"""Benchmarks: what they are, what they write, and that a contender which does not train alike is not timed."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import run as runner
+from benchmarks import train
+from benchmarks.contenders import CONTENDERS, Turn, batch_of
+from benchmarks.result import Measured, Number, Row, Target, read, result_of, show, validate, write
+from core.config import UserError
+
+ROW = Row({"model": "tiny", "ranks": 2, "contender": "ours"}, {"throughput": Number(1234.5, "tokens/s")})
+MEASURED = Measured((ROW,), (Target("ours / theirs", 1.3, 1.2),), ("a note",), {"deepspeed": "0.1"})
+
+
+def a_result():
+    return result_of("toy", "A toy", "python -m benchmarks.run toy", MEASURED, load=0.1)
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    result = a_result()
+    path = write(result, tmp_path / "results")
+    assert path == tmp_path / "results" / "toy.json"
+    assert read(path) == result
+    assert [p.name for p in path.parent.iterdir()] == ["toy.json"]  # nothing half written is left
+    content = json.loads(path.read_text())
+    assert content["targets"] == [{"what": "ours / theirs", "wanted": 1.3, "reached": 1.2, "met": False}]
+    assert content["versions"]["deepspeed"] == "0.1"
+    assert {"python", "torch", "numpy"} <= set(content["versions"])
+    assert content["hardware"]["cores"] >= 1
+
+
+def test_what_is_not_a_result_is_not_written(tmp_path: Path) -> None:
+    write(a_result(), tmp_path)
+    before = (tmp_path / "toy.json").read_text()
+    for wrong, said in (
+        (replace(a_result(), figures=()), "at least one figure"),
+        (replace(a_result(), figures=(replace(ROW, numbers={"a": Number(float("nan"), "s")}),)), "finite"),
+        (replace(a_result(), commit=None), "commit"),
+    ):
+        with pytest.raises(UserError, match=said):
+            write(wrong, tmp_path)
+    assert (tmp_path / "toy.json").read_text() == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "toy"}'])
+def test_a_foreign_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "toy.json").write_text(text)
+    with pytest.raises(UserError, match=r"toy\.json is no benchmark result"):
+        read(tmp_path / "toy.json")
+
+
+def test_the_table_shows_every_number_and_what_was_missed() -> None:
+    console = Console(record=True, width=160)
+    show(a_result(), console)
+    text = console.export_text()
+    for part in ("throughput", "[tokens/s]", "1,234", "ours", "MISSED ours / theirs: 1.20 (wanted 1.30)", "a note"):
+        assert part in text
+
+
+def test_committed_results_are_results() -> None:
+    for path in runner.RESULTS.glob("*.json"):
+        assert read(path).name == path.stem
+
+
+def test_benchmarks_are_found_by_listing() -> None:
+    assert runner.known()["train"] is train.BENCHMARK
+
+
+def test_an_unknown_name_is_one_line_and_exit_code_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "trian"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no benchmark 'trian'; the benchmarks are ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A benchmark that takes no time, and a folder in place of benchmarks/results."""
+    benchmark = runner.Benchmark("toy", "A toy", lambda options: MEASURED)
+    monkeypatch.setattr(runner, "known", lambda: {"toy": benchmark})
+    monkeypatch.setattr(runner, "RESULTS", tmp_path / "results")
+    return tmp_path
+
+
+def test_quick_writes_only_where_it_is_told(toy: Path) -> None:
+    assert runner.main(["--quick", "toy"]) == 0
+    assert not list(toy.iterdir())
+    runner.main(["--quick", "--out", str(toy / "here")])
+    assert read(toy / "here" / "toy.json").command == f"python -m benchmarks.run --quick --out {toy / 'here'}"
+    runner.main([], only="toy")
+    assert read(toy / "results" / "toy.json").command == "python -m benchmarks.toy"
+
+
+def a_setting(precision: str = "fp32") -> train.Setting:
+    return train.Setting(train.TINY, 1, 1, precision, ("ours", "transformers"), num_rounds=2, num_steps=2)
+
+
+def turns_stand_in(monkeypatch: pytest.MonkeyPatch, their_loss: float) -> list[tuple[str, bool]]:
+    """Turns that take no time; returns the list in which they are noted."""
+    taken = []
+
+    def take_turn(turn: Turn, python: Path) -> dict:
+        taken.append((turn.contender, turn.account))
+        loss = 5.0 if turn.contender == "ours" else their_loss
+        return {"losses": [loss] * turn.num_warmup, "seconds": [1.0, 2.0]}
+
+    monkeypatch.setattr(train, "take_turn", take_turn)
+    return taken
+
+
+def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = turns_stand_in(monkeypatch, 5.00001)
+    found = train._rounds(a_setting(), ["ours", "transformers"], Path("weights"), runner.Options())
+    assert taken == [("ours", True), ("transformers", True), ("ours", False), ("transformers", False)]
+    assert len(found["ours"]) == 2
+
+
+@pytest.mark.parametrize("loss", [5.001, float("nan")])
+def test_a_contender_that_trains_otherwise_is_not_timed(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
+    taken = turns_stand_in(monkeypatch, loss)
+    with pytest.raises(UserError, match="transformers does not train as ours does"):
+        train._rounds(a_setting(), ["ours", "transformers"], Path("weights"), runner.Options())
+    assert len(taken) == 2
+
+
+def test_targets_compare_like_with_like() -> None:
+    speeds = {"ours zero 0": 9.0, "ours zero 3": 6.0, "DDP": 10.0, "FSDP2": 5.0, "DeepSpeed zero 3": 4.0}
+    rows = [
+        Row({"model": "m", "ranks": 2, "contender": name}, {"throughput": Number(speed, "tokens/s")})
+        for name, speed in speeds.items()
+    ]
+    found = {t.what: (t.wanted, t.reached, t.met) for t in train.targets(rows)}
+    assert found == {
+        "ours zero 0 / DDP, m, 2 ranks": (1.0, 0.9, False),
+        "ours zero 3 / FSDP2, m, 2 ranks": (1.0, 1.2, True),
+        "ours zero 3 / DeepSpeed zero 3, m, 2 ranks": (1.2, 1.5, True),
+    }
+
+
+def test_every_setting_names_contenders_and_each_peer_has_an_opponent() -> None:
+    for setting in (*train.settings(quick=False), *train.settings(quick=True)):
+        assert set(setting.contenders) <= set(CONTENDERS)
+        for name in setting.contenders:
+            assert train.opponent(name) in setting.contenders or name.startswith("ours")
+        assert setting.size.rows % setting.num_ranks == 0
+
+
+def test_a_batch_does_not_depend_on_the_ranks() -> None:
+    whole = batch_of(train.TINY, 3, 0, 1)["input_ids"]
+    halves = [batch_of(train.TINY, 3, rank, 2)["input_ids"] for rank in (0, 1)]
+    assert whole.tolist() == [row for half in halves for row in half.tolist()]
+    targets = batch_of(train.TINY, 3, 0, 1)["targets"]
+    assert targets[:, :-1].tolist() == whole[:, 1:].tolist()
+    assert (targets[:, -1] == -100).all()
+
+
+def test_a_turn_survives_its_json() -> None:
+    turn = Turn("ours", "bf16", train.TINY, 2, 1, 3, 4, True, "weights")
+    assert Turn.from_json(turn.to_json()) == turn
+
+
+def test_a_rank_that_dies_ends_its_turn(tmp_path: Path) -> None:
+    turn = Turn("nobody", "fp32", train.TINY, 1, 1, 0, 0, False, str(tmp_path))
+    with pytest.raises(UserError, match=r"nobody at fp32 failed on rank 0: .*KeyError"):
+        train.take_turn(turn, Path(sys.executable))
+
+
+def test_without_deepspeed_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "deepspeed" in str(train._deepspeed_missing(None))  # not a dependency of this project
+    with pytest.raises(UserError, match="does not exist"):
+        train._deepspeed_missing(Path("/nowhere/python"))
+
+
+def test_validation_names_the_first_fault() -> None:
+    with pytest.raises(UserError, match="the fields of a result"):
+        validate({"name": "toy"})
