@@ -1,4 +1,4 @@
-"""Run benchmarks: `python -m benchmarks.run [--quick] [--out FOLDER] [--peers-python PYTHON] [NAME...]`.
+"""Run benchmarks: `python -m benchmarks.run [--quick | --full] [--out FOLDER] [--peers-python PYTHON] [NAME...]`.
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it. --quick takes seconds, shows that the benchmark
@@ -30,6 +30,7 @@ class Options:
     """
 
     quick: bool = False
+    full: bool = False
     peers_python: Path | None = None
 
 
@@ -50,6 +51,7 @@ def main(argv: list[str], only: str | None = None) -> int:
     """only: the benchmark of the module that is run by itself; then no names are taken."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{only or 'run'}", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="seconds, to see that it runs")
+    parser.add_argument("--full", action="store_true", help="every size and setting; hours on two cores")
     parser.add_argument(
         "--out", type=Path, help="folder of the results (default: benchmarks/results, none with --quick)"
     )
@@ -63,7 +65,7 @@ def main(argv: list[str], only: str | None = None) -> int:
     if unknown:
         raise UserError(f"no benchmark '{unknown[0]}'; the benchmarks are {', '.join(benchmarks_by_name)}")
     out = given.out or (None if given.quick else RESULTS)
-    options = Options(given.quick, given.peers_python)
+    options = Options(given.quick, given.full, given.peers_python)
     for name in names or benchmarks_by_name:
         run(benchmarks_by_name[name], options, out, shlex.join(["python", "-m", f"benchmarks.{only or 'run'}", *argv]))
     return 0

@@ -147,7 +147,7 @@ def test_targets_compare_like_with_like() -> None:
 
 
 def test_every_setting_names_contenders_and_each_peer_has_an_opponent() -> None:
-    for setting in (*train.settings(quick=False), *train.settings(quick=True)):
+    for setting in (*train.settings(True, False), *train.settings(False, False), *train.settings(False, True)):
         assert set(setting.contenders) <= set(CONTENDERS)
         for name in setting.contenders:
             assert train.opponent(name) in setting.contenders or name.startswith("ours")
