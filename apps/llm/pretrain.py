@@ -15,6 +15,7 @@ from apps.llm.corpus import Corpus, prepare
 from apps.llm.export import export
 from apps.llm.plan import warning
 from apps.llm.recipes import RECIPES
+from core.checkpoint import complete_steps
 from core.config import UserError, as_json, parse
 from core.data import Batches, EvalBatches, PairBatches, TokenBatches
 from core.mesh import data_axis
@@ -146,7 +147,7 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
 def write_config(config: PretrainConfig, runtime: Runtime) -> None:
     """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
     path = config.out / "config.json"
-    if not runtime.leads or (path.exists() and config.resume is None):
+    if not runtime.leads or (config.resume is None and complete_steps(config.out / "checkpoints")):
         return  # a folder that holds a run is refused by `fit`, with its config as it was
     config.out.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
