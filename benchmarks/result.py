@@ -2,7 +2,7 @@
 
     name, title          the benchmark
     commit, dirty        of this repository, and whether the tree differed from it
-    date, command        when (UTC, ISO 8601) and how it was run
+    date, command        when it began (UTC, ISO 8601) and how it was run
     hardware             cpu, cores, memory_bytes, gpus, load (runnable processes when it began: others' work is noise)
     versions             package -> version
     figures              rows: what was measured ("case") and its numbers, each with its unit
@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -31,6 +32,7 @@ from core.config import UserError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
+WIDTH = 150  # of the tables where there is no terminal to say
 
 
 @dataclass(frozen=True)
@@ -85,16 +87,35 @@ class Result:
     notes: tuple[str, ...]
 
 
-def result_of(name: str, title: str, command: str, measured: Measured, load: float) -> Result:
+@dataclass(frozen=True)
+class Beginning:
+    """What holds when a benchmark begins; by its end somebody may have committed, or changed the tree."""
+
+    commit: str
+    dirty: bool
+    date: str
+    load: float
+
+
+def beginning() -> Beginning:
+    return Beginning(
+        commit=_git("rev-parse", "HEAD") or "unknown",
+        dirty=bool(_git("status", "--porcelain", "--untracked-files=no")),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        load=os.getloadavg()[0],
+    )
+
+
+def result_of(name: str, title: str, command: str, measured: Measured, began: Beginning) -> Result:
     """The result of a benchmark that has just run here."""
     return Result(
         name=name,
         title=title,
-        commit=_git("rev-parse", "HEAD") or "unknown",
-        dirty=bool(_git("status", "--porcelain", "--untracked-files=no")),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=began.commit,
+        dirty=began.dirty,
+        date=began.date,
         command=command,
-        hardware=hardware() | {"load": load},
+        hardware=hardware() | {"load": began.load},
         versions=versions("torch", "numpy", "transformers", "triton") | dict(measured.versions or {}),
         figures=measured.figures,
         targets=measured.targets,
@@ -216,7 +237,7 @@ def _keys(content: Any) -> str:
 
 def show(result: Result, console: Console | None = None) -> None:
     """The result as tables: figures, targets, notes."""
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
     cases = list(dict.fromkeys(key for row in result.figures for key in row.case))
     numbers = {name: number.unit for row in result.figures for name, number in row.numbers.items()}
     table = Table(title=f"{result.title} ({result.commit[:10]}{', changed' * result.dirty}, {result.hardware['cpu']})")

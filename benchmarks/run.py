@@ -9,7 +9,6 @@ A benchmark alone: `python -m benchmarks.NAME`, with the same options.
 
 import argparse
 import importlib
-import os
 import pkgutil
 import shlex
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import benchmarks
-from benchmarks.result import RESULTS, Measured, result_of, show, write
+from benchmarks.result import RESULTS, Measured, beginning, result_of, show, write
 from core.config import UserError, run_command
 
 
@@ -73,9 +72,9 @@ def main(argv: list[str], only: str | None = None) -> int:
 
 def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) -> None:
     """Measure, show and, where `out` is a folder, write."""
-    load = os.getloadavg()[0]
+    began = beginning()
     measured = benchmark.measure(options)
-    result = result_of(benchmark.name, benchmark.title, command, measured, load)
+    result = result_of(benchmark.name, benchmark.title, command, measured, began)
     show(result)
     if out is not None:
         print(f"written to {write(result, out)}")

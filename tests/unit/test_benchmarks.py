@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks import run as runner
 from benchmarks import train
 from benchmarks.contenders import CONTENDERS, Turn, batch_of
-from benchmarks.result import Measured, Number, Row, Target, read, result_of, show, validate, write
+from benchmarks.result import Measured, Number, Row, Target, beginning, read, result_of, show, validate, write
 from core.config import UserError
 
 ROW = Row({"model": "tiny", "ranks": 2, "contender": "ours"}, {"throughput": Number(1234.5, "tokens/s")})
@@ -20,7 +20,7 @@ MEASURED = Measured((ROW,), (Target("ours / theirs", 1.3, 1.2),), ("a note",), {
 
 
 def a_result():
-    return result_of("toy", "A toy", "python -m benchmarks.run toy", MEASURED, load=0.1)
+    return result_of("toy", "A toy", "python -m benchmarks.run toy", MEASURED, beginning())
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
@@ -71,6 +71,17 @@ def test_committed_results_are_results() -> None:
 
 def test_benchmarks_are_found_by_listing() -> None:
     assert runner.known()["train"] is train.BENCHMARK
+
+
+def test_a_result_names_the_tree_that_it_was_measured_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("benchmarks.result._git", lambda *arguments: "before")
+
+    def measure(options: runner.Options) -> Measured:
+        monkeypatch.setattr("benchmarks.result._git", lambda *arguments: "after")
+        return MEASURED
+
+    runner.run(runner.Benchmark("toy", "A toy", measure), runner.Options(), tmp_path, "command")
+    assert read(tmp_path / "toy.json").commit == "before"
 
 
 def test_an_unknown_name_is_one_line_and_exit_code_2() -> None:
