@@ -1,7 +1,5 @@
 """Each collective, forward and gradient, against the same sum written on one process."""
 
-from functools import lru_cache
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +21,6 @@ def slopes(rank: int, shape: torch.Size) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(50 + rank))
 
 
-@lru_cache
 def axis_of(size: int) -> DeviceMesh:
     """An axis over the first `size` of the ranks."""
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("tp",))
