@@ -7,8 +7,6 @@
 exception on any rank fails the test with that rank's traceback; a hang ends with the pool, not with the session.
 """
 
-import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -25,26 +23,23 @@ class RankFailure(AssertionError):
     """What went wrong on a rank, with its traceback."""
 
 
-def _serve(rank: int, size: int, folder: str, connection: Any) -> None:
+def _serve(rank: int, size: int, store: str, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    for number in itertools.count():
-        function, args, kwargs = pickle.loads(connection.recv_bytes())
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while (task := connection.recv_bytes()) is not None:
+        function, args, kwargs = pickle.loads(task)
         if function is None:
-            return
-        # Each case has a process group of its own: those that it makes beside it go with it. Left to gather, their
-        # threads, each of which wakes a hundred times a second, would soon take all of the machine.
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=size)
+            break
         try:
             answer = (True, function(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
-        gc.collect()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 class Pool:
@@ -56,10 +51,11 @@ class Pool:
         context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
         self.size = size
         self.folder = tempfile.TemporaryDirectory(prefix=f"ranks-{socket.gethostname()}-")
+        store = os.path.join(self.folder.name, "store")
         self.connections, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self.folder.name, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, there), daemon=True)
             process.start()
             self.connections.append(here)
             self.processes.append(process)
