@@ -7,42 +7,17 @@ import torch.distributed as dist
 from core.estimate import RunShape, decoder_shape, estimate_memory
 from core.layout import local
 from core.mesh import MeshConfig, build_mesh
-from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import tensor_parallel_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.compose import ParallelConfig, parallelize
+from tests.support.accounted import accounted_peak_bytes
 
 MODEL = DecoderConfig(vocab_size=2048, dim=256, num_layers=6, num_heads=4, ffn_dim=1024, max_length=64)
 
 
-def peak(mesh_config: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
-    """The most bytes of tensors alive at once in a step, when the optimizer's state exists."""
-    mesh = build_mesh(mesh_config.resolve(dist.get_world_size(), parallel.zero), "cpu")
-    with torch.device("meta"):
-        model = Decoder(MODEL)
-    plan = tensor_parallel_plan(MODEL)
-    data = parallelize(model, mesh, parallel, plan=plan, materialise=lambda m: initialise(m, 0))
-    del model
-    optimizer = build_optimizer(OptimConfig(), data.masters)
-    ids = torch.randint(MODEL.vocab_size, (rows, MODEL.max_length))
-
-    def step() -> None:
-        for index in range(num_microbatches):
-            with data.microbatch(last=index == num_microbatches - 1):
-                data.model(ids, targets=ids).backward()
-        data.reduce()
-        optimizer.step()
-        data.release()
-        data.publish()
-
-    step()
-    with MemoryAccount() as account:
-        account.add(data.model.parameters())
-        account.add(data.masters.values())
-        account.add(value for state in optimizer.state.values() for value in state.values())
-        step()
-    return account.peak_bytes
+def peak(mesh: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
+    built = build_mesh(mesh.resolve(dist.get_world_size(), parallel.zero), "cpu")
+    return accounted_peak_bytes(MODEL, built, parallel, rows, MODEL.max_length, num_microbatches)
 
 
 @pytest.mark.parametrize(

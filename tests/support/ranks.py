@@ -14,6 +14,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 DEADLINE_S = 120.0
@@ -28,7 +29,11 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    from core import mesh
+
     torch.set_num_threads(1)
+    # gloo keeps the threads of every group that ever was, and each wakes a hundred times a second: cases share meshes.
+    mesh.build_mesh = lru_cache(mesh.build_mesh)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (task := connection.recv_bytes()) is not None:
         function, args, kwargs = pickle.loads(task)
@@ -46,9 +51,9 @@ class Pool:
     """`size` processes in one process group."""
 
     def __init__(self, size: int):
-        # forkserver with torch preloaded: each rank is a fork of a process that has imported it already.
+        # Each rank is a fork of a process that has imported what takes long already.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+        context.set_forkserver_preload(["core.train", "core.models", "pytest"])
         self.size = size
         self.folder = tempfile.TemporaryDirectory(prefix=f"ranks-{socket.gethostname()}-")
         store = os.path.join(self.folder.name, "store")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from core.config import UserError
 from core.estimate import (
@@ -22,12 +21,11 @@ from core.estimate import (
 )
 from core.estimate.time import step_flops
 from core.mesh import MeshConfig
-from core.metrics import MemoryAccount
-from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.optim.build import OptimConfig, build_optimizer
-from core.parallel.compose import ParallelConfig, parallelize
+from core.models.decoder import DecoderConfig
+from core.parallel.compose import ParallelConfig
 from core.parallel.recompute import RecomputeConfig
 from core.runtime import start
+from tests.support.accounted import accounted_peak_bytes
 
 GPT3 = DecoderConfig(vocab_size=50257, dim=12288, num_layers=96, num_heads=96, ffn_dim=49152, max_length=2048)
 SMALL = DecoderConfig(vocab_size=515, dim=64, num_layers=6, num_heads=4, ffn_dim=256, max_length=128)
@@ -222,35 +220,6 @@ FAMILIES = {
 }
 
 
-def accounted_peak_bytes(config, precision, recompute, batch, length, num_microbatches):
-    """What a second real step has alive at once, tensor by tensor."""
-    with start("cpu") as runtime:
-        with torch.device("meta"):
-            model = Decoder(config)
-        options = ParallelConfig(precision=precision, recompute=recompute)
-        mesh = runtime.mesh(MeshConfig())
-        data = parallelize(model, mesh, options, materialise=lambda model: initialise(model, 0))
-        optimizer = build_optimizer(OptimConfig(), data.masters)
-        ids = torch.randint(config.vocab_size, (batch, length))
-
-        def step():
-            for index in range(num_microbatches):
-                with data.microbatch(last=index == num_microbatches - 1):
-                    data.model(ids, targets=ids).backward()
-            data.reduce()
-            optimizer.step()
-            data.publish()
-            data.release()
-
-        step()
-        with MemoryAccount() as account:
-            account.add(data.model.parameters())
-            account.add(data.masters.values())
-            account.add(value for state in optimizer.state.values() for value in state.values())
-            step()
-        return account.peak_bytes
-
-
 @pytest.mark.parametrize(
     ("family", "precision", "recompute", "every", "batch", "num_microbatches"),
     [
@@ -275,9 +244,10 @@ def test_agrees_with_the_accounted_allocations_of_a_real_step(
 ):
     """Within 4 %, where 10 % is asked for. The least of what is estimated, one block's working gradients, is 4 %."""
     config, length = FAMILIES[family], 128
-    measured = accounted_peak_bytes(
-        config, precision, RecomputeConfig(recompute, every), batch, length, num_microbatches
-    )
+    options = ParallelConfig(precision=precision, recompute=RecomputeConfig(recompute, every))
+    with start("cpu") as runtime:
+        mesh = runtime.mesh(MeshConfig())
+        measured = accounted_peak_bytes(config, mesh, options, batch, length, num_microbatches)
     run = RunShape(
         precision=precision,
         recompute=recompute,

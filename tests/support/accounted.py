@@ -1,0 +1,40 @@
+"""What a real step of a decoder allocates, tensor by tensor: what the estimator has to agree with."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.metrics import MemoryAccount
+from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.plan import tensor_parallel_plan
+from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.compose import ParallelConfig, parallelize
+
+
+def accounted_peak_bytes(
+    model: DecoderConfig, mesh: DeviceMesh, parallel: ParallelConfig, rows: int, length: int, num_microbatches: int
+) -> int:
+    """The most bytes of tensors alive at once on this rank in its second step, when the optimizer's state exists."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    plan = tensor_parallel_plan(model)
+    data = parallelize(decoder, mesh, parallel, plan=plan, materialise=lambda m: initialise(m, 0))
+    del decoder
+    optimizer = build_optimizer(OptimConfig(), data.masters)
+    ids = torch.randint(model.vocab_size, (rows, length))
+
+    def step() -> None:
+        for index in range(num_microbatches):
+            with data.microbatch(last=index == num_microbatches - 1):
+                data.model(ids, targets=ids).backward()
+        data.reduce()
+        optimizer.step()
+        data.release()
+        data.publish()
+
+    step()
+    with MemoryAccount() as account:
+        account.add(data.model.parameters())
+        account.add(data.masters.values())
+        account.add(value for state in optimizer.state.values() for value in state.values())
+        step()
+    return account.peak_bytes
