@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from core.config import UserError
 from core.layout import layout_of, local, tag
 from core.mesh import DATA_AXES, Zero, data_axis
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
@@ -48,12 +49,31 @@ class DataParallel(ABC):
     masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout
     """
 
-    model: nn.Module
     masters: dict[str, Tensor]
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, reduce_each: bool):
-        self.model, self.mesh, self._reduce_each = model, mesh, reduce_each
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        zero: Zero,
+        precision: Precision,
+        materialise: Callable[[nn.Module], None],
+        reduce_each: bool,
+    ):
+        """Arguments as those of `data_parallel`.  Raises UserError when no parameter is to be trained."""
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
+        self.model, self.mesh, self.zero, self._reduce_each = model, mesh, zero, reduce_each
+        self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._partial = partial_parameters(model)
+        agree_on_values(model, mesh)
+        if precision == "fp64":
+            widen_buffers(model)
+        self._spread(materialise)
+
+    @abstractmethod
+    def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
+        """Shard, give memory to what has none, materialise, and make the masters."""
 
     @abstractmethod
     @contextmanager
@@ -107,7 +127,8 @@ def data_parallel(
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
     """
-    return (FullyShardedReplicas if zero == 3 else Replicas)(model, mesh, zero, precision, materialise, reduce_each)
+    kind = FullyShardedReplicas if zero == 3 else Replicas
+    return kind(model, mesh, zero, precision, materialise, reduce_each)
 
 
 # --- ZeRO 0, 1, 2 -----------------------------------------------------------------------------------------------------
@@ -116,26 +137,15 @@ def data_parallel(
 class Replicas(DataParallel):
     """Whole parameters on every rank; the optimizer (zero 1) and the gradients (zero 2) sharded by rows of dim 0."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        zero: Zero,
-        precision: Precision,
-        materialise: Callable[[nn.Module], None] = lambda model: None,
-        reduce_each: bool = False,
-    ):
-        super().__init__(model, mesh, reduce_each)
-        self.zero = zero
-        self.reduce_dtype = master_dtype(precision)
-        self.shard_axis = mesh["dp_shard"] if zero else None
+    def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
+        model = self.model
+        self.shard_axis = self.mesh["dp_shard"] if self.zero else None
         self._sync = True
-        agree_on_values(model, mesh)
-        allocate(model, mesh.device_type)
+        allocate(model, self.mesh.device_type)
         materialise(model)
         self.masters = {}
         for names in parameter_names(model):
-            self._adopt(names, compute_dtype(precision))
+            self._adopt(names, self.compute_dtype)
         self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
         self._buckets = self._make_buckets()
         self._next = 0
@@ -364,31 +374,23 @@ class FullyShardedReplicas(DataParallel):
     """Everything sharded by rows over dp_shard with FSDP2; each block's parameters are gathered while it computes.
 
     The shards are kept in the masters' format and cast as they are gathered, so the parameters are their own masters.
-    Blocks are the elements of the model's module lists; what is outside them is one more unit.
+    Blocks are the elements of the model's module lists; what is outside them is one more unit. Every rank must use the
+    same parameters in a step: FSDP2 reduces what has a gradient, and waits for the others.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        zero: Zero,
-        precision: Precision,
-        materialise: Callable[[nn.Module], None] = lambda model: None,
-        reduce_each: bool = False,
-    ):
-        super().__init__(model, mesh, reduce_each)
-        wide = master_dtype(precision)
-        agree_on_values(model, mesh)
+    def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
+        model, mesh = self.model, self.mesh
         for names in parameter_names(model):
-            parameter = cast_parameter(model.get_parameter(names[0]), wide)
+            parameter = cast_parameter(model.get_parameter(names[0]), self.reduce_dtype)
             for name in names:
                 set_parameter(model, name, parameter)
-        policy = MixedPrecisionPolicy(compute_dtype(precision), reduce_dtype=wide, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(self.compute_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         hybrid = mesh["dp_replicate"].size() > 1
         axes = mesh[DATA_AXES] if hybrid else mesh["dp_shard"]
+        scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP2 cuts rows, and a scalar has none
         for block in blocks_of(model):
-            fully_shard(block, mesh=axes, mp_policy=policy)
-        fully_shard(model, mesh=axes, mp_policy=policy)
+            fully_shard(block, mesh=axes, mp_policy=policy, ignored_params=scalars)
+        fully_shard(model, mesh=axes, mp_policy=policy, ignored_params=scalars)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -396,8 +398,8 @@ class FullyShardedReplicas(DataParallel):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=mesh.device_type)
         materialise(model)
-        self._sharded = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.masters = {n: local(p.detach()).requires_grad_() for n, p in self._sharded.items()}
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.masters = {n: local(p.detach()).requires_grad_() for n, p in self._trained.items()}
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -406,9 +408,19 @@ class FullyShardedReplicas(DataParallel):
         yield
 
     def _finish(self) -> None:
-        for name, parameter in self._sharded.items():
+        for name, parameter in self._trained.items():
             self.masters[name].grad = None if parameter.grad is None else local(parameter.grad)
             parameter.grad = None
+        self._sum_scalars([m for m in self.masters.values() if m.ndim == 0])
+
+    def _sum_scalars(self, scalars: list[Tensor]) -> None:
+        """All-reduce, in one message, the gradients of what FSDP2 leaves to us: scalars stay replicated."""
+        if not scalars:
+            return
+        grads = torch.stack([torch.zeros_like(s) if s.grad is None else s.grad for s in scalars])
+        dist.all_reduce(grads, group=data_axis(self.mesh).get_group())
+        for scalar, grad in zip(scalars, grads.unbind()):
+            scalar.grad = grad
 
     def publish(self) -> None:
         """The next forward gathers the masters, also where an earlier one (an evaluation's) left values gathered."""
@@ -428,6 +440,14 @@ def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     if not parameter.is_floating_point() or (parameter.dtype == dtype and value.is_contiguous()):
         return parameter
     return _with_local(parameter, value.to(dtype).contiguous())
+
+
+def widen_buffers(model: nn.Module) -> None:
+    """Floating buffers in fp64: operators such as batch norm take statistics no narrower than their input."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.double())
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ class Convolutional(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm2d(5).double()
+        self.norm = nn.BatchNorm2d(5)
         self.head = nn.Linear(5, 2)
         self.convolution.bias.requires_grad_(False)
 

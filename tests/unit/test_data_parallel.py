@@ -296,8 +296,9 @@ def scalar(zero: Zero) -> dict[str, Tensor]:
 
 
 def test_a_scalar_stays_whole(ranks) -> None:
-    same_on_every_mesh(ranks, scalar, levels=(0, 1, 2))  # FSDP2 refuses scalars, in so many words
-    assert float(ranks(2).run(scalar, 1)[1]["output"]) == pytest.approx(2.0 - 2 * 0.1 * 4)
+    same_on_every_mesh(ranks, scalar)
+    for zero in (1, 3):
+        assert float(ranks(2).run(scalar, zero)[1]["output"]) == pytest.approx(2.0 - 2 * 0.1 * 4)
 
 
 def test_tensor_parallelism_needs_a_plan(ranks) -> None:
@@ -307,8 +308,17 @@ def test_tensor_parallelism_needs_a_plan(ranks) -> None:
 
 
 def refusal() -> str:
-    try:
+    with pytest.raises(UserError) as refused:
         spread(nn.Linear(2, 2), 0, mesh=MeshConfig(tp=2))
-    except UserError as error:
-        return str(error)
-    return "accepted"
+    return str(refused.value)
+
+
+def nothing_to_train(zero: Zero) -> str:
+    with pytest.raises(UserError) as refused:
+        spread(nn.Linear(2, 2).requires_grad_(False), zero)
+    return str(refused.value)
+
+
+def test_a_model_that_is_all_frozen_is_refused(ranks) -> None:
+    for zero in (0, 3):
+        assert "nothing to train" in ranks(1).run(nothing_to_train, zero)[0]
