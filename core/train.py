@@ -30,7 +30,7 @@ from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_
 from core.comm.volume import Volume, count_volume
 from core.config import UserError
 from core.data import Batches, Prefetch
-from core.layout import layout_of, tag
+from core.layout import layout_of, local, tag
 from core.mesh import MeshConfig, data_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.optim.build import OptimConfig
@@ -237,7 +237,7 @@ def _evaluated(data: DataParallel, evaluate: Evaluate) -> dict[str, float]:
 
 
 class TrainState:
-    """What a checkpoint keeps: masters, optimizer, loss scale, buffers, random generators, the caller's values."""
+    """What a checkpoint keeps: masters and frozen parameters, optimizer, loss scale, buffers, generators, values."""
 
     def __init__(
         self, data: DataParallel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, values: dict[str, Any]
@@ -250,7 +250,9 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """name -> local tensor of everything that is saved as tensors."""
-        found = {f"model/{name}": master for name, master in self.data.masters.items()}
+        frozen = {n: p for n, p in self.data.model.named_parameters() if not p.requires_grad}
+        found = {f"model/{name}": local(parameter.detach()) for name, parameter in frozen.items()}
+        found |= {f"model/{name}": master for name, master in self.data.masters.items()}
         persistent = self.data.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}
         for name, master in self.data.masters.items():

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.checkpoint import CheckpointConfig, complete_steps
+from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps
 from core.config import UserError
-from core.layout import local
+from core.layout import full_tensor, local
 from core.mesh import Zero
 from core.metrics import read_metrics
 from core.precision import LossScaleConfig
 from core.runtime import start
 from core.train import MOST_SKIPPED_IN_A_ROW, TrainConfig, TrainState, checkpoint_path, fit, num_rows, train_step
-from tests.support.small import Rows, build, config_of, loss, train
+from tests.support.small import Rows, Small, build, config_of, loss, train
 
 
 def everything(state: TrainState) -> dict[str, Tensor]:
@@ -206,6 +206,29 @@ def test_numbers_that_make_no_run_are_refused(option: str) -> None:
 def test_buffers_are_saved_and_loaded(tmp_path: Path) -> None:
     train(config_of(tmp_path, steps=4, stop_after=3))
     assert float(train(config_of(tmp_path, steps=4, resume="auto"))[1]["seen"]) == 4
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_frozen_parameters_are_saved_and_loaded(ranks, tmp_path: Path, zero: Zero) -> None:
+    saved, loaded = ranks(2).run(frozen, tmp_path, zero)[1]
+    assert torch.equal(saved, loaded)
+
+
+def frozen(folder: Path, zero: Zero) -> tuple[Tensor, Tensor]:
+    """A frozen weight as it was saved, and as a model with other weights finds it after loading."""
+    weights = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Small()
+        model.head.weight.requires_grad_(False)
+        config = config_of(folder, zero=zero)
+        with start("cpu", config.seed) as runtime:
+            state = build(config, model)
+            checkpointer = Checkpointer(folder, config.checkpoint, runtime.mesh(config.mesh, zero))
+            state.save(checkpointer, 1) if seed == 1 else state.load(checkpointer, None)
+            checkpointer.close()
+        weights.append(full_tensor(state.data.model.get_parameter("head.weight")).clone())
+    return weights[0], weights[1]
 
 
 def test_resuming_a_finished_run_leaves_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
