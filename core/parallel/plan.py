@@ -5,6 +5,8 @@
         "blocks.*.attention.out": rowwise,
     }
 
+`*` stands for one part of a dotted name (or some of its letters), so a pattern has as many dots as what it matches.
+
 A style is a function (module, axis) -> module. It turns the module's parameters into DTensors (their names and full
 shapes stay), and wraps its forward in the collectives that its placements call for. A pattern that matches nothing is
 an error, so a plan cannot silently do less than it says.
@@ -34,7 +36,7 @@ def apply_plan(model: nn.Module, plan: Plan, axis: DeviceMesh) -> nn.Module:
     """
     shared = [names for names in parameter_names(model) if len(names) > 1]
     for pattern, style in plan.items():
-        names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+        names = [name for name, _ in model.named_modules() if matches(name, pattern)]
         if not names:
             known = ", ".join(list(dict(model.named_children()))[:8])
             raise UserError(f"the plan's pattern '{pattern}' matches no module; the model's modules are {known}, …")
@@ -53,6 +55,12 @@ def apply_plan(model: nn.Module, plan: Plan, axis: DeviceMesh) -> nn.Module:
                 )
             set_parameter(model, name, parameter)
     return model
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Does each dotted part of the name match that of the pattern?"""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _placements(parameter: nn.Parameter) -> tuple[Placement, ...] | None:

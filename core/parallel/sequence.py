@@ -35,6 +35,7 @@ def _scatter_rows(y: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 colwise: Style = partial(tensor1d.colwise, enter=_gather_rows)
+colwise_of_whole: Style = partial(tensor1d.colwise, enter=lambda x, axis: x)
 vocab_head: Style = partial(tensor1d.vocab_head, enter=_gather_rows)
 vocab_embedding: Style = partial(tensor1d.vocab_embedding, leave=_scatter_rows)
 
@@ -52,6 +53,17 @@ def replicate(module: nn.Module, axis: DeviceMesh) -> nn.Module:
     """A module that works row by row on x[B, L_tp, D] (a norm, a narrow projection), its parameters replicated."""
     for child in module.modules():
         mark_partial(child, axis)
+    return module
+
+
+def gather_input(module: nn.Module, axis: DeviceMesh) -> nn.Module:
+    """A module x[B, L_tp, D] -> … whose parts see x[B, L, D]: gathered once for all the `colwise_of_whole` in it."""
+    inner = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return inner(_gather_rows(x, axis))
+
+    module.forward = forward
     return module
 
 

@@ -85,9 +85,13 @@ def vocab_head(head: Any, axis: DeviceMesh, *, enter: Transition = copy_to) -> n
     With targets, three numbers a token cross the axis: maximum, sum of exponentials and target logit. Without, the
     logits are gathered: logits[B, L, V] on every rank.
     """
-    shard_parameter(head, "weight", axis, Shard(0))
     num_rows = head.weight.shape[0]
-    head.vocab_start, head.max_rows = _first_row(head), -(-num_rows // axis.size())
+    max_rows = -(-num_rows // axis.size())
+    if max_rows * (axis.size() - 1) >= num_rows:
+        holders = -(-num_rows // max_rows)
+        raise UserError(f"{num_rows} rows of a vocabulary reach {holders} ranks of tp={axis.size()}; use a smaller tp")
+    shard_parameter(head, "weight", axis, Shard(0))
+    head.vocab_start, head.max_rows = _first_row(head), max_rows
     head.combine = partial(combine_statistics, axis=axis)
     on_local_parameters(head, before=lambda x: enter(x, axis))
     inner = head.forward

@@ -11,15 +11,17 @@ from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder, DecoderConfig
 from core.models.plan import tensor_parallel_plan
+from core.nn.loss import Head
 from core.parallel.plan import (
     apply_plan,
     blocks_of,
+    matches,
     on_local_parameters,
     parameter_names,
     partial_parameters,
     shard_parameter,
 )
-from core.parallel.tensor1d import check_heads, colwise, rowwise, vocab_embedding
+from core.parallel.tensor1d import check_heads, colwise, rowwise, vocab_embedding, vocab_head
 
 
 class Net(nn.Module):
@@ -76,6 +78,25 @@ def test_a_plan_that_cannot_be_followed_is_refused(ranks) -> None:
     )
     assert half_tied.startswith("embed.weight and head.weight are one parameter, and the plan cuts them differently;")
     assert "without padding_idx" in padding
+
+
+def vocabulary_too_small() -> str:
+    axis = build_mesh(MeshConfig(tp=4).resolve(4), "cpu")["tp"]
+    with pytest.raises(UserError) as refused:
+        vocab_head(Head(5, 2), axis)
+    return str(refused.value)
+
+
+def test_a_vocabulary_that_does_not_reach_every_rank_is_refused(ranks) -> None:
+    expected = "5 rows of a vocabulary reach 3 ranks of tp=4; use a smaller tp"
+    assert ranks(4).run(vocabulary_too_small) == [expected] * 4
+
+
+def test_a_star_stands_for_one_part_of_a_name() -> None:
+    assert matches("blocks.0.mlp", "blocks.*.mlp")
+    assert matches("blocks.0.mlp_norm", "blocks.*.*norm")
+    assert not matches("blocks.0.attention.mlp", "blocks.*.mlp")
+    assert not matches("blocks.0", "blocks.*.mlp")
 
 
 def test_heads_that_do_not_divide_are_told_what_would() -> None:

@@ -9,6 +9,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from core.comm import collectives
 from core.comm.volume import Volume, count_volume
 from core.mesh import MeshConfig, Zero, build_mesh
+from core.models.plan import tensor_parallel_plan
+from core.models.shapes import SHAPES
+from core.nn.mlp import MLP
 from core.parallel import sequence, tensor1d
 from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.data import DataParallel
@@ -16,6 +19,7 @@ from core.parallel.plan import apply_plan
 
 FP64 = 8
 B, L, D, I = 2, 6, 8, 10
+LLAMA = SHAPES["llama_7b"]
 
 
 def counted(volume: Volume) -> dict[str, tuple[int, int]]:
@@ -96,6 +100,24 @@ def test_a_tensor_parallel_block_sends_one_message_each_way(ranks) -> None:
         "all_gather/tp": (2, 2 * message),
         "reduce_scatter/tp": (2, 2 * message),
     }
+
+
+def gated() -> dict[str, tuple[int, int]]:
+    """The MLP of a Llama block under its plan, on this rank's rows of the sequence."""
+    mesh = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")
+    mlp = MLP(D, I, "swiglu", bias=False).double()
+    prefix = "blocks.*.mlp"
+    plan = {k.removeprefix(prefix)[1:]: v for k, v in tensor_parallel_plan(LLAMA).items() if k.startswith(f"{prefix}.")}
+    apply_plan(mlp, plan | {"": tensor_parallel_plan(LLAMA)[prefix]}, mesh["tp"])
+    x = torch.randn(B, L // 2, D, dtype=torch.float64, requires_grad=True)
+    with count_volume(mesh) as volume:
+        mlp(x).sum().backward()
+    return counted(volume)
+
+
+def test_a_gated_mlp_gathers_its_input_once(ranks) -> None:
+    both = (2, 2 * B * L * D * FP64)
+    assert ranks(2).run(gated)[0] == {"all_gather/tp": both, "reduce_scatter/tp": both}
 
 
 class Stack(nn.Module):
