@@ -34,6 +34,26 @@ def master_dtype(precision: Precision) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
+Bf16Units = Literal["matrix", "vector", None]
+
+
+def _of_this_cpu() -> Bf16Units:
+    if torch.cpu._is_amx_tile_supported():
+        return "matrix"
+    return "vector" if torch.cpu._is_avx512_bf16_supported() else None
+
+
+_CPU_UNITS = _of_this_cpu()  # here, so that what is compiled sees a constant
+
+
+def bf16_units(device: torch.device) -> Bf16Units:
+    """What multiplies bf16 on a device: matrix units (GPUs, CPUs with AMX), vector units (AVX512-BF16), or nothing.
+
+    Without either (torch then converts to fp32 and back) a CPU multiplies bf16 several times slower than fp32.
+    """
+    return _CPU_UNITS if device.type == "cpu" else "matrix"
+
+
 @dataclass(frozen=True)
 class LossScaleConfig:
     """Dynamic loss scaling, used with fp16."""

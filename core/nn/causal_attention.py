@@ -1,7 +1,8 @@
 """Causal attention in bf16 on a CPU, by batched products of tiles of the scores.
 
-torch's flash kernel multiplies tiles too small for the bf16 units of a CPU without AMX, so that the kernel takes
-several times as long as the products would: on such a machine this is about twice as fast, forward and backward.
+torch's flash kernel multiplies tiles too small for the bf16 vector units of a CPU without AMX, so that the kernel takes
+several times as long as the products would: on such a machine this is about twice as fast, forward and backward. A CPU
+without bf16 units is 10 to 30 % slower with it, so that one, and one with AMX (not measured), keep torch's.
 
 1. The queries of each sequence are cut in blocks; a block sees the keys up to its own last one. A tile is the scores of
    one block for as many sequences as fit in a core's cache.
@@ -22,14 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.precision import bf16_units
+
 BLOCK_QUERIES = 128
 # Scores of a tile, in bf16.
 TILE_BYTES = 2 << 20
 
 
 def fits(q_BLHK: Tensor, k_BSJK: Tensor) -> bool:
-    """Whether these are what `causal_attention` is for: bf16 on a CPU, every query with its own key and head."""
-    return q_BLHK.dtype is torch.bfloat16 and q_BLHK.device.type == "cpu" and q_BLHK.shape == k_BSJK.shape
+    """Whether these are what `causal_attention` is for: bf16 on a CPU's vector units, no grouped heads, no cache."""
+    on_cpu = q_BLHK.dtype is torch.bfloat16 and q_BLHK.device.type == "cpu" and q_BLHK.shape == k_BSJK.shape
+    return on_cpu and bf16_units(q_BLHK.device) == "vector"
 
 
 @torch.library.custom_op("megalith::causal_attention", mutates_args=())

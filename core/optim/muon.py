@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from core.precision import bf16_units
+
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at 0 among those that keep singular values within about [0.7, 1.2]
 
 
@@ -84,13 +86,14 @@ class Muon(torch.optim.Optimizer):
 def orthogonalised(matrix_OI: Tensor, num_iterations: int = 5) -> Tensor:
     """About U V^T of the singular value decomposition of a matrix, in its dtype.
 
-    fp32 is iterated in bf16, as the authors do: the iteration only has to come near, and it is the step's whole cost.
+    fp32 is iterated in bf16, as the authors do, where the device is fast at it: it only has to come near, and it is the
+    whole cost of the step.
     """
     a, b, c = _QUINTIC
     wide = matrix_OI.shape[0] <= matrix_OI.shape[1]
     x = matrix_OI if wide else matrix_OI.T
     x = x / (x.norm() + 1e-7)
-    x = x.bfloat16() if x.dtype == torch.float32 else x
+    x = x.bfloat16() if x.dtype == torch.float32 and bf16_units(x.device) else x
     for _ in range(num_iterations):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

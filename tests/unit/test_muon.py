@@ -5,13 +5,17 @@ import torch
 
 from core.config import UserError
 from core.layout import Layout, tag
+from core.optim import muon
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.muon import orthogonalised
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 13), (40, 7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_orthogonalised_is_near_the_polar_factor(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float32, "vector"), (torch.float32, None), (torch.float64, None)])
+def test_orthogonalised_is_near_the_polar_factor(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, units: str | None
+) -> None:
+    monkeypatch.setattr(muon, "bf16_units", lambda device: units)
     matrix = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
     u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
     found = orthogonalised(matrix)

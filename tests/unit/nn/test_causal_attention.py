@@ -48,7 +48,9 @@ def test_it_is_an_operator_of_its_own() -> None:
 
 def test_attention_uses_it_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     q, narrow = torch.randn(1, 4, 2, 8).bfloat16(), torch.randn(1, 4, 1, 8).bfloat16()
-    assert fits(q, q)
+    for units, expected in ((None, False), ("matrix", False), ("vector", True)):
+        monkeypatch.setattr(tiles, "bf16_units", lambda device, units=units: units)
+        assert fits(q, q) is expected
     assert not fits(q, narrow)  # grouped heads
     assert not fits(q[:, -1:], q)  # a query over cached keys
     assert not fits(q.float(), q.float())
