@@ -25,9 +25,9 @@ def measure(options: Options) -> Measured:
     code = demo(["--steps", "10"] if options.quick else [])
     if code:
         raise UserError(f"the demo ended with exit code {code}; no result")
-    summary = json.loads((recipe().out / "summary.json").read_text())
+    summary, config = (json.loads((recipe().out / f"{n}.json").read_text()) for n in ("summary", "config"))
     row = Row(
-        {"recipe": "demo", "steps": summary["step"]},
+        {"recipe": "demo", "steps": summary["step"], "precision": config["precision"]},
         {name: Number(summary[name], unit) for name, unit in _UNITS.items()},
     )
     ratio = {name: summary[f"{name}_bits_per_byte"] / summary["heldout_bits_per_byte"] for name in ("gzip", "xz")}

@@ -2,12 +2,16 @@
 
 The same command as anybody's, `llm pretrain --recipe demo`, one rank a core; then the held-out bits per byte beside
 gzip and xz on the same bytes, and a sample that the Hugging Face folder writes through `transformers`.
+
+Machines differ tenfold, and the demo is to take minutes on each. So it computes in bf16 only where that
+is faster, and on a CPU a short trial says how many of the recipe's steps fit.
 """
 
 import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -21,15 +25,23 @@ from apps.llm.pretrain import main as pretrain
 from apps.llm.recipes import demo
 from core.config import run_command
 from core.metrics import compression_baselines
+from core.precision import Precision, bf16_units
 
 PROMPT = "def read_lines(path):\n"
+MINUTES = 4.5
+TRIAL_STEPS = 5
+# What the evaluation at the end costs: some 85 batches are held out, and a forward is a third of a step.
+EVALUATION_STEPS = 30
 
 
 def main(argv: list[str]) -> int:
     config = demo()
     if config.out.exists():
         shutil.rmtree(config.out)  # the demo always shows a run from scratch
-    code = pretrain(["--recipe", "demo", "--nproc", str(num_ranks(config.data.global_batch)), *argv])
+    ranks, precision = num_ranks(config.data.global_batch), fastest_precision()
+    options = ["--recipe", "demo", "--precision", precision, "--nproc", str(ranks)]
+    steps = [] if "--steps" in argv else ["--steps", str(trial(options))]
+    code = pretrain([*options, *steps, *argv])
     if code:
         return code
     baselines = compression_baselines(heldout_bytes(config.data))
@@ -48,6 +60,33 @@ def num_ranks(global_batch: int) -> int:
     return max(n for n in range(1, most + 1) if global_batch % n == 0)
 
 
+def fastest_precision() -> Precision:
+    """The recipe's, but fp32 on a CPU that has no units for bf16."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return demo().precision if bf16_units(device) else "fp32"
+
+
+def trial(options: list[str]) -> int:
+    """Prepare the corpus, run a few steps, and say how many to take in earnest."""
+    config, begin = demo(), time.perf_counter()
+    folder = config.out / "trial"
+    print("a few steps, to see how many fit into the minutes:")
+    there = ["--out", str(folder), "--data.cache", str(config.out.parent / "corpora")]
+    pretrain([*options, "--stop-after", str(TRIAL_STEPS), *there])
+    summary = json.loads((folder / "summary.json").read_text())
+    shutil.rmtree(folder)
+    spent_s = max(time.process_time(), time.perf_counter() - begin)  # the former knows what importing cost
+    # Starting the ranks again, export and sample take about as long as what came before.
+    return steps_that_fit(60 * MINUTES - 1.8 * spent_s, summary["tokens_per_s"])
+
+
+def steps_that_fit(seconds: float, tokens_per_s: float) -> int:
+    """How many of the recipe's steps; at least a tenth of them, so that something is learned on any machine."""
+    config = demo()
+    fit = int(seconds * tokens_per_s / (config.data.global_batch * config.data.sequence_length)) - EVALUATION_STEPS
+    return min(config.steps, max(config.steps // 10, fit))
+
+
 def show(summary: dict, folder: Path) -> None:
     """The table of the README, and what lies where."""
     console = Console(highlight=False)
@@ -57,7 +96,9 @@ def show(summary: dict, folder: Path) -> None:
     table.add_row("xz -9", f"{summary['xz_bits_per_byte']:.3f}")
     console.print(table)
     table = Table("", "", title="the run", show_header=False)
-    table.add_row("training time", f"{summary['wall_s']:.0f} s on {summary['num_ranks']} ranks")
+    precision = json.loads((folder / "config.json").read_text())["precision"]
+    done = f"{summary['step']} steps in {summary['wall_s']:.0f} s on {summary['num_ranks']} ranks, {precision}"
+    table.add_row("training", done)
     table.add_row("throughput", f"{summary['tokens_per_s']:,.0f} tokens/s")
     table.add_row("MFU", f"{summary['mfu']:.0%} of what this machine's matrix products reach")
     table.add_row("peak memory", f"{summary['device_peak_bytes'] / 1e6:,.0f} MB of tensors a rank")
