@@ -1,7 +1,7 @@
 """How a kernel becomes an operator of torch, and when it runs.
 
 A public function of this package asks `runs_kernel` and takes the Triton path or its reference: kernels on a GPU, torch
-elsewhere. That is the only dispatch there is. The Triton path is one or more operators (`operator`), which torch.compile
+elsewhere. That is the only dispatch there is. The Triton path is one or more operators (`operator`) that torch.compile
 and FakeTensor see as a whole: tracing runs the same function with its launches left out (`launches`), so there is no
 second description of the results' shapes.
 

@@ -5,7 +5,8 @@
 
 Mask and bias broadcast over any leading dims (the Evoformer's mask over rows of an MSA, its pair bias over the MSA;
 Jumper et al. 2021, supplement, algorithms 7 and 13), without a copy of either. One read of x, one write of y; the
-backward reads y and dy and writes ds. Sums are in fp32 (fp64 for fp64). A row that is -inf throughout is NaN, as torch's.
+backward reads y and dy and writes ds. Sums are in fp32 A row that is -inf
+throughout is NaN, as torch's.
 
 A program takes a tile of whole rows, so rows of up to 32,768 elements; longer ones go to torch.
 """
@@ -20,6 +21,7 @@ from core.kernels.operator import launches, operator, runs_kernel, unsupported_d
 from core.kernels.spec import Case, KernelSpec, Traffic
 
 MAX_LENGTH = 32_768
+LONGEST_TILE = 8192  # of the backward: two tensors have to stay in registers
 _NUM_LEADING = 4
 
 
@@ -98,16 +100,31 @@ def _softmax_forward(
 
 @triton.jit
 def _softmax_backward(
-    dy, y, ds, num_rows, length, d1, d2, d3, s0, s1, s2, s3, s4, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    dy, y, ds, num_rows, length, d1, d2, d3, s0, s1, s2, s3, s4,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """WHOLE: a tile holds whole rows. Longer rows are read twice, the second time mostly from the cache."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < num_rows) & (column < length)
-    at = row * length + column
-    p = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    dy_at = _row_offset(row, d1, d2, d3, s0, s1, s2, s3) + column * s4
-    dp = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(ds + at, p * (dp - tl.sum(p * dp, 1)[:, None]), mask=inside)
+    dy_row = dy + _row_offset(row, d1, d2, d3, s0, s1, s2, s3)
+    if WHOLE:
+        inside = (row < num_rows) & (column < length)
+        p = tl.load(y + row * length + column, mask=inside, other=0.0).to(tl.float32)
+        dp = tl.load(dy_row + column * s4, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ds + row * length + column, p * (dp - tl.sum(p * dp, 1)[:, None]), mask=inside)
+    else:
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in range(0, length, BLOCK):
+            inside = (row < num_rows) & (start + column < length)
+            p = tl.load(y + row * length + start + column, mask=inside, other=0.0).to(tl.float32)
+            dp = tl.load(dy_row + (start + column) * s4, mask=inside, other=0.0).to(tl.float32)
+            total += p * dp
+        mean = tl.sum(total, 1)[:, None]
+        for start in range(0, length, BLOCK):
+            inside = (row < num_rows) & (start + column < length)
+            p = tl.load(y + row * length + start + column, mask=inside, other=0.0).to(tl.float32)
+            dp = tl.load(dy_row + (start + column) * s4, mask=inside, other=0.0).to(tl.float32)
+            tl.store(ds + row * length + start + column, p * (dp - mean), mask=inside)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -131,9 +148,11 @@ def _forward(x: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) 
 def _backward(dy: Tensor, y: Tensor) -> Tensor:
     ds = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if launches(y):
-        blocks, num_rows = _blocks(y.shape[-1]), y.numel() // y.shape[-1]
+        length = y.shape[-1]
+        whole = length <= LONGEST_TILE
+        blocks, num_rows = _blocks(length if whole else LONGEST_TILE // 2), y.numel() // length
         _softmax_backward[_grid(num_rows, blocks)](
-            dy, y, ds, num_rows, y.shape[-1], *_leading(dy)[0][1:], *_strides(dy), **blocks
+            dy, y, ds, num_rows, length, *_leading(dy)[0][1:], *_strides(dy), WHOLE=whole, **blocks
         )
     return ds
 
@@ -216,6 +235,7 @@ SPECS = (KernelSpec(
         {"B": 2, "S": 1, "H": 3, "L": 1, "N": 63, "bias": True, "scale": -1.0},
         {"B": 1, "S": 1, "H": 1, "L": 2, "N": 1000, "mask": True},
         {"B": 1, "S": 1, "H": 1, "L": 1, "N": 1},
+        {"B": 1, "S": 1, "H": 1, "L": 2, "N": LONGEST_TILE + 3},
         {"B": 1, "S": 0, "H": 2, "L": 3, "N": 4},
     ),
     space={"B": range(1, 3), "S": range(1, 4), "H": range(1, 3), "L": range(1, 8), "N": range(1, 200),

@@ -40,9 +40,9 @@ def poisoned() -> Iterator[None]:
     def wrap(make: Any) -> Any:
         return lambda *args, **kwargs: spoil(make(*args, **kwargs))
 
-    with patch.multiple(torch, **{name: wrap(make) for name, make in real.items()}):
-        with patch.object(Tensor, "new_empty", wrap(real_new)):
-            yield
+    functions = {name: wrap(make) for name, make in real.items()}
+    with patch.multiple(torch, **functions), patch.object(Tensor, "new_empty", wrap(real_new)):
+        yield
 
 
 def strided(tensor: Tensor) -> Tensor:
