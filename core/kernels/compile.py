@@ -147,11 +147,11 @@ def resources(kernel: Any, backend: str) -> tuple[int, int, int]:
 
 def _assembled_again(ptx: str) -> str:
     """What ptxas says of a kernel, which Triton throws away."""
-    from triton.knobs import nvidia
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    target = re.search(r"\.target (\w+)", ptx)
+    target = re.search(r"\.target (sm_(\d+)\w*)", ptx)
     assert target is not None
-    tool = nvidia.ptxas_blackwell if target[1].startswith("sm_1") else nvidia.ptxas
+    tool = get_ptxas(int(target[2]))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
