@@ -102,23 +102,35 @@ def reference(
     max_length: int | None = None,
 ) -> Tensor:
     """The same by torch, a sequence at a time; what runs on a CPU."""
-    page_size = k_pages.shape[1]
     dtype = _dot_dtype(q, k_pages)
     starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()
+    lengths_B: list[int] = lengths.tolist()
+    most_pages = -(-max(lengths_B, default=0) // k_pages.shape[1])
+    k_room, v_room = (pages.new_empty(most_pages, *pages.shape[1:]) for pages in (k_pages, v_pages))
     o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for b, length in enumerate(lengths.tolist()):
+    for b, length in enumerate(lengths_B):
         mine = slice(starts[b], starts[b + 1])
         if length > 0 and mine.start < mine.stop:
-            pages = page_table[b, : -(-length // page_size)]
-            k_SJK = _gathered(k_pages, k_scales, pages, length, dtype)
-            v_SJK = _gathered(v_pages, v_scales, pages, length, dtype)
+            k_SJK = _gathered(k_pages, k_scales, page_table[b], length, dtype, k_room)
+            v_SJK = _gathered(v_pages, v_scales, page_table[b], length, dtype, v_room)
             o[mine] = _attention(q[mine].to(dtype), k_SJK, v_SJK, slopes, scale)
     return o
 
 
-def _gathered(pages: Tensor, scales: Tensor | None, numbers: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """A sequence's keys or values [S, J, K] out of its pages."""
-    x_SJK = pages.index_select(0, numbers).flatten(0, 1)[:length].to(dtype)
+def _gathered(
+    pages: Tensor, scales: Tensor | None, numbers: Tensor, length: int, dtype: torch.dtype, room: Tensor
+) -> Tensor:
+    """A sequence's keys or values [S, J, K] out of its pages: where they follow each other no copy, else one in `room`.
+
+    `room` is the same for all sequences of a call, so that it stays in the processor's cache.
+    """
+    numbers = numbers[: -(-length // pages.shape[1])]
+    listed: list[int] = numbers.tolist()
+    if listed[-1] - listed[0] == len(listed) - 1 and listed == list(range(listed[0], listed[-1] + 1)):
+        x = pages[listed[0] : listed[-1] + 1]
+    else:
+        x = torch.index_select(pages, 0, numbers, out=room[: len(listed)])
+    x_SJK = x.flatten(0, 1)[:length].to(dtype)
     if scales is None:
         return x_SJK
     return x_SJK.mul_(scales.index_select(0, numbers).flatten(0, 1)[:length, :, None])
@@ -581,9 +593,10 @@ def _prefill_blocks(head_size: int, dot: torch.dtype, has_scales: bool) -> Block
         return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 8, "num_stages": 1}
     if head_size <= 64:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-    if head_size <= 128:  # int8 becomes 16 bits in registers
-        return {"BLOCK_M": 128, "BLOCK_N": 32 if has_scales else 64, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    if has_scales:  # int8 becomes 16 bits in registers
+        return {"BLOCK_M": 64, "BLOCK_N": 32 if head_size <= 128 else 16, "num_warps": 8, "num_stages": 2}
+    rows, keys = (128, 64) if head_size <= 128 else (64, 32)
+    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 8, "num_stages": 2}
 
 
 # --- spec -------------------------------------------------------------------------------------------------------------
