@@ -290,11 +290,9 @@ def _norm_backward_kernel(
     w = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
     weighted = tl.zeros((CHANNELS, 1), tl.float32)
     plain = tl.zeros((CHANNELS, 1), tl.float32)
-    for step in range(tiles_each):
-        tile = program * tiles_each + step
+    for tile in range(program * tiles_each, tl.minimum((program + 1) * tiles_each, all_tiles)):
         batch = tile // num_tiles
         row = (tile % num_tiles) * ROWS + tl.arange(0, ROWS)[None, :]
-        row = tl.where(tile < all_tiles, row, num_rows)  # behind the last tile: rows of nobody
         inside = known & (row < num_rows)
         normal, rstd = _normal(x, batch, row, channel, num_rows, num_channels, eps)
         at = (batch * num_rows + row) * num_channels + channel
@@ -408,7 +406,7 @@ def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[T
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not launches(x):
         return dx, torch.zeros((2, C), dtype=torch.float32, device=x.device)
-    blocks = _norm_blocks(C)
+    blocks = _norm_blocks(C, backward=True)
     num_tiles = triton.cdiv(I * J, blocks["ROWS"])
     all_tiles = x.numel() // (C * I * J) * num_tiles
     tiles_each = triton.cdiv(all_tiles, _PROGRAMS)
@@ -436,11 +434,14 @@ def _norm_gradients(ctx, dy: Tensor):
 _norm_forward.register_autograd(_norm_gradients, setup_context=_norm_setup)
 
 
-def _norm_blocks(num_channels: int) -> Blocks:
-    """All channels of some rows: at least 32, 64 bytes in a piece, or 16 where those would not fit in registers."""
-    channels = triton.next_power_of_2(num_channels)
-    rows = max(32 if channels <= 256 else 16, min(256, 4096 // channels))
-    return {"ROWS": rows, "CHANNELS": channels, "num_warps": max(4, min(16, rows * channels // 1024))}
+def _norm_blocks(num_channels: int, backward: bool = False) -> Blocks:
+    """All channels of some rows: 32 or more, 64 bytes in a piece, and fewer only where registers would not suffice.
+
+    A thread of the backward, which holds x^, dy and dx at once, gets 16 elements; one of the forward 32.
+    """
+    channels, each = triton.next_power_of_2(num_channels), 512 if backward else 1024
+    rows = max(8, min(256, max(32, 4096 // channels), 16 * each // channels))
+    return {"ROWS": rows, "CHANNELS": channels, "num_warps": max(4, min(16, rows * channels // each))}
 
 
 # --- spec -------------------------------------------------------------------------------------------------------------
