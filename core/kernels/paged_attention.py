@@ -596,14 +596,14 @@ def _prefill_blocks(head_size: int, dot: torch.dtype, has_scales: bool) -> Block
     if dot == torch.float32:
         rows, keys = (32, 32 if head_size <= 64 else 16) if head_size <= 128 else (16, 16)
         return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 8, "num_stages": 1}
-    num_stages = 1 if has_scales and chip().startswith("gfx") else 2
+    if chip().startswith("gfx"):
+        return {"BLOCK_M": 64, "BLOCK_N": 16 if has_scales else 32, "num_warps": 8, "num_stages": 1}
     if head_size <= 64:
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": num_stages}
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
     if has_scales:  # int8 becomes 16 bits in registers
-        keys = 32 if head_size <= 128 else 16
-        return {"BLOCK_M": 64, "BLOCK_N": keys, "num_warps": 8, "num_stages": num_stages}
+        return {"BLOCK_M": 64, "BLOCK_N": 32 if head_size <= 128 else 16, "num_warps": 8, "num_stages": 2}
     rows, keys = (128, 64) if head_size <= 128 else (64, 32)
-    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 8, "num_stages": num_stages}
+    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 8, "num_stages": 2}
 
 
 # --- spec -------------------------------------------------------------------------------------------------------------
