@@ -288,7 +288,7 @@ def _as(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, position, slope, first, last, table, k_pages, v_pages, k_scales, v_scales, K, scale, t1,
+    q, position, slope, first, last, table, k_pages, v_pages, k_scales, v_scales, K: tl.constexpr, scale, t1,
     k0, k1, k3, v0, v1, v3, ks0, ks1, vs0, vs1,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAGE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, PRECISION: tl.constexpr,
@@ -337,8 +337,8 @@ def _part(length, SHORTEST: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def _decode(
-    q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, parts, lse, G, K, scale, num_parts,
-    q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
+    q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, parts, lse, G, K: tl.constexpr, scale,
+    num_parts, q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
     SHORTEST: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_RAGGED: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAGE: tl.constexpr,
@@ -422,8 +422,8 @@ def _first_tile(cu, b, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _prefill(
-    q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, G, K, scale, num_sequences, num_halvings,
-    q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
+    q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, G, K: tl.constexpr, scale,
+    num_sequences, num_halvings, q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
     HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAGE: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, PRECISION: tl.constexpr,
@@ -527,7 +527,7 @@ def _forward(
         "HAS_SLOPES": slopes is not None, "HAS_SCALES": k_scales is not None, "PRECISION": _precision(),
     }  # fmt: skip
     scale2 = scale * _LOG2E.value
-    blocks = _decode_blocks(K, dot)
+    blocks = _decode_blocks(K, dot, k_scales is not None)
     heads = min(G, blocks["BLOCK_M"])
     split = {"SHORTEST": _SHORTEST_PART, "MOST": most, "IS_RAGGED": cu_query_lens is not None}
     _decode[(num_parts, J * triton.cdiv(G, heads), B)](
@@ -580,17 +580,24 @@ def _precision() -> str:
     return "tf32" if torch.get_float32_matmul_precision() != "highest" and chip().startswith("sm_") else "ieee"
 
 
-def _decode_blocks(head_size: int, dot: torch.dtype) -> Blocks:
+def _decode_blocks(head_size: int, dot: torch.dtype, has_scales: bool) -> Blocks:
     """16 rows are the fewest that a matrix product takes, and more heads than share a key/value head in most models."""
     if dot == torch.float32:  # multiplied by threads, out of registers
-        return {"BLOCK_M": 16, "BLOCK_N": 32 if head_size <= 64 else 16, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_M": 16, "BLOCK_N": 64 if head_size <= 128 else 32, "num_warps": 4, "num_stages": 3}
+        keys = 32 if head_size <= 64 else 16
+        return {"BLOCK_M": 16, "BLOCK_N": keys, "num_warps": 8 if has_scales else 4, "num_stages": 2}
+    keys = 64 if head_size <= 128 else 32
+    if chip().startswith("gfx"):  # loads in flight are held in registers
+        keys, num_stages = (keys // 2, 1) if has_scales else (keys, 2)
+        return {"BLOCK_M": 16, "BLOCK_N": keys, "num_warps": 4, "num_stages": num_stages}
+    return {"BLOCK_M": 16, "BLOCK_N": keys, "num_warps": 4, "num_stages": 3}
 
 
 def _prefill_blocks(head_size: int, dot: torch.dtype, has_scales: bool) -> Blocks:
     if dot == torch.float32:
         rows, keys = (32, 32 if head_size <= 64 else 16) if head_size <= 128 else (16, 16)
         return {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 8, "num_stages": 1}
+    if chip().startswith("gfx"):
+        return {"BLOCK_M": 64, "BLOCK_N": 16 if has_scales else 32, "num_warps": 8, "num_stages": 1}
     if head_size <= 64:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
     if has_scales:  # int8 becomes 16 bits in registers
