@@ -11,7 +11,7 @@ Forward: one read of x (and residual), one write of y (and s); mean and rstd are
 read of s and dy, one write of ds. The gradients of weight and bias take two phases: each program sums over its share of
 the rows in registers, in an order that depends on the sizes alone; then the programs' sums are summed. No atomics, so
 the same input has the same gradients, bit for bit. Rows of more than 8192 elements leave no registers for these sums:
-a second kernel reads s and dy once more, for them alone.
+then ds is made by tiles of a row, and a second kernel reads s and dy once more for the sums.
 
 Sums are in fp32 whatever the dtypes. A program takes whole rows, so rows of up to 16,384 elements; longer ones go to
 torch. Leading dims may have any strides; those that do not come down to three are copied.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.kernels.blocks import Blocks
+from core.kernels.blocks import Blocks, chip
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 
@@ -173,9 +173,9 @@ def _norm_forward(
 
 
 @triton.jit
-def _normalised(total, mean, rstd, at, row, num_rows, inside, CENTERED: tl.constexpr):
+def _normalised(s_at, mean, rstd, row, num_rows, inside, CENTERED: tl.constexpr):
     """(xhat, 0 outside; rstd) of a tile, the way the forward had them."""
-    s = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(s_at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(rstd + row, mask=row < num_rows, other=0.0)
     if CENTERED:
         s = tl.where(inside, s - tl.load(mean + row, mask=row < num_rows, other=0.0), 0.0)
@@ -199,10 +199,10 @@ def _norm_backward(
     for tile in range(first, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (row < num_rows) & (column < length)
-        at = _row_offset(row, sd1, sd2, s0, s1, s2) + column * s3
-        xhat, scale = _normalised(total, mean, rstd, at, row, num_rows, inside, CENTERED)
-        at = _row_offset(row, yd1, yd2, y0, y1, y2) + column * y3
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        s_at = total + _row_offset(row, sd1, sd2, s0, s1, s2) + column * s3
+        xhat, scale = _normalised(s_at, mean, rstd, row, num_rows, inside, CENTERED)
+        y_at = dy + _row_offset(row, yd1, yd2, y0, y1, y2) + column * y3
+        g = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
         if SUMS_WEIGHT:
             weight_sum += g * xhat
         if SUMS_BIAS:
@@ -214,14 +214,53 @@ def _norm_backward(
             d -= tl.sum(g, 1)[:, None] / length
         d *= scale
         if HAS_DTOTAL:
-            at = _row_offset(row, td1, td2, t0, t1, t2) + column * t3
-            d += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+            t_at = dtotal + _row_offset(row, td1, td2, t0, t1, t2) + column * t3
+            d += tl.load(t_at, mask=inside, other=0.0).to(tl.float32)
         tl.store(ds + row * length + column, d, mask=inside)
     at = first.to(tl.int64) * length + tl.arange(0, BLOCK)
     if SUMS_WEIGHT:
         tl.store(dweight + at, tl.sum(weight_sum, 0), mask=tl.arange(0, BLOCK) < length)
     if SUMS_BIAS:
         tl.store(dbias + at, tl.sum(bias_sum, 0), mask=tl.arange(0, BLOCK) < length)
+
+
+@triton.jit
+def _norm_backward_long(
+    dy, total, mean, rstd, weight, dtotal, ds, num_rows, length,
+    yd1, yd2, y0, y1, y2, y3, sd1, sd2, s0, s1, s2, s3, td1, td2, t0, t1, t2, t3, w0,
+    BLOCK: tl.constexpr, CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DTOTAL: tl.constexpr,
+):  # fmt: skip
+    """ds of one row a program, which goes over the row twice; the second time it comes from a cache."""
+    row = tl.program_id(0).to(tl.int64)
+    total += _row_offset(row, sd1, sd2, s0, s1, s2)
+    dy += _row_offset(row, yd1, yd2, y0, y1, y2)
+    dtotal += _row_offset(row, td1, td2, t0, t1, t2)
+    products = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, length, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < length
+        xhat, _ = _normalised(total + column * s3, mean, rstd, row, num_rows, inside, CENTERED)
+        g = tl.load(dy + column * y3, mask=inside, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(weight + column * w0, mask=inside, other=0.0).to(tl.float32)
+        products += g * xhat
+        plain += g
+    mean_product, mean_plain = tl.sum(products, 0) / length, tl.sum(plain, 0) / length
+    for start in range(0, length, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < length
+        xhat, scale = _normalised(total + column * s3, mean, rstd, row, num_rows, inside, CENTERED)
+        d = tl.load(dy + column * y3, mask=inside, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            d *= tl.load(weight + column * w0, mask=inside, other=0.0).to(tl.float32)
+        d -= xhat * mean_product
+        if CENTERED:
+            d -= mean_plain
+        d *= scale
+        if HAS_DTOTAL:
+            d += tl.load(dtotal + column * t3, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ds + row * length + column, d, mask=inside)
 
 
 @triton.jit
@@ -239,11 +278,11 @@ def _norm_backward_parameters(
     for tile in range(first, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (row < num_rows) & (column < length)
-        at = _row_offset(row, yd1, yd2, y0, y1, y2) + column * y3
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        y_at = dy + _row_offset(row, yd1, yd2, y0, y1, y2) + column * y3
+        g = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
         if SUMS_WEIGHT:
-            at = _row_offset(row, sd1, sd2, s0, s1, s2) + column * s3
-            xhat, _ = _normalised(total, mean, rstd, at, row, num_rows, inside, CENTERED)
+            s_at = total + _row_offset(row, sd1, sd2, s0, s1, s2) + column * s3
+            xhat, _ = _normalised(s_at, mean, rstd, row, num_rows, inside, CENTERED)
             weight_sum += g * xhat
         if SUMS_BIAS:
             bias_sum += g
@@ -272,6 +311,8 @@ def _forward(
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if launches(x):
         blocks = _blocks(x.shape[-1])
+        if blocks["BLOCK"] == 8192 and not chip().startswith("gfx"):  # whose blocks have 1024 threads at most
+            blocks["num_warps"] = 32  # at 16 a register is spilled on sm_90
         x, residual = _few_dims(x), None if residual is None else _few_dims(residual)
         _norm_forward[(triton.cdiv(num_rows, blocks["ROWS"]),)](
             x, _or(residual, x), _or(weight, x), _or(bias, x), y, total, mean, rstd, num_rows, x.shape[-1], eps,
@@ -302,23 +343,31 @@ def _backward(
             torch.zeros(length if on else 0, dtype=torch.float32, device=ds.device) for on in (sums_weight, sums_bias)
         )
         return ds, *sums
-    blocks, fused = _blocks(length), length <= _MAX_FUSED_LENGTH
+    blocks = _blocks(length)
     dy, total, dtotal = _few_dims(dy), _few_dims(total), None if dtotal is None else _few_dims(dtotal)
     num_programs = _num_programs(num_rows, blocks)
     dweight_PN, dbias_PN = (
         torch.empty((num_programs if on else 1, length if on else 0), dtype=torch.float32, device=ds.device)
         for on in (sums_weight, sums_bias)
     )
-    _norm_backward[(num_programs if fused else num_rows,)](
-        dy, total, mean, rstd, _or(weight, total), _or(dtotal, total), ds, dweight_PN, dbias_PN, num_rows, length,
-        *_strides(dy), *_strides(total), *_strides(_or(dtotal, total)), _stride(weight),
-        CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_DTOTAL=dtotal is not None,
-        SUMS_WEIGHT=sums_weight and fused, SUMS_BIAS=sums_bias and fused, **blocks,
+    strides = *_strides(dy), *_strides(total), *_strides(_or(dtotal, total)), _stride(weight)
+    gradients = {"CENTERED": centered, "HAS_WEIGHT": weight is not None, "HAS_DTOTAL": dtotal is not None}
+    sums = {"SUMS_WEIGHT": sums_weight, "SUMS_BIAS": sums_bias}
+    inputs = dy, total, mean, rstd
+    if length <= _MAX_FUSED_LENGTH:
+        _norm_backward[(num_programs,)](
+            *inputs, _or(weight, total), _or(dtotal, total), ds, dweight_PN, dbias_PN, num_rows, length, *strides,
+            **gradients, **sums, **blocks,
+        )  # fmt: skip
+        return ds, dweight_PN.sum(0), dbias_PN.sum(0)
+    _norm_backward_long[(num_rows,)](
+        *inputs, _or(weight, total), _or(dtotal, total), ds, num_rows, length, *strides,
+        **gradients, BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    if not fused and (sums_weight or sums_bias):
-        _norm_backward_parameters[(num_programs, triton.cdiv(length, 256))](
-            dy, total, mean, rstd, dweight_PN, dbias_PN, num_rows, length, *_strides(dy), *_strides(total),
-            CENTERED=centered, SUMS_WEIGHT=sums_weight, SUMS_BIAS=sums_bias, ROWS=8, BLOCK=256, num_warps=4,
+    if sums_weight or sums_bias:
+        _norm_backward_parameters[(num_programs, triton.cdiv(length, 128))](
+            *inputs, dweight_PN, dbias_PN, num_rows, length, *strides[:12],
+            CENTERED=centered, **sums, ROWS=8, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return ds, dweight_PN.sum(0), dbias_PN.sum(0)
 
