@@ -340,6 +340,7 @@ SPECS = (
             {"rows": (7, 33), "F": 63, "parts": ("bias", "mask", "residual")},
             {"rows": (2, 2, 1, 3), "F": 1100, "parts": ("gate",)},
             {"rows": (5000,), "F": 3, "parts": ("gate", "bias")},
+            {"rows": (2, 3, 5), "F": 6, "parts": ("gate", "mask")},
             {"rows": (3,), "F": 5, "parts": ("bias", "residual")},
             {"rows": (1,), "F": 1, "parts": ("gate", "mask")},
             {"rows": (0, 2), "F": 7, "parts": ("gate", "bias", "mask", "residual")},
