@@ -225,7 +225,7 @@ def _backward(
     if not launches(dout):
         return dy, dgate, torch.zeros(width, dtype=torch.float32, device=dout.device)
     d, rows, gates = (_rows(dout if t is None else t) for t in (dout, y, gate))
-    blocks = _blocks(dout.shape[-1])
+    blocks = _blocks(dout.shape[-1], tile=1024)
     num_columns = triton.cdiv(d.shape[1], blocks["BLOCK"])
     rows_each = blocks["ROWS"] * max(1, triton.cdiv(d.shape[0] * num_columns, blocks["ROWS"] * _PROGRAMS))
     grid = (triton.cdiv(d.shape[0], rows_each), num_columns)
@@ -272,10 +272,10 @@ def _leading(y: Tensor, mask: Tensor | None) -> tuple[list[int], list[int]]:
     return ([1] * missing + list(y.shape))[1:-1], [0] * missing + list(mask.expand(y.shape).stride())
 
 
-def _blocks(length: int) -> Blocks:
-    """A tile of 2048 elements: two loads of 16 bytes in flight for each thread and tensor."""
+def _blocks(length: int, tile: int = 2048) -> Blocks:
+    """A tile of 2048 elements: two loads of 16 bytes in flight for each thread and tensor; the backward has half."""
     block = min(1024, triton.next_power_of_2(length))
-    return {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
+    return {"ROWS": tile // block, "BLOCK": block, "num_warps": 4}
 
 
 # --- spec -------------------------------------------------------------------------------------------------------------
@@ -340,6 +340,7 @@ SPECS = (
             {"rows": (7, 33), "F": 63, "parts": ("bias", "mask", "residual")},
             {"rows": (2, 2, 1, 3), "F": 1100, "parts": ("gate",)},
             {"rows": (5000,), "F": 3, "parts": ("gate", "bias")},
+            {"rows": (2, 3, 5), "F": 6, "parts": ("gate", "mask")},
             {"rows": (3,), "F": 5, "parts": ("bias", "residual")},
             {"rows": (1,), "F": 1, "parts": ("gate", "mask")},
             {"rows": (0, 2), "F": 7, "parts": ("gate", "bias", "mask", "residual")},

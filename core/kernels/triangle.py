@@ -67,7 +67,9 @@ def triangle_multiply(
     gate_weight, gate_bias                [D, D], [D], of the result's gate
 
     AlphaFold's weights call a left and b right; for incoming edges they call b left and a right. All biases of the
-    projections may be None. Raises ValueError where a shape does not fit.
+    projections may be None. Parameters have z's dtype, except under autocast, where they may be in fp32.
+
+    Raises ValueError where a shape does not fit.
     """
     _check(z, mask, in_weight, product_norm_weight, out_weight, gate_weight)
     n = F.layer_norm(z, norm_weight.shape, norm_weight, norm_bias, eps)
