@@ -537,10 +537,10 @@ def _int4_blocks(M: int, dtype: torch.dtype, half: int) -> Blocks:
     if M <= 32:
         blocks = {"BM": 16 if M <= 16 else 32, "BN": 32, "num_warps": 4, "num_stages": 3}
     elif dtype == torch.float32:
-        blocks = {"BM": 64, "BN": 64, "num_warps": 8, "num_stages": 2}
+        blocks = {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 2}
     else:
         blocks = {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
-    return blocks | {"BK": 16 if dtype == torch.float32 else half}
+    return blocks | {"BK": 16 if dtype == torch.float32 else min(half, 32)}
 
 
 def _grid(M: int, N: int, blocks: Blocks) -> tuple[int]:
