@@ -340,22 +340,23 @@ def _int4_rows(
 
 @triton.jit
 def _int4_tile(
-    x, w, scale, zero, bias, y, M, N, K, G, xm, xk, wn, wk, BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr,
+    x, w, scale, zero, bias, y, M, N, K, G, xm, xk, wn, wk,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A group at a time: its two halves by matrix units, then its scale."""
+    """BK bytes of a group at a time: their two halves by matrix units, then the group's scale."""
     m, n = _tile(M, BM, BN)
     x += m.to(tl.int64)[:, None] * xm
     w += n.to(tl.int64)[None, :] * wn
     rows = n.to(tl.int64) * G
-    half = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
-    for g in range(G):
-        k = g * (2 * HALF) + half
-        x_low = tl.load(x + k[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+    for start in range(0, G * HALF, BK):
+        byte, g = start + tl.arange(0, BK), start // HALF
+        k = byte + g * HALF
+        x_low = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         k += HALF
-        x_high = tl.load(x + k[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
-        pair = tl.load(w + (g * HALF + half)[:, None] * wk, mask=(n < N)[None, :], other=0).to(tl.int32)
+        x_high = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+        pair = tl.load(w + byte.to(tl.int64)[:, None] * wk, mask=(n < N)[None, :], other=0).to(tl.int32)
         middle = 8
         if HAS_ZERO:
             middle = tl.load(zero + rows + g, mask=n < N, other=0).to(tl.int32)[None, :]
@@ -483,8 +484,7 @@ def _int4(
     if M <= _MOST_ROWS_OF_DECODE:
         _int4_rows[(triton.cdiv(N, 4), M)](*given, *sizes, BN=4, BG=1024 // group, HALF=group // 2, **has)
     else:
-        blocks = _blocks(M, x_MI.dtype)
-        del blocks["BK"]
+        blocks = _int4_blocks(M, x_MI.dtype, group // 2)
         _int4_tile[_grid(M, N, blocks)](*given, M, *sizes, HALF=group // 2, PRECISION=_precision(), **has, **blocks)
     return y_MO
 
@@ -524,11 +524,23 @@ def _precision() -> str:
 
 def _blocks(M: int, dtype: torch.dtype) -> Blocks:
     """Few rows: small tiles, so that every processor reads some of the weight. fp32 products keep more registers."""
+    exact = dtype == torch.float32
     if M <= 32:
-        return {"BM": 16 if M <= 16 else 32, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 3}
-    if dtype == torch.float32:
+        return {"BM": 16 if M <= 16 else 32, "BN": 32, "BK": 32 if exact else 128, "num_warps": 4, "num_stages": 3}
+    if exact:
         return {"BM": 64, "BN": 64, "BK": 32, "num_warps": 8, "num_stages": 2}
     return {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _int4_blocks(M: int, dtype: torch.dtype, half: int) -> Blocks:
+    """As above with narrower tiles: there are two sums for each element, a group's and the whole."""
+    if M <= 32:
+        blocks = {"BM": 16 if M <= 16 else 32, "BN": 32, "num_warps": 4, "num_stages": 3}
+    elif dtype == torch.float32:
+        blocks = {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 2}
+    else:
+        blocks = {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
+    return blocks | {"BK": 16 if dtype == torch.float32 else min(half, 32)}
 
 
 def _grid(M: int, N: int, blocks: Blocks) -> tuple[int]:
