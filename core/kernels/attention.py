@@ -852,7 +852,7 @@ def _blocks(kernel: str, dtype: torch.dtype, K: int, bias: Tensor | None) -> Blo
     size = max(64, _padded(K))
     table = _FP32_TILES if dtype == torch.float32 else _AMD_TILES if chip().startswith("gfx") else _TILES
     queries, keys, warps, stages = table[kernel, size]
-    if table is _TILES and (kernel, size) == ("dkdv", 128) and chip() in ("sm_90", "sm_100"):
+    if table is _TILES and (kernel, size) == ("dkdv", 128) and chip() == "sm_90":
         keys = 128  # operands stay in shared memory there
     if table is _TILES and bias is not None and K > 32 and kernel in ("forward", "dq"):
         queries = 64
