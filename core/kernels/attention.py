@@ -850,14 +850,12 @@ def _run(kernel: str, q: Tensor, L: int, S: int, bias: Tensor | None, run: Calla
 def _blocks(kernel: str, dtype: torch.dtype, K: int, bias: Tensor | None) -> Blocks:
     """Tiles that leave no register to spill; a bias takes some, so its tiles have fewer queries."""
     size = max(64, _padded(K))
-    if dtype == torch.float32:
-        queries, keys, warps, stages = _FP32_TILES[kernel, size]
-    elif kernel == "dkdv" and size == 128 and chip() in ("sm_90", "sm_100"):  # operands in shared memory
-        queries, keys, warps, stages = 32, 128, 8, 2
-    else:
-        queries, keys, warps, stages = _TILES[kernel, size]
-        if bias is not None and K > 32 and kernel in ("forward", "dq"):
-            queries = 64
+    table = _FP32_TILES if dtype == torch.float32 else _AMD_TILES if chip().startswith("gfx") else _TILES
+    queries, keys, warps, stages = table[kernel, size]
+    if table is _TILES and (kernel, size) == ("dkdv", 128) and chip() == "sm_90":
+        keys = 128  # operands stay in shared memory there
+    if table is _TILES and bias is not None and K > 32 and kernel in ("forward", "dq"):
+        queries = 64
     return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
 
 
@@ -868,10 +866,16 @@ _TILES = {
     ("dq", 64): (128, 64, 8, 2), ("dq", 128): (128, 32, 8, 2), ("dq", 256): (64, 32, 8, 2),
     ("dbias", 64): (64, 64, 8, 2), ("dbias", 128): (64, 64, 8, 1), ("dbias", 256): (32, 32, 8, 1),
 }  # fmt: skip
+_AMD_TILES = {  # 64 KiB of shared memory, twice the registers for a program of four warps
+    ("forward", 64): (64, 32, 4, 2), ("forward", 128): (64, 32, 4, 2), ("forward", 256): (32, 32, 4, 1),
+    ("dkdv", 64): (32, 64, 4, 2), ("dkdv", 128): (32, 32, 4, 1), ("dkdv", 256): (16, 32, 4, 1),
+    ("dq", 64): (64, 32, 4, 2), ("dq", 128): (64, 32, 4, 1), ("dq", 256): (32, 32, 4, 1),
+    ("dbias", 64): (64, 64, 8, 2), ("dbias", 128): (64, 32, 8, 1), ("dbias", 256): (32, 32, 8, 1),
+}  # fmt: skip
 _FP32_TILES = {
     ("forward", 64): (32, 32, 4, 2), ("forward", 128): (32, 32, 8, 2), ("forward", 256): (16, 32, 8, 1),
     ("dkdv", 64): (32, 32, 8, 2), ("dkdv", 128): (16, 32, 8, 1), ("dkdv", 256): (16, 16, 8, 1),
-    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (32, 32, 8, 1), ("dq", 256): (16, 32, 8, 1),
+    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (16, 32, 8, 1), ("dq", 256): (16, 32, 8, 1),
     ("dbias", 64): (32, 32, 4, 1), ("dbias", 128): (32, 32, 8, 1), ("dbias", 256): (16, 32, 8, 1),
 }  # fmt: skip
 
