@@ -14,11 +14,10 @@ order and then over the programs, so that it is the same in every run. Arithmeti
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from core.kernels.blocks import Blocks
+from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 

@@ -12,11 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_of_torch
 
+from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 from core.kernels.tensor_lists import (

@@ -19,11 +19,10 @@ torch. Leading dims may have any strides; those that do not come down to three a
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from core.kernels.blocks import Blocks, chip
+from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import CustomOpDef, custom_op
 
+from core.kernels.language import INSTALLED
+
 _forced = False
 _compiling = False
 _warned: set[tuple[str, str]] = set()
@@ -53,6 +55,8 @@ def runs_kernel(name: str, x: Tensor, unless: str | None = None) -> bool:
     """
     if not (x.is_cuda or _forced):
         return False
+    if not INSTALLED:
+        unless = "triton is not installed"
     if unless is None:
         return True
     if (name, unless) not in _warned:

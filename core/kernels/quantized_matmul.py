@@ -20,11 +20,10 @@ import math
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from core.kernels.blocks import Blocks
+from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 

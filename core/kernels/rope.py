@@ -13,11 +13,10 @@ Shapes: B batch, L length, H query heads, J key/value heads, K head size, R = 2 
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from core.kernels.blocks import Blocks
+from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 

@@ -12,11 +12,10 @@ A program takes a tile of whole rows, so rows of up to 32,768 elements; longer o
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from core.kernels.blocks import Blocks, chip
+from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from core.kernels.language import tl, triton
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

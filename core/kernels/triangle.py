@@ -24,12 +24,11 @@ Arithmetic between the products is in fp32. The pieces work on strips of rows, t
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from core.kernels.blocks import Blocks
 from core.kernels.gated_output import gated_residual
+from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic
 

@@ -3,14 +3,26 @@
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+HERE = Path(__file__).parent
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU these are tests of the GPU: `make gpu` runs them."""
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.is_relative_to(HERE):
+                item.add_marker(pytest.mark.gpu)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
