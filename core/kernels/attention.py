@@ -853,6 +853,8 @@ def _blocks(kernel: str, dtype: torch.dtype, K: int, bias: Tensor | None) -> Blo
     queries, keys, warps, stages = table[kernel, size]
     if table is _TILES and (kernel, size) == ("dkdv", 128) and chip() == "sm_90":
         keys = 128  # operands stay in shared memory there
+    if table is _TILES and kernel == "dq" and chip() == "sm_80":
+        keys = 32  # and in registers there
     if table is _TILES and bias is not None and K > 32 and kernel in ("forward", "dq"):
         queries = 64
     return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}

@@ -135,8 +135,8 @@ def resources(kernel: Any, backend: str) -> tuple[int, int, int]:
     """(registers a thread, bytes of shared memory, bytes a thread keeps in memory because registers did not suffice)"""
     if backend == "hip":
         notes = kernel.asm["amdgcn"]
-        spilled = 4 * (_note(notes, "vgpr_spill_count") + _note(notes, "sgpr_spill_count"))
-        return _note(notes, "vgpr_count"), kernel.metadata.shared, spilled
+        # Scalar registers spill into lanes of vector registers; what reaches memory is the private segment.
+        return _note(notes, "vgpr_count"), kernel.metadata.shared, _note(notes, "private_segment_fixed_size")
     said = _assembled_again(kernel.asm["ptx"])
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
