@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test check unit parity e2e gpu
+.PHONY: install demo test check kernels parity e2e gpu
 
 install: .venv/.installed
 
@@ -20,6 +20,10 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit
 
+kernels: install
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
+	$(BIN)/python -m core.kernels.compile
+
 parity: install
 	$(BIN)/python -m pytest -q tests/parity
 
@@ -27,6 +31,7 @@ e2e: install
 	$(BIN)/python -m pytest -q tests/e2e
 
 test: check
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q tests/parity
 	$(BIN)/python -m pytest -q tests/e2e
 

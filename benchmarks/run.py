@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import benchmarks
-from benchmarks.result import RESULTS, Measured, beginning, result_of, show, write
+from benchmarks.result import RESULTS, Measured, Result, beginning, result_of, show, write
 from core.config import UserError, run_command
 
 
@@ -38,6 +38,7 @@ class Benchmark:
     name: str
     title: str
     measure: Callable[[Options], Measured]
+    plot: Callable[[Result, Path], Path] | None = None
 
 
 def known() -> dict[str, Benchmark]:
@@ -78,6 +79,8 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     show(result)
     if out is not None:
         print(f"written to {write(result, out)}")
+        if benchmark.plot is not None:
+            print(f"drawn in {benchmark.plot(result, out)}")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
+from core.kernels.cross_entropy import CHUNK_BYTES, TILE_BYTES
 from core.models.decoder import Decoder, DecoderConfig
-from core.nn.loss import CHUNK_BYTES, TILE_BYTES
 from core.nn.mlp import is_gated
 from core.parallel.recompute import RecomputeMode
 from core.precision import Precision, compute_dtype, master_dtype
@@ -80,7 +80,7 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The fused head and loss of `core.nn.loss`: it never holds more logits than one chunk.
+    """The fused head and loss of `core.kernels.cross_entropy`: it never holds more logits than one chunk.
 
     tile_bytes  of the chunk are in the softmax at a time, in fp32 or wider; None: all of it
     """

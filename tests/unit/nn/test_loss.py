@@ -2,14 +2,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.nn import loss as loss_module
-from core.nn.loss import Head, linear_cross_entropy
+from core.kernels import cross_entropy as loss_module
+from core.kernels.cross_entropy import linear_cross_entropy
+from core.nn.loss import Head
 
 
-def reference(x, weight, targets, z_loss=0.0):
+def reference(x, weight, targets, z_loss=0.0, label_smoothing=0.0, ignore_index=-100):
     logits = F.linear(x, weight)
-    z = (logits.logsumexp(-1).square() * (targets != -100)).sum()
-    return F.cross_entropy(logits, targets, reduction="sum") + z_loss * z
+    z = (logits.logsumexp(-1).square() * (targets != ignore_index)).sum()
+    options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+    return F.cross_entropy(logits, targets, reduction="sum", **options) + z_loss * z
 
 
 def inputs(num_tokens, dim, num_rows, dtype=torch.float64, scale=1.0):
@@ -21,16 +23,19 @@ def inputs(num_tokens, dim, num_rows, dtype=torch.float64, scale=1.0):
     return x, weight, targets
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+OPTIONS = [{}, {"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 1e-2, "label_smoothing": 0.1}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
 @pytest.mark.parametrize("shape", [(1, 3, 2), (2, 1, 1), (37, 5, 41), (64, 8, 100)])
 @pytest.mark.parametrize("chunk_bytes", [1 << 26, 1600])
-def test_loss_and_gradients(shape, chunk_bytes, z_loss, monkeypatch):
+def test_loss_and_gradients(shape, chunk_bytes, options, monkeypatch):
     """Also in several chunks and tiles, the last one ragged."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(loss_module, "TILE_BYTES", 700)
     monkeypatch.setattr(loss_module, "SLAB_BYTES", 700)
     x, weight, targets = inputs(*shape)
-    ours, expected = linear_cross_entropy(x, weight, targets, z_loss=z_loss), reference(x, weight, targets, z_loss)
+    ours, expected = (f(x, weight, targets, **options) for f in (linear_cross_entropy, reference))
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
     grads = torch.autograd.grad(0.37 * ours, (x, weight))
     for grad, want in zip(grads, torch.autograd.grad(0.37 * expected, (x, weight)), strict=True):
@@ -73,12 +78,13 @@ def test_a_sure_token_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_vocabulary_in_shards(num_shards, z_loss, monkeypatch):
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
+def test_vocabulary_in_shards(num_shards, options, monkeypatch):
     """Ragged shards, the ranks played by a loop: a first pass notes each chunk's statistics, a second combines them."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 23 * 8 * 10)
     x, weight, targets = inputs(29, 4, 23)
-    expected = reference(x, weight, targets, z_loss)
+    expected = reference(x, weight, targets, **options)
+    of_shards = {**options, "vocab_size": 23, "max_rows": 23}
     want_x, want_weight = torch.autograd.grad(expected, (x, weight))
     parts = weight.detach().chunk(num_shards)
     starts = [sum(len(p) for p in parts[:i]) for i in range(num_shards)]
@@ -87,7 +93,7 @@ def test_vocabulary_in_shards(num_shards, z_loss, monkeypatch):
     for part, start, notes in zip(parts, starts, noted, strict=True):
         note = lambda *statistics, notes=notes: notes.append(statistics) or statistics  # noqa: E731
         with torch.no_grad():
-            linear_cross_entropy(x, part, targets, combine=note, vocab_start=start, max_rows=23)
+            linear_cross_entropy(x, part, targets, combine=note, vocab_start=start, **of_shards)
     chunks = []
     for of_ranks in zip(*noted, strict=True):
         maxima, sums, chosen = (torch.stack(column) for column in zip(*of_ranks, strict=True))
@@ -98,7 +104,7 @@ def test_vocabulary_in_shards(num_shards, z_loss, monkeypatch):
     for part, start, want in zip(parts, starts, want_weight.chunk(num_shards), strict=True):
         part, remaining = part.clone().requires_grad_(), iter(chunks)
         combine = lambda *_, remaining=remaining: next(remaining)  # noqa: E731
-        loss = linear_cross_entropy(x, part, targets, combine=combine, vocab_start=start, max_rows=23, z_loss=z_loss)
+        loss = linear_cross_entropy(x, part, targets, combine=combine, vocab_start=start, **of_shards)
         torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
         grad_x, grad_part = torch.autograd.grad(loss, (x, part))
         torch.testing.assert_close(grad_part, want, rtol=1e-12, atol=1e-12)
@@ -135,3 +141,12 @@ def test_head():
     torch.testing.assert_close(head(x, targets, 3), expected, rtol=1e-13, atol=0)
     with torch.no_grad():
         assert head(x, targets, 3).grad_fn is None
+
+
+def test_head_options():
+    """The head hands on all that the loss can do."""
+    options = {"z_loss": 1e-2, "label_smoothing": 0.1, "ignore_index": 2}
+    head, x = Head(11, 4, **options).double(), torch.randn(2, 3, 4, dtype=torch.float64)
+    targets = torch.tensor([[0, 2, 10], [2, 7, 2]])
+    expected = reference(x.flatten(0, 1), head.weight, targets.flatten(), **options)
+    torch.testing.assert_close(head(x, targets), expected, rtol=1e-13, atol=0)

@@ -1,0 +1,24 @@
+"""Triton kernels, one family a file: mathematics, reference, kernels, operators, public function, SPEC.
+
+    operator.py   how a kernel becomes an operator of torch, and when it runs
+    blocks.py     block sizes by chip; the autotuner
+    spec.py       what a kernel promises, as data
+    compile.py    `make kernels`: every kernel for four chips, without a GPU
+
+On a GPU a public function runs its kernel, elsewhere its reference; tests, ahead-of-time compilation and the benchmark
+are generated from the SPECs. This package imports torch and triton and nothing of ours.
+"""
+
+import importlib
+import pkgutil
+
+from core.kernels.spec import KernelSpec
+
+
+def specs() -> dict[str, KernelSpec]:
+    """Every kernel's SPEC, by name."""
+    found: dict[str, KernelSpec] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for spec in getattr(importlib.import_module(f"{__name__}.{module.name}"), "SPECS", ()):
+            found[spec.name] = spec
+    return found

@@ -1,0 +1,668 @@
+"""Linear layers with weights in 8 or 4 bits: y = x W^T + bias, where W[o, i] is a small integer times a scale.
+
+    int8_matmul          W = w s[o], |w| <= 127; x in 16 or 32 bits (weight-only)
+    int8_dynamic_matmul  the same W; each row of x is rounded to 127 steps of its largest element, too, and the product
+                         is one of integers: y = s[o] t[m] sum_i w[o, i] q[m, i]. Columns of x that are outliers are
+                         left out of q and multiplied as they are (LLM.int8, Dettmers et al. 2022, arXiv:2208.07339)
+    int4_matmul          W = (w - zero[o, g]) s[o, g] for each group g of 32, 64 or 128 columns, 0 <= w <= 15;
+                         without zeros (symmetric) zero is 8
+
+Integers enter the product as they are, which is exact in bf16 and fp16, and scales multiply fp32 sums.
+
+Packing of 4 bits: a group's columns stand in group / 2 bytes; byte j of a group holds its column j in the low half and
+its column j + group / 2 in the high half, so that both halves meet contiguous pieces of x. The last group is filled up.
+
+Two paths: for one or two rows of x a program reads some rows of the weight once and multiplies without matrix units
+(decode: the time is that of reading W), for more it makes a tile by matrix units (prefill).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from core.kernels.blocks import Blocks
+from core.kernels.language import tl, triton
+from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
+from core.kernels.spec import Case, KernelSpec, Traffic
+
+GROUPS = (32, 64, 128)
+_SLAB = 1024
+"""Rows of the weight that the reference widens at a time."""
+_MOST_ROWS_OF_DECODE = 2
+
+
+def quantize_int8(w_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [O, I] and fp32 scales [O]: the largest element of each row becomes 127."""
+    wide = w_OI.float()
+    scale_O = (wide.abs().amax(1) if w_OI.shape[1] else wide.new_ones(len(wide))) / 127
+    scale_O = torch.where(scale_O > 0, scale_O, 1.0)
+    return (wide / scale_O[:, None]).round_().to(torch.int8), scale_O
+
+
+def quantize_int4(w_OI: Tensor, group: int = 128, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+    """uint8 [O, G group / 2] as packed above, fp32 scales [O, G], and uint8 zeros [O, G] or None where symmetric.
+
+    Symmetric: -7 .. 7 times the scale. Otherwise 16 steps from the smallest element (or 0) to the largest (or 0).
+    """
+    if group not in GROUPS:
+        raise ValueError(f"quantize_int4: groups of {group} columns; use one of {GROUPS}")
+    O, I = w_OI.shape
+    G = -(-I // group)
+    w_OGK = torch.nn.functional.pad(w_OI.float(), (0, G * group - I)).view(O, G, group)
+    if symmetric:
+        scale_OG = _positive(w_OGK.abs().amax(2) / 7)
+        zero_OG, codes = None, (w_OGK / scale_OG[..., None]).round_() + 8
+    else:
+        low_OG, high_OG = w_OGK.amin(2).clamp_(max=0), w_OGK.amax(2).clamp_(min=0)
+        scale_OG = _positive((high_OG - low_OG) / 15)
+        zero_OG = (-low_OG / scale_OG).round_().clamp_(0, 15)
+        codes = (w_OGK / scale_OG[..., None]).round_() + zero_OG[..., None]
+        zero_OG = zero_OG.to(torch.uint8)
+    low, high = codes.clamp_(0, 15).to(torch.uint8).chunk(2, 2)
+    return (low | high << 4).view(O, G * group // 2), scale_OG, zero_OG
+
+
+def dequantize_int8(weight_OI: Tensor, scale_O: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[O, I] of the dtype."""
+    wide = torch.promote_types(scale_O.dtype, torch.promote_types(dtype, torch.float32))
+    return (weight_OI.to(wide) * scale_O[:, None].to(wide)).to(dtype)
+
+
+def dequantize_int4(
+    packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, columns: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[O, columns] of the dtype."""
+    O, G = scale_OG.shape
+    wide = torch.promote_types(scale_OG.dtype, torch.promote_types(dtype, torch.float32))
+    bytes_OGK = packed.reshape(O, G, packed.shape[1] // max(G, 1))
+    codes = torch.cat((bytes_OGK & 15, bytes_OGK >> 4), 2).to(wide)
+    codes -= 8 if zero_OG is None else zero_OG[..., None].to(wide)
+    return (codes * scale_OG[..., None].to(wide)).view(O, -1)[:, :columns].to(dtype)
+
+
+def _positive(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def int8_matmul(x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x [.., I] with int8 weights, in x's dtype: [.., O]; gradient for x. Raises ValueError where shapes do not fit."""
+    _check("int8_matmul", x, weight_OI, torch.int8, {"scale": (scale_O, (len(weight_OI),))}, bias_O)
+    if x.shape[-1] == 0 or not runs_kernel("int8_matmul", x, unsupported_dtype(x, scale_O, bias_O)):
+        return reference_int8(x, weight_OI, scale_O, bias_O)
+    return _int8(_flat(x), weight_OI, scale_O, bias_O).view(*x.shape[:-1], len(weight_OI))
+
+
+def int8_dynamic_matmul(
+    x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *,
+    outliers: Tensor | None = None, threshold: float | None = None,
+) -> Tensor:  # fmt: skip
+    """x [.., I], rounded to 8 bits by rows, with int8 weights, in x's dtype: [.., O]; no gradients.
+
+    outliers   indices of columns of x that are not rounded
+    threshold  columns with an element above it (in absolute value) are not rounded, either (LLM.int8 takes 6.0)
+
+    Raises ValueError where shapes do not fit.
+    """
+    _check("int8_dynamic_matmul", x, weight_OI, torch.int8, {"scale": (scale_O, (len(weight_OI),))}, bias_O)
+    if x.shape[-1] == 0 or not runs_kernel("int8_dynamic_matmul", x, unsupported_dtype(x, scale_O, bias_O)):
+        return reference_int8_dynamic(x, weight_OI, scale_O, bias_O, outliers=outliers, threshold=threshold)
+    x_MI = _flat(x)
+    mask_I = _outlier_columns(x_MI, outliers, threshold)
+    return _int8_dynamic(x_MI, weight_OI, scale_O, bias_O, mask_I).view(*x.shape[:-1], len(weight_OI))
+
+
+def int4_matmul(
+    x: Tensor, packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None, bias_O: Tensor | None = None, *,
+    group: int = 128,
+) -> Tensor:  # fmt: skip
+    """x [.., I] with 4-bit weights as `quantize_int4` packs them, in x's dtype: [.., O]; gradient for x.
+
+    Raises ValueError where shapes do not fit.
+    """
+    O, G = len(packed), -(-x.shape[-1] // group)
+    factors = {"scale": (scale_OG, (O, G))} | ({} if zero_OG is None else {"zero": (zero_OG, (O, G))})
+    if group not in GROUPS:
+        raise ValueError(f"int4_matmul: groups of {group} columns; use one of {GROUPS}")
+    _check("int4_matmul", x, packed, torch.uint8, factors, bias_O, columns=G * group // 2)
+    if x.shape[-1] == 0 or not runs_kernel("int4_matmul", x, unsupported_dtype(x, scale_OG, bias_O)):
+        return reference_int4(x, packed, scale_OG, zero_OG, bias_O, group=group)
+    return _int4(_flat(x), packed, scale_OG, zero_OG, bias_O, group).view(*x.shape[:-1], O)
+
+
+def _check(
+    name: str, x: Tensor, weight: Tensor, dtype: torch.dtype, factors: dict[str, tuple[Tensor, tuple[int, ...]]],
+    bias_O: Tensor | None, columns: int | None = None,
+) -> None:  # fmt: skip
+    columns = x.shape[-1] if columns is None else columns
+    if weight.dtype != dtype or weight.ndim != 2 or weight.shape[1] != columns:
+        given = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+        raise ValueError(f"{name}: x {list(x.shape)} needs a {dtype} weight [O, {columns}], not {given}")
+    wanted = factors | ({} if bias_O is None else {"bias": (bias_O, (len(weight),))})
+    for factor, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: {factor} {list(tensor.shape)} for a weight {list(weight.shape)}: {list(shape)}")
+
+
+# --- by torch ---------------------------------------------------------------------------------------------------------
+
+
+class _BySlabs(torch.autograd.Function):
+    """x W^T for a W that is widened some rows at a time, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x_MI: Tensor, num_rows: int, rows: Callable[[int, int], Tensor]) -> Tensor:
+        ctx.num_rows, ctx.rows = num_rows, rows
+        return torch.cat([x_MI @ rows(at, at + _SLAB).T for at in range(0, max(num_rows, 1), _SLAB)], 1)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        (dy_MO,) = gradients
+        slabs = zip(dy_MO.split(_SLAB, 1), range(0, max(ctx.num_rows, 1), _SLAB))
+        return sum(dy @ ctx.rows(at, at + _SLAB) for dy, at in slabs), None, None
+
+
+def reference_int8(x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """The same as `int8_matmul` by torch; what runs on a CPU."""
+    x_MI = _rows(x)
+    if _packs(x_MI, weight_OI):
+        y_MO = torch.ops.aten._weight_int8pack_mm(x_MI.contiguous(), weight_OI.contiguous(), scale_O.to(x_MI.dtype))
+    else:
+        y_MO = _BySlabs.apply(
+            x_MI, len(weight_OI), lambda a, b: dequantize_int8(weight_OI[a:b], scale_O[a:b], x_MI.dtype)
+        )
+    return _finished(y_MO, bias_O, x)
+
+
+def reference_int4(
+    x: Tensor, packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None, bias_O: Tensor | None = None, *,
+    group: int = 128,
+) -> Tensor:  # fmt: skip
+    """The same as `int4_matmul` by torch; what runs on a CPU."""
+    x_MI = _rows(x)
+
+    def rows(a: int, b: int) -> Tensor:
+        zero = None if zero_OG is None else zero_OG[a:b]
+        return dequantize_int4(packed[a:b], scale_OG[a:b], zero, x_MI.shape[1], x_MI.dtype)
+
+    return _finished(_BySlabs.apply(x_MI, len(packed), rows), bias_O, x)
+
+
+def reference_int8_dynamic(
+    x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *,
+    outliers: Tensor | None = None, threshold: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The same as `int8_dynamic_matmul` by torch; what runs on a CPU."""
+    x_MI = _rows(x)
+    mask_I = _outlier_columns(x_MI, outliers, threshold)
+    usual_MI = x_MI if mask_I is None else x_MI.masked_fill(mask_I, 0.0)
+    largest_M1 = usual_MI.abs().amax(1, keepdim=True) if x_MI.shape[1] else x_MI.new_ones(len(x_MI), 1)
+    largest_M1 = torch.where(largest_M1 > 0, largest_M1, 1.0)
+    codes_MI = (usual_MI * 127 / largest_M1).round_().to(torch.int8)
+    y_MO = _integer_product(codes_MI, weight_OI).to(x_MI.dtype) * (largest_M1 / 127)
+    if mask_I is not None:
+        columns = mask_I.nonzero().squeeze(1) if not x.is_meta else torch.zeros(0, dtype=torch.long, device=x.device)
+        y_MO = y_MO + x_MI[:, columns] @ weight_OI[:, columns].to(x_MI.dtype).T
+    return _finished(y_MO * scale_O, bias_O, x)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    return _flat(x).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _finished(y_MO: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:
+    y_MO = y_MO if bias_O is None else y_MO + bias_O
+    return y_MO.to(x.dtype).view(*x.shape[:-1], y_MO.shape[1])
+
+
+def _packs(x_MI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether torch's own product with int8 weights does it as exactly: in fp32 on a CPU, forward only."""
+    differentiated = x_MI.requires_grad and torch.is_grad_enabled()
+    usual = weight_OI.shape[1] % 32 == 0 and len(weight_OI) % 16 == 0 and x_MI.numel() > 0 and len(weight_OI) > 0
+    return x_MI.device.type == "cpu" and x_MI.dtype == torch.float32 and usual and not differentiated
+
+
+def _integer_product(codes_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    """codes weight^T, exact."""
+    M, I = codes_MI.shape
+    if codes_MI.device.type == "cpu" and I >= 16 and M > 0 and len(weight_OI) > 0:  # _int_mm is wrong for I = 1
+        return torch._int_mm(codes_MI.contiguous(), weight_OI.contiguous().T)
+    return codes_MI.double() @ weight_OI.double().T
+
+
+def _outlier_columns(x_MI: Tensor, outliers: Tensor | None, threshold: float | None) -> Tensor | None:
+    """bool [I], or None where no columns are asked for; found without waiting for the device."""
+    if outliers is None and threshold is None:
+        return None
+    mask_I = torch.zeros(x_MI.shape[1], dtype=torch.bool, device=x_MI.device)
+    if threshold is not None and len(x_MI):
+        mask_I = x_MI.abs().amax(0) > threshold
+    if outliers is not None:
+        mask_I = mask_I.index_fill(0, outliers.long(), True)
+    return mask_I
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+# M rows of x, N rows of the weight (columns of y), K columns of both.
+
+
+@triton.jit
+def _as(integers, DTYPE: tl.constexpr):
+    """Small integers as floats, by way of fp32: the interpreter has no other way to bf16."""
+    return integers.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _store(y, acc, bias, m, n, M, N, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(y + m.to(tl.int64)[:, None] * N + n[None, :], acc.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile(M, BM: tl.constexpr, BN: tl.constexpr):
+    """Rows and columns of this program's tile; neighbours share rows of the weight."""
+    tiles = tl.cdiv(M, BM)
+    return (tl.program_id(0) % tiles) * BM + tl.arange(0, BM), (tl.program_id(0) // tiles) * BN + tl.arange(0, BN)
+
+
+@triton.jit
+def _int8_rows(x, w, scale, bias, y, N, K, xm, xk, wn, wk, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """One row of x with BN rows of the weight."""
+    m = tl.program_id(1) + tl.arange(0, 1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN, BK], tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        inside = (n < N)[:, None] & (k < K)[None, :]
+        codes = tl.load(w + n.to(tl.int64)[:, None] * wn + k[None, :] * wk, mask=inside, other=0)
+        values = tl.load(x + tl.program_id(1).to(tl.int64) * xm + k * xk, mask=k < K, other=0.0)
+        total += codes.to(tl.float32) * values.to(tl.float32)[None, :]
+    sums = tl.sum(total, 1) * tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)
+    _store(y, sums[None, :], bias, m, n, m + 1, N, HAS_BIAS)
+
+
+@triton.jit
+def _int8_tile(
+    x, w, scale, bias, y, M, N, K, xm, xk, wn, wk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    m, n = _tile(M, BM, BN)
+    x += m.to(tl.int64)[:, None] * xm
+    w += n.to(tl.int64)[None, :] * wn
+    acc = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        values = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+        codes = tl.load(w + k.to(tl.int64)[:, None] * wk, mask=(n < N)[None, :] & (k < K)[:, None], other=0)
+        acc = tl.dot(values, _as(codes, values.dtype), acc, input_precision=PRECISION)
+    if HAS_SCALE:
+        acc *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    _store(y, acc, bias, m, n, M, N, HAS_BIAS)
+
+
+@triton.jit
+def _int4_rows(
+    x, w, scale, zero, bias, y, N, K, G, xm, xk, wn, wk,
+    BN: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One row of x with BN rows of the weight, BG groups at a time."""
+    m = tl.program_id(1) + tl.arange(0, 1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    x += tl.program_id(1).to(tl.int64) * xm
+    half = tl.arange(0, HALF)
+    total = tl.zeros([BN, BG], tl.float32)
+    for start in range(0, G, BG):
+        g = start + tl.arange(0, BG)
+        inside = (n < N)[:, None] & (g < G)[None, :]
+        at = n.to(tl.int64)[:, None, None] * wn + (g[:, None] * HALF + half[None, :])[None, :, :] * wk
+        pair = tl.load(w + at, mask=inside[:, :, None], other=0)
+        low, high = (pair & 15).to(tl.float32), (pair >> 4).to(tl.float32)
+        middle = 8.0
+        if HAS_ZERO:
+            middle = tl.load(zero + n.to(tl.int64)[:, None] * G + g[None, :], mask=inside, other=0)
+            middle = middle.to(tl.float32)[:, :, None]
+        k = g[:, None] * (2 * HALF) + half[None, :]
+        x_low = tl.load(x + k * xk, mask=k < K, other=0.0).to(tl.float32)
+        x_high = tl.load(x + (k + HALF) * xk, mask=k + HALF < K, other=0.0).to(tl.float32)
+        part = tl.sum((low - middle) * x_low[None, :, :] + (high - middle) * x_high[None, :, :], 2)
+        factor = tl.load(scale + n.to(tl.int64)[:, None] * G + g[None, :], mask=inside, other=0.0)
+        total += part * factor.to(tl.float32)
+    _store(y, tl.sum(total, 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
+
+
+@triton.jit
+def _int4_tile(
+    x, w, scale, zero, bias, y, M, N, K, G, xm, xk, wn, wk,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """BK bytes of a group at a time: their two halves by matrix units, then the group's scale."""
+    m, n = _tile(M, BM, BN)
+    x += m.to(tl.int64)[:, None] * xm
+    w += n.to(tl.int64)[None, :] * wn
+    rows = n.to(tl.int64) * G
+    acc = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, G * HALF, BK):
+        byte, g = start + tl.arange(0, BK), start // HALF
+        k = byte + g * HALF
+        x_low = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+        k += HALF
+        x_high = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+        pair = tl.load(w + byte.to(tl.int64)[:, None] * wk, mask=(n < N)[None, :], other=0).to(tl.int32)
+        middle = 8
+        if HAS_ZERO:
+            middle = tl.load(zero + rows + g, mask=n < N, other=0).to(tl.int32)[None, :]
+        low, high = _as((pair & 15) - middle, x_low.dtype), _as((pair >> 4) - middle, x_low.dtype)
+        part = tl.dot(x_low, low, input_precision=PRECISION)
+        part = tl.dot(x_high, high, part, input_precision=PRECISION)
+        acc += part * tl.load(scale + rows + g, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    _store(y, acc, bias, m, n, M, N, HAS_BIAS)
+
+
+@triton.jit
+def _quantize_rows(x, mask, codes, largest, K, xm, xk, BK: tl.constexpr, HAS_OUTLIERS: tl.constexpr):
+    """A row of x in 127 steps of its largest element, and that element; zeros where outliers are."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * xm
+    most = tl.zeros([BK], tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        usual = k < K
+        if HAS_OUTLIERS:
+            usual = usual & (tl.load(mask + k, mask=k < K, other=1) == 0)
+        most = tl.maximum(most, tl.abs(tl.load(x + k.to(tl.int64) * xk, mask=usual, other=0.0).to(tl.float32)))
+    top = tl.max(most)
+    top = tl.where(top > 0, top, 1.0)
+    tl.store(largest + row, top)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        usual = k < K
+        if HAS_OUTLIERS:
+            usual = usual & (tl.load(mask + k, mask=k < K, other=1) == 0)
+        steps = tl.div_rn(tl.load(x + k.to(tl.int64) * xk, mask=usual, other=0.0).to(tl.float32) * 127, top + k * 0.0)
+        steps = (steps + 12582912.0) - 12582912.0  # 1.5 2^23: to the nearest integer, halves to even
+        tl.store(codes + row * K + k, steps.to(tl.int8), mask=k < K)
+
+
+@triton.jit
+def _int8_dynamic_tile(
+    x, codes, largest, mask, w, scale, bias, y, M, N, K, xm, xk, wn, wk,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_OUTLIERS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Integers by integers; where a block of columns has outliers, those columns of x once more as they are."""
+    m, n = _tile(M, BM, BN)
+    x += m.to(tl.int64)[:, None] * xm
+    codes += m.to(tl.int64)[:, None] * K
+    w += n.to(tl.int64)[None, :] * wn
+    acc = tl.zeros([BM, BN], tl.int32)
+    exact = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        inside = (m < M)[:, None] & (k < K)[None, :]
+        steps = tl.load(codes + k[None, :], mask=inside, other=0)
+        weights = tl.load(w + k.to(tl.int64)[:, None] * wk, mask=(n < N)[None, :] & (k < K)[:, None], other=0)
+        acc = tl.dot(steps, weights, acc, out_dtype=tl.int32)
+        if HAS_OUTLIERS:
+            found = tl.load(mask + k, mask=k < K, other=0)
+            if tl.max(found.to(tl.int32)) > 0:
+                hot = inside & (found != 0)[None, :]
+                values = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=hot, other=0.0)
+                exact = tl.dot(values, _as(weights, values.dtype), exact, input_precision=PRECISION)
+    y_tile = acc.to(tl.float32) * (tl.load(largest + m, mask=m < M, other=0.0) / 127)[:, None]
+    if HAS_OUTLIERS:
+        y_tile += exact
+    y_tile *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    _store(y, y_tile, bias, m, n, M, N, HAS_BIAS)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@operator("int8_matmul")
+def _int8(x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor | None, bias_O: Tensor | None) -> Tensor:
+    (M, K), N = x_MI.shape, len(weight_OI)
+    y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
+    if not launches(x_MI) or N == 0:
+        return y_MO
+    scale, bias = _contiguous(scale_O, x_MI), _contiguous(bias_O, x_MI)
+    sizes = (K, *x_MI.stride(), *weight_OI.stride())
+    if M <= _MOST_ROWS_OF_DECODE and scale_O is not None:
+        _int8_rows[(triton.cdiv(N, 4), M)](
+            x_MI, weight_OI, scale, bias, y_MO, N, *sizes, BN=4, BK=1024, HAS_BIAS=bias_O is not None
+        )
+    else:
+        blocks = _blocks(M, x_MI.dtype)
+        _int8_tile[_grid(M, N, blocks)](
+            x_MI, weight_OI, scale, bias, y_MO, M, N, *sizes,
+            PRECISION=_precision(), HAS_SCALE=scale_O is not None, HAS_BIAS=bias_O is not None, **blocks,
+        )  # fmt: skip
+    return y_MO
+
+
+@operator("int8_dynamic_matmul")
+def _int8_dynamic(
+    x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, mask_I: Tensor | None
+) -> Tensor:
+    (M, K), N = x_MI.shape, len(weight_OI)
+    y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
+    if not launches(x_MI) or N == 0:
+        return y_MO
+    codes_MI = torch.empty(M, K, dtype=torch.int8, device=x_MI.device)
+    largest_M = torch.empty(M, dtype=torch.float32, device=x_MI.device)
+    mask = codes_MI if mask_I is None else mask_I.to(torch.int8)
+    has = {"HAS_OUTLIERS": mask_I is not None}
+    _quantize_rows[(M,)](x_MI, mask, codes_MI, largest_M, K, *x_MI.stride(), BK=1024, **has)
+    blocks = _blocks(M, torch.int8 if mask_I is None else x_MI.dtype)
+    _int8_dynamic_tile[_grid(M, N, blocks)](
+        x_MI, codes_MI, largest_M, mask, weight_OI, _contiguous(scale_O, x_MI), _contiguous(bias_O, x_MI), y_MO,
+        M, N, K, *x_MI.stride(), *weight_OI.stride(),
+        PRECISION=_precision(), HAS_BIAS=bias_O is not None, **has, **blocks,
+    )  # fmt: skip
+    return y_MO
+
+
+@operator("int4_matmul")
+def _int4(
+    x_MI: Tensor, packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, bias_O: Tensor | None, group: int
+) -> Tensor:
+    (M, K), (N, G) = x_MI.shape, scale_OG.shape
+    y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
+    if not launches(x_MI) or N == 0:
+        return y_MO
+    given = (x_MI, packed, scale_OG.contiguous(), _contiguous(zero_OG, packed), _contiguous(bias_O, x_MI), y_MO)
+    sizes = (N, K, G, *x_MI.stride(), *packed.stride())
+    has = {"HAS_ZERO": zero_OG is not None, "HAS_BIAS": bias_O is not None}
+    if M <= _MOST_ROWS_OF_DECODE:
+        _int4_rows[(triton.cdiv(N, 4), M)](*given, *sizes, BN=4, BG=1024 // group, HALF=group // 2, **has)
+    else:
+        blocks = _int4_blocks(M, x_MI.dtype, group // 2)
+        _int4_tile[_grid(M, N, blocks)](*given, M, *sizes, HALF=group // 2, PRECISION=_precision(), **has, **blocks)
+    return y_MO
+
+
+def _setup_int8(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+
+
+def _gradients_int8(ctx, dy_MO: Tensor):
+    weight_OI, scale_O = ctx.saved_tensors
+    return _int8((dy_MO * scale_O).to(dy_MO.dtype), weight_OI.T, None, None), None, None, None
+
+
+def _setup_int4(ctx, inputs, output) -> None:
+    x_MI, *weight, _, _ = inputs
+    ctx.columns = x_MI.shape[1]
+    ctx.save_for_backward(*weight)
+
+
+def _gradients_int4(ctx, dy_MO: Tensor):
+    packed, scale_OG, zero_OG = ctx.saved_tensors
+    weight_OI = dequantize_int4(packed, scale_OG, zero_OG, ctx.columns, dy_MO.dtype)
+    return dy_MO @ weight_OI, None, None, None, None, None
+
+
+_int8.register_autograd(_gradients_int8, setup_context=_setup_int8)
+_int4.register_autograd(_gradients_int4, setup_context=_setup_int4)
+
+
+def _contiguous(tensor: Tensor | None, instead: Tensor) -> Tensor:
+    return instead if tensor is None else tensor.contiguous()
+
+
+def _precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _blocks(M: int, dtype: torch.dtype) -> Blocks:
+    """Few rows: small tiles, so that every processor reads some of the weight. fp32 products keep more registers."""
+    exact = dtype == torch.float32
+    if M <= 32:
+        return {"BM": 16 if M <= 16 else 32, "BN": 32, "BK": 32 if exact else 128, "num_warps": 4, "num_stages": 3}
+    if exact:
+        return {"BM": 64, "BN": 64, "BK": 32, "num_warps": 8, "num_stages": 2}
+    return {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _int4_blocks(M: int, dtype: torch.dtype, half: int) -> Blocks:
+    """As above with narrower tiles: there are two sums for each element, a group's and the whole."""
+    if M <= 32:
+        blocks = {"BM": 16 if M <= 16 else 32, "BN": 32, "num_warps": 4, "num_stages": 3}
+    elif dtype == torch.float32:
+        blocks = {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 2}
+    else:
+        blocks = {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
+    return blocks | {"BK": 16 if dtype == torch.float32 else min(half, 32)}
+
+
+def _grid(M: int, N: int, blocks: Blocks) -> tuple[int]:
+    return (triton.cdiv(M, blocks["BM"]) * triton.cdiv(N, blocks["BN"]),)
+
+
+# --- specs ------------------------------------------------------------------------------------------------------------
+
+
+def _given(
+    case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator
+) -> tuple[dict, Tensor]:
+    """x and bias, and the weight that is to be quantized."""
+    M, N, K = case["M"], case["N"], case["K"]
+    inputs = {"x": torch.randn(M, K, generator=generator).to(device, dtype)}
+    if case.get("bias"):
+        inputs["bias_O"] = torch.randn(N, generator=generator).to(device, dtype)
+    return inputs, torch.randn(N, K, generator=generator)
+
+
+def _int8_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
+    inputs, w_OI = _given(case, dtype, device, generator)
+    weight_OI, scale_O = quantize_int8(w_OI)
+    return inputs | {"weight_OI": weight_OI.to(device), "scale_O": scale_O.to(device)}
+
+
+def _dynamic_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
+    inputs = _int8_inputs(case, dtype, device, generator)
+    if case.get("threshold") and case["K"]:
+        inputs["x"][..., case["K"] // 2] *= 20
+        inputs |= {"threshold": case["threshold"], "outliers": torch.tensor([case["K"] - 1], device=device)}
+    return inputs
+
+
+def _int4_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
+    inputs, w_OI = _given(case, dtype, device, generator)
+    packed, scale_OG, zero_OG = quantize_int4(w_OI, case["group"], case.get("symmetric", True))
+    inputs |= {"packed": packed.to(device), "scale_OG": scale_OG.to(device), "group": case["group"]}
+    return inputs if zero_OG is None else inputs | {"zero_OG": zero_OG.to(device)}
+
+
+def _traffic(bits: int) -> Callable[[Case, torch.dtype], Traffic]:
+    def traffic(case: Case, dtype: torch.dtype) -> Traffic:
+        M, N, K = case["M"], case["N"], case["K"]
+        scales = N * (-(-K // case["group"]) if "group" in case else 1)
+        forward = dtype.itemsize * (M * K + M * N + N * bool(case.get("bias"))) + N * K * bits // 8 + 4 * scales
+        return Traffic(forward, forward, 2 * M * N * K, 2 * M * N * K)
+
+    return traffic
+
+
+_SPACE = {"M": range(1, 40), "N": range(1, 70), "K": range(1, 300), "bias": (False, True)}
+# fp32: the sums' roundings. 16 bits: y is rounded once, and in the backward dy times the scale before.
+_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+SPECS = (
+    KernelSpec(
+        name="int8_matmul",
+        function=int8_matmul,
+        reference=reference_int8,
+        inputs=_int8_inputs,
+        grads=("x",),
+        cases=(
+            {"M": 1, "N": 63, "K": 1000, "bias": True},
+            {"M": 35, "N": 100, "K": 130, "bias": True},
+            {"M": 3, "N": 1, "K": 1},
+            {"M": 0, "N": 3, "K": 4},
+            {"M": 2, "N": 3, "K": 0, "bias": True},
+        ),
+        space=_SPACE,
+        timed=(
+            {"M": 1, "N": 4096, "K": 4096, "bias": True},
+            {"M": 16, "N": 4096, "K": 4096, "bias": True},
+            {"M": 4096, "N": 4096, "K": 4096},
+        ),
+        tolerance=_TOLERANCE,
+        traffic=_traffic(8),
+        gradcheck={"M": 2, "N": 3, "K": 4, "bias": True},
+    ),
+    KernelSpec(
+        name="int8_dynamic_matmul",
+        function=int8_dynamic_matmul,
+        reference=reference_int8_dynamic,
+        inputs=_dynamic_inputs,
+        cases=(
+            {"M": 1, "N": 63, "K": 1000, "bias": True},
+            {"M": 35, "N": 100, "K": 130, "bias": True, "threshold": 6.0},
+            {"M": 3, "N": 1, "K": 1},
+            {"M": 0, "N": 3, "K": 4, "threshold": 6.0},
+            {"M": 2, "N": 3, "K": 0, "bias": True, "threshold": 6.0},
+        ),
+        space=_SPACE | {"threshold": (None, 3.0)},
+        timed=(
+            {"M": 1, "N": 4096, "K": 4096, "bias": True, "threshold": 6.0},
+            {"M": 4096, "N": 4096, "K": 4096},
+            {"M": 4096, "N": 4096, "K": 4096, "threshold": 6.0},
+        ),
+        tolerance=_TOLERANCE,
+        traffic=_traffic(8),
+        alone=("outliers",),
+    ),
+    KernelSpec(
+        name="int4_matmul",
+        function=int4_matmul,
+        reference=reference_int4,
+        inputs=_int4_inputs,
+        grads=("x",),
+        cases=(
+            {"M": 1, "N": 63, "K": 1000, "group": 128, "bias": True},
+            {"M": 35, "N": 100, "K": 130, "group": 32, "symmetric": False, "bias": True},
+            {"M": 2, "N": 5, "K": 100, "group": 64, "symmetric": False},
+            {"M": 3, "N": 1, "K": 1, "group": 32},
+            {"M": 0, "N": 3, "K": 4, "group": 64},
+            {"M": 2, "N": 3, "K": 0, "group": 64, "bias": True},
+        ),
+        space=_SPACE | {"group": GROUPS, "symmetric": (False, True)},
+        timed=(
+            {"M": 1, "N": 4096, "K": 4096, "group": 128, "bias": True},
+            {"M": 16, "N": 4096, "K": 4096, "group": 32, "symmetric": False},
+            {"M": 4096, "N": 4096, "K": 4096, "group": 128, "symmetric": False},
+        ),
+        tolerance=_TOLERANCE,
+        traffic=_traffic(4),
+        gradcheck={"M": 2, "N": 3, "K": 4, "group": 32, "symmetric": False, "bias": True},
+    ),
+)

@@ -1,0 +1,574 @@
+"""The triangle multiplicative update of a pair representation (Jumper et al. 2021, supplement, algorithms 11 and 12).
+
+    n = norm(z)                                                                     z[N, N, D], one vector for each pair
+    a = mask sigmoid(n Wga + bga) (n Wpa + bpa),   b likewise                                   two tensors [N, N, C]
+    outgoing  x_ij = sum_k a_ik b_jk,     incoming  x_ij = sum_k a_ki b_kj                      elementwise in C
+    out = sigmoid(n Wg + bg) (norm(x) Wo + bo)
+
+The sum over k is a batch of C matrix products, which wants channels first; everything else wants them last. Between
+torch's matrix products stand two kernels that change the order while they compute what has to be computed anyway, each
+one pass over memory, and one without an order (gated_output.py):
+
+    1. n, and h = n [Wpa | Wpb | Wga | Wgb]                       torch
+    2. `gate_channels_first`: h[.., I, J, 4C] -> a, b[.., C, I, J]
+           da -> dp = mask s da,   dg = mask p s (1 - s) da,   s = sigmoid(g) computed again
+    3. `pair_product`: a, b -> x[.., C, I, J]                     torch; both gradients come out channels first, too
+    4. `norm_channels_last`: x[.., C, I, J] -> norm(x)[.., I, J, C]
+           with w = weight dy:  dx = rstd (w - mean(w) - x^ mean(w x^)); mean and rstd computed again from x
+    5. norm(x) Wo and n Wg                                        torch
+    6. `gated_residual`: sigmoid(n Wg + bg) (norm(x) Wo + bo), and the residual
+
+Gradients of the norm's weight and bias are summed in two phases in a fixed order, so that every run's are the same.
+Arithmetic between the products is in fp32. The pieces work on strips of rows, too: a caller with 10,000 residues does.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.kernels.blocks import Blocks
+from core.kernels.gated_output import gated_residual
+from core.kernels.language import tl, triton
+from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
+from core.kernels.spec import Case, KernelSpec, Traffic
+
+MAX_CHANNELS = 1024
+_PROGRAMS = 1024
+
+
+def triangle_multiply(
+    z: Tensor,
+    mask: Tensor | None,
+    *,
+    outgoing: bool,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    product_norm_weight: Tensor,
+    product_norm_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """The update of z (plus residual, if given), of z's shape; gradients for all but the mask.
+
+    z                                     [.., N, N, D]
+    mask                                  [.., N, N], a constant: 1 where a pair is, 0 where there is none
+    outgoing                              sum over the edges that leave i and j (algorithm 11), else that enter (12)
+    norm_weight, norm_bias                [D], of z's norm
+    in_weight, in_bias                    [4C, D], [4C]: projections of a and of b, then gates of a and of b
+    product_norm_weight, product_norm_bias  [C], of the product's norm
+    out_weight, out_bias                  [D, C], [D]
+    gate_weight, gate_bias                [D, D], [D], of the result's gate
+
+    AlphaFold's weights call a left and b right; for incoming edges they call b left and a right. All biases of the
+    projections may be None. Parameters have z's dtype, except under autocast, where they may be in fp32.
+
+    Raises ValueError where a shape does not fit.
+    """
+    _check(z, mask, in_weight, product_norm_weight, out_weight, gate_weight)
+    n = F.layer_norm(z, norm_weight.shape, norm_weight, norm_bias, eps)
+    a, b = gate_channels_first(F.linear(n, in_weight, in_bias), mask)
+    x = pair_product(a, b, outgoing=outgoing)
+    del a, b
+    y = norm_channels_last(x, product_norm_weight, product_norm_bias, eps=eps)
+    del x
+    gate = F.linear(n, gate_weight, gate_bias)
+    return gated_residual(F.linear(y, out_weight), gate=gate, bias=out_bias, residual=residual)
+
+
+def reference(
+    z: Tensor,
+    mask: Tensor | None,
+    *,
+    outgoing: bool,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    product_norm_weight: Tensor,
+    product_norm_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """The same as the algorithms have it."""
+    n = F.layer_norm(z, norm_weight.shape, norm_weight, norm_bias, eps)
+    p, g = F.linear(n, in_weight, in_bias).chunk(2, -1)
+    ab = torch.sigmoid(g) * p
+    if mask is not None:
+        ab = mask[..., None] * ab
+    a, b = ab.chunk(2, -1)
+    x = torch.einsum("...ikc,...jkc->...ijc" if outgoing else "...kic,...kjc->...ijc", a, b)
+    y = F.layer_norm(x, product_norm_weight.shape, product_norm_weight, product_norm_bias, eps)
+    update = torch.sigmoid(F.linear(n, gate_weight, gate_bias)) * F.linear(y, out_weight, out_bias)
+    return update if residual is None else residual + update
+
+
+def _check(
+    z: Tensor, mask: Tensor | None, in_weight: Tensor, norm_weight: Tensor, out_weight: Tensor, gate_weight: Tensor
+) -> None:
+    if z.ndim < 3 or z.shape[-3] != z.shape[-2]:
+        raise ValueError(f"triangle_multiply: z {list(z.shape)} is not [.., N, N, D]")
+    if mask is not None and mask.shape != z.shape[:-1]:
+        raise ValueError(f"triangle_multiply: mask {list(mask.shape)} is not z {list(z.shape)} without D")
+    C, D = norm_weight.shape[0], z.shape[-1]
+    for name, weight, shape in (
+        ("in_weight", in_weight, (4 * C, D)),
+        ("out_weight", out_weight, (D, C)),
+        ("gate_weight", gate_weight, (D, D)),
+    ):
+        if weight.shape != shape:
+            raise ValueError(f"triangle_multiply: {name} {list(weight.shape)} is to be {list(shape)}: {C=}, {D=}")
+
+
+def gate_channels_first(h: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """a = mask sigmoid(h2) h0 and b = mask sigmoid(h3) h1, channels first; gradients for h.
+
+    h     [.., I, J, 4C], four parts of C channels each; leading dims that do not lie evenly in memory are copied first
+    mask  [.., I, J], a constant; None: ones
+    a, b  [.., C, I, J], contiguous (where the kernel runs)
+
+    Raises ValueError for other shapes.
+    """
+    if h.ndim < 3 or h.shape[-1] % 4:
+        raise ValueError(f"gate_channels_first: h {list(h.shape)} is not [.., I, J, 4C]")
+    if mask is not None and mask.shape != h.shape[:-1]:
+        raise ValueError(f"gate_channels_first: mask {list(mask.shape)} is not h {list(h.shape)} without 4C")
+    if mask is not None:
+        mask = mask.to(h.dtype)
+    if runs_kernel("gate_channels_first", h, unless=unsupported_dtype(h, mask)):
+        return _gate_forward(h, mask)
+    return gate_reference(h, mask)
+
+
+def gate_reference(h: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """gate_channels_first by torch; what runs on a CPU."""
+    p, g = h.chunk(2, -1)
+    ab = torch.sigmoid(g) * p
+    if mask is not None:
+        ab = ab * mask[..., None]
+    a, b = ab.movedim(-1, -3).chunk(2, -3)
+    return a, b
+
+
+def pair_product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
+    """sum over k of a_ik b_jk (outgoing) or of a_ki b_kj, for each channel; gradients for both.
+
+    a, b  [.., C, I, K] and [.., C, J, K] (outgoing), or [.., C, K, I] and [.., C, K, J]; the result is [.., C, I, J]
+
+    Torch's matrix products. Written as an operator for its backward's sake: both gradients come out contiguous, where
+    torch's own would hand back the transpose of one. Raises ValueError for other shapes.
+    """
+    k = -1 if outgoing else -2
+    if a.ndim < 3 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[k] != b.shape[k]:
+        raise ValueError(f"pair_product: a {list(a.shape)} and b {list(b.shape)} have no common k ({outgoing=})")
+    return _product(a, b, outgoing)
+
+
+def norm_channels_last(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """Layer norm over x's channels, which come first and go out last; gradients for all three.
+
+    x             [.., C, I, J]; copied first where it is not contiguous
+    weight, bias  [C]
+    result        [.., I, J, C], contiguous (where the kernel runs), of x's dtype
+
+    Raises ValueError for other shapes.
+    """
+    if x.ndim < 3 or weight.shape != x.shape[-3:-2] or bias.shape != x.shape[-3:-2]:
+        shapes = f"weight {list(weight.shape)} and bias {list(bias.shape)}"
+        raise ValueError(f"norm_channels_last: {shapes} are not one number for each channel of x {list(x.shape)}")
+    if runs_kernel("norm_channels_last", x, unless=_too_many_channels(x) or unsupported_dtype(x, weight, bias)):
+        return _norm_forward(x, weight, bias, eps)
+    return norm_reference(x, weight, bias, eps=eps)
+
+
+def norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """norm_channels_last by torch; what runs on a CPU."""
+    return F.layer_norm(x.movedim(-3, -1), weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
+def _too_many_channels(x: Tensor) -> str | None:
+    return f"the kernel takes at most {MAX_CHANNELS} channels" if x.shape[-3] > MAX_CHANNELS else None
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gate_forward_kernel(
+    h, mask, a, b, num_rows, num_channels, num_tiles, h_batch, h_row, h_channel, h_part,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows (pairs) and channels, of a and of b."""
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // num_tiles
+    row = (program % num_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    inside = (row < num_rows) & (channel < num_channels)
+    at = batch * h_batch + row * h_row + channel * h_channel
+    out = (batch * num_channels + channel) * num_rows + row
+    p = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(h + at + 2 * h_part, mask=inside, other=0.0).to(tl.float32)
+    value = p * tl.sigmoid(g)
+    p = tl.load(h + at + h_part, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(h + at + 3 * h_part, mask=inside, other=0.0).to(tl.float32)
+    other_value = p * tl.sigmoid(g)
+    if HAS_MASK:
+        m = tl.load(mask + batch * num_rows + row, mask=row < num_rows, other=0.0).to(tl.float32)
+        value *= m
+        other_value *= m
+    tl.store(a + out, value, mask=inside)
+    tl.store(b + out, other_value, mask=inside)
+
+
+@triton.jit
+def _gate_backward_kernel(
+    da, db, h, mask, dh, num_rows, num_channels, num_tiles, h_batch, h_row, h_channel, h_part,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // num_tiles
+    row = (program % num_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    inside = (row < num_rows) & (channel < num_channels)
+    first = (batch * num_channels + channel) * num_rows + row
+    last = (batch * num_rows + row) * 4 * num_channels + channel
+    at = batch * h_batch + row * h_row + channel * h_channel
+    m = tl.full((ROWS, 1), 1.0, tl.float32)
+    if HAS_MASK:
+        m = tl.load(mask + batch * num_rows + row, mask=row < num_rows, other=0.0).to(tl.float32)
+    for side in tl.static_range(2):
+        d = tl.load((db if side else da) + first, mask=inside, other=0.0).to(tl.float32) * m
+        p = tl.load(h + at + side * h_part, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(tl.load(h + at + (side + 2) * h_part, mask=inside, other=0.0).to(tl.float32))
+        tl.store(dh + last + side * num_channels, d * s, mask=inside)
+        tl.store(dh + last + (side + 2) * num_channels, d * p * s * (1.0 - s), mask=inside)
+
+
+@triton.jit
+def _normal(x, batch, row, channel, num_rows, num_channels, eps):
+    """x^ [CHANNELS, ROWS] and rstd [1, ROWS] of the rows (pairs) of a tile."""
+    known = channel < num_channels
+    at = (batch * num_channels + channel) * num_rows + row
+    value = tl.load(x + at, mask=known & (row < num_rows), other=0.0).to(tl.float32)
+    off = tl.where(known, value - (tl.sum(value, 0) / num_channels)[None, :], 0.0)
+    rstd = tl.rsqrt(tl.sum(off * off, 0) / num_channels + eps)[None, :]
+    return off * rstd, rstd
+
+
+@triton.jit
+def _norm_forward_kernel(
+    x, weight, bias, y, num_rows, num_channels, num_tiles, eps, ROWS: tl.constexpr, CHANNELS: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // num_tiles
+    row = (program % num_tiles) * ROWS + tl.arange(0, ROWS)[None, :]
+    channel = tl.arange(0, CHANNELS)[:, None]
+    known = channel < num_channels
+    w = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
+    b = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
+    normal, _ = _normal(x, batch, row, channel, num_rows, num_channels, eps)
+    tl.store(y + (batch * num_rows + row) * num_channels + channel, normal * w + b, mask=known & (row < num_rows))
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy, x, weight, dx, dweight, dbias, num_rows, num_channels, num_tiles, all_tiles, tiles_each, eps,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """dx of tiles_each tiles, and the program's part of dweight and dbias: the sums over their rows."""
+    program = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, CHANNELS)[:, None]
+    known = channel < num_channels
+    w = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
+    weighted = tl.zeros((CHANNELS, 1), tl.float32)
+    plain = tl.zeros((CHANNELS, 1), tl.float32)
+    for tile in range(program * tiles_each, tl.minimum((program + 1) * tiles_each, all_tiles)):
+        batch = tile // num_tiles
+        row = (tile % num_tiles) * ROWS + tl.arange(0, ROWS)[None, :]
+        inside = known & (row < num_rows)
+        normal, rstd = _normal(x, batch, row, channel, num_rows, num_channels, eps)
+        at = (batch * num_rows + row) * num_channels + channel
+        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        weighted += tl.sum(d * normal, 1)[:, None]
+        plain += tl.sum(d, 1)[:, None]
+        d *= w
+        mean = (tl.sum(d, 0) / num_channels)[None, :]
+        slope = (tl.sum(d * normal, 0) / num_channels)[None, :]
+        at = (batch * num_channels + channel) * num_rows + row
+        tl.store(dx + at, rstd * (d - mean - normal * slope), mask=inside)
+    tl.store(dweight + program * num_channels + channel, weighted, mask=known)
+    tl.store(dbias + program * num_channels + channel, plain, mask=known)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@operator("gate_channels_first_forward")
+def _gate_forward(h: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    *lead, I, J, width = h.shape
+    a, b = (torch.empty((*lead, width // 4, I, J), dtype=h.dtype, device=h.device) for _ in range(2))
+    if launches(h):
+        flat, blocks = h.reshape(-1, I * J, width), _gate_blocks(width // 4)
+        grid, sizes = _gate_grid(flat, blocks)
+        _gate_forward_kernel[grid](
+            flat, h if mask is None else mask.contiguous(), a, b, *sizes, *flat.stride(), width // 4 * flat.stride(2),
+            HAS_MASK=mask is not None, **blocks,
+        )  # fmt: skip
+    return a, b
+
+
+@operator("gate_channels_first_backward")
+def _gate_backward(da: Tensor, db: Tensor, h: Tensor, mask: Tensor | None) -> Tensor:
+    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    if launches(h):
+        *_, I, J, width = h.shape
+        flat, blocks = h.reshape(-1, I * J, width), _gate_blocks(width // 4)
+        grid, sizes = _gate_grid(flat, blocks)
+        _gate_backward_kernel[grid](
+            da.contiguous(), db.contiguous(), flat, h if mask is None else mask.contiguous(), dh, *sizes,
+            *flat.stride(), width // 4 * flat.stride(2), HAS_MASK=mask is not None, **blocks,
+        )  # fmt: skip
+    return dh
+
+
+def _gate_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_gate_forward.register_autograd(
+    lambda ctx, da, db: (_gate_backward(da, db, *ctx.saved_tensors), None), setup_context=_gate_setup
+)
+
+
+def _gate_blocks(num_channels: int) -> Blocks:
+    """Tiles of 2048 elements, which read and write at least 64 bytes in a piece, whichever dim is dense."""
+    channels = min(32, triton.next_power_of_2(num_channels))
+    return {"ROWS": 2048 // channels, "CHANNELS": channels, "num_warps": 4}
+
+
+def _gate_grid(flat: Tensor, blocks: Blocks) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """The launch's grid, and (rows, channels, tiles of rows) of one batch element."""
+    batch, num_rows, width = flat.shape
+    num_tiles = triton.cdiv(num_rows, blocks["ROWS"])
+    return (batch * num_tiles, triton.cdiv(width // 4, blocks["CHANNELS"])), (num_rows, width // 4, num_tiles)
+
+
+@operator("pair_product")
+def _product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:
+    x = _bmm(a, b.mT) if outgoing else _bmm(a.mT, b)
+    return x.contiguous()
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a.flatten(0, -3), b.flatten(0, -3)).unflatten(0, a.shape[:-2])
+
+
+def _product_setup(ctx, inputs, output) -> None:
+    a, b, ctx.outgoing = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _product_gradients(ctx, dx: Tensor):
+    a, b = ctx.saved_tensors
+    if ctx.outgoing:
+        return _bmm(dx, b), _bmm(dx.mT, a), None
+    return _bmm(b, dx.mT), _bmm(a, dx), None
+
+
+_product.register_autograd(_product_gradients, setup_context=_product_setup)
+
+
+@operator("norm_channels_last_forward")
+def _norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    *lead, C, I, J = x.shape
+    y = torch.empty((*lead, I, J, C), dtype=x.dtype, device=x.device)
+    if launches(x):
+        blocks = _norm_blocks(C)
+        num_tiles = triton.cdiv(I * J, blocks["ROWS"])
+        _norm_forward_kernel[(x.numel() // (C * I * J) * num_tiles,)](
+            x.contiguous(), weight.contiguous(), bias.contiguous(), y, I * J, C, num_tiles, eps, **blocks
+        )
+    return y
+
+
+@operator("norm_channels_last_backward")
+def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """dx, and dweight and dbias [2, C] in fp32."""
+    *_, C, I, J = x.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not launches(x):
+        return dx, torch.zeros((2, C), dtype=torch.float32, device=x.device)
+    blocks = _norm_blocks(C, backward=True)
+    num_tiles = triton.cdiv(I * J, blocks["ROWS"])
+    all_tiles = x.numel() // (C * I * J) * num_tiles
+    tiles_each = triton.cdiv(all_tiles, _PROGRAMS)
+    num_programs = triton.cdiv(all_tiles, tiles_each)
+    partial = torch.empty((2, num_programs, C), dtype=torch.float32, device=x.device)
+    _norm_backward_kernel[(num_programs,)](
+        dy.contiguous(), x.contiguous(), weight.contiguous(), dx, *partial, I * J, C, num_tiles, all_tiles, tiles_each,
+        eps, **blocks,
+    )  # fmt: skip
+    return dx, partial.sum(1)
+
+
+def _norm_setup(ctx, inputs, output) -> None:
+    x, weight, bias, ctx.eps = inputs
+    ctx.dtype = bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _norm_gradients(ctx, dy: Tensor):
+    x, weight = ctx.saved_tensors
+    dx, (dweight, dbias) = _norm_backward(dy, x, weight, ctx.eps)
+    return dx, dweight.to(weight.dtype), dbias.to(ctx.dtype), None
+
+
+_norm_forward.register_autograd(_norm_gradients, setup_context=_norm_setup)
+
+
+def _norm_blocks(num_channels: int, backward: bool = False) -> Blocks:
+    """All channels of some rows: 32 or more, 64 bytes in a piece, and fewer only where registers would not suffice.
+
+    A thread of the backward, which holds x^, dy and dx at once, gets 16 elements; one of the forward 32.
+    """
+    channels, each = triton.next_power_of_2(num_channels), 512 if backward else 1024
+    rows = max(8, min(256, max(32, 4096 // channels), 16 * each // channels))
+    return {"ROWS": rows, "CHANNELS": channels, "num_warps": max(4, min(16, rows * channels // each))}
+
+
+# --- spec -------------------------------------------------------------------------------------------------------------
+
+
+def _draw(dtype: torch.dtype, device: torch.device | str, generator: torch.Generator):
+    return lambda *shape: torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+
+def _some(dtype: torch.dtype, device: torch.device | str, generator: torch.Generator):
+    """A mask that hides a tenth."""
+    return lambda *shape: (torch.rand(shape, generator=generator) < 0.9).to(device, dtype)
+
+
+def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
+    draw, lead = _draw(dtype, device, generator), case.get("lead", ())
+    N, C, D = case["N"], case["C"], case["D"]
+    inputs = {
+        "z": draw(*lead, N, N, D), "mask": _some(dtype, device, generator)(*lead, N, N), "outgoing": case["outgoing"],
+        "norm_weight": 1 + 0.3 * draw(D), "norm_bias": 0.3 * draw(D),
+        "in_weight": draw(4 * C, D) / D**0.5, "in_bias": draw(4 * C),
+        "product_norm_weight": 1 + 0.3 * draw(C), "product_norm_bias": 0.3 * draw(C),
+        "out_weight": draw(D, C) / C**0.5, "out_bias": draw(D),
+        "gate_weight": draw(D, D) / D**0.5, "gate_bias": draw(D),
+    }  # fmt: skip
+    if not case.get("biases", True):
+        inputs |= {"in_bias": None, "out_bias": None, "gate_bias": None, "mask": None}
+    if case.get("residual"):
+        inputs["residual"] = draw(*lead, N, N, D)
+    return inputs
+
+
+def _traffic(case: Case, dtype: torch.dtype) -> Traffic:
+    """Through torch's matrix products: what one operation writes, the next one reads."""
+    N, C, D = case["N"], case["C"], case["D"]
+    pairs = N * N * torch.Size(case.get("lead", ())).numel()
+    forward = (2 * D) + (D + 4 * C) + 6 * C + 3 * C + 2 * C + (C + D) + 2 * D + (3 + case.get("residual", False)) * D
+    flops = 2 * pairs * (4 * C * D + C * N + C * D + D * D)
+    return Traffic(dtype.itemsize * pairs * forward, 2 * dtype.itemsize * pairs * forward, flops, 2 * flops)
+
+
+def _gate_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
+    lead, C = case["lead"], case["C"]
+    mask = _some(dtype, device, generator)(*lead) if case.get("mask", True) else None
+    return {"h": _draw(dtype, device, generator)(*lead, 4 * C), "mask": mask}
+
+
+def _gate_traffic(case: Case, dtype: torch.dtype) -> Traffic:
+    whole = torch.Size(case["lead"]).numel() * case["C"]
+    return Traffic(6 * dtype.itemsize * whole, 10 * dtype.itemsize * whole, 10 * whole, 20 * whole)
+
+
+def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
+    draw, (*lead, I, J), C = _draw(dtype, device, generator), case["lead"], case["C"]
+    return {"x": 2 * draw(*lead, C, I, J) + 1, "weight": 1 + 0.5 * draw(C), "bias": draw(C)}
+
+
+def _norm_traffic(case: Case, dtype: torch.dtype) -> Traffic:
+    whole = torch.Size(case["lead"]).numel() * case["C"]
+    return Traffic(2 * dtype.itemsize * whole, 3 * dtype.itemsize * whole, 8 * whole, 16 * whole)
+
+
+SPECS = (
+    KernelSpec(
+        name="triangle_multiply",
+        function=triangle_multiply,
+        reference=reference,
+        inputs=_inputs,
+        grads=("z", "norm_weight", "norm_bias", "in_weight", "in_bias", "product_norm_weight", "product_norm_bias",
+               "out_weight", "out_bias", "gate_weight", "gate_bias", "residual"),
+        cases=(
+            {"N": 7, "C": 12, "D": 10, "outgoing": True, "residual": True},
+            {"N": 7, "C": 12, "D": 10, "outgoing": False, "lead": (2,)},
+            {"N": 3, "C": 33, "D": 5, "outgoing": False, "biases": False},
+            {"N": 0, "C": 4, "D": 3, "outgoing": True},
+        ),
+        timed=(
+            {"N": 256, "C": 128, "D": 128, "outgoing": True, "residual": True},
+            {"N": 1024, "C": 128, "D": 128, "outgoing": False, "residual": True},
+        ),
+        # Two norms divide by deviations of few values. In 16 bits some ten results are rounded on the way from z to its
+        # gradient, and sums of signed terms keep their roundings: a dozen of 2^-8 and 2^-11.
+        tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 6e-3},
+        traffic=_traffic,
+        gradcheck={"N": 2, "C": 3, "D": 3, "outgoing": False, "residual": True},
+    ),
+    KernelSpec(
+        name="gate_channels_first",
+        function=gate_channels_first,
+        reference=gate_reference,
+        inputs=_gate_inputs,
+        grads=("h",),
+        cases=(
+            {"lead": (2, 5, 7), "C": 33},
+            {"lead": (9, 9), "C": 100, "mask": False},
+            {"lead": (1, 1000), "C": 3},
+            {"lead": (1, 1, 1), "C": 1},
+            {"lead": (0, 3), "C": 2},
+        ),
+        space={"lead": ((3, 4), (2, 1, 70), (1, 2, 2, 3)), "C": range(1, 70), "mask": (False, True)},
+        timed=({"lead": (1, 512, 512), "C": 128}, {"lead": (1, 512, 512), "C": 64, "mask": False}),
+        # Elementwise in fp32, rounded once: 2^-8 of bf16 (2^-7 where the interpreter cuts off), 2^-11 of fp16.
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4},
+        traffic=_gate_traffic,
+        gradcheck={"lead": (2, 2), "C": 2},
+    ),
+    KernelSpec(
+        name="norm_channels_last",
+        function=norm_channels_last,
+        reference=norm_reference,
+        inputs=_norm_inputs,
+        grads=("x", "weight", "bias"),
+        cases=(
+            {"lead": (2, 5, 7), "C": 33},
+            {"lead": (9, 9), "C": 100},
+            {"lead": (1, 1000), "C": 3},
+            {"lead": (1, 1, 1), "C": 5},
+            {"lead": (2, 3), "C": 300},
+            {"lead": (0, 3), "C": 2},
+        ),
+        space={"lead": ((3, 4), (2, 1, 70), (1, 2, 2, 3)), "C": range(5, 150)},
+        timed=({"lead": (1, 512, 512), "C": 128}, {"lead": (1, 512, 512), "C": 64}, {"lead": (256, 256), "C": 1024}),
+        # A mean and two projections are subtracted: some roundings of fp32, more where three channels leave one degree
+        # of freedom. In 16 bits a result is rounded once: 2^-8 of bf16 (2^-7 where the interpreter cuts off), 2^-11.
+        tolerance={torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4},
+        traffic=_norm_traffic,
+        gradcheck={"lead": (1, 2), "C": 3},
+    ),
+)  # fmt: skip

@@ -1,0 +1,124 @@
+"""What the SPECs of attention leave out: its CPU path, merging by log-sum-exp, parts of a bias's gradient, errors."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.kernels import attention as kernels
+from core.kernels.attention import attention, attention_varlen, attention_with_lse, reference
+from core.kernels.operator import forced
+
+SPEC = kernels.SPECS[0]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def drawn(dtype: torch.dtype, **case: Any) -> dict[str, Any]:
+    case = {"B": 2, "L": 5, "S": 7, "J": 2, "G": 2, "K": 4, **case}
+    return SPEC.inputs(case, dtype, DEVICE, torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("bias", [None, "H", "BH"])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(
+    "shown", [{}, {"causal": True}, {"window": 2}, {"causal": True, "S": 5}, {"offset": -2}], ids=str
+)
+def test_torchs_fused_operator_computes_the_same(shown: dict[str, Any], mask: bool, bias: str | None) -> None:
+    for alibi in (False, True):
+        inputs = drawn(torch.float64, mask=mask, bias=bias, alibi=alibi, **shown)
+        leaves = [inputs[n].requires_grad_() for n in SPEC.grads if n in inputs]
+        found, expected = attention(**inputs), reference(**inputs)[0]
+        torch.testing.assert_close(found, expected)
+        do = torch.randn_like(expected)
+        for got, want in zip(torch.autograd.grad(found, leaves, do), torch.autograd.grad(expected, leaves, do)):
+            torch.testing.assert_close(got, want)
+
+
+def test_disjoint_keys_merge_by_their_lse() -> None:
+    """What ring attention does, forward and backward, through the kernels."""
+    inputs = drawn(torch.float32, S=8)
+    q, k, v = (inputs[n].requires_grad_() for n in "qkv")
+    whole, _ = reference(q, k, v)
+    with forced():
+        o, lse = zip(*(attention_with_lse(q, k[:, part], v[:, part]) for part in (slice(3), slice(3, 8))))
+    weights = torch.softmax(torch.stack(lse), 0).transpose(2, 3)[..., None]
+    merged = (torch.stack(o) * weights).sum(0)
+    torch.testing.assert_close(merged, whole)
+    do = torch.randn_like(whole)
+    for got, want in zip(torch.autograd.grad(merged, (q, k, v), do), torch.autograd.grad(whole, (q, k, v), do)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("few", [0, 3, 100])
+def test_a_shared_bias_is_summed_in_any_number_of_parts(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = drawn(torch.float32, B=5, bias="H")
+    bias = inputs["bias"].requires_grad_()
+    (want,) = torch.autograd.grad(reference(**inputs)[0].sin().sum(), bias)
+    monkeypatch.setattr(kernels, "_FEW_PROGRAMS", few)
+    with forced():
+        (got,) = torch.autograd.grad(attention(**inputs).sin().sum(), bias)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_neighbours_in_the_batch_may_share_a_bias() -> None:
+    inputs = drawn(torch.float32, B=4)
+    inputs["bias"] = bias = torch.randn(2, 2, 5, 7, device=DEVICE).requires_grad_()
+    want = reference(**inputs)[0]
+    repeated = reference(**inputs | {"bias": bias.repeat_interleave(2, 0).repeat_interleave(2, 1)})[0]
+    torch.testing.assert_close(want, repeated)
+    with forced():
+        got = attention(**inputs)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(o.sin().sum(), bias)[0] for o in (got, want)), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_tiles_fit_every_head_size() -> None:
+    dtypes, sizes = (torch.float32, torch.bfloat16), (1, 16, 20, 64, 96, 128, 200, 256)
+    for kernel, dtype, size in itertools.product(("forward", "dkdv", "dq", "dbias"), dtypes, sizes):
+        blocks = kernels._blocks(kernel, dtype, size, None)
+        assert blocks["BLOCK_M"] >= 16
+        assert blocks["BLOCK_N"] >= 16
+
+
+def test_larger_heads_go_to_torch_with_a_warning() -> None:
+    inputs = drawn(torch.float32, K=257)
+    with forced(), pytest.warns(UserWarning, match="heads of at most 256 elements"):
+        found = attention(**inputs)
+    torch.testing.assert_close(found, reference(**inputs)[0])
+
+
+def shaped(*shape: int) -> Tensor:
+    return torch.zeros(shape, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"v": shaped(2, 7, 2, 5)}, r"v \[2, 7, 2, 5\] are not"),
+        ({"k": shaped(2, 7, 3, 4), "v": shaped(2, 7, 3, 4)}, "3 key/value heads do not divide 4 query heads"),
+        ({"bias": shaped(2, 3, 5, 7)}, r"bias \[2, 3, 5, 7\] does not broadcast to \[2, 4, 5, 7\]"),
+        ({"mask": shaped(2, 5)}, r"mask \[2, 5\] is not \[2, 7\]"),
+        ({"slopes": shaped(2)}, r"slopes \[2\] are not \[4\]"),
+        ({"window": 0}, "a window of 0 shows nothing"),
+        ({"k": shaped(2, 7, 2, 4).half()}, "q, k and v are to have one dtype"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:
+    inputs = drawn(torch.float32) | changed
+    for function in (attention, attention_with_lse):
+        with pytest.raises(ValueError, match=message):
+            function(**inputs)
+
+
+def test_packed_sequences_need_their_limits() -> None:
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens_q and cu_seqlens_k are to be \[sequences \+ 1\], not \[3\] and \[2\]"
+    ):
+        attention_varlen(
+            shaped(4, 2, 8), shaped(4, 2, 8), shaped(4, 2, 8), torch.tensor([0, 1, 4]), torch.tensor([0, 4]), 3, 4
+        )

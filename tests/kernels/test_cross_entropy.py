@@ -1,0 +1,77 @@
+"""What the SPECs of cross-entropy do not draw: several chunks, several shards, gradients under torch.compile."""
+
+import pytest
+import torch
+
+from core.kernels import cross_entropy
+from core.kernels.cross_entropy import Objective, cross_entropy_of_shard, linear_cross_entropy, reference
+from core.kernels.operator import forced
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 4}
+
+
+def inputs(num_tokens: int, dim: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(rows, dim, generator=generator).requires_grad_() for rows in (num_tokens, num_rows))
+    return x, weight, torch.randint(0, num_rows, (num_tokens,), generator=generator)
+
+
+def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 5, 5 and 3 tokens, products by another function than torch's."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 5 * 31 * 4)
+    x, weight, targets = inputs(13, 6, 31)
+    rows = []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rows.append(a.shape[0])
+        return a @ b
+
+    with forced():
+        loss = linear_cross_entropy(x, weight, targets, product=product, **OPTIONS)
+    exact = reference(x.double(), weight.double(), targets, **OPTIONS)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+    expected = torch.autograd.grad(exact, (x, weight))
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, weight)), expected, rtol=1e-5, atol=1e-5)
+    assert rows == [5, 5, 31, 5, 5, 31, 3, 3, 31]
+
+
+def test_in_shards() -> None:
+    """Ragged shards of the vocabulary: statistics combined between the steps, gradients side by side."""
+    x, weight, targets = inputs(9, 6, 40)
+    logits = (x @ weight.T).detach().requires_grad_()
+    expected = reference(logits, torch.eye(40), targets, **OPTIONS)
+    with forced():
+        shards = [
+            cross_entropy_of_shard(logits.detach()[:, a:b].clone(), targets, Objective(40, a, **OPTIONS))
+            for a, b in ((0, 17), (17, 34), (34, 40))
+        ]
+        maxima, sums, chosen = (torch.stack(column) for column in zip(*(s.statistics for s in shards), strict=True))
+        logsumexp = maxima.amax(0) + (sums * (maxima - maxima.amax(0)).exp()).sum(0).log()
+        gradients = torch.cat([shard.gradients(logsumexp) for shard in shards], 1)
+    loss = (logsumexp - chosen.sum(0) + 1e-2 * logsumexp.square())[targets != 4].sum()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_masked_vocabulary() -> None:
+    """Logits of -inf, whole tiles of them, are probabilities of zero."""
+    logits, targets = torch.randn(3, 9000), torch.tensor([0, 8500, 2])
+    logits[:, 10:8400] = float("-inf")
+    logits[1, :8400] = float("-inf")
+    wanted = logits.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wanted, targets, reduction="sum")
+    with forced():
+        shard = cross_entropy_of_shard(logits, targets, Objective(9000))
+        loss = (shard.logsumexp_C - shard.statistics[2]).sum()
+        gradients = shard.gradients(shard.logsumexp_C)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, wanted)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_with_gradients() -> None:
+    x, weight, targets = inputs(5, 6, 31)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    with forced():
+        expected = torch.autograd.grad(linear_cross_entropy(x, weight, targets, **OPTIONS), (x, weight))
+        found = torch.autograd.grad(compiled(x, weight, targets, **OPTIONS), (x, weight))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -1,0 +1,192 @@
+"""The optimizers' kernels over several steps: against torch.optim, and rounding at random by its statistics."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.kernels import adafactor as adafactor_module
+from core.kernels.adafactor import adafactor
+from core.kernels.adamw import adamw
+from core.kernels.operator import forced
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(5, 7), (3,), (2, 3, 4), ()]
+NUM_STEPS = 5
+
+
+def draw(shapes: list[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype) for shape in shapes]
+
+
+def by_torch(optimizer: type[torch.optim.Optimizer], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    params = draw(SHAPES, 0, dtype)
+    made = optimizer(params, **options)
+    for step in range(1, NUM_STEPS + 1):
+        for p, g in zip(params, draw(SHAPES, step, dtype)):
+            p.grad = g
+        made.step()
+    return params
+
+
+def by_adafactor(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    params = draw(SHAPES, 0, dtype)
+    state = adafactor_state(params)
+    for step in range(1, NUM_STEPS + 1):
+        adafactor(params, draw(SHAPES, step, dtype), *state, step=step, **options)
+    return params
+
+
+def adafactor_state(params: list[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+    rows = [p.new_zeros(*p.shape[:-1], 1) if p.ndim > 1 else None for p in params]
+    cols = [p.new_zeros(*p.shape[:-2], 1, p.shape[-1]) if p.ndim > 1 else None for p in params]
+    return rows, cols, [torch.zeros_like(p) if p.ndim < 2 else None for p in params]
+
+
+def agree(found: list[Tensor], expected: list[Tensor], limit: float) -> None:
+    """Within `limit` of the distance that the parameters went, which a step that does nothing does not reach."""
+    for got, want, start in zip(found, expected, draw(SHAPES, 0, found[0].dtype), strict=True):
+        went = float((want - start).abs().max())
+        assert went > 1e-4
+        assert float((got - want).abs().max()) <= limit * went
+
+
+ADAFACTOR = [
+    {},
+    {"lr": 0.3, "weight_decay": 0.1, "d": 2.0, "eps": (1e-4, 0.5)},
+    {"lr": 0.3, "beta2_decay": -0.5, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("options", ADAFACTOR)
+def test_adafactor_is_that_of_torch(options: dict[str, Any]) -> None:
+    agree(by_adafactor(torch.float64, **options), by_torch(torch.optim.Adafactor, torch.float64, **options), 1e-12)
+
+
+@pytest.mark.parametrize("options", ADAFACTOR)
+def test_adafactor_kernels_are_those_of_torch(options: dict[str, Any]) -> None:
+    with forced():
+        found = by_adafactor(torch.float32, **options)
+    agree(found, by_torch(torch.optim.Adafactor, torch.float32, **options), 1e-3)
+
+
+def test_adafactor_phases_of_two_shards_are_the_whole() -> None:
+    """Rows on two ranks: sums of columns, means of r and squares are added between the phases."""
+    (param,), (grad,) = draw([(7, 20)], 0, torch.float32), draw([(7, 20)], 1, torch.float32)
+    whole, state = param.clone(), adafactor_state([param])
+    options = (1e-6, 1e-3, 1.0, 0.01, 1.0, False, None)
+    with forced():
+        adafactor([whole], [grad], *state, step=1, eps=(1e-6, 1e-3))
+        by = adafactor_module.phases([param])
+        assert by is adafactor_module.KERNELS
+        shards, grads = [list(t.split([3, 4])) for t in (param.clone(), grad)]
+        states = [adafactor_state([shard]) for shard in shards]
+        sums = [by.row_col_sums([g]) for g in grads]
+        col = sums[0][1][0] + sums[1][1][0]
+        means = [
+            by.update_factors(row_var, col_var, rows, [col], [7], [20], 1.0)
+            for (row_var, col_var, _), (rows, _) in zip(states, sums)
+        ]
+        mean = [means[0][0] + means[1][0]]
+        factors = [(row_var, col_var, mean) for row_var, col_var, _ in states]
+        squares = sum(by.factored_squares([p], [g], *f, 1e-6) for p, g, f in zip(shards, grads, factors))
+        for p, g, f in zip(shards, grads, factors):
+            by.apply([p], [g], *f, squares, [140], *options)
+    torch.testing.assert_close(torch.cat(shards), whole, rtol=1e-6, atol=1e-7)
+    assert float((whole - param).abs().max()) > 1e-3
+
+
+def test_adafactor_names_what_does_not_fit() -> None:
+    p, g = torch.zeros(3, 4), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"a parameter \[3, 4\] has a gradient \[4, 3\]"):
+        adafactor([p], [g.mT], [None], [None], [None], step=1)
+    with pytest.raises(ValueError, match=r"needs a col_var \[1, 4\], not None"):
+        adafactor([p], [g], [torch.zeros(3, 1)], [None], [None], step=1)
+    with pytest.raises(ValueError, match="lengths"):
+        adafactor([p], [], [], [], [], step=1)
+
+
+def neighbours_and_mean(params: Tensor, exact: float) -> None:
+    """All values are the two bf16 neighbours of `exact`, and their mean is near it."""
+    low = torch.tensor(exact).view(torch.int32) & -(1 << 16)
+    below, above = (float((low + n).view(torch.float32)) for n in (0, 1 << 16))
+    values = params.double()
+    assert set(values.unique().tolist()) == {below, above}
+    share = (exact - below) / (above - below)
+    deviation = (above - below) * (share * (1 - share) / values.numel()) ** 0.5
+    assert abs(float(values.mean()) - exact) < 4 * deviation
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_adafactor_rounds_at_random(kernels: bool) -> None:
+    """Ones minus a hundredth of the last bit and a bit: nearest would never move them."""
+    p, g = torch.ones(100, 200, dtype=torch.bfloat16, device=DEVICE), torch.ones(100, 200, device=DEVICE)
+    with forced() if kernels else torch.no_grad():
+        adafactor([p], [g], *adafactor_state([g]), step=1, lr=1e-3, seed=5)
+    neighbours_and_mean(p, 1 - 1e-3)
+
+
+def by_adamw(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    params = draw(SHAPES, 0, dtype)
+    exp_avgs, exp_avg_sqs = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    for step in range(1, NUM_STEPS + 1):
+        adamw(params, draw(SHAPES, step, dtype), exp_avgs, exp_avg_sqs, step=step, **options)
+    return params
+
+
+ADAMW = [{}, {"lr": 0.3, "betas": (0.5, 0.8), "eps": 1e-3, "weight_decay": 0.2, "maximize": True}]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("options", ADAMW)
+def test_adamw_is_that_of_torch(options: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fused:
+        monkeypatch.setattr("core.kernels.adamw._fuses", lambda lists: False)
+    agree(by_adamw(torch.float64, **options), by_torch(torch.optim.AdamW, torch.float64, **options), 1e-12)
+
+
+@pytest.mark.parametrize("options", ADAMW)
+def test_adamw_kernel_is_that_of_torch(options: dict[str, Any]) -> None:
+    with forced():
+        found = by_adamw(torch.float32, **options)
+    agree(found, by_torch(torch.optim.AdamW, torch.float32, **options), 1e-3)
+
+
+def test_adamw_takes_what_does_not_lie_alike() -> None:
+    """A transposed parameter with a gradient that is not, one that is channels last, one with gaps."""
+    params = [torch.randn(5, 7).mT, torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
+    params.append(torch.randn(6, 2)[:, 0])
+    copies = [p.clone(memory_format=torch.contiguous_format) for p in params]
+    grads = [torch.randn(p.shape) for p in params]
+    grads[1] = grads[1].to(memory_format=torch.channels_last)
+    state = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    plain = [torch.zeros_like(p) for p in copies], [torch.zeros_like(p) for p in copies]
+    adamw(copies, grads, *plain, step=1, lr=0.1)
+    with forced():
+        adamw([p.to(DEVICE) for p in params], grads, *state, step=1, lr=0.1)
+    for got, want in zip(params + state[1], copies + plain[1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_adamw_rounds_at_random(kernels: bool) -> None:
+    """A step of a thousandth from 1: rounded to the nearest it would never happen."""
+    p, g = torch.ones(100, 200, dtype=torch.bfloat16, device=DEVICE), torch.ones(100, 200, device=DEVICE)
+    state = torch.zeros_like(g), torch.zeros_like(g)
+    with forced() if kernels else torch.no_grad():
+        adamw([p], [g], [state[0]], [state[1]], step=1, lr=1e-3, weight_decay=0.0, seed=5)
+        neighbours_and_mean(p, 1 - 1e-3)
+        again = torch.ones_like(p)
+        adamw([again], [g], [state[0] * 0], [state[1] * 0], step=1, lr=1e-3, weight_decay=0.0, seed=6)
+    assert not torch.equal(again, p)
+    assert abs(float(torch.corrcoef(torch.stack((again.float().flatten(), p.float().flatten())))[0, 1])) < 0.03
+
+
+def test_adamw_names_what_does_not_fit() -> None:
+    p = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"\[3\], \[4\]"):
+        adamw([p], [torch.zeros(4)], [p], [p], step=1)
+    with pytest.raises(ValueError, match="lengths"):
+        adamw([p], [], [], [], step=1)

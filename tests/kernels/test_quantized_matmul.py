@@ -1,0 +1,105 @@
+"""What the SPECs of quantized products do not say: how weights are rounded and packed, what outliers do, errors."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.kernels.operator import forced
+from core.kernels.quantized_matmul import (
+    GROUPS,
+    dequantize_int4,
+    dequantize_int8,
+    int4_matmul,
+    int8_dynamic_matmul,
+    int8_matmul,
+    quantize_int4,
+    quantize_int8,
+    reference_int8,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def test_int8_weights_are_within_half_a_step() -> None:
+    w_OI = normal(5, 100)
+    w_OI[3] = 0.0
+    weight_OI, scale_O = quantize_int8(w_OI)
+    error_OI = (dequantize_int8(weight_OI, scale_O) - w_OI).abs()
+    assert bool((error_OI <= 0.5001 * scale_O[:, None]).all())
+    assert weight_OI[[0, 1, 2, 4]].abs().amax(1).tolist() == [127] * 4
+    assert not dequantize_int8(weight_OI, scale_O)[3].any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", GROUPS)
+def test_int4_weights_are_within_half_a_step(group: int, symmetric: bool) -> None:
+    """A zero is rounded, too: where it is not symmetric, the ends of the range may be off by a whole step."""
+    w_OI = normal(5, 200) + (0.0 if symmetric else 0.7)
+    w_OI[2] = 0.0
+    packed, scale_OG, zero_OG = quantize_int4(w_OI, group, symmetric)
+    G = -(-200 // group)
+    assert (packed.shape, packed.dtype, scale_OG.shape) == ((5, G * group // 2), torch.uint8, (5, G))
+    assert (zero_OG is None) == symmetric
+    step_OI = scale_OG.repeat_interleave(group, 1)[:, :200]
+    error_OI = (dequantize_int4(packed, scale_OG, zero_OG, 200) - w_OI).abs()
+    assert bool((error_OI <= (0.5001 if symmetric else 1.0001) * step_OI).all())
+    assert float((error_OI / step_OI).median()) < 0.3
+    assert not dequantize_int4(packed, scale_OG, zero_OG, 200)[2].any()
+
+
+def test_int4_packing() -> None:
+    """Byte j of a group: column j in the low half, column j + group / 2 in the high half."""
+    w_OI = torch.zeros(1, 64)
+    w_OI[0, 3], w_OI[0, 16 + 3], w_OI[0, 32] = 7.0, -7.0, 2.0
+    packed, scale_OG, _ = quantize_int4(w_OI, 32)
+    assert packed[0, 3] == (7 + 8) | (-7 + 8) << 4
+    assert packed[0, 16] == (7 + 8) | 8 << 4
+    assert scale_OG.tolist() == [[1.0, torch.tensor(2 / 7).item()]]
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_outliers_are_not_rounded(kernels: bool) -> None:
+    """One large column makes the steps of all others coarse; taken out, the result is that of 8 bits again."""
+    x_MI, w_OI = normal(8, 64), normal(20, 64, seed=1)
+    x_MI[:, 5] *= 100
+    weight_OI, scale_O = quantize_int8(w_OI)
+    exact_MO = x_MI.double() @ dequantize_int8(weight_OI, scale_O, torch.float64).T
+    with forced() if kernels else torch.no_grad():
+        coarse, by_list, by_threshold = (
+            int8_dynamic_matmul(x_MI, weight_OI, scale_O, **given).double()
+            for given in ({}, {"outliers": torch.tensor([5], device=DEVICE)}, {"threshold": 6.0})
+        )
+    assert torch.equal(by_list, by_threshold)
+    error, coarse_error = (float((y - exact_MO).abs().max()) for y in (by_list, coarse))
+    assert error < 0.3 < 3.0 < coarse_error
+
+
+def test_the_fast_product_of_the_cpu_is_the_slow_one() -> None:
+    x_MI, (weight_OI, scale_O) = normal(3, 64), quantize_int8(normal(2048 + 16, 64, seed=1))
+    fast = reference_int8(x_MI, weight_OI, scale_O)
+    slow = reference_int8(x_MI.clone().requires_grad_(), weight_OI, scale_O)
+    torch.testing.assert_close(fast, slow.detach(), rtol=1e-5, atol=1e-4)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, (weight, scale) = normal(2, 6), quantize_int8(normal(3, 6))
+    with pytest.raises(ValueError, match=r"needs a torch.int8 weight \[O, 6\], not float32 \[3, 6\]"):
+        int8_matmul(x, weight.float(), scale)
+    with pytest.raises(ValueError, match=r"scale \[2\] for a weight \[3, 6\]: \[3\]"):
+        int8_dynamic_matmul(x, weight, scale[:2])
+    with pytest.raises(ValueError, match="groups of 48 columns"):
+        int4_matmul(x, weight, scale, group=48)
+    with pytest.raises(ValueError, match=r"uint8 weight \[O, 16\]"):
+        int4_matmul(x, *quantize_int4(normal(3, 40), 32), group=32)
+
+
+def test_leading_dims_are_kept() -> None:
+    x, (weight, scale) = normal(2, 3, 6), quantize_int8(normal(4, 6))
+    with forced():
+        found = int8_matmul(x, weight, scale)
+    torch.testing.assert_close(found, int8_matmul(x, weight, scale), rtol=1e-5, atol=1e-5)
+    assert found.shape == (2, 3, 4)
