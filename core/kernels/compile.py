@@ -173,12 +173,12 @@ def main(argv: list[str]) -> int:
         print(f"error: no kernel '{unknown[0]}'; the kernels are {', '.join(known)}", file=sys.stderr)
         return 2
     spilled = 0
-    print(f"{'family':20}{'kernel':38}{'chip':8}{'registers':>10}{'shared':>9}{'spilled':>9}  case")
+    print(f"{'family':24}{'kernel':40}{'chip':8}{'registers':>10}{'shared':>9}{'spilled':>9}  case")
     for name in names or known:
         for chip in TARGETS:
             for b in compile_spec(known[name], chip, quick):
                 numbers = f"{b.registers:10}{b.shared_bytes:9}{b.spilled_bytes:9}"
-                print(f"{b.spec:20}{b.kernel:38}{b.chip:8}{numbers}  {b.case}", flush=True)
+                print(f"{b.spec:24}{b.kernel:40}{b.chip:8}{numbers}  {b.case}", flush=True)
                 spilled += b.spilled_bytes > 0
     print(f"{spilled} kernels spill registers" if spilled else "no kernel spills registers")
     return int(spilled > 0)
