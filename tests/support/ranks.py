@@ -14,6 +14,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -28,11 +29,22 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
 
     from core import mesh
 
     torch.set_num_threads(1)
-    # gloo keeps the threads of every group that ever was, and each wakes a hundred times a second: cases share meshes.
+    # A gloo device has a thread that wakes a hundred times a second, and each group has a device of its own for as long
+    # as the process lives: hundreds of them slow the machine. Here a rank's groups share one, and cases share meshes.
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class OnOneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnOneDevice
     mesh.build_mesh = lru_cache(mesh.build_mesh)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (task := connection.recv_bytes()) is not None:
