@@ -2,7 +2,7 @@
 
 torch's flash kernel multiplies tiles too small for the bf16 vector units of a CPU without AMX, so that the kernel takes
 several times as long as the products would: on such a machine this is about twice as fast, forward and backward. A CPU
-without bf16 units is 10 to 30 % slower with it, so that one, and one with AMX (not measured), keep torch's.
+without bf16 units is slower with it, so that one, and one with AMX (not measured), keep torch's.
 
 1. The queries of each sequence are cut in blocks; a block sees the keys up to its own last one. A tile is the scores of
    one block for as many sequences as fit in a core's cache.
