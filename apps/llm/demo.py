@@ -4,7 +4,7 @@ The same command as anybody's, `llm pretrain --recipe demo`, one rank a core; th
 gzip and xz on the same bytes, and a sample that the Hugging Face folder writes through `transformers`.
 
 Machines differ tenfold, and the demo is to take minutes on each. So it computes in bf16 only where that
-is faster, and on a CPU a short trial says how many of the recipe's steps fit.
+is faster, and a short trial says how many of the recipe's steps fit.
 """
 
 import json
@@ -23,7 +23,7 @@ from apps.llm.generate import GenerateConfig, write
 from apps.llm.model import find_model
 from apps.llm.pretrain import main as pretrain
 from apps.llm.recipes import demo
-from core.config import run_command
+from core.config import UserError, run_command
 from core.metrics import compression_baselines
 from core.precision import Precision, bf16_units
 
@@ -40,8 +40,9 @@ def main(argv: list[str]) -> int:
         shutil.rmtree(config.out)  # the demo always shows a run from scratch
     ranks, precision = num_ranks(config.data.global_batch), fastest_precision()
     options = ["--recipe", "demo", "--precision", precision, "--nproc", str(ranks)]
-    steps = [] if "--steps" in argv else ["--steps", str(trial(options))]
-    code = pretrain([*options, *steps, *argv])
+    if not any(argument.partition("=")[0] == "--steps" for argument in argv):
+        options += ["--steps", str(trial(options))]
+    code = pretrain([*options, *argv])
     if code:
         return code
     baselines = compression_baselines(heldout_bytes(config.data))
@@ -72,7 +73,8 @@ def trial(options: list[str]) -> int:
     folder = config.out / "trial"
     print("a few steps, to see how many fit into the minutes:")
     there = ["--out", str(folder), "--data.cache", str(config.out.parent / "corpora")]
-    pretrain([*options, "--stop-after", str(TRIAL_STEPS), *there])
+    if pretrain([*options, "--stop-after", str(TRIAL_STEPS), *there]):
+        raise UserError("the demo's trial did not end well; what its ranks said stands above")
     summary = json.loads((folder / "summary.json").read_text())
     shutil.rmtree(folder)
     spent_s = max(time.process_time(), time.perf_counter() - begin)  # the former knows what importing cost

@@ -34,6 +34,7 @@ from core.kernels.spec import Case, KernelSpec, Traffic
 from core.kernels.tensor_lists import (
     TYPES,
     aligned,
+    on_clones,
     owners,
     pointer_at,
     rounded_at_random,
@@ -636,27 +637,18 @@ def _tile_of(x: Tensor) -> tuple[int, int, int]:
 
 # --- spec -------------------------------------------------------------------------------------------------------------
 
-_STATE = ("param", "row_var", "col_var", "variance")
 
-
-def _on_clones(update: Callable[..., None], inputs: dict) -> tuple[Tensor, ...]:
-    """The update as a function: keywords such as param_0 and grad_0 in, new parameters and state out."""
-    tensors = {n: t.clone() if n.startswith(_STATE) else t for n, t in inputs.items() if isinstance(t, Tensor)}
-    options = {n: v for n, v in inputs.items() if not isinstance(v, Tensor)}
-    indices = sorted({int(n.rpartition("_")[2]) for n in tensors})
-    kinds = ("param", "grad", "row_var", "col_var", "variance")
-    update(*([tensors.get(f"{kind}_{i}") for i in indices] for kind in kinds), **options)
-    return tuple(t for n, t in tensors.items() if n.startswith(_STATE))
+_KINDS = ("param", "grad", "row_var", "col_var", "variance")
 
 
 def updated(**inputs) -> tuple[Tensor, ...]:
     """`adafactor` as a function."""
-    return _on_clones(adafactor, inputs)
+    return on_clones(adafactor, _KINDS, inputs)
 
 
 def updated_reference(**inputs) -> tuple[Tensor, ...]:
     """`reference` as a function."""
-    return _on_clones(reference, inputs)
+    return on_clones(reference, _KINDS, inputs)
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ in fp32 whatever the dtypes; `grad_scale` may stay on the device, so clipping co
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from core.kernels.spec import Case, KernelSpec, Traffic
 from core.kernels.tensor_lists import (
     TYPES,
     aligned,
+    on_clones,
     owners,
     pointer_at,
     rounded_at_random,
@@ -186,27 +187,18 @@ def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 # --- spec -------------------------------------------------------------------------------------------------------------
 
-_STATE = ("param", "exp_avg")
 
-
-def _on_clones(update: Callable[..., None], inputs: dict) -> tuple[Tensor, ...]:
-    """The update as a function: keywords such as param_0 and grad_0 in, new parameters and state out."""
-    tensors = {n: t.clone() if n.startswith(_STATE) else t for n, t in inputs.items() if n[-1].isdigit()}
-    options = {n: v for n, v in inputs.items() if n not in tensors}
-    indices = sorted({int(n.rpartition("_")[2]) for n in tensors})
-    kinds = ("param", "grad", "exp_avg", "exp_avg_sq")
-    update(*([tensors[f"{kind}_{i}"] for i in indices] for kind in kinds), **options)
-    return tuple(t for n, t in tensors.items() if n.startswith(_STATE))
+_KINDS = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
 def updated(**inputs) -> tuple[Tensor, ...]:
     """`adamw` as a function."""
-    return _on_clones(adamw, inputs)
+    return on_clones(adamw, _KINDS, inputs)
 
 
 def updated_reference(**inputs) -> tuple[Tensor, ...]:
     """`reference` as a function."""
-    return _on_clones(reference, inputs)
+    return on_clones(reference, _KINDS, inputs)
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ Also here: rounding to bf16 at random, so that updates smaller than half of the 
 (Gupta et al. 2015, arXiv:1502.02551).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -49,6 +49,18 @@ def write_back(tensors: Iterable[Tensor], worked_on: Iterable[Tensor]) -> None:
     for tensor, copy in zip(tensors, worked_on):
         if copy is not tensor:
             tensor.copy_(copy)
+
+
+def on_clones(update: Callable[..., None], kinds: tuple[str, ...], inputs: dict) -> tuple[Tensor, ...]:
+    """An update in place as a function, for a SPEC: keywords such as param_0 and grad_0 in, all but gradients out, new.
+
+    kinds  of the lists that `update` takes, in its order; what one of them lacks for a parameter is None
+    """
+    tensors = {n: t if n.startswith("grad_") else t.clone() for n, t in inputs.items() if n[-1].isdigit()}
+    options = {n: v for n, v in inputs.items() if n not in tensors}
+    indices = sorted({int(n.rpartition("_")[2]) for n in tensors})
+    update(*([tensors.get(f"{kind}_{i}") for i in indices] for kind in kinds), **options)
+    return tuple(t for n, t in tensors.items() if not n.startswith("grad_"))
 
 
 def rounded_at_random(x: Tensor, generator: torch.Generator) -> Tensor:
