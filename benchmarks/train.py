@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from benchmarks.contenders import SEED, Size, Turn
@@ -32,6 +33,7 @@ from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
 from core.models import save_pretrained
 from core.models.decoder import Decoder, initialise
+from core.precision import bf16_units
 
 NUM_LOSSES = 3
 TURN_LIMIT_S = 600
@@ -70,18 +72,19 @@ class Setting:
         }
 
 
-def settings(quick: bool, full: bool) -> list[Setting]:
+def settings(quick: bool, full: bool, precisions: tuple[str, ...] = ("fp32", "bf16")) -> list[Setting]:
     """By default the small model with one thread a rank: a quarter of an hour on two cores.
 
-    quick  seconds, to see that it runs
-    full   also two threads, more rounds, and GPT-2 124M: hours on two cores
+    quick       seconds, to see that it runs
+    full        also two threads, more rounds, and GPT-2 124M: hours on two cores
+    precisions  those that the machine has arithmetic for
     """
     if quick:
         pair = [("ours", "transformers"), ("ours zero 0", "ours zero 2", "DDP", "DeepSpeed zero 2")]
         return [Setting(TINY, n + 1, 1, "fp32", names, 1, 3) for n, names in enumerate(pair)]
     found = []
     for size, rounds, steps in ((SMALL, 5, 4), (GPT2_124M, 3, 2)) if full else ((SMALL, 2, 5),):
-        for precision in ("fp32", "bf16"):
+        for precision in precisions:
             one = ONE_PROCESS[precision]
             found += [
                 Setting(size, 1, threads, precision, one, rounds, steps) for threads in ((1, 2) if full else (1,))
@@ -94,8 +97,10 @@ def measure(options: Options) -> Measured:
     deepspeed = _deepspeed_missing(options.peers_python)
     figures: list[Row] = []
     versions: dict[str, str] = {}
+    has_bf16 = bf16_units(torch.device("cpu")) is not None
+    precisions = ("fp32", "bf16") if has_bf16 else ("fp32",)
     with tempfile.TemporaryDirectory(prefix="train-benchmark-") as folder:
-        for setting in settings(options.quick, options.full):
+        for setting in settings(options.quick, options.full, precisions):
             weights = _initial_weights(setting.size, Path(folder))
             names = [c for c in setting.contenders if not (deepspeed and c in DEEPSPEED)]
             turns = _rounds(setting, names, weights, options)
@@ -112,6 +117,8 @@ def measure(options: Options) -> Measured:
         "bf16: transformers and DDP by autocast; FSDP2 and DeepSpeed with bf16 parameters and fp32 masters, as ours.",
         "peak: bytes of tensors during a step, accounted tensor by tensor, on the rank that needs most.",
     ]
+    if not has_bf16:
+        notes.append("bf16 was left out: this CPU has no bf16 arithmetic, so nobody would train in it here.")
     if deepspeed:
         notes.append(f"DeepSpeed was left out: {deepspeed}")
     return Measured(tuple(figures), tuple(targets(figures)), tuple(notes), versions)
