@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from core.checkpoint import complete_steps
-from tests.support.command import ENVIRONMENT, ROOT, llm, losses, metrics, run, summary
+from tests.support.command import llm, losses, metrics, run, start, summary
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +103,10 @@ def test_resume_on_the_same_mesh_is_exact_and_on_others_close(one_rank: Path, pr
 
 def _started(corpora: Path, out: Path, *options: object) -> subprocess.Popen:
     """A long run, once it has written some steps."""
-    command = [sys.executable, "-m", "apps.llm", "pretrain", "--recipe", "debug", "--steps", "100000"]
-    command += ["--data.cache", str(corpora), "--out", str(out), *map(str, options)]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = start(
+        *("-m", "apps.llm", "pretrain", "--recipe", "debug", "--steps", 100000),
+        *("--data.cache", corpora, "--out", out, *options),
+    )
     deadline = time.monotonic() + 90
     while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 7:
         assert process.poll() is None, process.stderr and process.stderr.read().decode()

@@ -1,22 +1,62 @@
-"""Running the commands as a user does: a process of their own, with one thread a rank."""
+"""Running the commands as a user does: a process of their own, with one thread a rank.
+
+`run` and `llm` fork that process from one that has imported torch already, because importing it takes longer than most
+commands do. The ranks that a command launches are interpreters of their own, and so is what `start` starts.
+"""
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from tests.support.forkserver import context
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
 
 
 def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS`, to its end."""
+    """`python ARGUMENTS` (-m MODULE … or FILE …), to its end."""
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory(prefix="command-") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = context().Process(target=_python, args=(words, str(cwd), str(out), str(err)))
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout_s, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def _python(words: list[str], cwd: str, out: str, err: str) -> None:
+    import torch
+
+    for number, path in ((1, out), (2, err)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(1)  # read from the environment when the process that this one is forked from imported it
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    """`python ARGUMENTS` in an interpreter of its own, left running."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def llm(*arguments: object, cwd: Path = ROOT) -> str:

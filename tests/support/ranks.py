@@ -7,7 +7,6 @@
 exception on any rank fails the test with that rank's traceback; a hang ends with the pool, not with the session.
 """
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
+
+from tests.support.forkserver import context
 
 DEADLINE_S = 120.0
 
@@ -63,16 +64,13 @@ class Pool:
     """`size` processes in one process group."""
 
     def __init__(self, size: int):
-        # Each rank is a fork of a process that has imported what takes long already.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["core.train", "core.models", "pytest"])
         self.size = size
         self.folder = tempfile.TemporaryDirectory(prefix=f"ranks-{socket.gethostname()}-")
         store = os.path.join(self.folder.name, "store")
         self.connections, self.processes = [], []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, there), daemon=True)
+            here, there = context().Pipe()
+            process = context().Process(target=_serve, args=(rank, size, store, there), daemon=True)
             process.start()
             self.connections.append(here)
             self.processes.append(process)
