@@ -29,25 +29,34 @@ _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 class Weights(Mapping[str, Tensor]):
     """name -> tensor on the CPU, a view of a mapped file. Do not write to the tensors."""
 
-    def __init__(self, folder: str | Path):
-        """Raises UserError when the folder holds no weights, or a file of them is missing, truncated or foreign."""
+    def __init__(self, folder: str | Path, stem: str | None = None, hold: bool = True):
+        """Raises UserError when the folder holds no weights, or a file of them is missing, truncated or foreign.
+
+        stem  of safetensors files that are not called model
+        hold  keep the files mapped. Otherwise each look-up maps its file anew, so that what was read of a tensor leaves
+              memory with the tensor: for going through more weights than fit
+        """
         self.folder = Path(folder)
         self._tensors: dict[str, Tensor] = {}
-        for path, promised in _files(self.folder):
+        self._files: dict[str, Path] = {}
+        for path, promised in _files(self.folder, _STEMS if stem is None else ((stem, ".safetensors"),)):
             tensors = _open(path)
             lacking = [name for name in promised or () if name not in tensors]
             if lacking:
                 raise UserError(f"{path} lacks {_some(lacking)}, which the index promises; copy the folder again")
-            self._tensors |= tensors
+            self._files |= dict.fromkeys(tensors, path)
+            if hold:
+                self._tensors |= tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        held = self._tensors.get(name)
+        return _open(self._files[name], name)[name] if held is None else held
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._files)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,15 +70,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _files(folder: Path) -> list[tuple[Path, list[str] | None]]:
+def _files(folder: Path, stems: tuple[tuple[str, str], ...]) -> list[tuple[Path, list[str] | None]]:
     """The files that hold the weights, each with the names that an index promises in it."""
-    for stem, suffix in _STEMS:
+    for stem, suffix in stems:
         single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
         if single.is_file():
             return [(single, None)]
         if index.is_file():
             return _sharded(index)
-    raise UserError(f"{folder} holds no weights; expected model.safetensors, pytorch_model.bin or an index of shards")
+    files = " or ".join(stem + suffix for stem, suffix in stems)
+    raise UserError(f"{folder} holds no weights; expected {files}, or an index of shards")
 
 
 def _sharded(index: Path) -> list[tuple[Path, list[str] | None]]:
@@ -87,11 +97,12 @@ def _sharded(index: Path) -> list[tuple[Path, list[str] | None]]:
     return [(index.parent / file, names) for file, names in names_in.items()]
 
 
-def _open(path: Path) -> dict[str, Tensor]:
+def _open(path: Path, only: str | None = None) -> dict[str, Tensor]:
+    """All tensors of a file, or only one of them."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt", device="cpu") as file:  # tensors keep the mapping alive
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return {name: file.get_tensor(name) for name in (file.keys() if only is None else (only,))}
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -106,7 +117,9 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def save_weights(tensors: Iterable[tuple[str, Tensor]], folder: str | Path, max_shard_bytes: int = 5 << 30) -> None:
+def save_weights(
+    tensors: Iterable[tuple[str, Tensor]], folder: str | Path, max_shard_bytes: int = 5 << 30, stem: str = "model"
+) -> None:
     """Write named tensors to safetensors files of at most `max_shard_bytes` (a larger tensor has a file of its own).
 
     Consumes the stream holding no more than one shard. What the folder held under these names is replaced at the end.
@@ -121,17 +134,18 @@ def save_weights(tensors: Iterable[tuple[str, Tensor]], folder: str | Path, max_
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
     count = len(shards)
     names = (
-        [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+        [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count > 1
+        else [f"{stem}.safetensors"]
     )
     weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-    for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+    index = folder / f"{stem}.safetensors.index.json"
+    for old in (*folder.glob(f"{stem}*.safetensors"), index):
         old.unlink(missing_ok=True)
     for i, name in enumerate(names):
         os.replace(_aside(folder, i), folder / name)
     if count > 1:
-        write_json(
-            folder / "model.safetensors.index.json", {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        )
+        write_json(index, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
     int8_matmul          W = w s[o], |w| <= 127; x in 16 or 32 bits (weight-only)
     int8_dynamic_matmul  the same W; each row of x is rounded to 127 steps of its largest element, too, and the product
-                         is one of integers: y = s[o] t[m] sum_i w[o, i] q[m, i]. Columns of x that are outliers are
-                         left out of q and multiplied as they are (LLM.int8, Dettmers et al. 2022, arXiv:2208.07339)
+                         is one of integers: y = s[o] t[m] sum_i w[o, i] q[m, i]. Elements of x that are outliers are
+                         left out of q and multiplied as they are (LLM.int8, Dettmers et al. 2022, arXiv:2208.07339;
+                         there a column of x is an outlier for all rows, here for the rows in which it is one, so that
+                         a row's result does not depend on the others)
     int4_matmul          W = (w - zero[o, g]) s[o, g] for each group g of 32, 64 or 128 columns, 0 <= w <= 15;
                          without zeros (symmetric) zero is 8
 
@@ -41,10 +43,13 @@ def quantize_int8(w_OI: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale_O[:, None]).round_().to(torch.int8), scale_O
 
 
-def quantize_int4(w_OI: Tensor, group: int = 128, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-    """uint8 [O, G group / 2] as packed above, fp32 scales [O, G], and uint8 zeros [O, G] or None where symmetric.
+def quantize_int4(
+    w_OI: Tensor, group: int = 128, symmetric: bool = True, scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """uint8 [O, G group / 2] as packed above, scales [O, G], and uint8 zeros [O, G] or None where symmetric.
 
     Symmetric: -7 .. 7 times the scale. Otherwise 16 steps from the smallest element (or 0) to the largest (or 0).
+    The scale is rounded to its dtype first, and the weights to steps of that.
     """
     if group not in GROUPS:
         raise ValueError(f"quantize_int4: groups of {group} columns; use one of {GROUPS}")
@@ -52,13 +57,13 @@ def quantize_int4(w_OI: Tensor, group: int = 128, symmetric: bool = True) -> tup
     G = -(-I // group)
     w_OGK = torch.nn.functional.pad(w_OI.float(), (0, G * group - I)).view(O, G, group)
     if symmetric:
-        scale_OG = _positive(w_OGK.abs().amax(2) / 7)
-        zero_OG, codes = None, (w_OGK / scale_OG[..., None]).round_() + 8
+        scale_OG = _positive((w_OGK.abs().amax(2) / 7).to(scale_dtype))
+        zero_OG, codes = None, (w_OGK / scale_OG[..., None].float()).round_() + 8
     else:
         low_OG, high_OG = w_OGK.amin(2).clamp_(max=0), w_OGK.amax(2).clamp_(min=0)
-        scale_OG = _positive((high_OG - low_OG) / 15)
-        zero_OG = (-low_OG / scale_OG).round_().clamp_(0, 15)
-        codes = (w_OGK / scale_OG[..., None]).round_() + zero_OG[..., None]
+        scale_OG = _positive(((high_OG - low_OG) / 15).to(scale_dtype))
+        zero_OG = (-low_OG / scale_OG.float()).round_().clamp_(0, 15)
+        codes = (w_OGK / scale_OG[..., None].float()).round_() + zero_OG[..., None]
         zero_OG = zero_OG.to(torch.uint8)
     low, high = codes.clamp_(0, 15).to(torch.uint8).chunk(2, 2)
     return (low | high << 4).view(O, G * group // 2), scale_OG, zero_OG
@@ -101,7 +106,7 @@ def int8_dynamic_matmul(
     """x [.., I], rounded to 8 bits by rows, with int8 weights, in x's dtype: [.., O]; no gradients.
 
     outliers   indices of columns of x that are not rounded
-    threshold  columns with an element above it (in absolute value) are not rounded, either (LLM.int8 takes 6.0)
+    threshold  elements above it (in absolute value) are not rounded, either (LLM.int8 takes 6.0)
 
     Raises ValueError where shapes do not fit.
     """
@@ -109,8 +114,9 @@ def int8_dynamic_matmul(
     if x.shape[-1] == 0 or not runs_kernel("int8_dynamic_matmul", x, unsupported_dtype(x, scale_O, bias_O)):
         return reference_int8_dynamic(x, weight_OI, scale_O, bias_O, outliers=outliers, threshold=threshold)
     x_MI = _flat(x)
-    mask_I = _outlier_columns(x_MI, outliers, threshold)
-    return _int8_dynamic(x_MI, weight_OI, scale_O, bias_O, mask_I).view(*x.shape[:-1], len(weight_OI))
+    kind_I = _outlier_columns(x_MI, outliers, threshold)
+    y_MO = _int8_dynamic(x_MI, weight_OI, scale_O, bias_O, kind_I, threshold or 0.0)
+    return y_MO.view(*x.shape[:-1], len(weight_OI))
 
 
 def int4_matmul(
@@ -166,12 +172,7 @@ class _BySlabs(torch.autograd.Function):
 def reference_int8(x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """The same as `int8_matmul` by torch; what runs on a CPU."""
     x_MI = _rows(x)
-    if _packs(x_MI, weight_OI):
-        y_MO = torch.ops.aten._weight_int8pack_mm(x_MI.contiguous(), weight_OI.contiguous(), scale_O.to(x_MI.dtype))
-    else:
-        y_MO = _BySlabs.apply(
-            x_MI, len(weight_OI), lambda a, b: dequantize_int8(weight_OI[a:b], scale_O[a:b], x_MI.dtype)
-        )
+    y_MO = _BySlabs.apply(x_MI, len(weight_OI), lambda a, b: dequantize_int8(weight_OI[a:b], scale_O[a:b], x_MI.dtype))
     return _finished(y_MO, bias_O, x)
 
 
@@ -195,15 +196,16 @@ def reference_int8_dynamic(
 ) -> Tensor:  # fmt: skip
     """The same as `int8_dynamic_matmul` by torch; what runs on a CPU."""
     x_MI = _rows(x)
-    mask_I = _outlier_columns(x_MI, outliers, threshold)
-    usual_MI = x_MI if mask_I is None else x_MI.masked_fill(mask_I, 0.0)
+    kind_I = _outlier_columns(x_MI, outliers, threshold)
+    apart_MI = None if kind_I is None else (kind_I == _LISTED) | ((kind_I == _SOME) & (x_MI.abs() > (threshold or 0.0)))
+    usual_MI = x_MI if apart_MI is None else x_MI.masked_fill(apart_MI, 0.0)
     largest_M1 = usual_MI.abs().amax(1, keepdim=True) if x_MI.shape[1] else x_MI.new_ones(len(x_MI), 1)
     largest_M1 = torch.where(largest_M1 > 0, largest_M1, 1.0)
     codes_MI = (usual_MI * 127 / largest_M1).round_().to(torch.int8)
     y_MO = _integer_product(codes_MI, weight_OI).to(x_MI.dtype) * (largest_M1 / 127)
-    if mask_I is not None:
-        columns = mask_I.nonzero().squeeze(1) if not x.is_meta else torch.zeros(0, dtype=torch.long, device=x.device)
-        y_MO = y_MO + x_MI[:, columns] @ weight_OI[:, columns].to(x_MI.dtype).T
+    if kind_I is not None:
+        columns = kind_I.nonzero().squeeze(1) if not x.is_meta else torch.zeros(0, dtype=torch.long, device=x.device)
+        y_MO = y_MO + (x_MI - usual_MI)[:, columns] @ weight_OI[:, columns].to(x_MI.dtype).T
     return _finished(y_MO * scale_O, bias_O, x)
 
 
@@ -220,13 +222,6 @@ def _finished(y_MO: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:
     return y_MO.to(x.dtype).view(*x.shape[:-1], y_MO.shape[1])
 
 
-def _packs(x_MI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether torch's own product with int8 weights does it as exactly: in fp32 on a CPU, forward only."""
-    differentiated = x_MI.requires_grad and torch.is_grad_enabled()
-    usual = weight_OI.shape[1] % 32 == 0 and len(weight_OI) % 16 == 0 and x_MI.numel() > 0 and len(weight_OI) > 0
-    return x_MI.device.type == "cpu" and x_MI.dtype == torch.float32 and usual and not differentiated
-
-
 def _integer_product(codes_MI: Tensor, weight_OI: Tensor) -> Tensor:
     """codes weight^T, exact."""
     M, I = codes_MI.shape
@@ -235,16 +230,22 @@ def _integer_product(codes_MI: Tensor, weight_OI: Tensor) -> Tensor:
     return codes_MI.double() @ weight_OI.double().T
 
 
+_SOME, _LISTED = 1, 2
+
+
 def _outlier_columns(x_MI: Tensor, outliers: Tensor | None, threshold: float | None) -> Tensor | None:
-    """bool [I], or None where no columns are asked for; found without waiting for the device."""
+    """Which columns have outliers: int8 [I], _SOME where an element is above the threshold, _LISTED where all count.
+
+    None where no outliers are asked for; found without waiting for the device.
+    """
     if outliers is None and threshold is None:
         return None
-    mask_I = torch.zeros(x_MI.shape[1], dtype=torch.bool, device=x_MI.device)
+    kind_I = torch.zeros(x_MI.shape[1], dtype=torch.int8, device=x_MI.device)
     if threshold is not None and len(x_MI):
-        mask_I = x_MI.abs().amax(0) > threshold
+        kind_I = (x_MI.abs().amax(0) > threshold).to(torch.int8)
     if outliers is not None:
-        mask_I = mask_I.index_fill(0, outliers.long(), True)
-    return mask_I
+        kind_I = kind_I.index_fill(0, outliers.long(), _LISTED)
+    return kind_I
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -367,37 +368,45 @@ def _int4_tile(
 
 
 @triton.jit
-def _quantize_rows(x, mask, codes, largest, K, xm, xk, BK: tl.constexpr, HAS_OUTLIERS: tl.constexpr):
+def _is_apart(values, kind, threshold):
+    """Which elements are outliers: those of a listed column (2), in other columns with some (1) the large ones."""
+    return (kind == 2) | ((kind == 1) & (tl.abs(values) > threshold))
+
+
+@triton.jit
+def _usual(x, kinds, threshold, k, K, xk, HAS_OUTLIERS: tl.constexpr):
+    """Elements k of a row, zero where they are outliers."""
+    values = tl.load(x + k.to(tl.int64) * xk, mask=k < K, other=0.0).to(tl.float32)
+    if HAS_OUTLIERS:
+        values = tl.where(_is_apart(values, tl.load(kinds + k, mask=k < K, other=0), threshold), 0.0, values)
+    return values
+
+
+@triton.jit
+def _quantize_rows(x, kinds, codes, largest, threshold, K, xm, xk, BK: tl.constexpr, HAS_OUTLIERS: tl.constexpr):
     """A row of x in 127 steps of its largest element, and that element; zeros where outliers are."""
     row = tl.program_id(0).to(tl.int64)
     x += row * xm
     most = tl.zeros([BK], tl.float32)
     for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        usual = k < K
-        if HAS_OUTLIERS:
-            usual = usual & (tl.load(mask + k, mask=k < K, other=1) == 0)
-        most = tl.maximum(most, tl.abs(tl.load(x + k.to(tl.int64) * xk, mask=usual, other=0.0).to(tl.float32)))
+        most = tl.maximum(most, tl.abs(_usual(x, kinds, threshold, start + tl.arange(0, BK), K, xk, HAS_OUTLIERS)))
     top = tl.max(most)
     top = tl.where(top > 0, top, 1.0)
     tl.store(largest + row, top)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
-        usual = k < K
-        if HAS_OUTLIERS:
-            usual = usual & (tl.load(mask + k, mask=k < K, other=1) == 0)
-        steps = tl.div_rn(tl.load(x + k.to(tl.int64) * xk, mask=usual, other=0.0).to(tl.float32) * 127, top + k * 0.0)
+        steps = tl.div_rn(_usual(x, kinds, threshold, k, K, xk, HAS_OUTLIERS) * 127, top + k * 0.0)
         steps = (steps + 12582912.0) - 12582912.0  # 1.5 2^23: to the nearest integer, halves to even
         tl.store(codes + row * K + k, steps.to(tl.int8), mask=k < K)
 
 
 @triton.jit
 def _int8_dynamic_tile(
-    x, codes, largest, mask, w, scale, bias, y, M, N, K, xm, xk, wn, wk,
+    x, codes, largest, kinds, threshold, w, scale, bias, y, M, N, K, xm, xk, wn, wk,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, HAS_OUTLIERS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Integers by integers; where a block of columns has outliers, those columns of x once more as they are."""
+    """Integers by integers; where a block of columns has outliers, those elements of x once more as they are."""
     m, n = _tile(M, BM, BN)
     x += m.to(tl.int64)[:, None] * xm
     codes += m.to(tl.int64)[:, None] * K
@@ -411,10 +420,12 @@ def _int8_dynamic_tile(
         weights = tl.load(w + k.to(tl.int64)[:, None] * wk, mask=(n < N)[None, :] & (k < K)[:, None], other=0)
         acc = tl.dot(steps, weights, acc, out_dtype=tl.int32)
         if HAS_OUTLIERS:
-            found = tl.load(mask + k, mask=k < K, other=0)
+            found = tl.load(kinds + k, mask=k < K, other=0)
             if tl.max(found.to(tl.int32)) > 0:
                 hot = inside & (found != 0)[None, :]
                 values = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=hot, other=0.0)
+                apart = _is_apart(values.to(tl.float32), found[None, :], threshold)
+                values = tl.where(apart, values, tl.zeros_like(values))
                 exact = tl.dot(values, _as(weights, values.dtype), exact, input_precision=PRECISION)
     y_tile = acc.to(tl.float32) * (tl.load(largest + m, mask=m < M, other=0.0) / 127)[:, None]
     if HAS_OUTLIERS:
@@ -449,7 +460,7 @@ def _int8(x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor | None, bias_O: Tenso
 
 @operator("int8_dynamic_matmul")
 def _int8_dynamic(
-    x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, mask_I: Tensor | None
+    x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, kind_I: Tensor | None, threshold: float
 ) -> Tensor:
     (M, K), N = x_MI.shape, len(weight_OI)
     y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
@@ -457,13 +468,13 @@ def _int8_dynamic(
         return y_MO
     codes_MI = torch.empty(M, K, dtype=torch.int8, device=x_MI.device)
     largest_M = torch.empty(M, dtype=torch.float32, device=x_MI.device)
-    mask = codes_MI if mask_I is None else mask_I.to(torch.int8)
-    has = {"HAS_OUTLIERS": mask_I is not None}
-    _quantize_rows[(M,)](x_MI, mask, codes_MI, largest_M, K, *x_MI.stride(), BK=1024, **has)
-    blocks = _blocks(M, torch.int8 if mask_I is None else x_MI.dtype)
+    kinds = codes_MI if kind_I is None else kind_I
+    has = {"HAS_OUTLIERS": kind_I is not None}
+    _quantize_rows[(M,)](x_MI, kinds, codes_MI, largest_M, threshold, K, *x_MI.stride(), BK=1024, **has)
+    blocks = _blocks(M, torch.int8 if kind_I is None else x_MI.dtype)
     _int8_dynamic_tile[_grid(M, N, blocks)](
-        x_MI, codes_MI, largest_M, mask, weight_OI, _contiguous(scale_O, x_MI), _contiguous(bias_O, x_MI), y_MO,
-        M, N, K, *x_MI.stride(), *weight_OI.stride(),
+        x_MI, codes_MI, largest_M, kinds, threshold, weight_OI, _contiguous(scale_O, x_MI), _contiguous(bias_O, x_MI),
+        y_MO, M, N, K, *x_MI.stride(), *weight_OI.stride(),
         PRECISION=_precision(), HAS_BIAS=bias_O is not None, **has, **blocks,
     )  # fmt: skip
     return y_MO

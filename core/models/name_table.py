@@ -52,11 +52,14 @@ class Entry:
         """The parameter, or its part `box`, from their tensors; touches only what it needs."""
         box = box or tuple(slice(0, n) for n in self.shape)
         parts, first = [], 0
+        sources: dict[str, Tensor] = {}
         for part in self.rows:
             begin, end = max(box[0].start - first, 0), min(box[0].stop - first, part.stop - part.start)
             first += part.stop - part.start
             if begin < end:
-                parts.append(self._oriented(tensors[part.source])[part.start + begin : part.start + end, *box[1:]])
+                if part.source not in sources:
+                    sources[part.source] = self._oriented(tensors[part.source])
+                parts.append(sources[part.source][part.start + begin : part.start + end, *box[1:]])
         if not parts:
             return next(iter(tensors.values())).new_empty([s.stop - s.start for s in box])
         return parts[0] if len(parts) == 1 else torch.cat(parts)

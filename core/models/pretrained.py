@@ -4,7 +4,7 @@ Loading reads safetensors, or pickles of tensors without executing them; never c
 folder is used exactly once; one too many or too few is named.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -52,21 +52,58 @@ def _fill(model: nn.Module, entries: list[Entry], tensors: Mapping[str, Tensor])
         local(parameter).copy_(entry.read(tensors, layout_of(parameter).box()))
 
 
-def _matched(config: DecoderConfig, folder: str | Path) -> tuple[list[Entry], dict[str, Tensor]]:
+class Parameters(Mapping[str, Tensor]):
+    """The decoder's parameters, each made from the tensors of a Hugging Face folder when it is asked for.
+
+    Nothing is held: what was read leaves memory with the parameter.
+    """
+
+    def __init__(self, config: DecoderConfig, folder: str | Path):
+        """Raises UserError as `load_pretrained` does."""
+        entries, self._tensors = _matched(config, folder, hold=False)
+        self._entries = {entry.name: entry for entry in entries}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._entries[name].read(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class _Renamed(Mapping[str, Tensor]):
+    def __init__(self, weights: Weights, keys: Mapping[str, str]):
+        """keys: name -> what it is called in the weights"""
+        self._weights, self._keys = weights, keys
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._keys[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _matched(config: DecoderConfig, folder: str | Path, hold: bool = True) -> tuple[list[Entry], Mapping[str, Tensor]]:
     """The table and their tensors by its names, each tensor wanted, present once and of the right shape."""
-    entries, names, weights = hf_to_ours(config), NAMES[config.family], Weights(folder)
+    entries, names, weights = hf_to_ours(config), NAMES[config.family], Weights(folder, hold=hold)
     shapes = {source: shape for entry in entries for source, shape in entry.source_shapes().items()}
-    tensors, unknown = {}, []
-    for key, tensor in weights.items():
+    keys, unknown = {}, []
+    for key in weights:
         name = names.full_name(key)
-        if name in shapes and name not in tensors:
-            tensors[name] = tensor
+        if name in shapes and name not in keys:
+            keys[name] = key
         elif not name.endswith(names.ignored) and not (config.tied_head and key == HEAD):
             unknown.append(key)
-    for problem, found in (("lacks", sorted(set(shapes) - set(tensors))), ("holds what no config.json told:", unknown)):
+    for problem, found in (("lacks", sorted(set(shapes) - set(keys))), ("holds what no config.json told:", unknown)):
         if found:
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
             raise UserError(f"{folder} {problem} {', '.join(found[:4])}{more}; give the folder of a whole causal model")
+    tensors = _Renamed(weights, keys)
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise UserError(f"{folder}: {name} is {list(tensors[name].shape)}, but config.json says {list(shape)}")

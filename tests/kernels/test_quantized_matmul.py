@@ -14,7 +14,6 @@ from core.kernels.quantized_matmul import (
     int8_matmul,
     quantize_int4,
     quantize_int8,
-    reference_int8,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,11 +77,25 @@ def test_outliers_are_not_rounded(kernels: bool) -> None:
     assert error < 0.3 < 3.0 < coarse_error
 
 
-def test_the_fast_product_of_the_cpu_is_the_slow_one() -> None:
-    x_MI, (weight_OI, scale_O) = normal(3, 64), quantize_int8(normal(2048 + 16, 64, seed=1))
-    fast = reference_int8(x_MI, weight_OI, scale_O)
-    slow = reference_int8(x_MI.clone().requires_grad_(), weight_OI, scale_O)
-    torch.testing.assert_close(fast, slow.detach(), rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_outliers_of_one_row_do_not_change_another(kernels: bool) -> None:
+    x_MI, (weight_OI, scale_O) = normal(8, 64), quantize_int8(normal(20, 64, seed=1))
+    with forced() if kernels else torch.no_grad():
+        alone = int8_dynamic_matmul(x_MI[:1], weight_OI, scale_O, threshold=6.0)
+        x_MI[1:, 5] *= 100
+        among = int8_dynamic_matmul(x_MI, weight_OI, scale_O, threshold=6.0)[:1]
+    torch.testing.assert_close(among, alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int4_weights_in_steps_of_a_scale_of_16_bits(symmetric: bool) -> None:
+    """The codes are chosen to the rounded scale: no element is further off than its half step, and a clipped end."""
+    w_OI = normal(7, 256)
+    packed, scale_OG, zero_OG = quantize_int4(w_OI, 64, symmetric, torch.bfloat16)
+    assert scale_OG.dtype == torch.bfloat16
+    step_OI = scale_OG.float().repeat_interleave(64, 1)
+    error_OI = (dequantize_int4(packed, scale_OG, zero_OG, 256) - w_OI).abs()
+    assert bool((error_OI <= (0.51 if symmetric else 1.06) * step_OI).all())
 
 
 def test_what_does_not_fit_is_named() -> None:

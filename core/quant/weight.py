@@ -1,0 +1,209 @@
+"""A weight whose storage is small integers and scales, and which still is a tensor of its old shape and dtype.
+
+Whoever multiplies by it through `F.linear`, looks rows up through `F.embedding`, convolves or calls `torch.addmm` gets
+the product with the integers (`core.quant.products`). For any other operator it is widened to what it stands for, so
+that every module computes the right thing, if not the fastest. It cannot be written to.
+
+So a parameter keeps its name, shape and dtype, modules and their forwards stay as they are, and weights that are tied
+stay one tensor. Storage is by output channels, whatever the layer:
+
+    codes  int8 [O, I], or uint8 [O, G group / 2] with two 4-bit codes a byte, as `core.kernels.quantized_matmul` packs
+    scale  fp32 [O]; for 4 bits bf16 [O, G], to which the codes are chosen
+    zero   uint8 [O, G], only for 4 bits that are not symmetric
+
+Shapes: O output channels, I inputs of each (kernel positions included), G groups of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from core.kernels.quantized_matmul import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+from core.quant.scheme import Scheme
+
+PARTS = ("codes", "scale", "zero")
+# Elements of a weight that are rounded at a time: temporaries stay small beside one layer.
+_SLAB = 1 << 16
+
+Function = Callable[..., Any]
+FUNCTIONS: dict[Any, Function] = {}
+"""Functions of torch that know a quantized weight; filled by `core.quant.products`."""
+
+
+class QuantizedWeight(Tensor):
+    """`transposed`: the weight stands as [I, O], as in GPT-2's layers of transformers. Never differentiated."""
+
+    scheme: Scheme
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        scheme: Scheme,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> QuantizedWeight:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # pyright: ignore
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ):
+        self.scheme, self.codes, self.scale, self.zero, self.transposed = scheme, codes, scale, zero, transposed
+        self._row_sums: Tensor | None = None
+
+    # --- what it stands for -------------------------------------------------------------------------------------------
+
+    @property
+    def num_columns(self) -> int:
+        """I, without the filling of a last group."""
+        return self.shape[0] if self.transposed else self.shape[1:].numel()
+
+    def matrix(self, rows: slice | Tensor = slice(None), dtype: torch.dtype | None = None) -> Tensor:
+        """The weight's values by output channels, [O, I], or some of its rows."""
+        zero = None if self.zero is None else self.zero[rows]
+        codes, scale, dtype = self.codes[rows], self.scale[rows], dtype or self.dtype
+        if self.scheme.name == "int4":
+            return dequantize_int4(codes, scale, zero, self.num_columns, dtype)
+        return dequantize_int8(codes, scale, dtype)
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The plain tensor of the same shape."""
+        matrix_OI = self.matrix(dtype=dtype)
+        return matrix_OI.T if self.transposed else matrix_OI.view(self.shape)
+
+    @property
+    def row_sums(self) -> Tensor:
+        """int32 [O]: the sums of the 8-bit codes; computed once."""
+        if self._row_sums is None:
+            self._row_sums = self.codes.sum(1, dtype=torch.int32)
+        return self._row_sums
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """What is stored, by name."""
+        return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def mapped(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
+        """The same weight with each of its parts changed (moved, copied)."""
+        parts = [None if part is None else change(part) for part in (self.codes, self.scale, self.zero)]
+        assert parts[0] is not None
+        assert parts[1] is not None
+        return QuantizedWeight(
+            self.scheme, parts[0], parts[1], parts[2], tuple(self.shape), dtype or self.dtype, self.transposed
+        )
+
+    # --- torch's protocols --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = FUNCTIONS.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return (known or func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0].mapped(lambda part: part)
+        if func is torch.ops.aten.clone.default:
+            return args[0].mapped(torch.clone)
+        if func is torch.ops.aten._to_copy.default and (kwargs.get("dtype") or torch.float32).is_floating_point:
+            device, waits = kwargs.get("device") or args[0].device, not kwargs.get("non_blocking", False)
+            return args[0].mapped(lambda part: part.to(device, non_blocking=not waits), kwargs.get("dtype"))
+        if func._schema.is_mutable and isinstance(args[0], QuantizedWeight):
+            raise TypeError(f"{func} would write to a quantized weight; quantize again from the weights to change it")
+        args, kwargs = tree_map(_plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.parts), (self.scheme, tuple(self.shape), self.dtype, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Tensor:
+        scheme, shape, dtype, transposed = context
+        return QuantizedWeight(scheme, parts["codes"], parts["scale"], parts.get("zero"), shape, dtype, transposed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copy = _as_before(self, self.mapped(torch.clone))
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        context = (self.scheme, self.codes, self.scale, self.zero, tuple(self.shape), self.dtype, self.transposed)
+        return _rebuilt, (*context, isinstance(self, nn.Parameter))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"QuantizedWeight({self.scheme.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _plain(value: Any) -> Any:
+    return value.dequantized() if isinstance(value, QuantizedWeight) else value
+
+
+def _as_before(old: Tensor, new: QuantizedWeight) -> Tensor:
+    return nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
+
+
+def _rebuilt(*arguments: Any) -> Tensor:
+    *context, is_parameter = arguments
+    weight = QuantizedWeight(*context)
+    return nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+
+
+@torch.no_grad()
+def quantized_weight(weight: Tensor, scheme: Scheme, transposed: bool = False) -> QuantizedWeight:
+    """Round a weight [O, ..] (transposed: [I, O]), some rows at a time.
+
+    Raises ValueError for values that are not finite.
+    """
+    matrix_OI = weight.T if transposed else weight.flatten(1)
+    num_rows, num_columns = matrix_OI.shape
+    step = max(1, _SLAB // max(num_columns, 1))
+    whole: list[Tensor | None] = []
+    for start in range(0, max(num_rows, 1), step):
+        slab = _rounded(matrix_OI[start : start + step], scheme)
+        if not whole:
+            whole = [None if part is None else part.new_empty(num_rows, *part.shape[1:]) for part in slab]
+        for part, piece in zip(whole, slab):
+            if part is not None and piece is not None:
+                part[start : start + step] = piece
+    codes, scale, zero = whole
+    assert codes is not None
+    assert scale is not None
+    return QuantizedWeight(scheme, codes, scale, zero, tuple(weight.shape), weight.dtype, transposed)
+
+
+def _rounded(matrix_OI: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    if not bool(matrix_OI.isfinite().all()):
+        raise ValueError("holds values that are not finite")
+    if scheme.name == "int4":
+        return quantize_int4(matrix_OI, scheme.group_size, scheme.symmetric, torch.bfloat16)
+    return *quantize_int8(matrix_OI), None
+
+
+def stored_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers as they are stored; what is tied counts once."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return sum(t.stored_bytes if isinstance(t, QuantizedWeight) else t.nbytes for t in tensors.values())

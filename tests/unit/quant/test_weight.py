@@ -1,0 +1,137 @@
+"""A quantized weight is a tensor: what torch, modules and copies do with it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.metrics import MemoryAccount
+from core.quant import QuantizedWeight, Scheme, quantize, stored_bytes
+from core.quant.weight import quantized_weight
+
+INT4 = Scheme("int4", 64)
+
+
+def weight_of(scheme: Scheme = INT4, shape: tuple[int, ...] = (10, 100), dtype: torch.dtype = torch.float32) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return nn.Parameter(quantized_weight(values, scheme), requires_grad=False)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    assert isinstance(a, QuantizedWeight)
+    assert isinstance(b, QuantizedWeight)
+    alike = (a.scheme, a.shape, a.dtype, a.transposed) == (b.scheme, b.shape, b.dtype, b.transposed)
+    return alike and a.parts.keys() == b.parts.keys() and all(torch.equal(a.parts[n], b.parts[n]) for n in a.parts)
+
+
+def test_it_has_shape_and_dtype_of_what_it_stands_for() -> None:
+    weight = weight_of(dtype=torch.bfloat16)
+    assert (weight.shape, weight.dtype, weight.numel(), weight.requires_grad) == (
+        (10, 100),
+        torch.bfloat16,
+        1000,
+        False,
+    )
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(weight, QuantizedWeight)
+    assert {name: (tuple(p.shape), p.dtype) for name, p in weight.parts.items()} == {
+        "codes": ((10, 64), torch.uint8),
+        "scale": ((10, 2), torch.bfloat16),
+        "zero": ((10, 2), torch.uint8),
+    }
+    assert weight.stored_bytes == 10 * 64 + 2 * 10 * 2 + 10 * 2
+
+
+def test_any_other_operator_sees_the_values() -> None:
+    weight = weight_of()
+    assert isinstance(weight, QuantizedWeight)
+    plain = weight.dequantized()
+    assert torch.equal(weight.T @ torch.ones(10), plain.T @ torch.ones(10))
+    assert torch.equal(weight[2:4].abs().sum(1), plain[2:4].abs().sum(1))
+    assert torch.equal(torch.stack((weight, weight)), torch.stack((plain, plain)))
+    assert "int4" in repr(weight)
+
+
+def test_it_cannot_be_written_to() -> None:
+    weight = weight_of()
+    for write in (lambda: weight.mul_(2), lambda: weight.copy_(torch.zeros(10, 100)), lambda: weight.fill_(1.0)):
+        with pytest.raises(TypeError, match="would write to a quantized weight"):
+            write()
+    module, state = quantize(nn.Linear(100, 10), INT4), nn.Linear(100, 10).state_dict()
+    with pytest.raises(RuntimeError, match="would write to a quantized weight"):
+        module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("scheme", [Scheme("int8"), INT4, Scheme("int4", 32, True)], ids=str)
+def test_copies(scheme: Scheme) -> None:
+    weight = weight_of(scheme)
+    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight.clone(), weight.detach()):
+        assert same(weight, other)
+    assert isinstance(copy.deepcopy(weight), nn.Parameter)
+    assert isinstance(pickle.loads(pickle.dumps(weight)), nn.Parameter)
+
+
+def test_modules_move_and_cast_it() -> None:
+    """Another dtype changes what it says it is, and none of what is stored."""
+    tied = nn.ModuleDict({"a": nn.Linear(100, 10, bias=False), "b": nn.Linear(100, 10)})
+    tied["b"].weight = tied["a"].weight
+    quantize(tied, INT4)
+    assert tied["a"].weight is tied["b"].weight
+    before = tied["a"].weight
+    codes = before.codes
+    tied.to(torch.bfloat16)
+    assert tied["a"].weight is tied["b"].weight
+    assert (tied["a"].weight.dtype, tied["b"].bias.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert tied["a"].weight.codes.data_ptr() == codes.data_ptr()
+    assert tied["b"](torch.ones(3, 100, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert tied.to("meta")["a"].weight.codes.is_meta
+
+
+def test_bytes_are_those_of_what_is_stored() -> None:
+    model = nn.Sequential(nn.Linear(128, 32), nn.LayerNorm(32))
+    plain = stored_bytes(model)
+    assert plain == 4 * (128 * 32 + 32 + 64)
+    quantize(model, "int8")
+    assert stored_bytes(model) == 128 * 32 + 4 * 32 + 4 * (32 + 64)
+    with MemoryAccount() as account:
+        account.add(model.parameters())
+    assert account.current_bytes == stored_bytes(model)
+
+
+def test_only_a_slab_is_widened_at_a_time() -> None:
+    values = torch.randn(4096, 1024, dtype=torch.bfloat16)
+    with MemoryAccount() as account:
+        account.add([values])
+        weight = quantized_weight(values, Scheme("int8"))
+    assert account.peak_bytes < values.nbytes + weight.stored_bytes + (2 << 20)  # the whole in fp32 would be 16 MiB
+
+
+def test_weights_that_are_not_finite_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight[2, 3] = torch.nan
+    with pytest.raises(UserError, match=r"^1\.weight holds values that are not finite"):
+        quantize(model, "int8")
+
+
+def test_schemes_refuse_what_they_do_not_know() -> None:
+    for given, said in (
+        (
+            {"name": "int5"},
+            r"no quantization scheme 'int5', did you mean int8\?; the schemes are int8, w8a8, llm\.int8",
+        ),
+        ({"name": "int4", "group_size": 48}, "group_size=48; int4 has groups of 32, 64, 128 columns"),
+        ({"name": "int8", "group_size": 128}, "group_size is an option of int4, and int8 was asked for"),
+        ({"name": "w8a8", "threshold": 5.0}, r"threshold is an option of llm\.int8, and w8a8 was asked for"),
+        ({"name": "llm.int8", "threshold": 0.0}, "give a positive number"),
+    ):
+        with pytest.raises(UserError, match=said) as raised:
+            Scheme(**given)
+        assert "\n" not in str(raised.value)
+    for content in ({}, [], {"name": "int8"}, Scheme("int8").as_json() | {"threshold": "6"}):
+        with pytest.raises(UserError, match="no description of a scheme"):
+            Scheme.from_json(content)
+    assert Scheme.from_json(INT4.as_json()) == INT4
