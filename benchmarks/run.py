@@ -2,7 +2,7 @@
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it. --quick takes seconds, shows that the benchmark
-works, and writes nothing unless --out says where.
+works, and writes nothing unless --out says where. NAME-MACHINE.json is a result that is kept from another machine.
 
 A benchmark alone: `python -m benchmarks.NAME`, with the same options.
 """
