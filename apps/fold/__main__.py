@@ -7,6 +7,7 @@ from core.config import UserError, run_command
 from core.runtime import leads
 
 COMMANDS = {
+    "predict": "structures with confidences for the sequences of a FASTA file",
     "convert": "weights from one format into another",
     "doctor": "compare this installation with a golden run of the original code",
     "recipes": "the model presets",
