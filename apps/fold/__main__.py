@@ -1,0 +1,33 @@
+"""`fold COMMAND …`, also as `python -m apps.fold COMMAND …`."""
+
+import sys
+from importlib import import_module
+
+from core.config import UserError, run_command
+from core.runtime import leads
+
+COMMANDS = {
+    "predict": "structures with confidences for the sequences of a FASTA file",
+    "convert": "weights from one format into another",
+    "doctor": "compare this installation with a golden run of the original code",
+    "recipes": "the model presets",
+}
+
+
+def main() -> int:
+    return run_command(_dispatch, sys.argv[1:], speaks=leads())
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("fold COMMAND [--option value …]; fold COMMAND --help lists the options\n")
+        print("\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items()))
+        return 0
+    command, *rest = argv
+    if command not in COMMANDS:
+        raise UserError(f"fold has no command '{command}'; the commands are {', '.join(COMMANDS)}")
+    return import_module(f"apps.fold.{command}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+"""From files to what the network reads.
+
+sequences.py   FASTA: records, and what is wrong with them
+alignment.py   A3M and Stockholm
+msa.py         draws, masking, clustering: an alignment as the network's features
+structures.py  mmCIF and PDB files as chains of residues
+templates.py   structures aligned with the sequence
+arrays.py      arrays in the original's naming as features
+"""

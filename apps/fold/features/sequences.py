@@ -1,0 +1,108 @@
+"""FASTA: the records of a file, and one line for each that cannot be folded.
+
+Letters: the 20 amino acids; X (unknown), B, Z, U, O and J, which the network sees as X (the MSA's first row has B as
+aspartate, Z as glutamate, U as cysteine, as the original). Lower case is taken as upper case, a final * is dropped.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from apps.fold.model import residues
+from core.config import UserError
+
+_LETTERS = set(residues.RESTYPES) | set("BJOUXZ")
+_NUCLEOTIDES = set("ACGTUN")
+_LIKELY_NUCLEOTIDES = 20  # residues from which on a sequence of these letters alone is taken for DNA or RNA
+
+
+@dataclass(frozen=True)
+class Record:
+    """name: the first word after >; safe_name fits a file name; number counts from 1."""
+
+    number: int
+    name: str
+    sequence: str
+
+    @property
+    def safe_name(self) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).strip("._") or f"record_{self.number}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A record that cannot be folded, and why."""
+
+    number: int
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"record {self.number} ({self.name or 'no name'}): {self.reason}"
+
+
+def read_fasta(path: Path) -> tuple[list[Record], list[Refused]]:
+    """The records of a file in their order, and those that are refused.
+
+    Raises UserError when the file cannot be read or holds no record at all.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}); give a FASTA file") from error
+    entries = _entries(text, path)
+    records, refused, seen = [], [], {}
+    for number, (name, letters) in enumerate(entries, 1):
+        sequence = letters.upper().removesuffix("*")
+        record = Record(number, name, sequence)
+        reason = _wrong(sequence) or _repeated(record, seen)
+        if reason:
+            refused.append(Refused(number, name, reason))
+        else:
+            seen[record.safe_name] = number
+            records.append(record)
+    return records, refused
+
+
+def _entries(text: str, path: Path) -> list[tuple[str, str]]:
+    entries: list[tuple[str, list[str]]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if line.startswith(">"):
+            entries.append(((line[1:].split() or [""])[0], []))
+        elif line and not line.startswith(";"):
+            if not entries:
+                raise UserError(f"{path}, line {number}: a sequence before the first > line; give a FASTA file")
+            entries[-1][1].append("".join(line.split()))
+    if not entries:
+        raise UserError(f"{path} holds no sequence; give a FASTA file: a line '>name', then the letters")
+    return [(name, "".join(parts)) for name, parts in entries]
+
+
+def _wrong(sequence: str) -> str | None:
+    if not sequence:
+        return "the sequence is empty"
+    if "-" in sequence or "." in sequence:
+        return "the sequence holds gaps; give it without alignment, or the alignment as --msa"
+    if ":" in sequence:
+        return "a complex (chains joined by ':') needs a multimer model, which is not supported; give single chains"
+    bad = next(((i, letter) for i, letter in enumerate(sequence, 1) if letter not in _LETTERS), None)
+    if bad is not None:
+        return f"letter {bad[1]!r} at position {bad[0]} is no amino acid; use one-letter codes, X where unknown"
+    if len(sequence) >= _LIKELY_NUCLEOTIDES and set(sequence) <= _NUCLEOTIDES:
+        return f"only the letters {' '.join(sorted(set(sequence)))}: DNA or RNA; give the protein's sequence"
+    return None
+
+
+def _repeated(record: Record, seen: dict[str, int]) -> str | None:
+    if record.safe_name in seen:
+        return f"its files would be named like those of record {seen[record.safe_name]}; rename one of them"
+    return None
+
+
+def residue_types(sequence: str) -> np.ndarray:
+    """Residue types 0..20 of a sequence; all but the 20 amino acids are X."""
+    lookup = {letter: index for index, letter in enumerate(residues.RESTYPES)}
+    return np.array([lookup.get(letter, residues.UNKNOWN) for letter in sequence], np.int64)

@@ -1,0 +1,83 @@
+"""The weighted sum of all losses (supplement, 1.9, eq. 7), for training from the start and for fine-tuning."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apps.fold.loss.heads import (
+    distogram_loss,
+    experimentally_resolved_loss,
+    masked_msa_loss,
+    pae_loss,
+    plddt_loss,
+)
+from apps.fold.loss.structure import angle_norm_loss, backbone_fape, chi_loss, side_chain_fape
+from apps.fold.loss.truth import Truth, renamed
+from apps.fold.loss.violation import violation_loss
+from apps.fold.model.alphafold import Prediction
+from apps.fold.model.features import Features
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights. The defaults are those of training from the start; `fine_tuning` those of the second stage."""
+
+    backbone: float = 0.5
+    side_chain: float = 0.5
+    chi: float = 0.5
+    angle_norm: float = 0.01
+    distogram: float = 0.3
+    masked_msa: float = 2.0
+    plddt: float = 0.01
+    experimentally_resolved: float = 0.0
+    violation: float = 0.0
+    pae: float = 0.1
+    """counts only in models that have the head"""
+    unclamped: float = 0.1
+    """share of the backbone's error that is taken without the limit of 10 Angstrom (1.11.5)"""
+    resolution: tuple[float, float] = (0.1, 3.0)
+    """Angstrom between which a structure teaches the confidence heads; NMR has 0"""
+
+
+def fine_tuning() -> LossConfig:
+    return LossConfig(experimentally_resolved=0.01, violation=1.0)
+
+
+def total_loss(
+    prediction: Prediction,
+    features: Features,
+    truth: Truth,
+    letters_BSN: Tensor,
+    hidden_BSN: Tensor,
+    resolution_B: Tensor,
+    config: LossConfig = LossConfig(),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, a mean over the batch, and its parts [B] before their weights.
+
+    letters_BSN, hidden_BSN  the MSA's true letters, and 1 where they were hidden
+    resolution_B             of the experiment, in Angstrom
+    """
+    structure, logits = prediction.structure, prediction.logits
+    with torch.no_grad():
+        suited = renamed(truth, structure.atom14[-1])
+    low, high = config.resolution
+    precise_B = ((resolution_B >= low) & (resolution_B <= high)).to(structure.atom14.dtype)
+    clamped, unclamped = backbone_fape(structure, truth), backbone_fape(structure, truth, clamp=None)
+    parts = {
+        "backbone": (1 - config.unclamped) * clamped + config.unclamped * unclamped,
+        "side_chain": side_chain_fape(structure, suited),
+        "chi": chi_loss(structure, truth),
+        "angle_norm": angle_norm_loss(structure, features.mask_BN),
+        "distogram": distogram_loss(logits.distogram, truth),
+        "masked_msa": masked_msa_loss(logits.masked_msa, letters_BSN, hidden_BSN),
+        "plddt": precise_B * plddt_loss(logits.plddt, prediction.positions_BN373, truth),
+    }
+    if config.experimentally_resolved:
+        resolved = experimentally_resolved_loss(logits.experimentally_resolved, truth)
+        parts["experimentally_resolved"] = precise_B * resolved
+    if config.violation:
+        parts["violation"] = violation_loss(structure.atom14[-1], features.aatype_BN, features.residue_index_BN)
+    if logits.pae is not None:
+        parts["pae"] = precise_B * pae_loss(logits.pae, structure, truth)
+    return sum((getattr(config, name) * part).mean() for name, part in parts.items()), parts

@@ -1,0 +1,142 @@
+"""Widths and depths of the model. The defaults are those of the released weights (supplement, 1.6 to 1.9)."""
+
+from dataclasses import dataclass, field, replace
+
+from core.config import UserError
+
+TARGET_DIM = 22  # a break before the residue, 20 residue types, X
+MSA_DIM = 49  # 23 letters, deletion, its value, 23 of the cluster's profile, its mean deletion
+EXTRA_DIM = 25  # 23 letters, deletion, its value
+RELATIVE_POSITIONS = 32  # clipped at +-32
+RECYCLE_BINS = (3.25, 20.75, 15)
+TEMPLATE_BINS = (3.25, 50.75, 39)
+TEMPLATE_PAIR_DIM = 88  # 39 distances, their mask, twice 22 types, unit vector, the backbone's mask
+TEMPLATE_TORSION_DIM = 57  # 22 types, twice 7 (sin, cos), their mask
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """The updates of a pair representation."""
+
+    num_heads: int = 4
+    head_dim: int = 32
+    product_dim: int = 128
+    """channels of the triangle product"""
+    transition_factor: int = 4
+    dropout: float = 0.25
+
+
+@dataclass(frozen=True)
+class EvoformerConfig:
+    """A stack of Evoformer blocks."""
+
+    num_blocks: int = 48
+    msa_heads: int = 8
+    msa_head_dim: int = 32
+    msa_transition_factor: int = 4
+    msa_dropout: float = 0.15
+    outer_dim: int = 32
+    pair: PairConfig = field(default_factory=PairConfig)
+
+
+@dataclass(frozen=True)
+class TemplateConfig:
+    """The template pair stack and the attention that reads it."""
+
+    dim: int = 64
+    num_blocks: int = 2
+    pair: PairConfig = field(default_factory=lambda: PairConfig(head_dim=16, product_dim=64, transition_factor=2))
+    num_heads: int = 4
+    head_dim: int = 16
+
+
+@dataclass(frozen=True)
+class StructureConfig:
+    """The structure module. Its layers share their weights."""
+
+    dim: int = 384
+    num_layers: int = 8
+    num_heads: int = 12
+    head_dim: int = 16
+    query_points: int = 4
+    value_points: int = 8
+    transition_layers: int = 3
+    angle_dim: int = 128
+    angle_blocks: int = 2
+    dropout: float = 0.1
+    length_scale: float = 10.0
+    """Angstrom of one unit inside"""
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """What the heads predict, in how many bins."""
+
+    plddt_dim: int = 128
+    plddt_bins: int = 50
+    distogram_bins: int = 64
+    masked_msa_types: int = 23
+    pae_bins: int | None = None
+    """bins of the predicted aligned error; None: no such head (the models without `ptm` in their name)"""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """AlphaFold 2, monomer."""
+
+    msa_dim: int = 256
+    pair_dim: int = 128
+    single_dim: int = 384
+    extra_dim: int = 64
+    evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
+    extra: EvoformerConfig = field(default_factory=lambda: EvoformerConfig(num_blocks=4, msa_head_dim=8))
+    templates: TemplateConfig | None = field(default_factory=TemplateConfig)
+    structure: StructureConfig = field(default_factory=StructureConfig)
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    num_recycles: int = 3
+    max_msa: int = 512
+    """rows of the MSA, those of templates included where there are any"""
+    max_extra_msa: int = 5120
+    max_templates: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_recycles < 0:
+            raise UserError(f"num_recycles={self.num_recycles}; give 0 or more")
+
+
+def preset(name: str) -> ModelConfig:
+    """model_1 to model_5 and model_1_ptm to model_5_ptm (supplement, table 5): which have templates, how many rows.
+
+    Raises UserError for any other name.
+    """
+    stem, _, rest = name.removesuffix("_ptm").partition("_")
+    if stem != "model" or rest not in ("1", "2", "3", "4", "5"):
+        raise UserError(f"no preset '{name}'; the presets are model_1 to model_5 and model_1_ptm to model_5_ptm")
+    config = ModelConfig(
+        heads=HeadsConfig(pae_bins=64 if name.endswith("_ptm") else None),
+        max_extra_msa=5120 if rest in ("1", "3", "4") else 1024,
+    )
+    return config if rest in ("1", "2") else replace(config, templates=None)
+
+
+PRESETS = [f"model_{n}{suffix}" for suffix in ("", "_ptm") for n in range(1, 6)]
+
+
+def tiny(templates: bool = True) -> ModelConfig:
+    """The whole model at small widths, for trying things and for tests: a second on one core."""
+    pair = PairConfig(num_heads=2, head_dim=8, product_dim=16, transition_factor=2)
+    stack = EvoformerConfig(num_blocks=2, msa_heads=4, msa_head_dim=8, outer_dim=8, pair=pair)
+    return ModelConfig(
+        msa_dim=32,
+        pair_dim=16,
+        single_dim=24,
+        extra_dim=16,
+        evoformer=stack,
+        extra=replace(stack, num_blocks=1, msa_head_dim=4),
+        templates=TemplateConfig(16, 1, pair, 2, 8) if templates else None,
+        structure=StructureConfig(24, 2, 4, 8, 4, 8, 3, 16, 2),
+        heads=HeadsConfig(plddt_dim=16, pae_bins=64),
+        num_recycles=1,
+        max_msa=16,
+        max_extra_msa=32,
+    )

@@ -1,0 +1,86 @@
+"""What the network reads: one value object a recycling iteration.
+
+Shapes: B batch, N residues, S rows of the clustered MSA, E of the extra MSA, T templates.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TemplateFeatures:
+    """Structures that were aligned with the sequence.
+
+    aatype_BTN            residue types of the template, gaps included (0..21)
+    mask_BT               1 where there is a template
+    pseudo_beta_BTN3      CB (CA of glycine), Angstrom; pseudo_beta_mask_BTN 1 where known
+    backbone_mask_BTN     1 where N, CA and C are known
+    torsions_BTNA2        (sin, cos) of the 7 torsions; alternative_BTNA2 with symmetric chi turned by pi;
+                          torsion_mask_BTNA 1 where known
+    """
+
+    aatype_BTN: Tensor
+    mask_BT: Tensor
+    pseudo_beta_BTN3: Tensor
+    pseudo_beta_mask_BTN: Tensor
+    backbone_mask_BTN: Tensor
+    torsions_BTNA2: Tensor
+    alternative_BTNA2: Tensor
+    torsion_mask_BTNA: Tensor
+
+
+@dataclass(frozen=True)
+class Features:
+    """One sequence's, or a batch's of sequences of one length.
+
+    aatype_BN           residue types, 0..20
+    residue_index_BN    positions in the chain; gaps are kept
+    mask_BN             1 where a residue is, 0 for padding
+    target_BNF          22 channels: a break before the residue, one-hot residue type
+    msa_BSNF            49 channels: one-hot letter (23), has a deletion before it, its length as 2/pi atan(n / 3),
+                        the cluster's profile (23) and mean deletion
+    msa_mask_BSN        1 where a row is
+    extra_msa_BEN       letters 0..22; extra_has_deletion_BEN and extra_deletion_BEN as above; extra_mask_BEN
+    templates           None where there are none
+    """
+
+    aatype_BN: Tensor
+    residue_index_BN: Tensor
+    mask_BN: Tensor
+    target_BNF: Tensor
+    msa_BSNF: Tensor
+    msa_mask_BSN: Tensor
+    extra_msa_BEN: Tensor
+    extra_has_deletion_BEN: Tensor
+    extra_deletion_BEN: Tensor
+    extra_mask_BEN: Tensor
+    templates: TemplateFeatures | None = None
+
+    @property
+    def num_residues(self) -> int:
+        return self.aatype_BN.shape[1]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Features":
+        """`function` applied to every tensor."""
+        templates = None if self.templates is None else _mapped(self.templates, function)
+        return _mapped(replace(self, templates=None), function, templates=templates)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Features":
+        """On a device, with floating-point features in `dtype`, but coordinates in at least fp32."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+        features = self.map(moved)
+        if self.templates is None or features.templates is None:
+            return features
+        points = self.templates.pseudo_beta_BTN3.to(device, torch.promote_types(dtype, torch.float32))
+        return replace(features, templates=replace(features.templates, pseudo_beta_BTN3=points))
+
+
+def _mapped(value, function: Callable[[Tensor], Tensor], **others):
+    tensors = {f.name: getattr(value, f.name) for f in fields(value)}
+    return replace(value, **{n: function(t) for n, t in tensors.items() if isinstance(t, Tensor)}, **others)

@@ -1,0 +1,83 @@
+"""What happens in the MSA: attention along rows and columns, and what it tells the pairs.
+
+Shapes: B batch, S sequences, N residues, D = c_m channels of the MSA, Z = c_z of pairs, H heads, C outer channels.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from apps.fold.model.attention import GatedAttention, GlobalAttention
+from apps.fold.model.layers import LayerNorm, Linear, SharedDropout
+
+
+class RowAttentionWithPairBias(nn.Module):
+    """Attention among the residues of each sequence, biased by the pairs (algorithm 7); dropout by rows."""
+
+    def __init__(self, msa_dim: int, pair_dim: int, num_heads: int, head_dim: int, dropout: float):
+        super().__init__()
+        self.norm = LayerNorm(msa_dim)
+        self.pair_norm = LayerNorm(pair_dim)
+        self.bias = Linear(pair_dim, num_heads, bias=False)
+        self.attention = GatedAttention(msa_dim, num_heads, head_dim)
+        self.dropout = SharedDropout(dropout)
+
+    def forward(self, m_BSND: Tensor, z_BNNZ: Tensor, mask_BSN: Tensor) -> Tensor:
+        bias_BHNN = self.bias(self.pair_norm(z_BNNZ)).permute(0, 3, 1, 2)
+        factor = self.dropout(m_BSND)
+        if factor is not None:
+            factor = factor.expand(-1, m_BSND.shape[1], -1, -1).flatten(0, 1)
+        rows = m_BSND.flatten(0, 1)
+        out = self.attention(self.norm(rows), mask_BSN.flatten(0, 1), bias=bias_BHNN, residual=rows, dropout=factor)
+        return out.view_as(m_BSND)
+
+
+class ColumnAttention(nn.Module):
+    """Attention among the sequences at each residue (algorithm 8)."""
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int):
+        super().__init__()
+        self.norm = LayerNorm(dim)
+        self.attention = GatedAttention(dim, num_heads, head_dim)
+
+    def forward(self, m_BSND: Tensor, mask_BSN: Tensor) -> Tensor:
+        columns = m_BSND.transpose(1, 2).flatten(0, 1)
+        out = self.attention(self.norm(columns), mask_BSN.transpose(1, 2).flatten(0, 1), bias=None, residual=columns)
+        return out.unflatten(0, (m_BSND.shape[0], -1)).transpose(1, 2)
+
+
+class ColumnGlobalAttention(nn.Module):
+    """The same with one query for all sequences, for the many rows of the extra MSA (algorithm 19)."""
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int):
+        super().__init__()
+        self.norm = LayerNorm(dim)
+        self.attention = GlobalAttention(dim, num_heads, head_dim)
+
+    def forward(self, m_BSND: Tensor, mask_BSN: Tensor) -> Tensor:
+        columns = m_BSND.transpose(1, 2).flatten(0, 1)
+        out = self.attention(self.norm(columns), mask_BSN.transpose(1, 2).flatten(0, 1), residual=columns)
+        return out.unflatten(0, (m_BSND.shape[0], -1)).transpose(1, 2)
+
+
+class OuterProductMean(nn.Module):
+    """z + the mean over sequences of an outer product of residues i and j, projected (algorithm 10).
+
+    a, b = mask (norm(m) W);   z_ij += (flat(sum_s a_si (x) b_sj) Wo + bo) / (1e-3 + sum_s mask_si mask_sj)
+
+    The bias bo is divided, too, as in the original: where no sequence covers a pair, it counts a thousandfold.
+    """
+
+    def __init__(self, msa_dim: int, pair_dim: int, outer_dim: int):
+        super().__init__()
+        self.norm = LayerNorm(msa_dim)
+        self.left = Linear(msa_dim, outer_dim)
+        self.right = Linear(msa_dim, outer_dim)
+        self.out = Linear(outer_dim * outer_dim, pair_dim, init="zero")
+
+    def forward(self, m_BSND: Tensor, z_BNNZ: Tensor, mask_BSN: Tensor) -> Tensor:
+        mask_BSN1 = mask_BSN.to(m_BSND.dtype)[..., None]
+        n = self.norm(m_BSND)
+        a_BSNC, b_BSNC = self.left(n) * mask_BSN1, self.right(n) * mask_BSN1
+        outer_BNNCC = torch.einsum("bsic,bsjd->bijcd", a_BSNC, b_BSNC)
+        count_BNN1 = torch.einsum("bsi,bsj->bij", mask_BSN1[..., 0], mask_BSN1[..., 0])[..., None]
+        return z_BNNZ + self.out(outer_BNNCC.flatten(-2)) / (1e-3 + count_BNN1)

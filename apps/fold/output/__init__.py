@@ -1,0 +1,6 @@
+"""What a prediction leaves: structures, confidences, plots, tables.
+
+confidence.py  numbers of a prediction
+files.py       mmCIF, PDB, json and npz
+plots.py       PNGs
+"""

@@ -1,0 +1,148 @@
+"""Structures as mmCIF (with the categories of ModelCIF that viewers read) and PDB; confidences as json and npz.
+
+pLDDT stands in the B-factor column of both. The PAE's json has the schema of the AlphaFold database.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apps.fold.model import residues
+from apps.fold.model.heads import distogram_edges, max_aligned_error
+from apps.fold.output.confidence import Folded
+
+PDB_ATOMS, PDB_RESIDUES = 99_999, 9_999  # what the format can number
+JSON_RESIDUES = 3_000  # beyond, the PAE is written as npz only
+
+
+def atoms(folded: Folded) -> list[tuple[int, str, str, np.ndarray, float]]:
+    """(residue from 0, three letters, atom, position, pLDDT) of every atom, in the order of atom14."""
+    listed = []
+    for row, letter in enumerate(folded.sequence):
+        for name in residues.atoms_of(letter):
+            slot = residues.ATOM37.index(name)
+            entry = (row, residues.THREE_LETTERS[letter], name, folded.positions[row, slot], float(folded.plddt[row]))
+            listed.append(entry)
+    return listed
+
+
+def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
+    """One chain A, residues numbered from 1."""
+    from Bio.PDB.mmcifio import MMCIFIO
+
+    listed = atoms(folded)
+    three = [residues.THREE_LETTERS.get(letter, "UNK") for letter in folded.sequence]
+    numbers = [str(number) for number in range(1, len(three) + 1)]
+    count = len(listed)
+    rows = [str(row + 1) for row, *_ in listed]
+    names, atom_names = [a[1] for a in listed], [a[2] for a in listed]
+    xyz = [[f"{a[3][axis]:.3f}" for a in listed] for axis in range(3)]
+    plddt = [f"{value:.2f}" for value in folded.plddt]
+    io = MMCIFIO()
+    io.set_dict(
+        {
+            "data_": name,
+            "_entry.id": name,
+            "_struct.entry_id": name,
+            "_struct.title": title,
+            "_entity.id": ["1"],
+            "_entity.type": ["polymer"],
+            "_entity.pdbx_description": [name],
+            "_entity_poly.entity_id": ["1"],
+            "_entity_poly.type": ["polypeptide(L)"],
+            "_entity_poly.pdbx_strand_id": ["A"],
+            "_entity_poly.pdbx_seq_one_letter_code": [folded.sequence],
+            "_struct_asym.id": ["A"],
+            "_struct_asym.entity_id": ["1"],
+            "_entity_poly_seq.entity_id": ["1"] * len(three),
+            "_entity_poly_seq.num": numbers,
+            "_entity_poly_seq.mon_id": three,
+            "_ma_qa_metric.id": ["1", "2"],
+            "_ma_qa_metric.mode": ["global", "local"],
+            "_ma_qa_metric.name": ["pLDDT", "pLDDT"],
+            "_ma_qa_metric.type": ["pLDDT", "pLDDT"],
+            "_ma_qa_metric.software_group_id": ["1", "1"],
+            "_ma_qa_metric_global.ordinal_id": ["1"],
+            "_ma_qa_metric_global.model_id": ["1"],
+            "_ma_qa_metric_global.metric_id": ["1"],
+            "_ma_qa_metric_global.metric_value": [f"{folded.mean_plddt:.2f}"],
+            "_ma_qa_metric_local.ordinal_id": numbers,
+            "_ma_qa_metric_local.model_id": ["1"] * len(three),
+            "_ma_qa_metric_local.label_asym_id": ["A"] * len(three),
+            "_ma_qa_metric_local.label_seq_id": numbers,
+            "_ma_qa_metric_local.label_comp_id": three,
+            "_ma_qa_metric_local.metric_id": ["2"] * len(three),
+            "_ma_qa_metric_local.metric_value": plddt,
+            "_atom_site.group_PDB": ["ATOM"] * count,
+            "_atom_site.id": [str(number) for number in range(1, count + 1)],
+            "_atom_site.type_symbol": [atom[0] for atom in atom_names],
+            "_atom_site.label_atom_id": atom_names,
+            "_atom_site.label_alt_id": ["."] * count,
+            "_atom_site.label_comp_id": names,
+            "_atom_site.label_asym_id": ["A"] * count,
+            "_atom_site.label_entity_id": ["1"] * count,
+            "_atom_site.label_seq_id": rows,
+            "_atom_site.pdbx_PDB_ins_code": ["?"] * count,
+            "_atom_site.Cartn_x": xyz[0],
+            "_atom_site.Cartn_y": xyz[1],
+            "_atom_site.Cartn_z": xyz[2],
+            "_atom_site.occupancy": ["1.0"] * count,
+            "_atom_site.B_iso_or_equiv": [f"{a[4]:.2f}" for a in listed],
+            "_atom_site.auth_seq_id": rows,
+            "_atom_site.auth_asym_id": ["A"] * count,
+            "_atom_site.pdbx_PDB_model_num": ["1"] * count,
+        }
+    )
+    io.save(str(path))
+
+
+def fits_pdb(folded: Folded) -> bool:
+    return len(folded.sequence) <= PDB_RESIDUES and int(folded.mask.sum()) <= PDB_ATOMS
+
+
+def write_pdb(path: Path, folded: Folded) -> None:
+    """One chain A, residues numbered from 1; only what `fits_pdb`."""
+    from Bio.PDB.PDBIO import PDBIO
+    from Bio.PDB.StructureBuilder import StructureBuilder
+
+    assert fits_pdb(folded)
+    builder = StructureBuilder()
+    builder.init_structure("model")
+    builder.init_model(0)
+    builder.init_chain("A")
+    builder.init_seg("    ")
+    last = -1
+    for row, three, name, position, plddt in atoms(folded):
+        if row != last:
+            builder.init_residue(three, " ", row + 1, " ")
+            last = row
+        builder.init_atom(name, position, plddt, 1.0, " ", f" {name:<3}" if len(name) < 4 else name, None, name[0])
+    io = PDBIO()
+    io.set_structure(builder.get_structure())
+    io.save(str(path))
+
+
+def write_confidence(folder: Path, stem: str, folded: Folded, told: dict[str, Any]) -> None:
+    """STEM_confidence.json, STEM_pae.npz and STEM_pae.json (where there is a PAE), STEM_distogram.npz.
+
+    told  what else is to be said of the prediction
+    """
+    numbers = {
+        **told,
+        "mean_plddt": round(folded.mean_plddt, 3),
+        "ptm": None if folded.ptm is None else round(folded.ptm, 4),
+        "plddt": [round(float(value), 2) for value in folded.plddt],
+    }
+    (folder / f"{stem}_confidence.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    np.savez_compressed(
+        folder / f"{stem}_distogram.npz", probabilities=folded.distances, edges=distogram_edges().numpy()
+    )
+    if folded.pae is None:
+        return
+    np.savez_compressed(folder / f"{stem}_pae.npz", pae=folded.pae.astype(np.float16))
+    if len(folded.sequence) <= JSON_RESIDUES:
+        matrix = np.round(folded.pae.astype(np.float64), 1).tolist()
+        schema = [{"predicted_aligned_error": matrix, "max_predicted_aligned_error": max_aligned_error()}]
+        (folder / f"{stem}_pae.json").write_text(json.dumps(schema, separators=(",", ":")), encoding="utf-8")

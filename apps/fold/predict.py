@@ -1,0 +1,252 @@
+"""`fold predict IN.fasta`: structures with confidences, one folder a sequence.
+
+1. read the records; those that cannot be folded get a line each
+2. for each record, shortest first: its alignment and templates, every model and seed, the ranking
+3. its folder is written aside and renamed, so that a folder is complete or not there; a second run goes on with
+   the records that have none
+4. summary.csv, after each record
+"""
+
+import csv
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from apps.fold.features.sequences import Record, read_fasta
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import ModelConfig
+from apps.fold.output.confidence import Folded, folded
+from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
+from apps.fold.output.plots import plot
+from apps.fold.targets import Target, find_target
+from apps.fold.weights.source import WHERE, build, read_weights
+from core.config import UserError, parse
+from core.precision import Precision, compute_dtype
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    input: Path | None = None
+    """a FASTA file; `fold predict IN.fasta` means the same"""
+    weights: tuple[Path, ...] = ()
+    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`"""
+    out: Path = Path("folded")
+    """one folder a sequence, and summary.csv"""
+    msa: Path | None = None
+    """an A3M or Stockholm file, or a folder of NAME.a3m, NAME.sto or NAME/*; none: the sequence alone"""
+    templates: Path | None = None
+    """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*"""
+    num_recycles: int | None = None
+    """recycling iterations; by default the model's, 3"""
+    seed: int = 0
+    num_seeds: int = 1
+    """predictions of each model, with the seeds from --seed on"""
+    precision: Precision = "fp32"
+    device: str = "cpu"
+    pdb: bool = True
+    """write PDB files, too"""
+    plots: bool = True
+    overwrite: bool = False
+    """fold records anew whose folders stem from other options or files"""
+
+    def __post_init__(self) -> None:
+        if self.num_seeds < 1:
+            raise UserError(f"num_seeds={self.num_seeds}; give 1 or more")
+
+
+@dataclass(frozen=True)
+class Model:
+    """One set of weights."""
+
+    name: str
+    config: ModelConfig
+    module: AlphaFold
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one record: a row of the summary."""
+
+    name: str
+    residues: int
+    status: str
+    msa_rows: int | None = None
+    best: str = ""
+    plddt: float | None = None
+    ptm: float | None = None
+    seconds: float | None = None
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 2 when a record could not be folded; the others are."""
+    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
+        argv = ["--input", *argv]
+    config = parse({"default": PredictConfig}, argv, "fold predict", default="default")
+    if config.input is None:
+        raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --weights W --out DIR")
+    if not config.weights:
+        raise UserError(f"fold predict needs --weights; {WHERE}")
+    records, refused = read_fasta(config.input)
+    outcomes = {one.number: Outcome(one.name, 0, f"refused: {one.reason}") for one in refused}
+    for one in refused:
+        print(f"error: {config.input}, {one}", file=sys.stderr)
+    models = [_load(path, config) for path in config.weights] if records else []
+    config.out.mkdir(parents=True, exist_ok=True)
+    with _progress() as progress:
+        task = progress.add_task("folding", total=len(records))
+        for record in sorted(records, key=lambda record: len(record.sequence)):
+            outcomes[record.number] = _attempt(record, models, config, progress, alone=len(records) == 1)
+            _write_summary(config.out / "summary.csv", outcomes)
+            progress.advance(task)
+    _write_summary(config.out / "summary.csv", outcomes)
+    _print_summary(outcomes)
+    return 2 if any(outcome.plddt is None for outcome in outcomes.values()) else 0
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(soft_wrap=True, highlight=False), transient=True)
+
+
+def _load(path: Path, config: PredictConfig) -> Model:
+    model, parameters = read_weights(path)
+    if config.num_recycles is not None:
+        model = replace(model, num_recycles=config.num_recycles)
+    return Model(path.stem, model, build(model, parameters, compute_dtype(config.precision), config.device))
+
+
+def _attempt(record: Record, models: list[Model], config: PredictConfig, progress: Progress, alone: bool) -> Outcome:
+    """Fold one record; whatever is wrong with it becomes its outcome and a line."""
+    try:
+        target = find_target(record, config.msa, config.templates, alone)
+        return _fold(target, models, config, progress)
+    except (UserError, MemoryError, RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"error: {config.input}, record {record.number} ({record.name}): {reason}", file=sys.stderr)
+        return Outcome(record.name, len(record.sequence), f"failed: {reason}")
+
+
+def _fold(target: Target, models: list[Model], config: PredictConfig, progress: Progress) -> Outcome:
+    record, folder = target.record, config.out / target.record.safe_name
+    key = _key(target, config)
+    done = _done(folder)
+    if done is not None and done["key"] == key:
+        progress.console.print(f"{record.name}: done before", markup=False)
+        return _outcome(target, done)
+    if folder.exists() and not config.overwrite:
+        raise UserError(f"{folder} stems from other options or files; give --overwrite, or another --out")
+    if len(target.alignment) == 1:
+        progress.console.print(f"{record.name}: no alignment; a sequence alone folds poorly", markup=False)
+    begun = time.monotonic()
+    predictions = []
+    for model in models:
+        for seed in range(config.seed, config.seed + config.num_seeds):
+            predictions.append((model, seed, _predict(target, model, seed, config)))
+            said = _said(predictions[-1][2])
+            progress.console.print(
+                f"{record.name} ({len(record.sequence)} residues), {model.name}, seed {seed}: {said}"
+            )
+    predictions.sort(key=lambda prediction: -prediction[2].mean_plddt)
+    aside = config.out / f".{record.safe_name}.part"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    ranking = []
+    for rank, (model, seed, one) in enumerate(predictions, 1):
+        row = {"rank": rank, "model": model.name, "seed": seed, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
+        ranking.append(row)
+        _write(aside, f"rank_{rank}", one, record, row, config)
+    seconds = time.monotonic() - begun
+    done = {"key": key, "name": record.name, "seconds": round(seconds, 2), "predictions": ranking}
+    (aside / "ranking.json").write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(aside, folder)
+    return _outcome(target, done)
+
+
+def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
+    dtype = compute_dtype(config.precision)
+    iterations = [one.to(config.device, dtype) for one in target.iterations(model.config, seed)]
+    with torch.inference_mode():
+        return folded(target.sequence, model.module(iterations))
+
+
+def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, Any], config: PredictConfig) -> None:
+    title = f"{record.name}, predicted by {row['model']}, seed {row['seed']}"
+    write_mmcif(folder / f"{stem}.cif", one, record.safe_name, title)
+    if config.pdb and fits_pdb(one):
+        write_pdb(folder / f"{stem}.pdb", one)
+    write_confidence(folder, stem, one, {"name": record.name, "sequence": record.sequence, **row})
+    if config.plots:
+        plot(folder, stem, one, f"{record.name}, {row['model']}, seed {row['seed']}")
+
+
+def _key(target: Target, config: PredictConfig) -> dict[str, Any]:
+    """What a record's folder depends on; a folder with another key is not taken for done."""
+    return {
+        "input": target.digest(),
+        "weights": [str(path.resolve()) for path in config.weights],
+        "num_recycles": config.num_recycles,
+        "seeds": [config.seed, config.num_seeds],
+        "precision": config.precision,
+    }
+
+
+def _done(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / "ranking.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _outcome(target: Target, done: dict[str, Any]) -> Outcome:
+    best = done["predictions"][0]
+    return Outcome(
+        target.record.name,
+        len(target.sequence),
+        "folded",
+        len(target.alignment),
+        f"{best['model']}, seed {best['seed']}",
+        best["mean_plddt"],
+        best["ptm"],
+        done["seconds"],
+    )
+
+
+def _said(one: Folded) -> str:
+    return f"pLDDT {one.mean_plddt:.1f}" + ("" if one.ptm is None else f", pTM {one.ptm:.2f}")
+
+
+_HEADER = ("name", "residues", "status", "msa_rows", "best", "plddt", "ptm", "seconds")
+
+
+def _rows(outcomes: dict[int, Outcome]) -> list[list[str]]:
+    def text(value: object) -> str:
+        return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    return [[text(getattr(outcomes[number], name)) for name in _HEADER] for number in sorted(outcomes)]
+
+
+def _write_summary(path: Path, outcomes: dict[int, Outcome]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_HEADER, *_rows(outcomes)])
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(text.getvalue(), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _print_summary(outcomes: dict[int, Outcome]) -> None:
+    table = Table(*(name.replace("_", " ") for name in _HEADER))
+    for row in _rows(outcomes):
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)

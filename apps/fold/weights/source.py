@@ -1,0 +1,52 @@
+"""Which kind of weights a path is, and the model with them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import ModelConfig, preset
+from apps.fold.weights.alphafold import load_npz
+from apps.fold.weights.folder import load_folder
+from apps.fold.weights.openfold import load_pt
+from core.config import UserError
+
+WHERE = (
+    "AlphaFold's lie at https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar "
+    "(params_model_*.npz, CC BY 4.0)"
+)
+
+
+def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Configuration and parameters of an npz of AlphaFold's, a .pt of OpenFold's, or a folder of `fold convert`.
+
+    Raises UserError for anything else.
+    """
+    if path.is_dir():
+        return load_folder(path)
+    if not path.is_file():
+        raise UserError(f"there are no weights at {path}; {WHERE}")
+    if path.suffix == ".npz":
+        return _named(path, *load_npz(path))
+    if path.suffix in (".pt", ".pth", ".ckpt"):
+        return _named(path, *load_pt(path))
+    raise UserError(f"{path} is neither params_model_*.npz, nor an OpenFold .pt, nor a folder of `fold convert`")
+
+
+def _named(path: Path, config: ModelConfig, parameters: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Where the file's name is a released model's, with that model's number of extra rows, which no array tells."""
+    name = re.search(r"model_[1-5](_ptm)?(?=$|[^0-9a-z])", path.stem)
+    return (replace(config, max_extra_msa=preset(name[0]).max_extra_msa) if name else config), parameters
+
+
+def build(
+    config: ModelConfig, parameters: dict[str, Tensor], dtype: torch.dtype, device: str | torch.device
+) -> AlphaFold:
+    """The model with these parameters, in evaluation mode."""
+    with torch.device("meta"):
+        model = AlphaFold(config)
+    model.load_state_dict({name: value.to(device, dtype) for name, value in parameters.items()}, assign=True)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,157 @@
+"""The fold commands as a user runs them, with a tiny model of random weights."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apps.fold.__main__ import _dispatch
+from apps.fold.model.config import tiny
+from apps.fold.weights.folder import save_folder
+from core.config import run_command
+from tests.support.command import run
+from tests.support.fold import GOLDEN, random_parameters
+
+FASTA = ">long one\nMKTAYIAKQRQISFVKSHFSRQ\n>short\nMKTAYWC\n>bad\nMK7\n>with/slash\nMXBGGGAAAA\n"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights") / "tiny"
+    save_folder(folder, tiny(), random_parameters(tiny()))
+    return folder
+
+
+def fold(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of a command in this process."""
+    code = run_command(_dispatch, [str(a) for a in arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Path) -> None:
+    done = run("-m", "apps.fold", "doctor", "--golden", GOLDEN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal within 1e-05" in done.stdout
+    for name in ("params.npz", "batch.npz", "config.json"):
+        (tmp_path / name).write_bytes((GOLDEN / name).read_bytes())
+    with np.load(GOLDEN / "out.npz") as file:
+        out = dict(file)
+    out["representations/pair"] = out["representations/pair"] + 1e-3
+    np.savez(tmp_path / "out.npz", **out)
+    done = run("-m", "apps.fold", "doctor", "--golden", tmp_path)
+    assert done.returncode == 1
+    assert "differs beyond 1e-05: representations/pair" in done.stdout
+
+
+def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
+    (tmp_path / "in.fasta").write_text(FASTA)
+    (tmp_path / "msa").mkdir()
+    (tmp_path / "msa" / "short.a3m").write_text(">short\nMKTAYWC\n>a\nMK-AYWC\n>b\nMRTaaAYFC\n")
+    options = ("--weights", weights, "--out", tmp_path / "out", "--msa", tmp_path / "msa", "--num-seeds", 2)
+    done = run("-m", "apps.fold", "predict", tmp_path / "in.fasta", *options)
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"record 3 \(bad\): letter '7' at position 3", done.stderr)
+    assert done.stderr.count("error:") == 1
+    assert "long: no alignment" in done.stdout
+    assert "short: no alignment" not in done.stdout
+
+    out = tmp_path / "out"
+    assert sorted(p.name for p in out.iterdir()) == ["long", "short", "summary.csv", "with_slash"]
+    with open(out / "summary.csv") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["long", "short", "bad", "with/slash"]
+    assert rows["short"]["msa_rows"] == "3"
+    assert rows["bad"]["status"].startswith("refused")
+    ranking = json.loads((out / "short" / "ranking.json").read_text())["predictions"]
+    assert [row["rank"] for row in ranking] == [1, 2]
+    assert ranking[0]["mean_plddt"] >= ranking[1]["mean_plddt"]
+    assert {row["seed"] for row in ranking} == {0, 1}
+    suffixes = (".cif", ".pdb", "_confidence.json", "_pae.npz", "_pae.json", "_distogram.npz", "_plddt.png", "_pae.png")
+    assert {p.name for p in (out / "short").iterdir()} == {
+        "ranking.json",
+        *(f"rank_{rank}{suffix}" for rank in (1, 2) for suffix in suffixes),
+    }
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("rank_*")}
+    short = (out / "short" / "rank_1.cif").read_bytes()
+
+    # A second run has nothing to do; without one folder it makes that one, the same to the byte.
+    for path in (out / "short").iterdir():
+        path.unlink()
+    (out / "short").rmdir()
+    code, said, _ = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 2
+    assert "long: done before" in said
+    assert (out / "short" / "rank_1.cif").read_bytes() == short
+    assert all(p.stat().st_mtime_ns == before[p] for p in before if p.parent.name != "short")
+
+    # Other options do not silently reuse or destroy what is there.
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, "--seed", 5)
+    assert code == 2
+    assert err.count("--overwrite") == 3
+    (tmp_path / "one.fasta").write_text(">short\nMKTAYWC\n")
+    code, _, err = fold(capsys, "predict", tmp_path / "one.fasta", *options, "--seed", 5, "--overwrite")
+    assert code == 0, err
+
+
+def test_an_alignment_or_template_that_does_not_fit_stops_only_its_record(
+    tmp_path: Path, weights: Path, capsys
+) -> None:
+    (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n>b\nMKTAYWW\n>c\nMKTAYWY\n")
+    (tmp_path / "msa").mkdir()
+    (tmp_path / "msa" / "a.a3m").write_text(">a\nMKTAYWV\n")
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "b.cif").write_text("nonsense")
+    options = ("--weights", weights, "--out", tmp_path / "out", "--no-plots", "--no-pdb")
+    options += ("--msa", tmp_path / "msa", "--templates", tmp_path / "templates")
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 2
+    assert "record 1 (a)" in err
+    assert "another query" in err
+    assert "record 2 (b)" in err
+    assert (tmp_path / "out" / "c" / "rank_1.cif").is_file()
+    assert not (tmp_path / "out" / "c" / "rank_1.pdb").exists()
+
+
+def test_convert(tmp_path: Path, capsys) -> None:
+    code, said, _ = fold(capsys, "convert", "--source", GOLDEN / "params.npz", "--out", tmp_path / "ours")
+    assert code == 0
+    assert "numbers" in said
+    code, _, _ = fold(capsys, "convert", "--source", tmp_path / "ours", "--out", tmp_path / "back.npz")
+    assert code == 0
+    with np.load(GOLDEN / "params.npz") as before, np.load(tmp_path / "back.npz") as after:
+        assert all(before[name].tobytes() == after[name].tobytes() for name in before.files)
+
+
+def test_recipes(capsys) -> None:
+    code, said, _ = fold(capsys, "recipes")
+    assert code == 0
+    assert "93,237,338" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("predikt",), ("predikt", "predict")),
+        (("predict",), ("FASTA",)),
+        (("predict", "in.fasta"), ("--weights", "alphafold_params")),
+        (("predict", "in.fasta", "--weights", "w", "--num-seeds", 0), ("num_seeds=0",)),
+        (("predict", "in.fasta", "--wieghts", "w"), ("--wieghts", "--weights")),
+        (("predict", "none.fasta", "--weights", "w"), ("none.fasta",)),
+        (("doctor",), ("--golden",)),
+        (("doctor", "--golden", "/nowhere"), ("/nowhere",)),
+        (("convert", "--source", "/nowhere.npz", "--out", "x"), ("/nowhere.npz",)),
+        (("convert",), ("--source",)),
+        (("recipes", "--all"), ("--all",)),
+    ],
+)
+def test_refusals(capsys, arguments: tuple, words: tuple) -> None:
+    code, _, err = fold(capsys, *arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.strip().count("\n") == 0
+    for word in words:
+        assert word in err

@@ -1,0 +1,76 @@
+"""Small models and golden runs for the tests of fold."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from apps.fold.features.arrays import template_features
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import ModelConfig
+from apps.fold.model.features import Features
+
+GOLDEN = Path(__file__).parents[1] / "data" / "fold" / "mini_model_1_ptm"
+
+
+def random_parameters(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Values for every parameter, none of them 0: what begins as 0 in training would hide what follows it."""
+    with torch.device("meta"):
+        model = AlphaFold(config)
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _value(name, p, generator) for name, p in model.named_parameters()}
+
+
+def _value(name: str, parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if parameter.ndim == 2:
+        return noise / parameter.shape[1] ** 0.5
+    return 0.1 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+
+
+def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
+    """The module with random values in every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(_value(name, parameter, generator))
+    return module
+
+
+def random_features(residues: int, *, rows: int, extra: int, templates: int, seed: int = 0, pad: int = 0) -> Features:
+    """Features of a random sequence; `pad` more residues, rows and templates than said are there and masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def real(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator)
+
+    N, S, E, T = residues, rows, extra, templates
+    aatype_BN = torch.randint(0, 20, (1, N), generator=generator)
+    target_BNF, msa_BSNF = real(1, N, 22), real(1, S, N, 49)
+    extra_BEN = torch.randint(0, 22, (1, E, N), generator=generator)
+    deletions = real(1, E, N)
+    at = (torch.randint(0, 22, (1, T, N), generator=generator), torch.ones(1, T), 9 * real(1, T, N, 37, 3))
+    atom_mask = (real(1, T, N, 37) < 0.9).float()
+
+    def padded(tensor: Tensor, *dims: int, value: float = 0) -> Tensor:
+        for dim in dims if pad else ():
+            shape = list(tensor.shape)
+            shape[dim] = pad
+            tensor = torch.cat([tensor, torch.full(shape, value).to(tensor.dtype)], dim)
+        return tensor
+
+    return Features(
+        padded(aatype_BN, 1, value=3),
+        torch.arange(N + pad)[None],
+        padded(torch.ones(1, N), 1),
+        padded(target_BNF, 1, value=0.5),
+        padded(msa_BSNF, 1, 2, value=0.7),
+        padded(torch.ones(1, S, N), 1, 2),
+        padded(extra_BEN, 1, 2, value=4),
+        padded((deletions > 0.5).float(), 1, 2),
+        padded(deletions, 1, 2, value=0.2),
+        padded(torch.ones(1, E, N), 1, 2),
+        template_features(
+            padded(at[0], 1, 2), padded(at[1], 1), padded(at[2], 1, 2, value=1.5), padded(atom_mask, 1, 2)
+        ),
+    )

@@ -1,0 +1,273 @@
+"""Losses: invariance, zero at the truth, plain re-derivations, and violations of structures that have some."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from apps.fold.loss.heads import distogram_loss, lddt, masked_msa_loss, pae_loss, plddt_loss
+from apps.fold.loss.structure import angle_norm_loss, backbone_fape, chi_loss, fape, side_chain_fape
+from apps.fold.loss.total import LossConfig, fine_tuning, total_loss
+from apps.fold.loss.truth import frames_of_atoms, renamed, truth_of_atoms
+from apps.fold.loss.violation import clashes_between, clashes_within, peptide_violations, violation_loss
+from apps.fold.model import residues
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import tiny
+from apps.fold.model.rigid import Frames
+from apps.fold.model.structure import Structure
+from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_of_torsions, table
+from tests.support.fold import random_features, random_parameters
+
+F64 = torch.float64
+N = 20
+AATYPE = torch.arange(N)[None]
+
+
+def _rotations(count: int, seed: int) -> Tensor:
+    x = torch.randn(count, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(seed))
+    q, _ = torch.linalg.qr(x)
+    return q * torch.linalg.det(q)[:, None, None]
+
+
+def _structure(seed: int = 0) -> Structure:
+    """A chain of one residue of each type with random torsions, as the structure module would return it."""
+    generator = torch.Generator().manual_seed(seed)
+    angle = 2 * math.pi * torch.rand(1, N, 7, generator=generator, dtype=F64)
+    sin_cos = torch.stack([angle.sin(), angle.cos()], -1)
+    shift = 4 * torch.randn(1, N, 3, generator=generator, dtype=F64)
+    backbone = Frames(_rotations(N, seed)[None], shift)
+    groups = frames_of_torsions(AATYPE, backbone, sin_cos)
+    atoms = atoms_of_frames(AATYPE, groups)
+    return Structure(
+        torch.zeros(1, N, 4), *(f.map(lambda x: x[None]) for f in (backbone, groups)), sin_cos[None], sin_cos[None],
+        atoms[None],
+    )  # fmt: skip
+
+
+def _truth(structure: Structure):
+    mask = table(residues.ATOM37_MASK, AATYPE, F64)
+    return truth_of_atoms(AATYPE, atom37_of_atom14(AATYPE, structure.atom14[-1]), mask)
+
+
+def _moved(structure: Structure, seed: int = 7) -> Structure:
+    """The same structure turned and shifted as a whole."""
+    turn = Frames(_rotations(1, seed)[0], torch.tensor([5.0, -3, 11], dtype=F64))
+    return replace(
+        structure,
+        backbone=turn.compose(structure.backbone),
+        groups=turn.compose(structure.groups),
+        atom14=turn.apply(structure.atom14) * table(residues.ATOM14_MASK, AATYPE, F64)[..., None],
+    )
+
+
+def test_frames_of_ideal_atoms_are_those_that_made_them() -> None:
+    structure = _structure()
+    truth = _truth(structure)
+    mask = truth.group_mask_BNG[..., None]
+    assert ((truth.groups.translation - structure.groups.translation[0]) * mask).abs().max() < 1e-5
+    # Atoms that span a frame lie in its plane to the last of their three decimals.
+    assert ((truth.groups.rotation - structure.groups.rotation[0]) * mask[..., None]).abs().max() < 5e-3
+    expected = {"A": 2, "R": 6, "G": 2, "F": 4, "K": 6, "V": 3}
+    for letter, count in expected.items():
+        assert truth.group_mask_BNG[0, residues.RESTYPES.index(letter)].sum() == count
+
+
+def test_losses_vanish_at_the_truth_wherever_it_lies() -> None:
+    structure = _structure()
+    truth = _truth(structure)
+    for same in (structure, _moved(structure)):
+        # The distance is regularised: sqrt(1e-4) Angstrom in units of 10 is 1e-3.
+        assert backbone_fape(same, truth).item() == pytest.approx(1e-3, abs=2e-4)
+        assert side_chain_fape(same, truth).item() == pytest.approx(1e-3, abs=1e-3)
+        assert chi_loss(same, truth).item() < 1e-5
+        assert angle_norm_loss(same, torch.ones(1, N)).item() < 1e-6
+
+
+def test_fape_does_not_see_the_frame_of_reference_but_sees_a_mirror() -> None:
+    a, b = _structure(0), _structure(1)
+    truth = _truth(b)
+    for loss in (backbone_fape, side_chain_fape):
+        assert abs(loss(a, truth) - loss(_moved(a), truth)).item() < 1e-9
+        assert loss(a, truth).item() > 0.3
+    mirrored = b.backbone.translation * torch.tensor([1.0, 1, -1], dtype=F64)
+    seen = fape(b.backbone, b.backbone, torch.ones(1, 1, N), mirrored, b.backbone.translation, torch.ones(1, 1, N))
+    assert seen.item() > 0.1
+
+
+def test_fape_against_the_algorithm() -> None:
+    a, b = _structure(0), _structure(1)
+    frame_mask, point_mask = (torch.ones(N, dtype=F64) for _ in range(2))
+    frame_mask[3], point_mask[5] = 0, 0
+    got = fape(a.backbone.map(lambda x: x[0, 0]), b.backbone.map(lambda x: x[0, 0]), frame_mask,
+               a.backbone.translation[0, 0], b.backbone.translation[0, 0], point_mask)  # fmt: skip
+    total = 0.0
+    for i in range(N):
+        for j in range(N):
+            x, y = (
+                s.backbone.rotation[0, 0, i].T @ (s.backbone.translation[0, 0, j] - s.backbone.translation[0, 0, i])
+                for s in (a, b)
+            )
+            total += min(math.sqrt(((x - y) ** 2).sum() + 1e-4), 10) / 10 * frame_mask[i] * point_mask[j]
+    assert got.item() == pytest.approx(float(total) / (1e-4 + 19 * 19), rel=1e-10)
+
+
+def test_symmetric_side_chains_are_renamed_to_suit() -> None:
+    structure = _structure()
+    truth = _truth(structure)
+    swapped = structure.atom14[-1].clone()
+    for name, pairs in residues.SWAPS.items():
+        letter = residues.ONE_LETTER[name]
+        n, atoms = residues.RESTYPES.index(letter), residues.atoms_of(letter)
+        for first, second in pairs:
+            i, j = atoms.index(first), atoms.index(second)
+            swapped[0, n, [i, j]] = swapped[0, n, [j, i]]
+    assert torch.equal(renamed(truth, swapped).atom14_BNA3, swapped)
+    assert torch.equal(renamed(truth, structure.atom14[-1]).atom14_BNA3, truth.atom14_BNA3)
+    changed = (renamed(truth, swapped).groups.rotation - truth.groups.rotation).abs().amax((-1, -2)) > 1e-3
+    assert {(residues.RESTYPES[n], g) for _, n, g in changed.nonzero().tolist()} == {
+        ("D", 5), ("E", 6), ("F", 5), ("Y", 5),
+    }  # fmt: skip
+
+
+def test_symmetric_chi_may_be_turned_by_pi() -> None:
+    structure = _structure()
+    truth = _truth(structure)
+    for letter, chi, free in (("D", 4, True), ("F", 4, True), ("N", 4, False), ("L", 4, False)):
+        turned = structure.torsions.clone()
+        turned[..., residues.RESTYPES.index(letter), chi, :] *= -1
+        assert (chi_loss(replace(structure, torsions=turned), truth).item() < 1e-5) == free
+
+
+def test_lddt() -> None:
+    x = 5 * torch.randn(1, 30, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 30, dtype=F64)
+    assert torch.equal(lddt(x @ _rotations(1, 3)[0].T + 4, x, mask), torch.ones_like(mask))
+    line = torch.zeros(1, 3, 3)
+    line[0, :, 0] = torch.tensor([0.0, 10.0, 30.0])
+    moved = line.clone()
+    moved[0, 1, 0] = 11.5  # the one distance within 15 Angstrom is off by 1.5: below 2 and 4, not below 0.5 and 1
+    assert lddt(moved, line, torch.ones(1, 3))[0].tolist() == [0.5, 0.5, 1.0]
+    shrunk = lddt(0.7 * x, x, mask)
+    assert 0 < shrunk.mean() < 0.9
+
+
+def test_head_losses_are_small_where_the_logits_know() -> None:
+    structure = _structure()
+    truth = _truth(structure)
+    beta = truth.atom37_BN373[0, :, residues.CB].clone()
+    beta[residues.RESTYPES.index("G")] = truth.atom37_BN373[0, residues.RESTYPES.index("G"), residues.CA]
+    edges = torch.linspace(2.3125, 21.6875, 63)
+    known = torch.nn.functional.one_hot(torch.bucketize(torch.cdist(beta, beta), edges.double()), 64)
+    assert distogram_loss(100.0 * known[None], truth).item() < 1e-6
+    assert distogram_loss(torch.zeros(1, N, N, 64), truth).item() == pytest.approx(math.log(64), rel=1e-5)
+    letters, hidden = torch.randint(0, 22, (1, 4, N)), torch.zeros(1, 4, N)
+    hidden[0, 2, 3] = 1
+    logits = torch.zeros(1, 4, N, 23)
+    assert masked_msa_loss(logits, letters, hidden).item() == pytest.approx(math.log(23), rel=1e-5)
+    logits[0, 2, 3, letters[0, 2, 3]] = 100
+    assert masked_msa_loss(logits, letters, hidden).item() < 1e-6
+    best = torch.zeros(1, N, 50)
+    best[..., 49] = 100
+    positions = truth.atom37_BN373
+    assert plddt_loss(best, positions, truth).item() < 1e-6
+    assert plddt_loss(best, torch.zeros_like(positions), truth).item() > 1
+    # The first edge is 0, so only a residue in its own frame falls into the first bin.
+    exact = 100.0 * torch.nn.functional.one_hot(1 - torch.eye(N, dtype=torch.long), 64)[None]
+    assert pae_loss(exact, structure, truth).item() < 1e-6
+    assert pae_loss(exact, _structure(1), truth).item() > 1
+
+
+def _chain(aatype: Tensor) -> Tensor:
+    """An extended chain with ideal peptide bonds: atom14 positions [1, L, 14, 3]."""
+    L = aatype.shape[1]
+    n, ca, c = (torch.tensor(x, dtype=F64) for x in ((-0.525, 1.363, 0.0), (0.0, 0, 0), (1.526, 0, 0)))
+    frames, rotation, origin = [], torch.eye(3, dtype=F64), torch.zeros(3, dtype=F64)
+    for _ in range(L):
+        frames.append(Frames(rotation, origin))
+        here = Frames(rotation, origin)
+        # place the next N at 1.329 Angstrom in the plane, its CA beyond, trans
+        ca_c = torch.nn.functional.normalize(c - ca, dim=0)
+        angle = math.acos(-0.4473)
+        across = torch.tensor([0.0, -1.0, 0.0], dtype=F64)
+        n_next = c + 1.329 * (-math.cos(angle) * ca_c + math.sin(angle) * across)
+        to_c = torch.nn.functional.normalize(c - n_next, dim=0)
+        normal = torch.nn.functional.normalize(ca_c - (ca_c @ to_c) * to_c, dim=0)
+        bend = math.acos(-0.5203)
+        ca_next = n_next + 1.461 * (math.cos(bend) * to_c + math.sin(bend) * normal)
+        # the next residue's frame: from its own N - CA direction, its C away in the plane
+        y = torch.nn.functional.normalize(n_next - ca_next, dim=0)
+        z = torch.tensor([0.0, 0, -1.0], dtype=F64)
+        local = torch.nn.functional.normalize(n - ca, dim=0)
+        a = math.atan2(local[1], local[0])
+        x = math.cos(a) * y + math.sin(a) * torch.linalg.cross(y, z)
+        turn = torch.stack([x, torch.linalg.cross(z, x), z], -1)
+        rotation, origin = here.rotation @ turn, here.apply(ca_next)
+    backbone = Frames(
+        torch.stack([f.rotation for f in frames])[None], torch.stack([f.translation for f in frames])[None]
+    )
+    trans = torch.tensor([0.0, -1.0], dtype=F64).expand(1, L, 7, 2)
+    return atoms_of_frames(aatype, frames_of_torsions(aatype, backbone, trans))
+
+
+def test_violations() -> None:
+    aatype = torch.tensor([[residues.RESTYPES.index(c) for c in "AAAAA"]])
+    index, exists = torch.arange(5)[None], table(residues.ATOM14_MASK, aatype, F64)
+    atoms = _chain(aatype)
+    assert torch.linalg.vector_norm(atoms[0, 0, 2] - atoms[0, 1, 0]).item() == pytest.approx(1.329, abs=1e-3)
+    assert peptide_violations(atoms, exists, aatype, index).item() == 0
+    stretched = atoms.clone()
+    stretched[0, 3:] += torch.tensor([3.0, 0, 0], dtype=F64)
+    assert peptide_violations(stretched, exists, aatype, index).item() > 0.05
+    assert peptide_violations(stretched, exists, aatype, torch.tensor([[0, 1, 2, 9, 10]])).item() == 0
+    on_top = atoms.clone()
+    on_top[0, 4] = on_top[0, 0]
+    assert clashes_between(on_top, exists, aatype, index) > clashes_between(atoms, exists, aatype, index) + 1
+    assert violation_loss(on_top, aatype, index) > violation_loss(atoms, aatype, index)
+
+
+def test_a_disulfide_is_no_clash() -> None:
+    aatype = torch.tensor([[residues.RESTYPES.index("C")] * 2])
+    atoms, exists = torch.zeros(1, 2, 14, 3, dtype=F64), torch.zeros(1, 2, 14, dtype=F64)
+    exists[..., 5] = 1
+    atoms[0, 1, 5, 0] = 1.0
+    assert clashes_between(atoms, exists, aatype, torch.tensor([[0, 5]])).item() == 0
+    serine = torch.full_like(aatype, residues.RESTYPES.index("S"))
+    assert clashes_between(atoms, exists, serine, torch.tensor([[0, 5]])).item() > 0
+
+
+def test_ideal_residues_do_not_clash_with_themselves() -> None:
+    """Bonded atoms and those two bonds apart are never counted; folded-up side chains are."""
+    structure = _structure()
+    exists = table(residues.ATOM14_MASK, AATYPE, F64)
+    trans = torch.tensor([0.0, -1.0], dtype=F64).expand(1, N, 7, 2)
+    atoms = atoms_of_frames(AATYPE, frames_of_torsions(AATYPE, structure.backbone.map(lambda x: x[0]), trans))
+    without_rings = exists * (residues.RESTYPES.index("P") != AATYPE)[..., None]
+    assert clashes_within(atoms, without_rings, AATYPE).item() < 0.05
+    assert clashes_within(0.3 * atoms, exists, AATYPE).item() > 1
+
+
+@pytest.mark.parametrize("config", [LossConfig(), fine_tuning()])
+def test_the_total_is_finite_and_so_are_its_gradients(config: LossConfig) -> None:
+    """From a start like the real one: all residues in one place."""
+    model_config = tiny()
+    model = AlphaFold(model_config)
+    model.load_state_dict(random_parameters(model_config))
+    features = random_features(10, rows=4, extra=3, templates=1)
+    positions, mask = 5 * torch.randn(1, 10, 37, 3), table(residues.ATOM37_MASK, features.aatype_BN)
+    mask[0, 4] = 0
+    truth = truth_of_atoms(features.aatype_BN, positions * mask[..., None], mask)
+    letters, hidden = torch.randint(0, 22, (1, 4, 10)), (torch.rand(1, 4, 10) < 0.3).float()
+    prediction = model([features])
+    total, parts = total_loss(prediction, features, truth, letters, hidden, torch.tensor([2.0]), config)
+    assert {name for name in vars(config) if isinstance(getattr(config, name), float)} - {"unclamped"} >= set(parts)
+    assert ("violation" in parts) == (config.violation > 0)
+    assert total.item() == pytest.approx(
+        sum(getattr(config, name) * part.item() for name, part in parts.items()), rel=1e-5
+    )
+    total.backward()
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
+    _, without = total_loss(prediction, features, truth, letters, hidden, torch.tensor([5.0]), config)
+    assert without["plddt"].item() == without["pae"].item() == 0
+    assert frames_of_atoms(features.aatype_BN, positions, mask)[1][0, 4].sum() == 0

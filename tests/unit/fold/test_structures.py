@@ -1,0 +1,149 @@
+"""Structure files read and written, and templates of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from apps.fold.features.structures import read_structure
+from apps.fold.features.templates import align, read_templates
+from apps.fold.model import residues
+from apps.fold.model.rigid import Frames
+from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_of_torsions
+from apps.fold.output.confidence import Folded
+from apps.fold.output.files import write_confidence, write_mmcif, write_pdb
+from apps.fold.output.plots import plot
+from core.config import UserError
+
+SEQUENCE = "MKTAYIAKQRQISFWXVHCDEGLNP"
+
+
+def _folded(sequence: str = SEQUENCE, seed: int = 0) -> Folded:
+    generator = torch.Generator().manual_seed(seed)
+    N = len(sequence)
+    lookup = {letter: i for i, letter in enumerate(residues.RESTYPES)}
+    aatype = torch.tensor([lookup.get(letter, 20) for letter in sequence])
+    angle = 6.3 * torch.rand(N, 7, generator=generator)
+    frames = Frames(torch.eye(3).expand(N, 3, 3), 3.8 * torch.arange(N)[:, None] * torch.tensor([1.0, 0.3, -0.2]))
+    groups = frames_of_torsions(aatype, frames, torch.stack([angle.sin(), angle.cos()], -1))
+    positions = atom37_of_atom14(aatype, atoms_of_frames(aatype, groups)).numpy()
+    mask = residues.ATOM37_MASK[aatype]
+    plddt = 100 * torch.rand(N, generator=generator).numpy()
+    pae = (31 * torch.rand(N, N, generator=generator)).numpy()
+    distances = torch.softmax(torch.randn(N, N, 64, generator=generator), -1).numpy()
+    return Folded(sequence, positions, mask, plddt, pae, 0.5, distances)
+
+
+@pytest.mark.parametrize("suffix", [".cif", ".pdb"])
+def test_what_is_written_is_read_again(tmp_path: Path, suffix: str) -> None:
+    folded, path = _folded(), tmp_path / f"a{suffix}"
+    if suffix == ".cif":
+        write_mmcif(path, folded, "a", "a title, with 'quotes'")
+    else:
+        write_pdb(path, folded)
+    (chain,) = read_structure(path)
+    seen = [i for i, letter in enumerate(SEQUENCE) if letter != "X"]  # X has no atoms to write
+    assert chain.name == "A"
+    assert chain.sequence == SEQUENCE.replace("X", "")
+    assert chain.numbers == tuple(str(i + 1) for i in seen)
+    assert np.abs(chain.positions - folded.positions[seen]).max() < 1e-3
+    assert np.array_equal(chain.mask, folded.mask[seen])
+    assert np.abs(chain.b_factors - folded.plddt[seen]).max() < 0.01
+
+
+def test_the_mmcif_has_what_viewers_colour_by(tmp_path: Path) -> None:
+    from Bio.PDB.MMCIF2Dict import MMCIF2Dict
+
+    folded = _folded()
+    write_mmcif(tmp_path / "a.cif", folded, "a", "title")
+    read = MMCIF2Dict(str(tmp_path / "a.cif"))
+    assert read["_ma_qa_metric_local.metric_value"] == [f"{value:.2f}" for value in folded.plddt]
+    assert read["_ma_qa_metric_global.metric_value"] == [f"{folded.mean_plddt:.2f}"]
+    assert "".join(read["_entity_poly.pdbx_seq_one_letter_code"]) == SEQUENCE
+    assert read["_entity_poly_seq.mon_id"][15] == "UNK"
+    assert len(set(read["_atom_site.id"])) == len(read["_atom_site.id"]) == int(folded.mask.sum())
+
+
+def test_confidences_and_plots(tmp_path: Path) -> None:
+    folded = _folded()
+    write_confidence(tmp_path, "r", folded, {"model": "m"})
+    numbers = json.loads((tmp_path / "r_confidence.json").read_text())
+    assert (numbers["model"], numbers["ptm"], len(numbers["plddt"])) == ("m", 0.5, len(SEQUENCE))
+    (schema,) = json.loads((tmp_path / "r_pae.json").read_text())
+    assert np.abs(np.array(schema["predicted_aligned_error"]) - folded.pae).max() <= 0.0501
+    assert schema["max_predicted_aligned_error"] == 31.75
+    assert np.load(tmp_path / "r_pae.npz")["pae"].shape == (25, 25)
+    assert np.load(tmp_path / "r_distogram.npz")["edges"].shape == (63,)
+    plot(tmp_path, "r", folded, "title")
+    assert (tmp_path / "r_plddt.png").stat().st_size > 5000
+    assert (tmp_path / "r_pae.png").stat().st_size > 5000
+
+
+PDB = """\
+MODEL        1
+HETATM    1  N   MSE A  10      11.104   6.134  -6.504  1.00  0.00           N
+HETATM    2  CA  MSE A  10      11.639   6.071  -5.147  1.00 20.00           C
+HETATM    3  C   MSE A  10      12.000   7.000  -4.000  1.00  0.00           C
+HETATM    4 SE   MSE A  10      13.000   7.500  -4.500  1.00  0.00          SE
+ATOM      5  N   ALA A  10A     14.000   8.000  -3.000  1.00  0.00           N
+ATOM      6  CA AALA A  10A     15.000   8.100  -2.000  0.30  0.00           C
+ATOM      7  CA BALA A  10A     16.000   8.200  -1.000  0.70 30.00           C
+ATOM      8  N   LYS A  12      17.000   8.000   0.000  1.00  0.00           N
+ATOM      9  CA  LYS A  12      18.000   8.000   1.000  1.00  0.00           C
+HETATM   10  O   HOH A 201      30.000  30.000  30.000  1.00  0.00           O
+ATOM     11  P    DA B   1      40.000  30.000  30.000  1.00  0.00           P
+ENDMDL
+MODEL        2
+ATOM      1  N   GLY A   1      11.104   6.134  -6.504  1.00  0.00           N
+ENDMDL
+END
+"""
+
+
+def test_what_experiments_leave_in_files(tmp_path: Path) -> None:
+    """Selenomethionine, an insertion code, alternate locations, missing atoms, water, DNA, several models."""
+    (tmp_path / "x.pdb").write_text(PDB)
+    (chain,) = read_structure(tmp_path / "x.pdb")
+    assert chain.sequence == "MAK"
+    assert chain.numbers == ("10", "10A", "12")
+    assert chain.positions[0, residues.ATOM37.index("SD")].tolist() == [13.0, 7.5, -4.5]
+    assert chain.positions[1, residues.CA].tolist() == pytest.approx([16, 8.2, -1], abs=1e-4)
+    assert chain.b_factors[1] == 30
+    assert chain.mask.sum(-1).tolist() == [4, 2, 2]
+
+
+def test_what_is_no_structure_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.cif").write_text("nonsense")
+    (tmp_path / "water.pdb").write_text(PDB.splitlines()[10] + "\nEND\n")
+    for name in ("x.cif", "water.pdb", "none.pdb"):
+        with pytest.raises(UserError, match=name):
+            read_structure(tmp_path / name)
+
+
+def test_alignment_of_sequences() -> None:
+    assert align("MKTAYIAKQR", "MKTAYIAKQR").tolist() == [[i, i] for i in range(10)]
+    pairs = align("MKTAYIAKQRQISFVK", "TAYIAQRQISF")  # ends are free, one residue is missing
+    assert pairs[0].tolist() == [2, 0]
+    assert pairs[-1].tolist() == [13, 10]
+    assert len(pairs) == 11
+
+
+def test_a_structure_as_its_own_template(tmp_path: Path) -> None:
+    folded = _folded()
+    write_mmcif(tmp_path / "a.cif", folded, "a", "title")
+    sequence = "GG" + SEQUENCE.replace("X", "") + "A"
+    t = read_templates([tmp_path / "a.cif"], sequence)
+    assert t is not None
+    assert t.aatype_BTN[0, 0, [0, 1, -1]].tolist() == [21, 21, 21]
+    letters = "".join((residues.RESTYPES + "X-")[i] for i in t.aatype_BTN[0, 0])
+    assert letters == f"--{SEQUENCE.replace('X', '')}-"
+    assert t.backbone_mask_BTN[0, 0].tolist() == [0, 0, *[1] * 24, 0]
+    beta = folded.positions[1, residues.CB]
+    assert np.abs(t.pseudo_beta_BTN3[0, 0, 3].numpy() - beta).max() < 1e-3
+    assert t.torsion_mask_BTNA[0, 0, :2].sum() == 0
+    assert t.torsion_mask_BTNA[0, 0, 2, 2] == 1
+    with pytest.raises(UserError, match="no template"):
+        read_templates([tmp_path / "a.cif"], "WWW")
+    assert read_templates([], sequence) is None
