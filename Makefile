@@ -4,13 +4,13 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test check kernels parity e2e gpu
+.PHONY: install demo demo-serve test check kernels parity e2e gpu
 
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[llm,fold,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[llm,fold,serve,dev]"
 	touch $@
 
 check: install
@@ -40,3 +40,8 @@ gpu: install
 
 demo: install
 	$(BIN)/python -m apps.llm.demo
+
+# What `make demo` trained, for a browser; trains it first where it is not there.
+demo-serve: install
+	test -f runs/demo/hf/config.json || $(BIN)/python -m apps.llm.demo
+	$(BIN)/python -m apps.serve --model runs/demo

@@ -216,7 +216,7 @@ class Decoder(nn.Module):
             x_BLD = self.norm(x_BLD)
         if self.project_out is not None:
             x_BLD = self.project_out(x_BLD)
-        return self.head(x_BLD, targets, length)
+        return self.head(x_BLD, targets, length, context.rows_R)
 
     def _positions(self, input_ids_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
         length, config = input_ids_BL.shape[1], self.config

@@ -33,9 +33,11 @@ class StepContext:
     """What `attend` may need to know about one forward, beside the tensors that every block gets.
 
     documents_BL  number of the document that each token belongs to; a token attends only inside its own. None: one.
+    rows_R        places in the sequence whose logits are wanted; None: all. For the head, when there are no targets.
     """
 
     documents_BL: Tensor | None = None
+    rows_R: Tensor | None = None
     _memo: dict[tuple, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
     @torch.compiler.disable()

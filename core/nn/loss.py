@@ -2,7 +2,7 @@
 
 The loss never holds all logits: see `core.kernels.cross_entropy`.
 
-Shapes: B batch, L length, D model, V vocabulary rows held here.
+Shapes: B batch, L length, R chosen places, D model, V vocabulary rows held here.
 """
 
 from torch import Tensor, nn
@@ -40,14 +40,21 @@ class Head(nn.Module):
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
 
-    def forward(self, x_BLD: Tensor, targets_BL: Tensor | None = None, length: int | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BLD: Tensor,
+        targets_BL: Tensor | None = None,
+        length: int | None = None,
+        rows_R: Tensor | None = None,
+    ) -> Tensor:
         """logits[B, L, V]; with targets a scalar, fp32 or wider: the sum over targets other than `ignore_index`.
 
         Rows of x beyond `length` (default: all are real) are padding of a sharded sequence and dropped.
+        With `rows_R` and no targets only the logits of these places: [B, R, V].
         """
         x_BLD = x_BLD[:, :length]
         if targets_BL is None:
-            return linear(x_BLD, self.weight)
+            return linear(x_BLD if rows_R is None else x_BLD[:, rows_R], self.weight)
         return linear_cross_entropy(
             x_BLD.flatten(0, 1),
             self.weight,

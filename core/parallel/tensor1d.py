@@ -96,8 +96,8 @@ def vocab_head(head: Any, axis: DeviceMesh, *, enter: Transition = copy_to) -> n
     on_local_parameters(head, before=lambda x: enter(x, axis))
     inner = head.forward
 
-    def forward(x: Tensor, targets: Tensor | None = None, length: int | None = None) -> Tensor:
-        out = inner(x, targets, length)
+    def forward(x: Tensor, targets: Tensor | None = None, *rest: Any) -> Tensor:
+        out = inner(x, targets, *rest)
         return out if targets is not None else _gather_vocabulary(out, num_rows, axis)
 
     head.forward = forward

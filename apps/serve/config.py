@@ -1,0 +1,89 @@
+"""The configuration of the serve commands."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from core.config import UserError
+
+PageDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model runs."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """format of weights and activations; auto: that of the folder"""
+    page_dtype: PageDtype = "auto"
+    """format of the cache; auto: that of the activations"""
+    page_size: int = 16
+    """tokens of a page of the cache"""
+    kv_gb: float | None = None
+    """memory for the cache of a model on a rank, in GB; by default a share of what is free"""
+    max_running: int = 64
+    """sequences at once"""
+    max_batch_tokens: int = 2048
+    """tokens of all sequences in one step"""
+    prefill_chunk: int = 512
+    """tokens of prompts in a step while somebody writes: more shortens their start, fewer the others' pauses"""
+    max_length: int | None = None
+    """tokens of prompt and text together; by default those that the model is meant for"""
+    prefix_sharing: bool = True
+    """keep what was computed, for requests that begin alike"""
+
+    def __post_init__(self) -> None:
+        if self.kv_gb is not None and self.kv_gb <= 0:
+            raise UserError(f"kv_gb is {self.kv_gb}; give a positive number of GB")
+        if self.max_length is not None and self.max_length < 2:
+            raise UserError(f"max_length is {self.max_length}; prompt and text need at least 2 tokens")
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    """What a client may do."""
+
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 for all"""
+    port: int = 8000
+    api_key_file: Path | None = None
+    """file whose first line clients must send as a bearer token; none: no key is asked for"""
+    cors_origins: tuple[str, ...] = ()
+    """web origins whose pages may call the API"""
+    max_queue: int = 256
+    """requests that may wait; more are told to come again (429)"""
+    timeout_s: float = 600.0
+    """longest time of a request, waiting included"""
+    drain_s: float = 30.0
+    """after SIGTERM, time for requests that have begun"""
+    max_body_bytes: int = 4 << 20
+    """largest request body"""
+    max_choices: int = 128
+    """texts that one request may ask for"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise UserError(f"port {self.port}; ports are 1 to 65535, 0 takes a free one")
+        for name in ("max_queue", "timeout_s", "max_body_bytes", "max_choices"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+@dataclass(frozen=True)
+class ServeConfig(HttpConfig):
+    """Serve models over HTTP."""
+
+    model: tuple[Path, ...] = ()
+    """folders to serve: Hugging Face's, or runs of llm pretrain; the first is the default"""
+    tp: int = 1
+    """ranks over which the model is cut"""
+    device: str | None = None
+    """cpu or cuda; by default CUDA where there is one"""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tp < 1:
+            raise UserError(f"tp is {self.tp}; give the number of ranks, at least 1")
+        if self.tp > 1 and len(self.model) > 1:
+            raise UserError(f"{len(self.model)} models over tp={self.tp}; serve one, or start a server for each")

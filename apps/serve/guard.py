@@ -1,0 +1,104 @@
+"""What stands before the application: the size of bodies, the key, the origin of calls. Plain ASGI.
+
+Bodies are read here, up to the limit and within a time, and handed on whole.
+"""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from apps.serve.api import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_BODY_S = 30.0
+# A client reads the refusal only when it has sent its body, so up to so many times the limit are read and dropped.
+_PATIENCE = 16
+
+
+class Guard:
+    """Refuses what is too large, comes without the key, or is not JSON.
+
+    key  that calls under /v1 must bring; None: none is asked for
+    """
+
+    def __init__(self, app: App, key: str | None, max_body_bytes: int):
+        self._app, self._key, self._max = app, key, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
+        try:
+            self._check_key(scope, headers)
+            if scope["method"] == "POST":
+                receive = await self._whole_body(headers, receive)
+        except ApiError as error:
+            await answer(send, error)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_key(self, scope: Scope, headers: dict[str, bytes]) -> None:
+        if self._key is None or not scope["path"].startswith("/v1/") or scope["method"] == "OPTIONS":
+            return
+        kind, _, given = headers.get("authorization", b"").partition(b" ")
+        fits = hmac.compare_digest(given.strip(), self._key.encode())
+        if kind.lower() != b"bearer" or not fits:
+            raise ApiError(
+                401,
+                "this server asks for a key: send it as 'Authorization: Bearer KEY'",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _whole_body(self, headers: dict[str, bytes], receive: Receive) -> Receive:
+        kind = headers.get("content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":  # what a foreign web page may send without asking is not taken
+            raise ApiError(415, "bodies are JSON: send them with 'Content-Type: application/json'")
+        body, size = bytearray(), 0
+        try:
+            async with asyncio.timeout(_BODY_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        break
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size <= self._max:
+                        body += piece
+                    elif size > _PATIENCE * self._max:
+                        break
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
+        if size > self._max:
+            close = {"Connection": "close"}
+            raise ApiError(413, f"the body is larger than {self._max} bytes", code="body_too_large", headers=close)
+        whole = {"type": "http.request", "body": bytes(body), "more_body": False}
+        handed_on = False
+
+        async def again() -> MutableMapping[str, Any]:
+            nonlocal handed_on
+            if not handed_on:
+                handed_on = True
+                return whole
+            return await receive()
+
+        return again
+
+
+async def answer(send: Send, error: ApiError) -> None:
+    """The error as a response."""
+    body = json.dumps(error.body).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))} | error.headers
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,145 @@
+"""Loading what is served: a Hugging Face folder, or a run folder of `llm pretrain`, which has one inside."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from apps.serve.config import EngineConfig
+from apps.serve.engine import Engine
+from apps.serve.runner import PAGE_DTYPES, Runner
+from apps.serve.scheduler import Limits
+from apps.serve.text import Text, load_text
+from core.config import UserError
+from core.estimate import gigabytes
+from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
+from core.models.plan import tensor_parallel_plan
+from core.parallel.plan import apply_plan
+from core.precision import compute_dtype
+from core.runtime import device_bytes
+
+# Of the memory that is free once the weights are there, for pages, where nothing is said.
+_SHARE = {"cpu": 0.25, "cuda": 0.85}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder that holds a model, and the name under which it is served."""
+
+    folder: Path
+    name: str
+    config: DecoderConfig
+
+
+def find_source(folder: Path) -> Source:
+    """What lies in a folder.  Raises UserError where that is no model."""
+    inside = folder / "hf"
+    is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}; give a Hugging Face folder, or a run folder of llm pretrain")
+    name = folder.resolve().name if folder.resolve().name != "hf" else folder.resolve().parent.name
+    folder = inside if is_run else folder
+    return Source(folder, name, load_config(folder))
+
+
+def build_engine(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | None = None) -> Engine:
+    """Load a model and give it pages.  Raises UserError for a broken folder, and where memory does not suffice."""
+    text = load_text(source.folder)
+    _check_vocabulary(source, text)
+    dtype = None if config.precision == "auto" else compute_dtype(config.precision)
+    _require_memory(source, dtype, device, axis)
+    model = _load(source, dtype, device, axis)
+    model_dtype = model.embedding.tokens.weight.dtype
+    page_dtype = model_dtype if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
+    limits = Limits(config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running)
+    max_length = config.max_length or source.config.max_length
+    if source.config.positions == "learned" and max_length > source.config.max_length:
+        raise UserError(
+            f"max_length is {max_length}; {source.name} has positions for {source.config.max_length}, "
+            "so give at most those"
+        )
+    num_pages = _num_pages(source.config, config, max_length, page_dtype, device, axis)
+    runner = Runner(model, num_pages, config.page_size, page_dtype, axis)
+    return Engine(
+        runner,
+        text,
+        limits,
+        num_pages=num_pages,
+        vocab_size=source.config.vocab_size,
+        max_length=max_length,
+        sharing=config.prefix_sharing,
+    )
+
+
+def _load(source: Source, dtype: torch.dtype | None, device: str, axis: DeviceMesh | None) -> Decoder:
+    if axis is None or axis.size() == 1:
+        return load_pretrained(source.folder, dtype=dtype, device=device)
+    with torch.device("meta"):
+        model = Decoder(source.config)
+    apply_plan(model, tensor_parallel_plan(source.config), axis)
+    model.to(dtype or torch.float32).to_empty(device=device)
+    load_weights(model, source.config, source.folder)
+    return model
+
+
+def page_bytes(model: DecoderConfig, page_size: int, dtype: torch.dtype, ranks: int = 1) -> int:
+    """Of one page in all layers, on one rank."""
+    heads = model.kv_heads // ranks
+    scales = 4 if dtype == torch.int8 else 0
+    return 2 * model.num_layers * page_size * heads * (model.head_size * dtype.itemsize + scales)
+
+
+def _num_pages(
+    model: DecoderConfig,
+    config: EngineConfig,
+    max_length: int,
+    dtype: torch.dtype,
+    device: str,
+    axis: DeviceMesh | None,
+) -> int:
+    """What `kv_gb` holds; else a share of what is free, and no more than all running sequences can use."""
+    ranks = 1 if axis is None else axis.size()
+    each = page_bytes(model, config.page_size, dtype, ranks)
+    usable = config.max_running * (-(-max_length // config.page_size) + 1)
+    if config.kv_gb is not None:
+        return min(int(config.kv_gb * 1e9 / each), usable)
+    return min(int(_SHARE[torch.device(device).type] * _free_bytes(device) / ranks / each), usable)
+
+
+def _free_bytes(device: str) -> int:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return _available_bytes()
+
+
+def _available_bytes() -> int:
+    """What the kernel can give without swapping; what is cached of files counts."""
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _require_memory(source: Source, dtype: torch.dtype | None, device: str, axis: DeviceMesh | None) -> None:
+    """Refuse what cannot fit before anything is read."""
+    ranks = 1 if axis is None else axis.size()
+    needed = source.config.num_parameters() * (dtype or torch.float16).itemsize // ranks
+    is_cuda = torch.device(device).type == "cuda"
+    there = device_bytes(device, 1) if is_cuda else _available_bytes() // ranks
+    if needed > there:
+        raise UserError(
+            f"{source.name} needs {gigabytes(needed)} a rank for its weights, and {gigabytes(there)} are free; "
+            "serve it over more ranks with --tp, or in fewer bits"
+        )
+
+
+def _check_vocabulary(source: Source, text: Text) -> None:
+    if text.vocab_size > source.config.vocab_size:
+        raise UserError(
+            f"{source.folder}: the tokenizer has {text.vocab_size} tokens, the model {source.config.vocab_size}; "
+            "they do not belong together"
+        )

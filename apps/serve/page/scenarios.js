@@ -1,0 +1,66 @@
+"use strict";
+
+// Each scenario: what it asks for, its few-shot prompt, where a text ends, and sampling that suits it.
+// `prompt(turns)` gets the texts so far, [{mine, theirs}, …], the last one with `theirs` still to be written.
+// eslint-disable-next-line no-unused-vars
+const SCENARIOS = [
+  {
+    id: "faq",
+    name: "FAQ",
+    about: "Short answers to questions of fact, each by itself.",
+    asked: "Question",
+    example: "Why is the sky blue?",
+    keeps: false,
+    stop: ["\nQ:", "\n\n"],
+    settings: { max_tokens: 96, temperature: 0.3, top_p: 0.9, top_k: 0, repetition_penalty: 1.1 },
+    prompt: (turns) =>
+      "Questions and short, correct answers.\n\n" +
+      "Q: How many legs does a spider have?\nA: A spider has eight legs.\n\n" +
+      "Q: What is the capital of Japan?\nA: The capital of Japan is Tokyo.\n\n" +
+      "Q: What is ice?\nA: Ice is water that has frozen because it is colder than zero degrees Celsius.\n\n" +
+      `Q: ${turns.at(-1).mine}\nA:`,
+  },
+  {
+    id: "conversation",
+    name: "Conversation",
+    about: "A dialogue that remembers what was said before.",
+    asked: "You say",
+    example: "Hello! What shall we talk about?",
+    keeps: true,
+    stop: ["\nHuman:", "\nAssistant:"],
+    settings: { max_tokens: 128, temperature: 0.8, top_p: 0.95, top_k: 0, repetition_penalty: 1.1 },
+    prompt: (turns) =>
+      "A conversation between a human and an assistant. The assistant is friendly, honest and brief.\n\n" +
+      "Human: Good morning!\nAssistant: Good morning! How can I help you today?\n" +
+      turns.map((turn) => `Human: ${turn.mine}\nAssistant:${turn.theirs ? " " + turn.theirs : ""}`).join("\n"),
+  },
+  {
+    id: "translation",
+    name: "Translation",
+    about: "From English into French, a text at a time.",
+    asked: "English",
+    example: "The weather is beautiful today.",
+    keeps: false,
+    stop: ["\nEnglish:", "\n\n"],
+    settings: { max_tokens: 128, temperature: 0, top_p: 1, top_k: 0, repetition_penalty: 1 },
+    prompt: (turns) =>
+      "English: Good morning.\nFrench: Bonjour.\n\n" +
+      "English: Where is the train station?\nFrench: Où est la gare ?\n\n" +
+      "English: I would like a cup of coffee, please.\nFrench: Je voudrais une tasse de café, s'il vous plaît.\n\n" +
+      `English: ${turns.at(-1).mine}\nFrench:`,
+  },
+  {
+    id: "essay",
+    name: "Essay",
+    about: "A longer text on a title of yours.",
+    asked: "Title",
+    example: "The usefulness of forgetting",
+    keeps: false,
+    stop: ["\nTitle:"],
+    settings: { max_tokens: 384, temperature: 0.9, top_p: 0.95, top_k: 50, repetition_penalty: 1.15 },
+    prompt: (turns) =>
+      "Title: On walking\nEssay: To walk is to think with the feet. The road gives the mind a rhythm, and the landscape " +
+      "gives it something to lose itself in; between the two, thoughts come that would not have come to the desk.\n\n" +
+      `Title: ${turns.at(-1).mine}\nEssay:`,
+  },
+];

@@ -1,0 +1,160 @@
+"""Which sequences compute how many tokens in the next step: a pure function of counts.
+
+1. Sequences that run, oldest first. One that writes gets its one token; one whose prompt is not computed yet gets a
+   chunk of it. Where pages lack, the youngest is preempted: its pages go back, and it will compute its tokens again.
+2. If nobody was preempted, waiting sequences in order of arrival, each only when pages for all its tokens are free
+   beyond what the running ones still need for theirs. Nobody overtakes, so nobody starves.
+
+Prompts are cut into chunks so that those who write wait for at most one chunk (Agrawal et al., "Sarathi-Serve", 2024).
+Continuous batching: Yu et al., "Orca" (2022). Pages: Kwon et al. (2023), section 4.5, for preemption by recomputation.
+
+The oldest sequence always advances: all pages but its own can be taken from others, and `Limits` demands that a
+sequence fits the pool.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.config import UserError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step may hold.
+
+    max_batch_tokens  tokens of all sequences in one step
+    prefill_chunk     of them of prompts, while somebody writes
+    max_running       sequences at once
+    """
+
+    page_size: int = 16
+    max_batch_tokens: int = 2048
+    prefill_chunk: int = 512
+    max_running: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "prefill_chunk", "max_running"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_batch_tokens <= self.max_running:
+            raise UserError(
+                f"max_batch_tokens is {self.max_batch_tokens} for {self.max_running} running sequences; each of them "
+                f"takes a token a step and prompts need some too, so give at least {self.max_running + 1}"
+            )
+
+    def pages(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the scheduler knows of a sequence.
+
+    num_tokens    known: the prompt and what was written
+    num_computed  of them with keys and values in pages; for a waiting one those that it would share
+    num_pages     held; for a waiting one those that it would share
+    claims        waiting: how many free pages its shared ones are, which admission takes out of the free ones
+    returns       running: pages that are free for certain once it is preempted
+    """
+
+    number: int
+    num_tokens: int
+    num_computed: int = 0
+    num_pages: int = 0
+    claims: int = 0
+    returns: int = 0
+
+    @property
+    def remaining(self) -> int:
+        return self.num_tokens - self.num_computed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The next step.
+
+    parts      (number, tokens to compute) of each sequence that takes part, those just admitted too
+    admitted   numbers of waiting sequences that run from now on
+    preempted  numbers of running sequences that give their pages back
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    admitted: tuple[int, ...]
+    preempted: tuple[int, ...]
+
+
+def schedule(waiting: Iterable[Job], running: Iterable[Job], free_pages: int, limits: Limits) -> Batch:
+    """The next step.
+
+    waiting     in order of arrival; read only as far as sequences are admitted
+    running     in order of arrival
+    free_pages  that are unused, or only kept for whom they may serve later
+    """
+    step = _Step(list(running), free_pages, limits)
+    step.continue_running()
+    if not step.preempted:
+        step.admit(waiting)
+    return Batch(tuple(step.parts), tuple(step.admitted), tuple(step.preempted))
+
+
+class _Step:
+    """The decision in the making: what is left of pages and tokens, and who got what."""
+
+    def __init__(self, running: list[Job], free_pages: int, limits: Limits):
+        self.running, self.free, self.limits = running, free_pages, limits
+        writers = sum(job.remaining == 1 for job in running)
+        self.tokens_left = limits.max_batch_tokens
+        self.prompt_tokens_left = limits.prefill_chunk if writers else limits.max_batch_tokens
+        self.parts: list[tuple[int, int]] = []
+        self.admitted: list[int] = []
+        self.preempted: list[int] = []
+        self.promised = 0  # pages that running sequences still need for tokens they know
+
+    def continue_running(self) -> None:
+        index = 0
+        while index < len(self.running):
+            job = self.running[index]
+            wanted = self._wanted(job, writers_after=sum(j.remaining == 1 for j in self.running[index + 1 :]))
+            while self._lacking(job, wanted) > 0 and len(self.running) > index + 1:
+                victim = self.running.pop()
+                self.preempted.append(victim.number)
+                self.free += victim.returns
+            room = (job.num_pages + self.free) * self.limits.page_size - job.num_computed
+            self._grant(job, min(wanted, room))
+            index += 1
+
+    def admit(self, waiting: Iterable[Job]) -> None:
+        num_running = len(self.running)
+        if num_running >= self.limits.max_running:
+            return
+        for job in waiting:
+            whole = self.limits.pages(job.num_tokens + 1) - job.num_pages + job.claims
+            wanted = self._wanted(job)
+            if wanted == 0 or whole > self.free - self.promised:
+                return
+            self.free -= job.claims
+            self._grant(job, wanted)
+            self.admitted.append(job.number)
+            num_running += 1
+            if num_running == self.limits.max_running:
+                return
+
+    def _wanted(self, job: Job, writers_after: int = 0) -> int:
+        if job.remaining == 1:
+            return min(1, self.tokens_left)
+        return max(0, min(job.remaining, self.prompt_tokens_left, self.tokens_left - writers_after))
+
+    def _lacking(self, job: Job, num_tokens: int) -> int:
+        return self.limits.pages(job.num_computed + num_tokens) - job.num_pages - self.free
+
+    def _grant(self, job: Job, num_tokens: int) -> None:
+        new_pages = max(0, self.limits.pages(job.num_computed + num_tokens) - job.num_pages)
+        self.promised += max(0, self.limits.pages(job.num_tokens + 1) - job.num_pages - new_pages)
+        if num_tokens <= 0:
+            return
+        self.free -= new_pages
+        self.tokens_left -= num_tokens
+        if job.remaining > 1:
+            self.prompt_tokens_left -= num_tokens
+        self.parts.append((job.number, num_tokens))

@@ -1,0 +1,116 @@
+"""`serve --model DIR …`: load models, listen, and leave in order when told to."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import uvicorn
+
+from apps.serve.config import ServeConfig
+from apps.serve.loop import EngineLoop
+from apps.serve.metrics import Metrics
+from apps.serve.model import Source, build_engine, find_source
+from apps.serve.server import Server, build_app, read_key
+from core.config import UserError, parse
+from core.mesh import MeshConfig
+from core.parallel.tensor1d import check_heads
+from core.runtime import launch, launched, start
+
+log = logging.getLogger("serve")
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": ServeConfig}, argv, "serve", default="default")
+    sources = _sources(config)
+    read_key(config)
+    if config.tp > 1 and not launched():
+        return launch(config.tp, "apps.serve", argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    return _run(config, sources)
+
+
+def _sources(config: ServeConfig) -> list[Source]:
+    """What is to be served.  Raises UserError before minutes are spent."""
+    if not config.model:
+        raise UserError("no model is given; serve --model DIR, a Hugging Face folder or a run folder of llm pretrain")
+    sources = [find_source(folder) for folder in config.model]
+    names = [source.name for source in sources]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"two models are called {twice.pop()}; rename a folder, so that clients can tell them apart")
+    for source in sources:
+        check_heads(source.config.num_heads, source.config.kv_heads, config.tp)
+    return sources
+
+
+def _run(config: ServeConfig, sources: list[Source]) -> int:
+    with start(config.device) as runtime, torch.no_grad():
+        axis = runtime.mesh(MeshConfig(tp=config.tp))["tp"]
+        metrics, device = Metrics(), str(runtime.device)
+        engines = {source.name: build_engine(source, config.engine, device, axis) for source in sources}
+        if not runtime.leads:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # the first rank says when it is over
+            for engine in engines.values():
+                engine.runner.follow()
+            return 0
+        loops = {name: EngineLoop(name, engine, config.max_queue, metrics) for name, engine in engines.items()}
+        return asyncio.run(listen(Server(loops, config, metrics)))
+
+
+async def listen(server: Server) -> int:
+    """Serve until SIGTERM or SIGINT, then finish what is under way."""
+    http = server.config
+    config = uvicorn.Config(
+        build_app(server),
+        host=http.host,
+        port=http.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
+    listener = Listener(config)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    serving = asyncio.ensure_future(listener.serve())
+    while not listener.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if serving.done():
+        return 2
+    _announce(server, listener)
+    stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+    log.info("finishing %d requests", server.num_open)
+    await server.drain()
+    listener.should_exit = True
+    await serving
+    return 0 if server.failure is None else 1
+
+
+def _announce(server: Server, listener: "uvicorn.Server") -> None:
+    port = listener.servers[0].sockets[0].getsockname()[1]
+    for name, loop in server.loops.items():
+        engine = loop.engine
+        log.info(
+            "%s: %d pages of %d tokens, prompt and text up to %d tokens",
+            name,
+            engine.pages.num_pages,
+            engine.limits.page_size,
+            engine.max_length,
+        )
+    host = server.config.host
+    shown = f"[{host}]" if ":" in host else host
+    print(f"serving {', '.join(server.loops)} at http://{shown}:{port}/  (API: /v1)", flush=True)
+
+
+class Listener(uvicorn.Server):
+    """uvicorn, but signals are `listen`'s."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,358 @@
+"""The HTTP application: OpenAI's completions and chat completions, the models, health, metrics, and the demo page.
+
+A call: body -> `Call` (api) -> `Ticket` (the engine works) -> `Answer` (pieces or whole). A client that leaves, a time
+limit and an error all leave the ticket's block, which aborts what is under way.
+
+Nothing of prompts or texts is logged.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from apps.serve.answer import Answer
+from apps.serve.api import ApiError, Call, ChatBody, CompletionBody, ErrorBody, chat_call, completion_call
+from apps.serve.config import HttpConfig
+from apps.serve.guard import Guard, Receive, Scope, Send
+from apps.serve.loop import EngineLoop, Overloaded, Unavailable
+from apps.serve.metrics import Metrics
+from apps.serve.tickets import EngineFailed, Ticket
+from core.config import UserError
+
+log = logging.getLogger("serve")
+Result = TypeVar("Result")
+PAGE = Path(__file__).parent / "page"
+# A comment in a stream without news, with the place in the queue: keeps proxies from closing it.
+_QUIET_S = 1.0
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": what}
+    for status, what in (
+        (400, "the request cannot be served as it is"),
+        (401, "the key is missing or wrong"),
+        (404, "no such model"),
+        (413, "the body is too large"),
+        (415, "the body is not JSON"),
+        (429, "the queue is full; Retry-After says when to come again"),
+        (503, "the server is stopping"),
+        (504, "the request took longer than the server allows"),
+    )
+} | {"default": {"model": ErrorBody, "description": "an error"}}
+
+
+class Server:
+    """The models that are served, and whether new requests are taken."""
+
+    def __init__(self, loops: Mapping[str, EngineLoop], config: HttpConfig, metrics: Metrics):
+        self.loops, self.config, self.metrics = dict(loops), config, metrics
+        self.draining = False
+
+    def loop(self, name: str | None) -> EngineLoop:
+        """The model of that name; the first without one.  Raises ApiError."""
+        if self.draining:
+            raise ApiError(503, "the server is stopping", kind="server_error", headers={"Retry-After": "5"})
+        if name is None:
+            return next(iter(self.loops.values()))
+        if name not in self.loops:
+            known = ", ".join(self.loops)
+            raise ApiError(
+                404, f"no model of this name is served; the models are {known}", param="model", code="model_not_found"
+            )
+        return self.loops[name]
+
+    @property
+    def num_open(self) -> int:
+        return sum(loop.num_open for loop in self.loops.values())
+
+    @property
+    def failure(self) -> str | None:
+        return next((loop.failure for loop in self.loops.values() if loop.failure is not None), None)
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until what is under way has ended, or its time is over."""
+        self.draining = True
+        deadline = time.monotonic() + self.config.drain_s
+        while self.num_open and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        for loop in self.loops.values():
+            await run_in_threadpool(loop.stop)
+
+    async def answer(self, build: Callable[..., Call], body: Any, request: Request) -> Response:
+        loop = self.loop(body.model)
+        call = await run_in_threadpool(build, body, loop.name, loop.engine, self.config.max_choices)
+        if len(call.requests) > self.config.max_queue:
+            raise ApiError(
+                400, f"{len(call.requests)} prompts; this server takes {self.config.max_queue}", param="prompt"
+            )
+        ticket = Ticket(loop, call.requests)
+        try:
+            ticket.submit()
+        except Overloaded as error:
+            retry = {"Retry-After": str(error.retry_after_s), "retry-after-ms": str(1000 * error.retry_after_s)}
+            raise ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=retry) from None
+        except Unavailable as error:
+            raise ApiError(503, str(error), kind="server_error", headers={"Retry-After": "5"}) from None
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        headers = {"x-request-id": call.id, "Cache-Control": "no-cache"}
+        if call.stream:
+            return EventStream(self._pieces(call, ticket), ticket, headers)
+        try:
+            return _json(await unless_left(self._whole(call, ticket), request.receive), headers=headers)
+        except EngineFailed as error:
+            raise _failed(error) from None
+        except ClientLeft:
+            return Response(status_code=499)  # which nobody reads
+        finally:
+            ticket.end()
+
+    async def _whole(self, call: Call, ticket: Ticket) -> dict[str, Any]:
+        answer, deadline = Answer(call), time.monotonic() + self.config.timeout_s
+        while not answer.complete:
+            event = await ticket.next(max(0.0, deadline - time.monotonic()))
+            if event is None:
+                raise self._too_long()
+            answer.take(event)
+        return answer.whole()
+
+    async def _pieces(self, call: Call, ticket: Ticket) -> AsyncIterator[str]:
+        answer, deadline = Answer(call), time.monotonic() + self.config.timeout_s
+        try:
+            while not answer.complete:
+                event = await ticket.next(_QUIET_S)
+                if time.monotonic() > deadline:
+                    raise self._too_long()
+                if event is None:
+                    position = ticket.position()
+                    yield ": working\n\n" if position is None else f": queued behind {position}\n\n"
+                    continue
+                for piece in answer.take(event):
+                    yield f"data: {json.dumps(piece)}\n\n"
+            if call.include_usage:
+                yield f"data: {json.dumps(answer.usage_chunk())}\n\n"
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield f"data: {json.dumps(error.body)}\n\n"
+        except EngineFailed as error:
+            yield f"data: {json.dumps(_failed(error).body)}\n\n"
+
+    def _too_long(self) -> ApiError:
+        return ApiError(
+            504,
+            f"the request took longer than the {self.config.timeout_s:g} s that this server allows",
+            kind="server_error",
+            code="timeout",
+            headers={"x-should-retry": "false"},
+        )
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class EventStream(Response):
+    """Server-sent events as they come. Whatever ends it, the client's leaving too, ends what is under way."""
+
+    def __init__(self, pieces: AsyncIterator[str], ticket: Ticket, headers: Mapping[str, str]):
+        super().__init__(headers=dict(headers), media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._pieces, self._ticket = pieces, ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_left(self._send(send), receive)
+        except ClientLeft:
+            pass
+        finally:
+            self._ticket.end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """What the work gives; when the client leaves before, the work is cancelled.  Raises ClientLeft then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _failed(error: EngineFailed) -> ApiError:
+    return ApiError(500, f"the engine gave up: {error}", kind="server_error")
+
+
+def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """JSON in ASCII, which holds any text, half characters too."""
+    return Response(json.dumps(content), status, dict(headers or {}), "application/json")
+
+
+def build_app(server: Server) -> FastAPI:
+    """The application.  Its lifespan starts and ends the engines' threads."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        for loop in server.loops.values():
+            loop.start()
+        yield
+        for loop in server.loops.values():
+            await run_in_threadpool(loop.stop)
+
+    app = FastAPI(title="Megalith serve", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, key=read_key(server.config), max_body_bytes=server.config.max_body_bytes)
+    if server.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(server.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    _add_errors(app)
+    _add_api(app, server)
+    _add_health(app, server)
+    _add_page(app)
+    return app
+
+
+def _add_api(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionBody, request: Request) -> Any:
+        """Continue texts."""
+        return await server.answer(completion_call, body, request)
+
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat_completions(body: ChatBody, request: Request) -> Any:
+        """Answer in a dialogue."""
+        return await server.answer(chat_call, body, request)
+
+    @app.get("/v1/models", responses={401: _ERRORS[401]})
+    async def models() -> Any:
+        """What is served; max_model_len is what prompt and text may have together."""
+        return _json({"object": "list", "data": [_described(loop) for loop in server.loops.values()]})
+
+    @app.get("/v1/models/{name}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
+    async def model(name: str) -> Any:
+        """One of them."""
+        return _json(_described(server.loop(name)))
+
+
+def _described(loop: EngineLoop) -> dict[str, Any]:
+    return {
+        "id": loop.name,
+        "object": "model",
+        "created": loop.created,
+        "owned_by": "megalith",
+        "max_model_len": loop.engine.max_length,
+    }
+
+
+def _add_health(app: FastAPI, server: Server) -> None:
+    unwell = {503: {"description": "not now"}}
+
+    @app.get("/health", responses=unwell)
+    async def health() -> Any:
+        """Whether the engines work."""
+        failed = server.failure is not None
+        return _json({"status": "failed" if failed else "ok"}, 503 if failed else 200)
+
+    @app.get("/ready", responses=unwell)
+    async def ready() -> Any:
+        """Whether new requests are taken."""
+        fine = server.failure is None and not server.draining
+        return _json({"status": "ready" if fine else "draining" if server.draining else "failed"}, 200 if fine else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Any:
+        """For Prometheus."""
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def about() -> Any:
+        return _json({"version": _version()})
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Any:
+        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
+
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+
+def _add_errors(app: FastAPI) -> None:
+    Handler = Callable[[Request, Any], Awaitable[Response]]
+
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return _json(error.body, error.status, error.headers)
+
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part not in ("body", "query")]
+        param = place[0] if place else None
+        message = "this server has no such field" if first["type"] == "extra_forbidden" else first["msg"]
+        if first["type"] == "json_invalid":
+            param, message = None, "the body is not valid JSON"
+        return _json(ApiError(400, f"{param}: {message}" if param else message, param=param).body, 400)
+
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return _json(ApiError(error.status_code, str(error.detail)).body, error.status_code, error.headers)
+
+    async def unexpected(_: Request, error: Exception) -> Response:
+        log.error("unexpected %s", type(error).__name__, exc_info=error)
+        return _json(ApiError(500, "an error of the server's", kind="server_error").body, 500)
+
+    handlers: dict[Any, Handler] = {
+        ApiError: api_error,
+        RequestValidationError: invalid,
+        HTTPException: http_error,
+        Exception: unexpected,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def read_key(config: HttpConfig) -> str | None:
+    """The first line of the key's file.  Raises UserError where there is none."""
+    if config.api_key_file is None:
+        return None
+    try:
+        lines = config.api_key_file.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the key from {config.api_key_file} ({error})") from None
+    if not lines or not lines[0].strip():
+        raise UserError(f"{config.api_key_file} holds no key; put one into its first line")
+    return lines[0].strip()
+
+
+def _version() -> str:
+    return version("megalith")

@@ -1,0 +1,75 @@
+"""The real commands: serve on two ranks, chat and bench against it, and SIGTERM while a text is being written."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import ENVIRONMENT, ROOT, run
+from tests.support.http_server import get, post, small_model
+from tests.unit.serve.test_http import CHAT
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, int]]:
+    folder = small_model(tmp_path_factory.mktemp("models") / "tiny")
+    options = ["--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01", "--device", "cpu"]
+    command = [sys.executable, "-m", "apps.serve", *options, "--tp", str(request.param)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("serving tiny at http://127.0.0.1:"), line + (process.communicate()[1] if not line else "")
+    yield process, int(line.split("/")[2].split(":")[1])
+    process.kill()
+    process.wait()
+
+
+def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int], tmp_path: Path) -> None:
+    process, port = running
+    url = f"http://127.0.0.1:{port}"
+    assert get(port, "/ready")[0] == 200
+    asked = {"prompt": "abc", "max_tokens": 20, "temperature": 0}
+    answer = post(port, "/v1/completions", asked)[2]
+    assert answer["usage"]["completion_tokens"] > 0
+    assert post(port, "/v1/completions", asked)[2]["choices"] == answer["choices"]
+    assert post(port, "/v1/chat/completions", CHAT | {"max_tokens": 4})[0] == 200
+
+    out = tmp_path / "bench.json"
+    done = run("-m", "apps.serve", "bench", "--url", url, "--requests", 6, "--clients", 3, "--out", out)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["refused"] == 0
+    assert figures["tokens_per_s"] > 0
+
+    chat = [sys.executable, "-m", "apps.serve", "chat", "--url", url, "--max_tokens", "8", "--temperature", "0"]
+    talked = subprocess.run(
+        chat, cwd=ROOT, env=ENVIRONMENT, input="Hello\nAgain\n", capture_output=True, timeout=120, check=False
+    )
+    assert talked.returncode == 0, talked.stderr
+    assert len(talked.stdout.splitlines()) >= 2
+
+    # A text that is being written when the signal comes is written to its end.
+    body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    import socket
+
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        received = connection.recv(4096)
+        process.send_signal(signal.SIGTERM)
+        while more := connection.recv(65536):
+            received += more
+    assert b'"finish_reason": "length"' in received
+    assert b"data: [DONE]" in received
+    began = time.monotonic()
+    code = process.wait(60)
+    assert time.monotonic() - began < 30
+    assert code in (0, 128 + signal.SIGTERM)

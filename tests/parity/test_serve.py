@@ -1,0 +1,72 @@
+"""A decoder cut over ranks serves what it serves whole: tokens, with preemption, whatever the layout."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from apps.serve.engine import Engine
+from apps.serve.runner import Runner
+from apps.serve.scheduler import Limits
+from core.mesh import MeshConfig, build_mesh
+from core.models import load_weights, save_pretrained
+from core.models.decoder import Decoder
+from core.models.plan import tensor_parallel_plan
+from core.parallel.plan import apply_plan
+from tests.support.serving import Letters, greedy, run
+from tests.unit.models.test_pretrained import example, random_decoder
+
+CONFIGS = {
+    "gpt2": example("gpt2", num_heads=4, max_length=32),
+    "opt_350m": example("opt", num_heads=2, max_length=32, embed_dim=12, norm_first=False, final_norm=False),
+    "bloom": example("bloom", num_heads=6, max_length=32),
+    "llama": example("llama", num_heads=4, num_kv_heads=2, max_length=32),
+}
+# Lengths of one token too: a step of a single row is cut over the ranks like any other.
+PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 10], [60] * 13]
+NEW = 9
+
+
+def engine_of(config, folder, tp, num_pages):
+    if tp == 1:
+        model = random_decoder(config).float()
+        axis = None
+    else:
+        axis = build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
+        with torch.device("meta"):
+            model = Decoder(config)
+        apply_plan(model, tensor_parallel_plan(config), axis)
+        model.float().to_empty(device="cpu")
+        load_weights(model, config, folder)
+    runner = Runner(model, num_pages, 2, torch.float32, axis)
+    return Engine(
+        runner, Letters(), Limits(2, 16, 5, 4), num_pages=num_pages, vocab_size=config.vocab_size, max_length=32
+    )  # fmt: skip
+
+
+def case(config, folder, tp, num_pages):
+    """On the first rank what was written, and how often somebody was preempted; the others follow."""
+    engine = engine_of(config, folder, tp, num_pages)
+    if tp > 1 and dist.get_rank() > 0:
+        engine.runner.follow()
+        return None
+    engine.runner.beat()
+    written = run(engine, [greedy(str(n), prompt, NEW, logprobs=0) for n, prompt in enumerate(PROMPTS)])
+    engine.runner.release()
+    ids = [written.ids(str(n)) for n in range(len(PROMPTS))]
+    logprobs = [token.logprob for n in range(len(PROMPTS)) for token in written.tokens[str(n), 0]]
+    heads = engine.runner.pages[0].k.shape[2]
+    return ids, logprobs, engine.counts.preemptions, engine.counts.page_copies, heads
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_ranks_write_what_one_writes(ranks, name, tmp_path):
+    config = CONFIGS[name]
+    save_pretrained(random_decoder(config).float(), config, tmp_path)
+    ids, logprobs, *_ = ranks(1).run(case, config, tmp_path, 1, 200)[0]
+    for num_pages in (200, 14):
+        found, *others = ranks(2).run(case, config, tmp_path, 2, num_pages)
+        assert others == [None]
+        assert found[0] == ids
+        assert found[1] == pytest.approx(logprobs, abs=1e-4)
+        assert (found[2] > 0) == (num_pages == 14)
+        assert found[4] == config.kv_heads // 2

@@ -1,0 +1,146 @@
+"""Engines for tests: around a stand-in for the model that sees every mistake with pages, or around a real decoder."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from apps.serve.detokenize import Detokenizer
+from apps.serve.engine import Engine
+from apps.serve.request import Delta, Event, PromptDone, Request, Sampling
+from apps.serve.runner import Runner, Step
+from apps.serve.scheduler import Limits
+from core.models import Decoder
+
+VOCAB = 50
+
+
+class Letters:
+    """The text of token i is letter i of an alphabet: stands for a tokenizer."""
+
+    end_ids = frozenset()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(0x100 + i) for i in ids)
+
+    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+        return Detokenizer(self.decode, prompt)
+
+
+def chained(before: int, token: int) -> int:
+    """A number that stands for a text's last token with all before it."""
+    return hash((before, token)) & 0xFFFFFFFFFFFF
+
+
+def after(tokens: Iterable[int]) -> int:
+    """The token that the stand-in writes after a text."""
+    number = 0
+    for token in tokens:
+        number = chained(number, token)
+    return number % VOCAB
+
+
+def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(after(tokens))
+    return tokens[len(prompt) :]
+
+
+class StandIn:
+    """A runner whose cache holds, in the place of a token, a number for the text up to it.
+
+    It reads what came before a token from the pages, as attention does. So a page that was shared wrongly, given up too
+    early, not copied or written to by two changes what is written from then on.
+    """
+
+    def __init__(self, num_pages: int, page_size: int):
+        self.page_size = page_size
+        self.cache: list[int | None] = [None] * (num_pages * page_size)
+        self.steps: list[Step] = []
+
+    def run(self, step: Step) -> torch.Tensor:
+        self.steps.append(step)
+        size = self.page_size
+        for source, target in step.copies:
+            self.cache[target * size : (target + 1) * size] = self.cache[source * size : (source + 1) * size]
+        slots = step.slots
+        assert len(set(slots)) == len(slots), "two tokens are written to one place"
+        written, numbers = set(slots), []
+        for table, length, begin, end in zip(step.tables, step.lengths, step.starts, step.starts[1:]):
+            places = [table[p // size] * size + p % size for p in range(length)]
+            assert places[length - (end - begin) :] == slots[begin:end]
+            others = written - set(slots[begin:end])
+            assert not others & set(places), "another sequence writes to what this one reads"
+            for index in range(begin, end):
+                position = step.positions[index]
+                before = self.cache[places[position - 1]] if position else 0
+                assert before is not None
+                self.cache[places[position]] = chained(before, step.ids[index])
+                numbers.append(self.cache[places[position]])
+        logits_RV = torch.zeros(len(step.rows), VOCAB)
+        for row, index in enumerate(step.rows):
+            logits_RV[row, numbers[index] % VOCAB] = 1.0
+        return logits_RV
+
+    def beat(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+def stand_in_engine(num_pages: int, limits: Limits, sharing: bool = True) -> Engine:
+    runner = StandIn(num_pages, limits.page_size)
+    return Engine(
+        runner, Letters(), limits, num_pages=num_pages, vocab_size=VOCAB, max_length=10**6, sharing=sharing
+    )  # fmt: skip
+
+
+def real_engine(
+    model: Decoder, limits: Limits, num_pages: int, page_dtype: torch.dtype = torch.float32, **options
+) -> Engine:
+    runner = Runner(model, num_pages, limits.page_size, page_dtype)
+    max_length = options.pop("max_length", model.config.max_length)
+    text = options.pop("text", Letters())
+    return Engine(
+        runner, text, limits, num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=max_length, **options
+    )  # fmt: skip
+
+
+def greedy(name: str, prompt: Iterable[int], max_tokens: int, **options) -> Request:
+    return Request(name, tuple(prompt), max_tokens, Sampling(temperature=0), **options)
+
+
+class Written:
+    """Collects events: tokens, texts, reasons and prompts by request and index."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list] = {}
+        self.texts: dict[tuple[str, int], str] = {}
+        self.finish: dict[tuple[str, int], str] = {}
+        self.prompts: dict[str, PromptDone] = {}
+
+    def take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, PromptDone):
+                assert event.request.id not in self.prompts, "told once"
+                self.prompts[event.request.id] = event
+                continue
+            assert isinstance(event, Delta)
+            key = (event.request.id, event.index)
+            assert key not in self.finish, "nothing comes after the end"
+            self.tokens.setdefault(key, []).extend(event.tokens)
+            self.texts[key] = self.texts.get(key, "") + event.text
+            if event.finish:
+                self.finish[key] = event.finish
+
+    def ids(self, name: str, index: int = 0) -> list[int]:
+        return [token.id for token in self.tokens[name, index]]
+
+
+def run(engine: Engine, requests: Iterable[Request] = ()) -> Written:
+    """Submit, and step until nothing is left."""
+    written = Written()
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        written.take(engine.step())
+    return written

@@ -1,0 +1,132 @@
+"""The commands beside the server: plan, bench's figures, and what is refused in one line."""
+
+import json
+
+import pytest
+
+from apps.serve.__main__ import _dispatch
+from apps.serve.bench import BenchConfig, Served, figures, loads
+from apps.serve.model import find_source, page_bytes
+from apps.serve.plan import PlanConfig, need, weight_bytes
+from core.config import run_command
+from core.models import SHAPES
+from tests.support.http_server import small_model
+
+
+def refusal(capsys, *arguments):
+    code = run_command(_dispatch, [str(a) for a in arguments])
+    said = capsys.readouterr().err.strip()
+    assert code == 2, said
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    return said
+
+
+def test_plan_of_the_published_cases():
+    """BLOOM-176B: 352 GB in fp16; in int8 half of that, which eight devices of 24 GB hold, the published case."""
+    bloom, config = SHAPES["bloom_176b"], PlanConfig(shape="bloom_176b", sequences=1, length=1024, batch_tokens=512)
+    assert weight_bytes(bloom, "fp16", 64, 1) == pytest.approx(352.5e9, rel=0.01)
+    assert weight_bytes(bloom, "int8", 64, 1) == pytest.approx(0.5 * weight_bytes(bloom, "fp16", 64, 1), rel=0.005)
+    assert weight_bytes(bloom, "int4", 64, 1) == pytest.approx(4.5 / 16 * weight_bytes(bloom, "fp16", 64, 1), rel=0.005)
+    found = {name: need(bloom, name, config) for name in ("fp16", "int8", "int4")}
+    assert (found["fp16"].devices, found["int8"].devices, found["int4"].devices) == (16, 8, 7)
+    assert found["int8"].total < 24e9
+    assert need(SHAPES["opt_175b"], "int8", PlanConfig(shape="opt_175b", memory_gb=80, sequences=1)).devices == 3
+    assert need(bloom, "fp16", PlanConfig(shape="bloom_176b", memory_gb=1)).devices is None
+
+
+def test_pages_of_the_plan():
+    """16 tokens x 2 (keys and values) x 96 layers x 12288 x 2 bytes."""
+    import torch
+
+    assert page_bytes(SHAPES["opt_175b"], 16, torch.float16) == 16 * 2 * 96 * 12288 * 2
+    assert page_bytes(SHAPES["opt_175b"], 16, torch.int8, 2) == 16 * 2 * 96 * (12288 + 4 * 96) // 2
+
+
+def test_plan_prints(capsys, tmp_path):
+    assert run_command(_dispatch, ["plan", "--shape", "opt_175b"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("fp16", "int8", "int4", "opt_175b"):
+        assert word in printed
+    small_model(tmp_path / "tiny")
+    assert run_command(_dispatch, ["plan", "--model", str(tmp_path / "tiny")]) == 0
+    assert "tiny" in capsys.readouterr().out
+
+
+def test_loads_repeat():
+    config = BenchConfig(requests=30, rate=5.0, shared_prefix=4, prompt_tokens=(2, 9), max_tokens=(1, 3))
+    load = loads(config)
+    assert load == loads(config)
+    assert len({asked.prompt[:4] for asked in load}) == 1
+    assert all(6 <= len(asked.prompt) <= 13 and 1 <= asked.max_tokens <= 3 for asked in load)
+    arrivals = [asked.at_s for asked in load]
+    assert arrivals == sorted(arrivals)
+    assert 2 < arrivals[-1] < 18  # thirty at five a second
+
+
+def test_figures():
+    served = [Served(200, 10, [0.5, 0.6, 0.7], 3), Served(200, 20, [0.1, 0.3], 2), Served(429)]
+    found = figures(served, 2.0)
+    assert found["refused"] == 1
+    assert found["tokens_per_s"] == 2.5
+    assert found["prompt_tokens_per_s"] == 15
+    assert found["first_token_p50_s"] == pytest.approx(0.3, abs=1e-3)
+    assert found["per_token_p50_s"] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_a_run_folder_is_served_under_its_name(tmp_path):
+    small_model(tmp_path / "runs" / "mine" / "hf")
+    (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
+    for folder in ("runs/mine", "runs/mine/hf"):
+        source = find_source(tmp_path / folder)
+        assert source.name == "mine"
+        assert source.folder == tmp_path / "runs" / "mine" / "hf"
+
+
+def test_refusals(capsys, tmp_path):
+    model = small_model(tmp_path / "model")
+    assert "--model DIR" in refusal(capsys, "--port", 0)
+    assert "no folder /nowhere" in refusal(capsys, "--model", "/nowhere")
+    assert "serve --model DIR" in refusal(capsys, "srve")
+    assert "4 heads do not divide over tp=3" in refusal(capsys, "--model", model, "--tp", 3)
+    assert "called model" in refusal(capsys, "--model", model, model)
+    assert "over tp=2" in refusal(capsys, "--model", model, model, "--tp", 2)
+    assert "did you mean --port?" in refusal(capsys, "--model", model, "--prot", 1)
+    assert "port 70000" in refusal(capsys, "--model", model, "--port", 70000)
+    assert "cannot read the key" in refusal(capsys, "--model", model, "--api_key_file", "/nowhere")
+    assert "give at least 65" in refusal(capsys, "--model", model, "--engine.max_batch_tokens", 3)
+    assert "hold no sequence" in refusal(capsys, "--model", model, "--engine.kv_gb", 0.00001)
+    assert "positions for 512" in refusal(capsys, "--model", model, "--engine.max_length", 1000)
+    assert "no address" in refusal(capsys, "bench", "--url", "nonsense")
+    assert "no answer from http://127.0.0.1:9" in refusal(capsys, "bench", "--url", "http://127.0.0.1:9")
+    assert "one of --model DIR and --shape" in refusal(capsys, "plan")
+    assert "no shape 'gpt5'" in refusal(capsys, "plan", "--shape", "gpt5")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "t5"}'), "t5"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\x09" * 100),
+            "truncated or not a file of weights",
+        ),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer"),
+        (lambda folder: _change(folder, vocab_size=100), "257 tokens, the model 100"),
+        (lambda folder: _change(folder, n_embd=2**16, n_inner=2**18, n_layer=500), "TB|GB"),
+    ],
+)
+def test_broken_folders(capsys, tmp_path, spoil, says):
+    """Named in one line, before anything is loaded."""
+    folder = small_model(tmp_path / "model")
+    spoil(folder)
+    said = refusal(capsys, "--model", folder)
+    assert any(word in said for word in says.split("|")), said
+
+
+def _change(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))

@@ -1,0 +1,164 @@
+"""The scheduler as a function of counts; and with real bookkeeping of pages, over random loads."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apps.serve.scheduler import Job, Limits, schedule
+from core.config import UserError
+from tests.support.serving import Written, expected, greedy, run, stand_in_engine
+
+LIMITS = Limits(page_size=4, max_batch_tokens=16, prefill_chunk=6, max_running=4)
+
+
+def test_limits():
+    with pytest.raises(UserError, match="give at least 65"):
+        Limits(max_batch_tokens=64, max_running=64)
+    with pytest.raises(UserError, match="page_size is 0"):
+        Limits(page_size=0)
+
+
+def test_a_writer_keeps_prompts_to_a_chunk():
+    """Alone a prompt may fill the step; beside a writer it gets prefill_chunk tokens."""
+    prompt = Job(1, num_tokens=40)
+    assert schedule([prompt], [], 100, LIMITS).parts == ((1, 16),)
+    writer = Job(0, num_tokens=9, num_computed=8, num_pages=2)
+    batch = schedule([prompt], [writer], 100, LIMITS)
+    assert batch.parts == ((0, 1), (1, 6))
+    assert batch.admitted == (1,)
+
+
+def test_the_youngest_is_preempted():
+    jobs = [Job(n, num_tokens=9, num_computed=8, num_pages=2, returns=2) for n in range(3)]
+    batch = schedule([Job(3, num_tokens=1)], jobs, 1, LIMITS)
+    assert batch.preempted == (2,)
+    assert batch.parts == ((0, 1), (1, 1))
+    assert batch.admitted == ()
+
+
+def test_nobody_overtakes():
+    """A large one at the head of the queue is waited for, though a small one would fit."""
+    large, small = Job(1, num_tokens=30), Job(2, num_tokens=2)
+    running = [Job(0, num_tokens=9, num_computed=8, num_pages=2)]
+    assert schedule([large, small], running, 5, LIMITS).admitted == ()
+    assert schedule([small, large], running, 5, LIMITS).admitted == (2,)
+
+
+def test_shared_pages_that_nobody_holds_are_no_room():
+    """Ten tokens of which eight are found in two idle pages: the pages are taken out of the free ones."""
+    job = Job(0, num_tokens=10, num_computed=8, num_pages=2, claims=2)
+    assert schedule([job], [], 2, LIMITS).admitted == ()
+    assert schedule([job], [], 3, LIMITS).parts == ((0, 2),)
+    assert schedule([replace(job, claims=0)], [], 1, LIMITS).parts == ((0, 2),)
+
+
+def test_what_runs_is_promised_its_pages():
+    """A prompt that is half computed needs two more pages; a newcomer gets what is left."""
+    half = Job(0, num_tokens=14, num_computed=6, num_pages=2)
+    assert schedule([Job(1, num_tokens=3)], [half], 2, LIMITS).admitted == ()
+    assert schedule([Job(1, num_tokens=3)], [half], 3, LIMITS).admitted == (1,)
+
+
+@st.composite
+def loads(draw):
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    max_running = draw(st.integers(1, 5))
+    limits = Limits(
+        page_size, max_running + draw(st.integers(1, 12)), draw(st.integers(1, 8)), max_running
+    )  # fmt: skip
+    # Few different tokens, so that prompts begin alike and leave each other within pages.
+    prompts = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=8))
+    lengths = draw(st.lists(st.integers(1, 8), min_size=len(prompts), max_size=len(prompts)))
+    largest = max(len(p) + n for p, n in zip(prompts, lengths))
+    num_pages = limits.pages(largest) + 1 + draw(st.integers(0, 8))
+    arrivals = draw(st.lists(st.integers(0, 6), min_size=len(prompts), max_size=len(prompts)))
+    aborts = draw(st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, 20), max_size=2))
+    return limits, num_pages, list(zip(prompts, lengths, arrivals)), aborts, draw(st.booleans())
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(loads())
+def test_random_loads(load):
+    """Everybody gets the right tokens, whatever is shared, preempted and aborted; no page leaks; budgets hold."""
+    limits, num_pages, asked, aborts, sharing = load
+    engine = stand_in_engine(num_pages, limits, sharing)
+    written, aborted, idle_steps = Written(), set(), 0
+    for time in range(2000):
+        for number, (prompt, length, arrival) in enumerate(asked):
+            if arrival == time:
+                engine.submit(greedy(str(number), prompt, length))
+        for number, when in aborts.items():
+            if when == time and engine.abort(str(number)):
+                aborted.add(number)
+        if not engine.has_work:
+            if time > 20:
+                break
+            continue
+        before = engine.counts.steps
+        writing = any(len(s.tokens) - s.num_computed == 1 for s in engine.running)
+        written.take(engine.step())
+        idle_steps = idle_steps + 1 if engine.counts.steps == before else 0
+        assert idle_steps < 2, "nobody advances"
+        assert len(engine.running) <= limits.max_running
+        if engine.counts.steps > before:
+            step = engine.runner.steps[-1]
+            assert len(step.ids) <= limits.max_batch_tokens
+            prompt_tokens = sum(b - a for a, b in zip(step.starts, step.starts[1:]) if b - a > 1)
+            assert not writing or prompt_tokens <= limits.prefill_chunk
+    else:
+        raise AssertionError("somebody starves")
+    assert engine.pages.num_free == num_pages
+    for number, (prompt, length, _) in enumerate(asked):
+        if number not in aborted:
+            assert written.ids(str(number)) == expected(prompt, length)
+            assert written.finish[str(number), 0] == "length"
+
+
+def test_scarce_pages_preempt_and_shared_ones_are_found():
+    """What the random loads are about does happen."""
+    limits = Limits(page_size=2, max_batch_tokens=32, prefill_chunk=8, max_running=4)
+    engine = stand_in_engine(9, limits)
+    written = run(engine, [greedy(str(n), [n, n, n], 10) for n in range(4)])
+    assert engine.counts.preemptions > 0
+    assert all(written.ids(str(n)) == expected([n, n, n], 10) for n in range(4))
+    engine = stand_in_engine(50, limits)
+    written = run(engine, [greedy("a", [1, 2, 3, 4, 5, 6, 7], 3)])
+    before = engine.counts.computed_tokens
+    written = run(engine, [greedy("b", [1, 2, 3, 4, 5, 9], 3)])
+    assert engine.counts.cached_tokens == 5  # two pages, and the first half of the third
+    assert engine.counts.page_copies == 1
+    assert engine.counts.computed_tokens - before == 1 + 2
+    assert written.ids("b") == expected([1, 2, 3, 4, 5, 9], 3)
+    assert written.prompts["b"].cached_tokens == 5
+
+
+def test_sequences_of_one_request_share_its_prompt():
+    limits = Limits(page_size=2, max_batch_tokens=32, prefill_chunk=8, max_running=8)
+    engine = stand_in_engine(60, limits)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    written = run(engine, [greedy("a", prompt, 4, num_sequences=3)])
+    assert [written.ids("a", i) for i in range(3)] == [expected(prompt, 4)] * 3
+    assert engine.counts.cached_tokens == 2 * 6
+
+
+def test_ten_thousand_requests_with_aborts_leak_nothing():
+    limits = Limits(page_size=4, max_batch_tokens=64, prefill_chunk=32, max_running=16)
+    engine = stand_in_engine(120, limits)
+    submitted, written = 0, Written()
+    while submitted < 10_000 or engine.has_work:
+        for _ in range(min(40, 10_000 - submitted)):
+            prompt = [submitted % 3, submitted % 5, *range(submitted % 7)]
+            engine.submit(greedy(str(submitted), prompt, 1 + submitted % 3))
+            if submitted % 10 in (2, 5, 9):
+                engine.abort(str(submitted - submitted % 4))
+            submitted += 1
+        written.take(engine.step())
+    assert engine.counts.aborted > 1000
+    assert engine.pages.num_free == 120
+    assert len(written.finish) + engine.counts.aborted == 10_000
+    for number in range(0, 10_000, 97):
+        if (str(number), 0) in written.finish:
+            prompt = [number % 3, number % 5, *range(number % 7)]
+            assert written.ids(str(number)) == expected(prompt, 1 + number % 3)
