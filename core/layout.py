@@ -7,10 +7,12 @@ ceil(n / s) rows until the rows run out, so shards may be uneven or empty. Axes 
 Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,7 +23,8 @@ class Layout:
 
     shape  the full shape
     mesh   the mesh whose axes cut it; None when nothing does
-    cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest
+    cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest;
+           axes of a mesh without names are called by their position, "0", "1", …
     """
 
     shape: tuple[int, ...]
@@ -32,9 +35,8 @@ class Layout:
         """The slices of the full tensor held at `coordinate` (axis -> index on it); by default those of this rank."""
         start, stop = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.cuts:
-            assert self.mesh is not None
-            size = self.mesh[axis].size()
-            index = self.mesh[axis].get_local_rank() if coordinate is None else coordinate[axis]
+            size = self.axis_size(axis)
+            index = self.axis_index(axis) if coordinate is None else coordinate[axis]
             rows = -(-(stop[dim] - start[dim]) // size)
             start[dim], stop[dim] = (
                 min(start[dim] + index * rows, stop[dim]),
@@ -53,6 +55,36 @@ class Layout:
         """The axes that cut, each once."""
         return tuple(dict.fromkeys(axis for axis, _ in self.cuts))
 
+    def axis_size(self, axis: str) -> int:
+        """Ranks on an axis."""
+        assert self.mesh is not None
+        return self.mesh.size(int(axis)) if axis.isdigit() else self.mesh[axis].size()
+
+    def axis_index(self, axis: str) -> int:
+        """Where this rank is on an axis."""
+        assert self.mesh is not None
+        return self.mesh.get_local_rank(int(axis)) if axis.isdigit() else self.mesh[axis].get_local_rank()
+
+    def axis_group(self, axis: str) -> ProcessGroup:
+        """The process group of this rank's line along an axis."""
+        assert self.mesh is not None
+        return self.mesh.get_group(int(axis)) if axis.isdigit() else self.mesh[axis].get_group()
+
+    def groups(self, dims: Iterable[int] | None = None) -> tuple[ProcessGroup, ...]:
+        """Process groups of the axes of several ranks that cut one of `dims` (by default any), each once.
+
+        A sum over all of them, one after the other, is the sum over the whole of those dims.
+        """
+        wanted = range(len(self.shape)) if dims is None else tuple(dims)
+        axes = dict.fromkeys(axis for axis, dim in self.cuts if dim in wanted)
+        return tuple(self.axis_group(axis) for axis in axes if self.axis_size(axis) > 1)
+
+    def collapsed(self, dims: Iterable[int]) -> "Layout":
+        """The layout of a statistic that has size 1 along `dims`: whole there, cut as before along the others."""
+        gone = tuple(dims)
+        shape = tuple(1 if dim in gone else n for dim, n in enumerate(self.shape))
+        return Layout(shape, self.mesh, tuple((axis, dim) for axis, dim in self.cuts if dim not in gone))
+
     def cut(self, mesh: DeviceMesh, axis: str, dim: int = 0) -> "Layout":
         """This layout with one more cut, of what is local now."""
         return Layout(self.shape, mesh, (*self.cuts, (axis, dim)))
@@ -65,8 +97,8 @@ def layout_of(tensor: Tensor) -> Layout:
         return tagged
     if not isinstance(tensor, DTensor):
         return Layout(tuple(tensor.shape))
-    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names
-    assert names is not None, "a mesh of ours has named axes"
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     cuts = []
     # FSDP2 shards what tensor parallelism left and records that as a strided shard on the outer axis:
     # in order of application the plain shards come first.
@@ -88,7 +120,9 @@ def tag(tensor: Tensor, layout: Layout) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """The plain tensor that this rank stores, tagged with its layout; shares storage with `tensor`."""
     if isinstance(tensor, DTensor):
-        return tag(tensor.to_local(), layout_of(tensor))
+        layout, own = layout_of(tensor), tensor.to_local()
+        # What has no elements may still have rows; FSDP2 gives it none.
+        return tag(own if own.numel() else own.new_empty(layout.local_shape()), layout)
     return tensor
 
 
@@ -97,15 +131,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
     layout = layout_of(tensor)
     value = local(tensor).detach()
     for axis, dim in reversed(layout.cuts):
-        assert layout.mesh is not None
         value = _undo_cut(value, layout, axis, dim)
     return value
 
 
 def _undo_cut(value: Tensor, layout: Layout, axis: str, dim: int) -> Tensor:
     """Concatenate along `dim` over `axis`; shards may be uneven, so each travels padded to the largest."""
-    assert layout.mesh is not None
-    group, size = layout.mesh[axis].get_group(), layout.mesh[axis].size()
+    group, size = layout.axis_group(axis), layout.axis_size(axis)
     rows = torch.tensor([value.shape[dim]], device=value.device)
     counts = [torch.empty_like(rows) for _ in range(size)]
     torch.distributed.all_gather(counts, rows, group=group)

@@ -30,12 +30,13 @@ from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_
 from core.comm.volume import Volume, count_volume
 from core.config import UserError
 from core.data import Batches, Prefetch
-from core.layout import layout_of, local, tag
+from core.layout import local
 from core.mesh import MeshConfig, data_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.optim.build import OptimConfig
 from core.optim.clip import gradient_norm, scale_gradients
-from core.optim.schedule import learning_rate
+from core.optim.schedule import batch_factor, learning_rate
+from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.compose import ParallelConfig
 from core.parallel.data import DataParallel
 from core.precision import LossScale, LossScaleConfig, compute_dtype
@@ -199,7 +200,8 @@ def train_step(
             mean += value.detach()
     data.reduce()
     norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
-    rate = learning_rate(step, config.steps, config.optim.lr, config.optim.schedule)
+    schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
+    rate = learning_rate(step, config.steps, config.optim.lr * batch_factor(rows, schedule), schedule)
     if state.loss_scale.update(norm < float("inf")):
         clip = config.optim.clip_norm
         factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
@@ -248,19 +250,22 @@ class TrainState:
         self.loss = float("nan")
         self._skipped_in_a_row = 0
 
-    def tensors(self) -> dict[str, Tensor]:
-        """name -> local tensor of everything that is saved as tensors."""
+    def tensors(self, optim: dict[str, dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """name -> local tensor of everything that is saved as tensors.
+
+        optim  parameter -> its optimizer's tensors; by default as they are now
+        """
         frozen = {n: p for n, p in self.data.model.named_parameters() if not p.requires_grad}
         found = {f"model/{name}": local(parameter.detach()) for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.data.masters.items()}
         persistent = self.data.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}
-        for name, master in self.data.masters.items():
-            for key, value in self.optimizer.state.get(master, {}).items():
-                if isinstance(value, Tensor):
-                    alike = value.shape == master.shape and value.ndim
-                    found[f"optim/{key}/{name}"] = tag(value, layout_of(master)) if alike else value
+        for name, state in (self._optimizer_tensors() if optim is None else optim).items():
+            found |= {f"optim/{key}/{name}": value for key, value in state.items()}
         return found
+
+    def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {name: state_tensors(self.optimizer, master) for name, master in self.data.masters.items()}
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         if not self.optimizer.state:  # every step was skipped
@@ -272,7 +277,10 @@ class TrainState:
         """Take over a checkpoint, of whatever mesh.  Returns its step."""
         self._make_optimizer_state()
         with torch.no_grad():
-            step, values, random = checkpointer.load(at, self.tensors())
+            optim = self._optimizer_tensors()
+            step, values, random = checkpointer.load(at, self.tensors(optim))
+            for name, loaded in optim.items():
+                restore_state(self.optimizer, self.data.masters[name], loaded)
             self.data.publish()
         self.loaded = values["values"]
         self.loss_scale.load_state(values["loss_scale"])
@@ -281,7 +289,14 @@ class TrainState:
         return step
 
     def _make_optimizer_state(self) -> None:
-        """A step of rate zero with gradients of zero, its state put back to zero: it exists, and nothing has moved."""
+        """State as it is before the first step.
+
+        Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to zero: it exists, and
+        nothing has moved.
+        """
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.init_state()
+            return
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0

@@ -50,7 +50,7 @@ def run_shape(config: PretrainConfig) -> RunShape:
     assert mesh.dp_shard is not None
     return RunShape(
         precision=config.precision,
-        optimizer="adamw" if config.optim.name == "adamw" else "sgd_momentum",
+        optimizer=config.optim,
         dp_replicate=mesh.dp_replicate,
         dp_shard=mesh.dp_shard,
         cp=mesh.cp,

@@ -65,7 +65,6 @@ def demo() -> PretrainConfig:
         optim=OptimConfig(
             name="muon",
             lr=3e-3,
-            momentum=0.95,
             schedule=ScheduleConfig(shape="linear", warmup_steps=20, final=0.0),
         ),
         checkpoint=CheckpointConfig(every=250),

@@ -3,10 +3,12 @@
 State, per parameter on a rank (ZeRO divides over dp_shard, each parameter by rows, the largest shard counted):
 
     precision      ZeRO    parameters    gradients    optimizer's side
-    fp32, fp64     0-2     w             w            words x w
-    bf16, fp16     0-2     2             2            master 4 + reduced gradient 4 + words x 4
-    all            3       wide          wide         words x wide, and the gathered units as buffers (FSDP2)
+    fp32, fp64     0-2     w             w            state
+    bf16, fp16     0-2     2             2            master 4 + reduced gradient 4 + state
+    all            3       wide          wide         state, and the gathered units as buffers (FSDP2)
 
+The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
+for Adafactor.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
 gradients only at the last, so until then they are whole on every rank, at ZeRO-2 and 3 too.
 
@@ -27,7 +29,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from core.config import UserError
-from core.estimate.shape import STATE_WORDS, ModelShape, RunShape, Weight
+from core.estimate.shape import ModelShape, RunShape, Weight
+from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
 
 
@@ -109,7 +112,7 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
 
 def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimate:
     weights = _stage_weights(model, run.pp, stage)
-    state, grads = _state_bytes(weights, run), _gradient_bytes(model, weights, run)
+    state, grads = _state_bytes(model, weights, run), _gradient_bytes(model, weights, run)
     head = _head_bytes(model, run, stage)
     kept, recomputed = _block_activations(model, run, stage)
     block = model.block
@@ -179,20 +182,32 @@ class _State:
     resident: int
 
 
-def _state_bytes(weights: list[Weight], run: RunShape) -> _State:
+def _state_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _State:
     whole, sharded = _num_local(weights, run), _num_local(weights, run, run.dp_shard)
-    width, wide, words = run.width_bytes, run.wide_bytes, STATE_WORDS[run.optimizer]
+    width, wide = run.width_bytes, run.wide_bytes
+    state = _optimizer_bytes(model, weights, run)
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
     if run.zero == 3:
-        return _State(wide * sharded, wide * with_gradient, words * wide * sharded, (1 + words) * wide * sharded)
+        return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
     updated = sharded if run.zero else whole
     master, reduced = (wide, wide) if width < wide else (0, 0)
     return _State(
         parameters=width * whole,
         gradients=width * with_gradient,
-        optimizer=(words * wide + master + reduced) * updated,
-        resident=width * whole + (words * wide + master) * updated,
+        optimizer=state + (master + reduced) * updated,
+        resident=width * whole + state + master * updated,
     )
+
+
+def _optimizer_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+    """State of the largest shards."""
+    total, shard = 0, run.dp_shard if run.zero else 1
+    for weight in weights:
+        rows, *rest = weight.local_shape(run.tp)
+        hidden = len(weight.shape) == 2 and 0 <= weight.block < model.num_blocks
+        part = (-(-rows // shard), *rest)
+        total += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden)
+    return total
 
 
 @dataclass(frozen=True)

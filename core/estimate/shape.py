@@ -18,6 +18,7 @@ import torch
 from core.kernels.cross_entropy import CHUNK_BYTES, TILE_BYTES
 from core.models.decoder import Decoder, DecoderConfig
 from core.nn.mlp import is_gated
+from core.optim.build import OptimConfig
 from core.parallel.recompute import RecomputeMode
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -119,7 +120,7 @@ class ModelShape:
 class RunShape:
     """How a run cuts the model and the batch.
 
-    optimizer          words of state a parameter has: see `STATE_WORDS`
+    optimizer          says what state a parameter has
     optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
     recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
@@ -128,7 +129,7 @@ class RunShape:
     """
 
     precision: Precision = "fp32"
-    optimizer: str = "adamw"
+    optimizer: OptimConfig = field(default_factory=OptimConfig)
     optimizer_kernel: Literal["fused", "loop", "foreach"] = "fused"
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -171,12 +172,6 @@ class RunShape:
     def recomputes(self, block: int) -> bool:
         """Does block number `block` drop its activations?"""
         return self.recompute != "none" and block % self.recompute_every == 0
-
-
-# Words of optimizer state per parameter; factored second moments are vectors and not counted.
-STATE_WORDS: dict[str, int] = {
-    "adamw": 2, "lamb": 2, "adafactor": 0, "sgd": 0, "sgd_momentum": 1, "lars": 1, "sm3": 1,
-}  # fmt: skip
 
 
 def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape:

@@ -1,0 +1,25 @@
+"""Optimizers, for one rank and for parameters that are sharded in any way; `build_optimizer` makes them by name."""
+
+from core.optim.adafactor import Adafactor
+from core.optim.adamw8bit import AdamW8bit
+from core.optim.build import OptimConfig, build_optimizer
+from core.optim.came import Came
+from core.optim.lamb import Lamb
+from core.optim.lars import Lars
+from core.optim.muon import Muon
+from core.optim.schedule import ScheduleConfig, learning_rate
+from core.optim.sm3 import Sm3
+
+__all__ = [
+    "Adafactor",
+    "AdamW8bit",
+    "Came",
+    "Lamb",
+    "Lars",
+    "Muon",
+    "OptimConfig",
+    "ScheduleConfig",
+    "Sm3",
+    "build_optimizer",
+    "learning_rate",
+]

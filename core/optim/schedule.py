@@ -1,4 +1,9 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""Learning-rate schedules: pure functions of the step; and how the rate grows with the batch.
+
+Large batches: a rate that was tuned at `base_batch` rows is multiplied by k = rows / base_batch ("linear": Goyal et al.
+2017, arXiv:1706.02677, section 2.1) or by its square root ("sqrt": Krizhevsky 2014, arXiv:1404.5997, section 5; You et
+al. 2020, arXiv:1904.00962, section 4), and a linear warm-up leads to it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,6 +23,10 @@ class ScheduleConfig:
     """fraction of the peak that the decay ends at, right after the last step"""
     decay: float = 0.2
     """fraction of the steps that wsd decays over"""
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    """how the peak grows with the global batch beyond base_batch"""
+    base_batch: int = 256
+    """rows of the global batch that optim.lr was tuned at; only read with scaling"""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or not 0 <= self.final <= 1 or not 0 < self.decay <= 1:
@@ -25,6 +34,8 @@ class ScheduleConfig:
                 f"schedule warmup_steps={self.warmup_steps}, final={self.final}, decay={self.decay}; "
                 "give warmup_steps >= 0, 0 <= final <= 1 and 0 < decay <= 1"
             )
+        if self.base_batch < 1:
+            raise UserError(f"schedule base_batch={self.base_batch}; give the rows of a batch, at least 1")
 
 
 def learning_rate(step: int, num_steps: int, peak: float, config: ScheduleConfig) -> float:
@@ -42,3 +53,9 @@ def learning_rate(step: int, num_steps: int, peak: float, config: ScheduleConfig
     else:
         return peak
     return peak * (config.final + (1 - config.final) * fraction)
+
+
+def batch_factor(rows: int, config: ScheduleConfig) -> float:
+    """What a global batch of `rows` rows multiplies the rate with."""
+    ratio = rows / config.base_batch
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.scaling]

@@ -50,6 +50,15 @@ def test_debug_learns_and_leaves_a_run_folder(one_rank: Path) -> None:
     assert (one_rank / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_adafactor_learns_on_shards_what_one_rank_learns_and_goes_on_elsewhere(pretrain, tmp_path: Path) -> None:
+    options = ("--steps", 6, "--optim.name", "adafactor", "--optim.lr", 1e-2)
+    one = pretrain(tmp_path / "one", *options)
+    moving = pretrain(tmp_path / "moving", *options, "--nproc", 2, "--zero", 3, "--stop-after", 3)
+    pretrain(moving, *options, "--nproc", 2, "--mesh.tp", 2, "--resume")
+    assert losses(moving) == pytest.approx(losses(one), rel=1e-9)
+    assert losses(one)[-1] < losses(one)[0]
+
+
 def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

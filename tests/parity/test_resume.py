@@ -10,6 +10,7 @@ import torch
 from core.checkpoint import CheckpointConfig
 from core.mesh import MeshConfig
 from core.metrics import read_metrics
+from core.optim import OptimConfig, ScheduleConfig
 from core.precision import LossScaleConfig
 from core.train import TrainConfig
 from tests.support.small import config_of, train
@@ -63,6 +64,21 @@ def test_dropout_is_at_work(ranks, tmp_path: Path) -> None:
     (found, _), _ = stopped_and_straight(ranks, 1, tmp_path, config, dropout=0.3)
     without = train(replace(config, out=tmp_path / "without"), dropout=0.0)[1]
     assert not torch.allclose(found["head.weight"], without["head.weight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "came", "adamw8bit"])
+def test_other_optimizers_across_meshes(ranks, tmp_path: Path, name: Any) -> None:
+    """State that is not of the parameter's shape, too: half on ZeRO-1 x tp, half on ZeRO-3, is one rank's run."""
+    optim = OptimConfig(name=name, lr=1e-2, schedule=ScheduleConfig(warmup_steps=2))
+    config = config_of(tmp_path / "moving", steps=6, optim=optim)
+    ranks(4).run(outcome, replace(config, zero=1, mesh=MeshConfig(tp=2), stop_after=3), 0.0)
+    found, rows = ranks(2).run(outcome, replace(config, zero=3, resume="auto"), 0.0)[0]
+    expected, expected_rows = ranks(1).run(outcome, replace(config, out=tmp_path / "straight"), 0.0)[0]
+    assert len(rows) == len(expected_rows) == 6
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-9)
+    for parameter, value in expected.items():
+        torch.testing.assert_close(found[parameter], value, rtol=1e-9, atol=1e-12, msg=parameter)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""The phases of Adafactor (core/kernels/adafactor.py) on a CPU, in blocks that stay in the cache.
+
+A matrix of a layer is larger than the cache, so an operator that goes over it takes as long as its memory does, and
+Adafactor composed of whole-matrix operators goes over it some twenty times. Here a block of rows is read once a phase
+and everything that the phase does with it is done while it is there: the sums read G once, the squares G and P, the
+update G, and P in and out.
+
+Where no entry of V = r c / mean(r) can be below eps1^2, which the smallest entries of r and c tell, U = G / sqrt V is G
+scaled by one factor a row and one a column, and no root of a matrix is taken. Where one can, V is clamped entry by
+entry.
+
+Matrices in fp32 and fp64, whole in memory; for others (16 bits, transposed, many small ones in a convolution) torch's
+phases do.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from core.kernels.adafactor import TORCH, Phases
+
+BLOCK_ELEMENTS = 1 << 17
+"""Of a block: G, P and a scratch of that size in fp32 are 1.5 MiB."""
+
+
+def _row_col_sums(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    rows, cols = [], []
+    for g in grads:
+        if not _blocks_well(g):
+            (row,), (col,) = TORCH.row_col_sums([g])
+        else:
+            row, col = g.new_empty(*g.shape[:-1], 1), g.new_zeros(*g.shape[:-2], 1, g.shape[-1])
+            scratch = _scratch(g)
+            for g_RC, row_R1, col_1C in _matrices(g, row, col):
+                for at in _blocks(g_RC):
+                    square = _square(g_RC[at], scratch)
+                    torch.sum(square, 1, keepdim=True, out=row_R1[at])
+                    col_1C += square.sum(0, keepdim=True)
+        rows.append(row)
+        cols.append(col)
+    return rows, cols
+
+
+def _factored_squares(params, grads, row_vars, col_vars, means, eps1: float | None) -> Tensor:
+    found = []
+    for p, g, row_var, col_var, mean in zip(params, grads, row_vars, col_vars, means):
+        lowest = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        if not _blocks_well(g, p):
+            found.append(TORCH.factored_squares([p], [g], [row_var], [col_var], [mean], lowest)[0])
+            continue
+        # Sums of blocks in fp64: there may be thousands.
+        of_u = of_p = 0.0
+        scratch = _scratch(g)
+        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var / mean.clamp(min=lowest), col_var):
+            scales = _scales(row_R1, col_1C, lowest)
+            for at in _blocks(g_RC):
+                block = p_RC[at].view(-1)
+                of_p += float(torch.dot(block, block))
+                if scales is None:
+                    u = _clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch).view(-1)
+                    of_u += float(torch.dot(u, u))
+                else:
+                    sums = torch.mv(_square(g_RC[at], scratch), scales[1])
+                    of_u += float(torch.dot(sums, scales[0][at].view(-1)))
+        found.append(torch.tensor([of_u, of_p], dtype=torch.promote_types(p.dtype, torch.float32)))
+    return torch.stack(found)
+
+
+def _apply(
+    params, grads, row_vars, col_vars, means, squares, sizes, eps1, eps2, d, rho, decay, maximize, seed
+) -> None:  # fmt: skip
+    for index, (p, g) in enumerate(zip(params, grads)):
+        lowest = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        if p.ndim < 2 or not _blocks_well(g, p):
+            factors = ([col_vars[index]], [means[index]]) if p.ndim > 1 else ([], [])
+            options = (squares[index : index + 1], [sizes[index]], lowest, eps2, d, rho, decay, maximize, seed)
+            TORCH.apply([p], [g], [row_vars[index]], *factors, *options)
+            continue
+        rms_u, rms_p = (squares[index] / sizes[index]).sqrt().tolist()
+        alpha = max(rms_p, eps2) * rho / max(rms_u / d, 1.0) * (1.0 if maximize else -1.0)
+        scratch = _scratch(g)
+        row_var = row_vars[index] / means[index].clamp(min=lowest)
+        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var, col_vars[index]):
+            scales = _scales(row_R1, col_1C, lowest)
+            if scales is not None:
+                row_scale, col_scale = scales[0].sqrt_().mul_(alpha), scales[1].sqrt_()
+            for at in _blocks(g_RC):
+                block = p_RC[at]
+                if decay != 1.0:
+                    block.mul_(decay)
+                if scales is None:
+                    block.add_(_clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch), alpha=alpha)
+                else:
+                    block.addcmul_(torch.mul(g_RC[at], row_scale[at], out=scratch[: len(block)]), col_scale)
+
+
+BLOCKED = Phases(_row_col_sums, TORCH.update_factors, _factored_squares, TORCH.variance_squares, _apply)
+
+
+def _blocks_well(*tensors: Tensor) -> bool:
+    """Whether the loops over blocks take these tensors of one shape, and win by it."""
+    first = tensors[0]
+    many_small = first.ndim > 2 and first.shape[-2:].numel() < BLOCK_ELEMENTS // 16
+    fine = all(t.is_contiguous() and t.dtype == first.dtype for t in tensors)
+    return fine and first.dtype in (torch.float32, torch.float64) and first.numel() > 0 and not many_small
+
+
+def _matrices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The matrices along the last two dims, of all tensors alike."""
+    return zip(*(t.view(-1, *t.shape[-2:]) for t in tensors), strict=True)
+
+
+def _blocks(x_RC: Tensor) -> Iterator[slice]:
+    rows = _rows_of_block(x_RC.shape[-1])
+    return (slice(start, start + rows) for start in range(0, x_RC.shape[0], rows))
+
+
+def _rows_of_block(num_cols: int) -> int:
+    return max(1, BLOCK_ELEMENTS // num_cols)
+
+
+def _scratch(x: Tensor) -> Tensor:
+    rows, cols = x.shape[-2:]
+    return x.new_empty(min(rows, _rows_of_block(cols)), cols)
+
+
+def _square(g: Tensor, scratch: Tensor) -> Tensor:
+    return torch.mul(g, g, out=scratch[: len(g)])
+
+
+def _scales(row_R1: Tensor, col_1C: Tensor, lowest: float) -> tuple[Tensor, Tensor] | None:
+    """(1 / r [R, 1], 1 / c [C]) whose product is 1 / V; None where V may have to be clamped, or the product overflows.
+
+    NaN compares as false, so it takes the way of the clamp, as in torch.
+    """
+    smallest = torch.stack((row_R1.min(), col_1C.min())).tolist()
+    floor = max(lowest * lowest, torch.finfo(row_R1.dtype).tiny)
+    if smallest[0] * smallest[1] >= floor and min(smallest) > 1e-30:
+        return row_R1.reciprocal(), col_1C.view(-1).reciprocal()
+    return None
+
+
+def _clamped(g: Tensor, row: Tensor, col: Tensor, lowest: float, scratch: Tensor) -> Tensor:
+    """U of a block, in the scratch."""
+    v = torch.mul(row, col, out=scratch[: len(g)])
+    return v.clamp_(min=max(lowest * lowest, torch.finfo(v.dtype).tiny)).rsqrt_().mul_(g)

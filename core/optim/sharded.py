@@ -1,0 +1,336 @@
+"""What optimizers have in common whose update of a parameter needs something of the whole of it: a mean, a norm.
+
+A parameter is a plain tensor, a DTensor (any Shard and Replicate placements, uneven ones too: tensor parallelism,
+FSDP2, both, hybrid shard), or a local tensor with a `core.layout`. A rank keeps the state of the box that it holds, and
+a statistic that is smaller than the parameter (a mean over a dim) lies where the dims that are left lie.
+
+`Reduction` completes partial sums of many tensors over the ranks that hold the other boxes: one message a process group
+for all tensors together, axis after axis. A step with k of them sends k messages a process group, whatever the number
+of parameters.
+
+Every rank that shares parameters must take part in a step with the same of them, also a rank whose shards are empty.
+"""
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate
+
+from core.config import UserError
+from core.layout import Layout, layout_of, tag
+from core.optim.blockwise import dequantize, quantize, scales_shape
+
+CODES, SCALES = "_codes", "_scales"
+"""Endings of the two parts of a state tensor in 8 bits."""
+
+
+def is_signed(name: str) -> bool:
+    """Whether a state tensor in 8 bits has a sign: second moments have none."""
+    return name == "exp_avg"
+
+
+class Reduction:
+    """Sums (or maxima) of many tensors, each over its own process groups, in place.
+
+    parts  (tensor, process groups); tensors without groups stay as they are. On all ranks of a group the same tensors,
+           in the same order
+
+    The first message is on its way when this returns; `wait` returns when all tensors are complete.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Tensor, tuple[ProcessGroup, ...]]], op: Any = dist.ReduceOp.SUM):
+        self._parts = [(tensor, groups) for tensor, groups in parts if groups]
+        self._groups = list(dict.fromkeys(chain.from_iterable(groups for _, groups in self._parts)))
+        self._op = op
+        self._work: dist.Work | None = None
+        self._launch()
+
+    def _launch(self) -> None:
+        """Send the next message that is not empty."""
+        while self._groups and self._work is None:
+            group = self._groups.pop(0)
+            self._members = [tensor for tensor, groups in self._parts if group in groups and tensor.numel()]
+            if self._members:
+                self._message = torch.cat([tensor.flatten() for tensor in self._members])
+                self._work = dist.all_reduce(self._message, self._op, group=group, async_op=True)
+
+    def wait(self) -> None:
+        while self._work is not None:
+            self._work.wait()
+            pieces = self._message.split([tensor.numel() for tensor in self._members])
+            for tensor, piece in zip(self._members, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+            self._work = None
+            self._launch()
+
+
+class Place:
+    """Where a parameter lies in the whole, and over which process groups its sums go; made once a parameter."""
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self._over: dict[tuple[int, ...] | None, tuple[ProcessGroup, ...]] = {}
+
+    def over(self, dims: tuple[int, ...] | None = None) -> tuple[ProcessGroup, ...]:
+        """Groups that complete a sum over `dims` (by default over all elements)."""
+        if dims not in self._over:
+            self._over[dims] = self.layout.groups(dims)
+        return self._over[dims]
+
+    def shaped(self, own_part: Tensor) -> Tensor:
+        """A tensor with the shape of this rank's part: FSDP2 gives one without elements no rows either."""
+        return own_part if own_part.numel() else own_part.new_empty(self.layout.local_shape())
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.layout.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """One parameter in a step, as this rank holds it: local value and gradient, and its state.
+
+    index  among all that have a gradient: the order in which messages hold them, alike on all ranks
+    """
+
+    index: int
+    parameter: Tensor
+    value: Tensor
+    grad: Tensor
+    place: Place
+    state: dict[str, Any]
+
+    def own(self, key: str) -> Tensor:
+        """This rank's part of a state tensor."""
+        return own(self.state[key])
+
+
+@dataclass
+class Batch:
+    """Parameters that one call updates: of one group and dtype, on one device, at one step."""
+
+    options: dict[str, Any]
+    step: int
+    dtype: torch.dtype
+    device: torch.device
+    held: list[Held] = field(default_factory=list)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What state and sums are kept in: fp32, or the parameters' own where that is wider."""
+        return wide_dtype(self.dtype)
+
+
+class ShardedOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer of sharded parameters; its step is a collective of the ranks that share them.
+
+    State dicts are those of torch.optim; `init_state`, `stored` and `restore` are what a checkpoint that is independent
+    of the mesh needs.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]):
+        super().__init__(params, defaults)
+        self._places: dict[Tensor, Place] = {}
+
+    @abstractmethod
+    def _update(self, batches: list[Batch]) -> None:
+        """One step of all parameters that have a gradient; `batch.step` counts from 1."""
+
+    @abstractmethod
+    def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter before its first step, but for its step."""
+
+    def _collapsed(self, parameter: Tensor, key: str) -> tuple[int, ...]:
+        """Dims along which a state tensor has size 1 and the parameter has not."""
+        return ()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step.  closure: reevaluates the model and returns the loss, which is then returned.
+
+        Code under torch.compile breaks its graph here: what there is to fuse is fused, and a graph that has seen the
+        number of the step would be compiled again in the next.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(self._batches())
+        return loss
+
+    def init_state(self) -> None:
+        """Make the state of every parameter that has none, as it is before the first step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._ensure_state(parameter, group)
+
+    def stored(self, parameter: Tensor) -> dict[str, Tensor]:
+        """key -> state tensor of a parameter, each saying where it lies in the whole: what a checkpoint holds."""
+        found, layout, state = {}, self.place(parameter).layout, self.state.get(parameter, {})
+        for key, value in state.items():
+            if key.endswith(CODES):  # values, on the CPU where a checkpoint is written from
+                name = key.removesuffix(CODES)
+                found[name] = tag(dequantize(value, state[name + SCALES], is_signed(name)).cpu(), layout)
+            elif key == "step" or isinstance(value, DTensor):
+                found[key] = value
+            elif not key.endswith(SCALES):
+                found[key] = tag(value, layout.collapsed(self._collapsed(parameter, key)))
+        return found
+
+    def restore(self, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
+        """Take over what was loaded into the tensors that `stored` gave, as far as they are not the state itself."""
+        state = self.state.get(parameter, {})
+        for key in [key for key in state if key.endswith(CODES)]:
+            name = key.removesuffix(CODES)
+            scales = state[name + SCALES]
+            codes, scale_values = quantize(tensors[name].to(scales.device, scales.dtype), is_signed(name))
+            state[key].copy_(codes)
+            scales.copy_(scale_values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but tensors of the state keep a format that is wider than the parameter's, or of integers."""
+        super().load_state_dict(state_dict)
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, parameter in zip(ids, parameters, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if key != "step" and isinstance(value, Tensor):
+                    wide = wide_dtype(value.dtype) if value.is_floating_point() else value.dtype
+                    self.state[parameter][key] = value.to(parameter.device, wide, copy=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._places = {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def place(self, parameter: Tensor) -> Place:
+        """Where a parameter lies in the whole."""
+        found = self._places.get(parameter)
+        if found is None:
+            found = self._places[parameter] = Place(layout_of(parameter))
+        return found
+
+    def _options_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The group that a parameter is in."""
+        return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+
+    def _batches(self) -> list[Batch]:
+        """What has a gradient, its step counted on."""
+        found: dict[tuple, Batch] = {}
+        count = itertools.count()
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self._ensure_state(parameter, group)
+                state["step"] += 1
+                step = int(state["step"])
+                key = (index, step, parameter.dtype, parameter.device)
+                batch = found.setdefault(key, Batch(group, step, parameter.dtype, parameter.device))
+                place = self.place(parameter)
+                value, grad = place.shaped(own(parameter)), place.shaped(_own_grad(parameter))
+                batch.held.append(Held(next(count), parameter, value, grad, place, state))
+        return list(found.values())
+
+    def _ensure_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            if parameter.is_complex():
+                raise UserError(
+                    f"{type(self).__name__} takes no complex parameters; give their real and imaginary part"
+                )
+            with torch.no_grad():
+                state.update({"step": torch.zeros((), dtype=torch.float32)} | self._new_state(parameter, options))
+        return state
+
+    def _zero_blocks(self, parameter: Tensor, name: str) -> dict[str, Tensor]:
+        """A state tensor in 8 bits: codes and scales of this rank's part."""
+        value = self.place(parameter).shaped(own(parameter))
+        scales = value.new_zeros(scales_shape(tuple(value.shape)), dtype=wide_dtype(parameter.dtype))
+        codes = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
+        return {name + CODES: codes, name + SCALES: scales}
+
+    def _zeros(self, parameter: Tensor, dtype: torch.dtype | None = None, collapsed: tuple[int, ...] = ()) -> Tensor:
+        """A state tensor of the parameter's kind, with size 1 along `collapsed`; dtype: by default the wide one."""
+        value, dtype = self.place(parameter).shaped(own(parameter)), dtype or wide_dtype(parameter.dtype)
+        if collapsed:
+            made = value.new_zeros([1 if dim in collapsed else n for dim, n in enumerate(value.shape)], dtype=dtype)
+        else:
+            made = torch.zeros_like(value, dtype=dtype)
+        if not isinstance(parameter, DTensor):
+            return made
+        placements = [
+            Replicate() if getattr(placement, "dim", None) in collapsed else placement
+            for placement in parameter.placements
+        ]
+        shape = torch.Size(self.place(parameter).layout.collapsed(collapsed).shape)
+        stride = torch.empty(shape, device="meta").stride() if collapsed else parameter.stride()
+        return DTensor.from_local(made, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """key -> tensor of a parameter's state in any optimizer, with its layout: what a checkpoint holds of it."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.stored(parameter)
+    found = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor):
+            alike = value.shape == parameter.shape and value.ndim
+            found[key] = tag(value, layout_of(parameter)) if alike else value
+    return found
+
+
+def restore_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Take over what was loaded into the tensors of `state_tensors`."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.restore(parameter, tensors)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """The plain tensor that this rank stores of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _own_grad(parameter: Tensor) -> Tensor:
+    """This rank's part of the gradient, placed as the parameter is."""
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise UserError("sparse gradients are not taken; use sparse=False in the embedding")
+    if not isinstance(parameter, DTensor):
+        return grad
+    if not isinstance(grad, DTensor):
+        raise UserError("a DTensor parameter has a gradient that is a plain tensor; give a DTensor of its placements")
+    if grad.placements != parameter.placements:
+        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+    return grad.to_local()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or the dtype itself where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_options(name: str, **ranges: tuple[Any, bool, str]) -> None:
+    """Raises UserError that names the first option whose value is out of range: option -> (value, fine, allowed)."""
+    for option, (value, fine, allowed) in ranges.items():
+        if not fine:
+            raise UserError(f"{name}: {option}={value}; give {allowed}")
+
+
+def numbers(values: Sequence[Tensor]) -> list[float]:
+    """Scalars of one device as Python numbers, with one wait for it."""
+    return torch.stack(list(values)).tolist() if values else []
