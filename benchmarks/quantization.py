@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apps.llm.config import PretrainConfig
 from apps.llm.corpus import prepare
 from apps.llm.demo import num_ranks
 from apps.llm.model import find_model
@@ -38,7 +39,7 @@ from apps.llm.pretrain import main as pretrain
 from apps.llm.recipes import RECIPES
 from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
-from core.config import UserError, parse, run_command
+from core.config import UserError, as_json, parse, run_command
 from core.data import EvalBatches
 from core.models import SHAPES, Decoder, DecoderConfig, initialise, save_pretrained
 from core.quant import QuantizedWeight, Scheme, quantize, quantize_folder, stored_bytes
@@ -134,15 +135,25 @@ def trained(family: str, size: Size) -> tuple[Decoder, list[dict[str, Tensor]]]:
     argv = ["--recipe", size.recipe, *FAMILIES[family], *size.options, f"--out={out}", "--no-hf"]
     config = parse(RECIPES, argv, "llm pretrain", default="debug")
     ranks = num_ranks(config.data.global_batch) if config.steps > 20 else 1  # each starts for seconds
-    shutil.rmtree(out, ignore_errors=True)
-    if code := pretrain([*argv, f"--nproc={ranks}"]):
-        raise UserError(f"llm pretrain ended with exit code {code}; no result")
+    if not _is_trained(out, config):
+        shutil.rmtree(out, ignore_errors=True)
+        if code := pretrain([*argv, f"--nproc={ranks}"]):
+            raise UserError(f"llm pretrain ended with exit code {code}; no result")
     corpus = prepare(config.data, out.parent / "corpora")
     if corpus.heldout is None:
         raise UserError(f"no document of {config.data.path} is held out; nothing to evaluate on")
     batches = EvalBatches(corpus.heldout, config.data.sequence_length, 8)
     steps = min(batches.num_batches, -(-size.num_sequences // 8))
     return find_model(out).load(torch.float32), [batches.batch(step, 0, 1) for step in range(steps)]
+
+
+def _is_trained(run: Path, config: PretrainConfig) -> bool:
+    """Whether an earlier benchmark left this very run, finished."""
+    if not (run / "summary.json").exists():
+        return False
+    before, now = json.loads((run / "config.json").read_text()), as_json(config)
+    ended = json.loads((run / "summary.json").read_text())["step"] == config.steps
+    return ended and all(before[name] == now[name] for name in now if name != "nproc")
 
 
 @torch.no_grad()
