@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apps.llm.config import PretrainConfig
 from apps.llm.corpus import prepare
 from apps.llm.demo import num_ranks
 from apps.llm.model import find_model
@@ -38,10 +39,10 @@ from apps.llm.pretrain import main as pretrain
 from apps.llm.recipes import RECIPES
 from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
-from core.config import UserError, parse, run_command
+from core.config import UserError, as_json, parse, run_command
 from core.data import EvalBatches
 from core.models import SHAPES, Decoder, DecoderConfig, initialise, save_pretrained
-from core.quant import QuantizedWeight, Scheme, quantize, quantize_folder, stored_bytes
+from core.quant import QuantizedWeight, Scheme, pack, quantize, quantize_folder, stored_bytes
 
 FAMILIES = {
     "OPT": ("--model.family=opt", "--model.position_offset=2", "--model.activation=relu"),
@@ -76,18 +77,20 @@ FULL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=1500"), 400, SHAPES["
 class Way:
     """A scheme as it is compared.
 
-    naive  inputs are rounded with one scale for the whole batch before they meet int8 weights
+    naive   inputs are rounded with one scale for the whole batch before they meet int8 weights
+    packed  by torch's packed kernel, with inputs and results in bf16, as 4-bit weights are served on a CPU
     """
 
     label: str
     scheme: Scheme
     everything: bool = True
     naive: bool = False
+    packed: bool = False
 
-    def applied(self, model: Decoder) -> Decoder:
+    def applied(self, model: Decoder) -> nn.Module:
         model = copy.deepcopy(model)
         quantize(model, self.scheme, **(EVERYTHING if self.everything else {}))
-        return model
+        return pack(model) if self.packed else model
 
 
 WAYS = (
@@ -97,6 +100,7 @@ WAYS = (
     Way("llm.int8", Scheme("llm.int8")),
     Way("int4 group 32", Scheme("int4", 32)),
     Way("int4 group 64", Scheme("int4", 64)),
+    Way("int4 group 64, packed", Scheme("int4", 64), packed=True),
     Way("int4 group 64, layers only", Scheme("int4", 64), everything=False),
     Way("int4 group 64, symmetric", Scheme("int4", 64, True)),
     Way("int4 group 128", Scheme("int4", 128)),
@@ -134,15 +138,25 @@ def trained(family: str, size: Size) -> tuple[Decoder, list[dict[str, Tensor]]]:
     argv = ["--recipe", size.recipe, *FAMILIES[family], *size.options, f"--out={out}", "--no-hf"]
     config = parse(RECIPES, argv, "llm pretrain", default="debug")
     ranks = num_ranks(config.data.global_batch) if config.steps > 20 else 1  # each starts for seconds
-    shutil.rmtree(out, ignore_errors=True)
-    if code := pretrain([*argv, f"--nproc={ranks}"]):
-        raise UserError(f"llm pretrain ended with exit code {code}; no result")
+    if not _is_trained(out, config):
+        shutil.rmtree(out, ignore_errors=True)
+        if code := pretrain([*argv, f"--nproc={ranks}"]):
+            raise UserError(f"llm pretrain ended with exit code {code}; no result")
     corpus = prepare(config.data, out.parent / "corpora")
     if corpus.heldout is None:
         raise UserError(f"no document of {config.data.path} is held out; nothing to evaluate on")
     batches = EvalBatches(corpus.heldout, config.data.sequence_length, 8)
     steps = min(batches.num_batches, -(-size.num_sequences // 8))
     return find_model(out).load(torch.float32), [batches.batch(step, 0, 1) for step in range(steps)]
+
+
+def _is_trained(run: Path, config: PretrainConfig) -> bool:
+    """Whether an earlier benchmark left this very run, finished."""
+    if not (run / "summary.json").exists():
+        return False
+    before, now = json.loads((run / "config.json").read_text()), as_json(config)
+    ended = json.loads((run / "summary.json").read_text())["step"] == config.steps
+    return ended and all(before[name] == now[name] for name in now if name != "nproc")
 
 
 @torch.no_grad()
@@ -270,7 +284,7 @@ def memory(shape: DecoderConfig, scheme: Scheme) -> Row:
             "of fp32": Number(100 * stored / plain_bytes, "%"),
             "largest tensor": Number(largest, "bytes"),
             "peak, quantizing while loading": Number(while_quantizing, "bytes resident"),
-            "peak, by memory map": Number(mapped, "bytes resident"),
+            "peak, loading the quantized folder": Number(mapped, "bytes resident"),
         },
     )
 

@@ -13,6 +13,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,13 @@ class Weights(Mapping[str, Tensor]):
         self._tensors: dict[str, Tensor] = {}
         self._files: dict[str, Path] = {}
         for path, promised in _files(self.folder, _STEMS if stem is None else ((stem, ".safetensors"),)):
-            tensors = _open(path)
-            lacking = [name for name in promised or () if name not in tensors]
+            tensors = _open(path) if hold else {}
+            names = list(tensors) if hold else _names(path)
+            lacking = sorted(set(promised or ()) - set(names))
             if lacking:
                 raise UserError(f"{path} lacks {_some(lacking)}, which the index promises; copy the folder again")
-            self._files |= dict.fromkeys(tensors, path)
-            if hold:
-                self._tensors |= tensors
+            self._files |= dict.fromkeys(names, path)
+            self._tensors |= tensors
 
     def __getitem__(self, name: str) -> Tensor:
         held = self._tensors.get(name)
@@ -99,17 +100,31 @@ def _sharded(index: Path) -> list[tuple[Path, list[str] | None]]:
 
 def _open(path: Path, only: str | None = None) -> dict[str, Tensor]:
     """All tensors of a file, or only one of them."""
-    try:
+    with _explained(path):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt", device="cpu") as file:  # tensors keep the mapping alive
                 return {name: file.get_tensor(name) for name in (file.keys() if only is None else (only,))}
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is truncated or not a file of weights ({reason}); copy it again") from error
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise UserError(f"{path} holds something else than tensors by name; convert it to safetensors")
     return loaded
+
+
+def _names(path: Path) -> list[str]:
+    """Of a file's tensors, of which nothing is mapped."""
+    if path.suffix != ".safetensors":
+        return list(_open(path))
+    with _explained(path), safe_open(path, framework="pt", device="cpu") as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is truncated or not a file of weights ({reason}); copy it again") from error
 
 
 def _some(names: Iterable[str]) -> str:

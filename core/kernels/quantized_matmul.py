@@ -44,12 +44,13 @@ def quantize_int8(w_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(
-    w_OI: Tensor, group: int = 128, symmetric: bool = True, scale_dtype: torch.dtype = torch.float32
+    w_OI: Tensor, group: int = 128, symmetric: bool = True, scale_bits: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """uint8 [O, G group / 2] as packed above, scales [O, G], and uint8 zeros [O, G] or None where symmetric.
 
     Symmetric: -7 .. 7 times the scale. Otherwise 16 steps from the smallest element (or 0) to the largest (or 0).
-    The scale is rounded to its dtype first, and the weights to steps of that.
+    scale_bits  round scales up to so many significant bits, at most 8, before weights are rounded to steps of them: the
+                scales are then bf16. With 5 of them a scale times a zero is a bf16, too. None: fp32
     """
     if group not in GROUPS:
         raise ValueError(f"quantize_int4: groups of {group} columns; use one of {GROUPS}")
@@ -57,11 +58,11 @@ def quantize_int4(
     G = -(-I // group)
     w_OGK = torch.nn.functional.pad(w_OI.float(), (0, G * group - I)).view(O, G, group)
     if symmetric:
-        scale_OG = _positive((w_OGK.abs().amax(2) / 7).to(scale_dtype))
+        scale_OG = _scale(w_OGK.abs().amax(2) / 7, scale_bits)
         zero_OG, codes = None, (w_OGK / scale_OG[..., None].float()).round_() + 8
     else:
         low_OG, high_OG = w_OGK.amin(2).clamp_(max=0), w_OGK.amax(2).clamp_(min=0)
-        scale_OG = _positive(((high_OG - low_OG) / 15).to(scale_dtype))
+        scale_OG = _scale((high_OG - low_OG) / 15, scale_bits)
         zero_OG = (-low_OG / scale_OG.float()).round_().clamp_(0, 15)
         codes = (w_OGK / scale_OG[..., None].float()).round_() + zero_OG[..., None]
         zero_OG = zero_OG.to(torch.uint8)
@@ -87,8 +88,12 @@ def dequantize_int4(
     return (codes * scale_OG[..., None].to(wide)).view(O, -1)[:, :columns].to(dtype)
 
 
-def _positive(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, 1.0)
+def _scale(scale: Tensor, bits: int | None) -> Tensor:
+    scale = torch.where(scale > 0, scale, 1.0)
+    if bits is None:
+        return scale
+    mantissa, exponent = torch.frexp(scale)  # 0.5 <= mantissa < 1
+    return torch.ldexp((mantissa * 2**bits).ceil_(), exponent - bits).to(torch.bfloat16)
 
 
 def int8_matmul(x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:

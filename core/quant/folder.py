@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.quant.packed import pack
 from core.quant.quantize import Chosen, choose, parameter_holders, put, quantized, scheme_of
 from core.quant.scheme import Scheme
 from core.quant.weight import QuantizedWeight
@@ -137,10 +138,14 @@ def load_quantized(
     skip: Iterable[str] = (),
     architecture: Architecture | None = None,
     device: torch.device | str = "cpu",
+    packed: bool | None = None,
 ) -> nn.Module:
     """The module of a quantized folder; on the CPU its weights are the mapped files, so that it is there at once.
 
     scheme, …  for a folder of plain weights: quantize while loading, holding the quantized model and one tensor
+    packed     give 4-bit weights on a CPU their packed form where that is faster, which rounds inputs to bf16: see
+               `pack`. By default those of a quantized folder, where that form is then what is in memory; while
+               quantizing both would be
 
     Returns it for inference: in eval mode, nothing requires gradients. Raises UserError for a folder that is foreign,
     truncated or incomplete, for one that is not quantized where no scheme is given, and for a scheme where it is.
@@ -157,6 +162,8 @@ def load_quantized(
         stream = _quantizing(model, tensors, found, scheme, lambda name, num_bytes: None)
     _fill(model, stream, device)
     _check_whole(model, folder)
+    if packed if packed is not None else scheme is None:
+        pack(model, None if scheme is not None else lambda name, weight: _map_again(folder, name, weight))
     return model.eval()
 
 
@@ -262,7 +269,7 @@ def _checked(folder: Path) -> Path:
 
 def _stored(model: nn.Module, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a quantized folder, checked against the module; views of its files."""
-    described, weights = _described(folder), Weights(folder, _STEM)
+    described, weights = _described(folder), Weights(folder, _STEM, hold=False)
     used = set()
     for name, parameter in _state(model):
         parts = _part_shapes(described[name]) if name in described else {"": (parameter.dtype, tuple(parameter.shape))}
@@ -271,11 +278,9 @@ def _stored(model: nn.Module, folder: Path) -> Iterator[tuple[str, Tensor]]:
             key = f"{name}.{part}" if part else name
             if key not in weights:
                 raise UserError(f"{folder} lacks {key}; it was made from another model, or quantize it again")
-            if tuple(weights[key].shape) != shape or (part and weights[key].dtype != dtype):
-                raise UserError(
-                    f"{folder}: {key} is {_form(weights[key])}, and should be {list(shape)}; quantize again"
-                )
-            found[part] = weights[key]
+            found[part] = tensor = weights[key]
+            if tuple(tensor.shape) != shape or (part and tensor.dtype != dtype):
+                raise UserError(f"{folder}: {key} is {_form(tensor)}, and should be {list(shape)}; quantize again")
         used |= {f"{name}.{part}" if part else name for part in parts}
         yield name, found[""] if "" in found else _assembled(described[name], found, name, parameter, folder)
     if unknown := [key for key in weights if key not in used]:
@@ -340,6 +345,11 @@ def _fill(model: nn.Module, stream: Iterator[tuple[str, Tensor]], device: torch.
             prefix, _, attribute = name.rpartition(".")
             modules[prefix]._buffers[attribute] = value.to(device)
         del value
+
+
+def _map_again(folder: Path, name: str, weight: QuantizedWeight) -> None:
+    """Codes that were read for packing leave memory: they are mapped anew, and read no more."""
+    weight.codes = Weights(folder, _STEM, hold=False)[f"{name}.codes"]
 
 
 def _check_whole(model: nn.Module, folder: Path) -> None:

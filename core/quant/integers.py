@@ -2,7 +2,7 @@
 
 A row of x becomes one or more rows of small integers q with a factor f each, x[m] = sum_p f[p, m] q[p, m]:
 
-    int8      three: the row in 127 steps of its largest element, and what that leaves in steps of 1/128 and 1/128^2
+    int8      three: the row in 127 * 2^14 steps of its largest element, in digits of 7 bits
     w8a8      one: the row in 127 steps of its largest element
     llm.int8  one for the elements up to the threshold; three, as for int8, for those above it
 
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from core.quant.weight import QuantizedWeight
 
-_DIGIT = 128.0
+_STEPS = 127 * 2**14
+_SHIFTS = torch.tensor([14, 7, 0], dtype=torch.int32, device="cpu")[:, None, None]
+_MEASURED_CHANNELS = 4096
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
 _EXACT_COLUMNS = 1024
 
@@ -50,31 +52,35 @@ def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -
     return y_MO.to(x.dtype).view(*x.shape[:-1], y_MO.shape[1])
 
 
-def _steps(x_MI: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows in steps of a 127th of their largest element, not yet rounded, and that step [M, 1]."""
-    largest_M1 = torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True)
-    largest_M1 = largest_M1.masked_fill_(largest_M1 == 0, 1.0)
-    return x_MI * 127 / largest_M1, largest_M1 / 127
+def _largest(x_MI: Tensor) -> Tensor:
+    """The largest element of each row in absolute value, [M, 1]; not 0."""
+    return torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True).clamp_(min=1e-30)
 
 
 def _rounded(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
     """x rounded by rows, with the codes: [M, O], without the weight's scale."""
-    steps_MI, step_M1 = _steps(x_MI)
-    return _exact(steps_MI.round_(), weight.codes, weight).float().mul_(step_M1)
+    largest_M1 = _largest(x_MI)
+    q_MI = (x_MI * 127).div_(largest_M1).round_()
+    return _exact(q_MI, weight.codes, lambda: weight.row_sums, len(q_MI)).float().mul_(largest_M1.div_(127))
 
 
 def _by_digits(x_MI: Tensor, weight: QuantizedWeight, columns: Tensor | None = None) -> Tensor:
-    """x with the codes (or some columns of them, those that x holds): [M, O], without the weight's scale."""
-    steps_MI, step_M1 = _steps(x_MI)
-    digits_PMI = x_MI.new_empty(3, *x_MI.shape)
-    for digit_MI in digits_PMI:
-        torch.round(steps_MI, out=digit_MI)
-        steps_MI = steps_MI.sub_(digit_MI).mul_(_DIGIT)
-    codes = weight.codes if columns is None else weight.codes[:, columns]
-    sums_PMO = _exact(digits_PMI.flatten(0, 1), codes, weight if columns is None else None).view(3, len(x_MI), -1)
-    y_MO = sums_PMO[2].float() / _DIGIT
-    y_MO = y_MO.add_(sums_PMO[1]).div_(_DIGIT).add_(sums_PMO[0])
-    return y_MO.mul_(step_M1)
+    """x with the codes (or some columns of them, those that x holds): [M, O], without the weight's scale.
+
+    The two lower digits are 0 .. 127, the highest has the sign.
+    """
+    largest_M1, rows = _largest(x_MI), len(x_MI)
+    steps_MI = (x_MI * (_STEPS / largest_M1)).round_().to(torch.int32)
+    digits_PMI = steps_MI[None] >> _SHIFTS
+    digits_PMI[1:] &= 127
+    codes_OI = weight.codes if columns is None else weight.codes[:, columns]
+
+    def sums_O() -> Tensor:
+        return weight.row_sums if columns is None else codes_OI.sum(1, dtype=torch.int32)
+
+    high_MO, middle_MO, y_MO = _exact(digits_PMI.flatten(0, 1), codes_OI, sums_O, rows).float().view(3, rows, -1)
+    y_MO = y_MO.add_(middle_MO, alpha=2**7).add_(high_MO, alpha=2**14)  # powers of two: no rounding before the sums
+    return y_MO.mul_(largest_M1.div_(_STEPS))
 
 
 def _outliers(x_MI: Tensor, apart_MI: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -86,43 +92,40 @@ def _outliers(x_MI: Tensor, apart_MI: Tensor, weight: QuantizedWeight) -> Tensor
 # --- the product of integers ------------------------------------------------------------------------------------------
 
 
-def _exact(q_RI: Tensor, codes_OI: Tensor, weight: QuantizedWeight | None) -> Tensor:
-    """q codes^T for integers q within +-127 that stand as floats: int32 [R, O].
+def _exact(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
+    """q codes^T, exactly: int32 [R, O]. q holds integers within +-127, of any format, and is lost.
 
-    weight  whose codes these are; None for a selection of columns
+    sums_O      the sums of the codes, if they are needed
+    num_signed  the first so many rows may hold negative ones
     """
     rows, columns = q_RI.shape
-    if columns < 16:  # _int_mm is slow or wrong there
-        return _by_floats(q_RI, codes_OI)
-    name = fastest(len(codes_OI), columns, rows)
-    if name == "unsigned":
-        sums = codes_OI.sum(1, dtype=torch.int32) if weight is None else weight.row_sums
-        return _by_unsigned(q_RI, codes_OI, sums)
-    return _KERNELS[name](q_RI, codes_OI)
+    # _int_mm is slow or wrong for few columns
+    name = "floats" if columns < 16 else fastest(len(codes_OI), columns, rows)
+    return _KERNELS[name](q_RI, codes_OI, sums_O, num_signed)
 
 
-def _by_signed(q_RI: Tensor, codes_OI: Tensor) -> Tensor:
+Kernel = Callable[[Tensor, Tensor, Callable[[], Tensor], int], Tensor]
+
+
+def _by_signed(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
     return torch._int_mm(q_RI.to(torch.int8), codes_OI.T)
 
 
-def _by_unsigned(q_RI: Tensor, codes_OI: Tensor, sums_O: Tensor | None = None) -> Tensor:
-    """VNNI multiplies unsigned by signed bytes: 128 is added to q, and 128 times the codes' sums taken off again."""
-    sums_O = codes_OI.sum(1, dtype=torch.int32) if sums_O is None else sums_O
-    return torch._int_mm((q_RI + 128).to(torch.uint8), codes_OI.T).sub_(sums_O, alpha=128)
+def _by_unsigned(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
+    """VNNI multiplies unsigned by signed bytes: 128 is added to signed rows, 128 times the codes' sums taken off."""
+    q_RI[:num_signed] += 128
+    y_RO = torch._int_mm(q_RI.to(torch.uint8), codes_OI.T)
+    y_RO[:num_signed].sub_(sums_O(), alpha=128)
+    return y_RO
 
 
-def _by_floats(q_RI: Tensor, codes_OI: Tensor) -> Tensor:
+def _by_floats(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
     """fp32 products of pieces whose sums are exact, added up in fp64."""
-    pieces = zip(q_RI.split(_EXACT_COLUMNS, 1), codes_OI.split(_EXACT_COLUMNS, 1))
-    products = [q @ codes.to(q.dtype).T for q, codes in pieces]
-    return torch.stack(products).sum(0, dtype=torch.float64).to(torch.int32)
+    pieces = zip(q_RI.float().split(_EXACT_COLUMNS, 1), codes_OI.split(_EXACT_COLUMNS, 1))
+    return torch.stack([q @ codes.float().T for q, codes in pieces]).sum(0, dtype=torch.float64).to(torch.int32)
 
 
-_KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "signed": _by_signed,
-    "unsigned": _by_unsigned,
-    "floats": _by_floats,
-}
+_KERNELS: dict[str, Kernel] = {"signed": _by_signed, "unsigned": _by_unsigned, "floats": _by_floats}
 
 
 def fastest(num_channels: int, num_columns: int, rows: int) -> str:
@@ -135,33 +138,33 @@ def _measured(num_channels: int, num_columns: int, rows: int, num_threads: int) 
     names = exact_kernels()
     if len(names) == 1:
         return names[0]
-    q_RI = torch.full((rows, num_columns), 3.0)
-    codes_OI = torch.full((num_channels, num_columns), 5, dtype=torch.int8)
-    return min(names, key=lambda name: _seconds(_KERNELS[name], q_RI, codes_OI))
+    codes_OI = torch.full((min(num_channels, _MEASURED_CHANNELS), num_columns), 5, dtype=torch.int8, device="cpu")
+    sums_O, q_RI = codes_OI.sum(1, dtype=torch.int32), torch.full((rows, num_columns), 3.0, device="cpu")
 
+    def seconds(name: str) -> float:
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            _KERNELS[name](q_RI.fill_(3.0), codes_OI, lambda: sums_O, rows)
+            taken.append(time.perf_counter() - start)
+        return min(taken)
 
-def _seconds(kernel: Callable[[Tensor, Tensor], Tensor], q_RI: Tensor, codes_OI: Tensor) -> float:
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        kernel(q_RI, codes_OI)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(names, key=seconds)
 
 
 @cache
 def exact_kernels() -> tuple[str, ...]:
     """The kernels of integers that do not saturate on this CPU; fp32 products where there is none."""
+    return tuple(name for name in ("signed", "unsigned") if _is_exact(_KERNELS[name])) or ("floats",)
+
+
+def _is_exact(kernel: Kernel) -> bool:
     codes_OI = torch.full((16, 64), 127, dtype=torch.int8)
     codes_OI[1::2, ::2] = -127
     q_RI = torch.full((16, 64), 127.0)
     q_RI[1::2] = -127.0
     expected = q_RI.double() @ codes_OI.double().T
-    return tuple(n for n in ("signed", "unsigned") if _is_exact(_KERNELS[n], q_RI, codes_OI, expected)) or ("floats",)
-
-
-def _is_exact(kernel: Callable[[Tensor, Tensor], Tensor], q_RI: Tensor, codes_OI: Tensor, expected: Tensor) -> bool:
     try:
-        return bool((kernel(q_RI, codes_OI) == expected).all())
+        return bool((kernel(q_RI, codes_OI, lambda: codes_OI.sum(1, dtype=torch.int32), 16) == expected).all())
     except RuntimeError:  # not offered by this torch for these formats
         return False

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core.kernels.quantized_matmul import int4_matmul, int8_dynamic_matmul, int8_matmul
 from core.quant.integers import integer_product
+from core.quant.packed import packed_product
 from core.quant.weight import FUNCTIONS, Function, QuantizedWeight
 
 # Rows of the weight that are widened at a time in the backward.
@@ -96,6 +97,8 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> T
 
 def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     scheme = weight.scheme
+    if weight.packed is not None and x.dtype in _BY_INTEGERS and x.numel() > 0:
+        return packed_product(x, weight, bias)
     if scheme.name == "int4":
         return int4_matmul(x, weight.codes, weight.scale, weight.zero, bias, group=scheme.group_size)
     if x.device.type == "cpu" and x.dtype in _BY_INTEGERS and x.numel() > 0:

@@ -8,7 +8,7 @@ So a parameter keeps its name, shape and dtype, modules and their forwards stay 
 stay one tensor. Storage is by output channels, whatever the layer:
 
     codes  int8 [O, I], or uint8 [O, G group / 2] with two 4-bit codes a byte, as `core.kernels.quantized_matmul` packs
-    scale  fp32 [O]; for 4 bits bf16 [O, G], to which the codes are chosen
+    scale  fp32 [O]; for 4 bits bf16 [O, G], where there are zeros with 5 significant bits: see `core.quant.packed`
     zero   uint8 [O, G], only for 4 bits that are not symmetric
 
 Shapes: O output channels, I inputs of each (kernel positions included), G groups of them.
@@ -68,6 +68,7 @@ class QuantizedWeight(Tensor):
         transposed: bool = False,
     ):
         self.scheme, self.codes, self.scale, self.zero, self.transposed = scheme, codes, scale, zero, transposed
+        self.packed: Any = None  # another form of the same, for the products of `core.quant.packed`
         self._row_sums: Tensor | None = None
 
     # --- what it stands for -------------------------------------------------------------------------------------------
@@ -127,12 +128,16 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0].mapped(lambda part: part)
+            same = args[0].mapped(lambda part: part)
+            same.packed = args[0].packed
+            return same
         if func is torch.ops.aten.clone.default:
             return args[0].mapped(torch.clone)
         if func is torch.ops.aten._to_copy.default and (kwargs.get("dtype") or torch.float32).is_floating_point:
             device, waits = kwargs.get("device") or args[0].device, not kwargs.get("non_blocking", False)
-            return args[0].mapped(lambda part: part.to(device, non_blocking=not waits), kwargs.get("dtype"))
+            moved = args[0].mapped(lambda part: part.to(device, non_blocking=not waits), kwargs.get("dtype"))
+            moved.packed = args[0].packed if moved.device == args[0].device else None
+            return moved
         if func._schema.is_mutable and isinstance(args[0], QuantizedWeight):
             raise TypeError(f"{func} would write to a quantized weight; quantize again from the weights to change it")
         args, kwargs = tree_map(_plain, (args, kwargs))
@@ -147,7 +152,9 @@ class QuantizedWeight(Tensor):
         return QuantizedWeight(scheme, parts["codes"], parts["scale"], parts.get("zero"), shape, dtype, transposed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = copy = _as_before(self, self.mapped(torch.clone))
+        copy = self.mapped(torch.clone)
+        copy.packed = self.packed
+        memo[id(self)] = copy = _as_before(self, copy)
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -199,7 +206,7 @@ def _rounded(matrix_OI: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor 
     if not bool(matrix_OI.isfinite().all()):
         raise ValueError("holds values that are not finite")
     if scheme.name == "int4":
-        return quantize_int4(matrix_OI, scheme.group_size, scheme.symmetric, torch.bfloat16)
+        return quantize_int4(matrix_OI, scheme.group_size, scheme.symmetric, 8 if scheme.symmetric else 5)
     return *quantize_int8(matrix_OI), None
 
 

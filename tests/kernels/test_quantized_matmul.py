@@ -88,14 +88,21 @@ def test_outliers_of_one_row_do_not_change_another(kernels: bool) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_int4_weights_in_steps_of_a_scale_of_16_bits(symmetric: bool) -> None:
-    """The codes are chosen to the rounded scale: no element is further off than its half step, and a clipped end."""
-    w_OI = normal(7, 256)
-    packed, scale_OG, zero_OG = quantize_int4(w_OI, 64, symmetric, torch.bfloat16)
+@pytest.mark.parametrize("bits", [5, 8])
+def test_int4_scales_of_few_bits(bits: int, symmetric: bool) -> None:
+    """Codes are chosen to the rounded scale, and no end is clipped; 5 bits leave room for a product with a zero."""
+    w_OI = normal(7, 256) * torch.logspace(-30, 20, 7)[:, None].to(DEVICE)
+    packed, scale_OG, zero_OG = quantize_int4(w_OI, 64, symmetric, bits)
+    _, wide_OG, _ = quantize_int4(w_OI, 64, symmetric)
     assert scale_OG.dtype == torch.bfloat16
+    assert bool((scale_OG.float() >= wide_OG).all())
+    assert bool((scale_OG.float() <= (1 + 2.0 ** (1 - bits)) * wide_OG).all())
     step_OI = scale_OG.float().repeat_interleave(64, 1)
     error_OI = (dequantize_int4(packed, scale_OG, zero_OG, 256) - w_OI).abs()
-    assert bool((error_OI <= (0.51 if symmetric else 1.06) * step_OI).all())
+    assert bool((error_OI <= (0.501 if symmetric else 1.001) * step_OI).all())
+    for zero in range(9):
+        shift_OG = zero * scale_OG.float()
+        assert bits == 8 or torch.equal(shift_OG.bfloat16().float(), shift_OG)
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -1,0 +1,116 @@
+"""Products with 4-bit weights on a CPU by torch's packed kernel, for inference.
+
+`torch._weight_int4pack_mm_for_cpu` keeps the weights in 4 bits in its own order and is the only one of torch's that
+multiplies by them at the speed of memory, but only for inputs and results in bf16: other formats fall to a scalar
+loop. So inputs of packed layers are rounded to bf16, and so are results, in any model; sums are in fp32.
+Weights are not rounded again: the kernel takes (code - 8) scale + shift with a bf16 scale and shift, and the scales of
+`core.quant.weight` have so few bits that shift = (8 - zero) scale is exact.
+
+Each token's sums run in the same order in a batch of any size.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.kernels.quantized_matmul import int4_matmul
+from core.quant.quantize import parameter_holders
+from core.quant.scheme import Scheme
+from core.quant.weight import QuantizedWeight
+
+_ROWS = 16
+"""The kernel's tiles have so many output channels."""
+_SLAB = 1024
+_INNER_TILES = 2
+
+
+@dataclass(frozen=True)
+class Packed:
+    """codes uint8 [O', I' / 2], O and I filled up to whole tiles and groups; scale_shift bf16 [G, O', 2]."""
+
+    codes: Tensor
+    scale_shift: Tensor
+
+
+def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None = None) -> nn.Module:
+    """Give the 4-bit weights of a model on a CPU their packed form, where that is faster here. Returns the model.
+
+    It is as large as the stored one, which stays for saving and for looking rows up. Weights that are only looked up
+    (embeddings) are left. From then on inputs of packed layers are rounded to bf16.
+
+    done  told the name of each weight that is packed, and the weight
+    """
+    for name, holders in parameter_holders(model).items():
+        weight = model.get_parameter(name)
+        multiplied = any(not isinstance(module, nn.Embedding) for module, _ in holders)
+        if not isinstance(weight, QuantizedWeight) or not multiplied or weight.packed is not None or not _can(weight):
+            continue
+        if _is_faster(*weight.codes.shape, weight.scheme.group_size):
+            weight.packed = packed(weight)
+            if done is not None:
+                done(name, weight)
+    return model
+
+
+def _can(weight: QuantizedWeight) -> bool:
+    flat = weight.ndim == 2 and weight.codes.device.type == "cpu"
+    return weight.scheme.name == "int4" and flat and weight.codes.numel() > 0
+
+
+def packed(weight: QuantizedWeight) -> Packed:
+    """The packed form, made some rows at a time."""
+    group, (rows, groups) = weight.scheme.group_size, weight.scale.shape
+    pieces = []
+    for start in range(0, rows, _SLAB):
+        nibbles = weight.codes[start : start + _SLAB].view(-1, groups, group // 2)
+        codes_OI = torch.cat((nibbles & 15, nibbles >> 4), 2).flatten(1).to(torch.int32)
+        codes_OI = F.pad(codes_OI, (0, 0, 0, -len(codes_OI) % _ROWS))
+        pieces.append(torch._convert_weight_to_int4pack_for_cpu(codes_OI, _INNER_TILES))
+    scale_OG = F.pad(weight.scale, (0, 0, 0, -rows % _ROWS))
+    shift_OG = torch.zeros_like(scale_OG)
+    if weight.zero is not None:
+        shift_OG[:rows] = (8 - weight.zero.float()) * weight.scale.float()
+    return Packed(torch.cat(pieces), torch.stack((scale_OG, shift_OG), 2).transpose(0, 1).contiguous())
+
+
+def packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x [.., I], rounded to bf16, with a packed weight: [.., O] in x's dtype."""
+    form: Packed = weight.packed
+    x_MI = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    if filling := weight.scheme.group_size * len(form.scale_shift) - x_MI.shape[1]:
+        x_MI = F.pad(x_MI, (0, filling))
+    y_MO = torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, weight.scheme.group_size, form.scale_shift)
+    y_MO = y_MO[:, : len(weight.codes)].to(x.dtype)
+    if bias is not None:
+        y_MO = y_MO + bias.to(x.dtype)
+    return y_MO.view(*x.shape[:-1], y_MO.shape[1])
+
+
+@cache
+def _is_faster(rows: int, width: int, group: int) -> bool:
+    """Whether the packed kernel beats widening for one token, measured on as many rows as tell."""
+    rows = min(rows, 2048)
+    codes = torch.zeros(rows, width, dtype=torch.uint8)
+    scale = torch.ones(rows, 2 * width // group, dtype=torch.bfloat16)
+    weight = QuantizedWeight(Scheme("int4", group, True), codes, scale, None, (rows, 2 * width), torch.float32)
+    x_MI = torch.ones(1, 2 * width)
+    try:
+        weight.packed = packed(weight)
+        taken = _seconds(lambda: packed_product(x_MI, weight, None))
+    except RuntimeError:  # this torch or this CPU does not offer it
+        return False
+    return taken < _seconds(lambda: int4_matmul(x_MI, codes, scale, group=group))
+
+
+def _seconds(call: Callable[[], Tensor]) -> float:
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken)

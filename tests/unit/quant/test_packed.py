@@ -1,0 +1,93 @@
+"""The packed form of 4-bit weights on a CPU: the same weights exactly, inputs and results in bf16."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core.quant import QuantizedWeight, Scheme, load_quantized, pack, quantize, quantize_folder
+from core.quant.packed import packed
+from core.quant.weight import quantized_weight
+from tests.unit.quant.models import decoder, saved, tokens
+
+SCHEMES = [Scheme("int4", group, symmetric) for group in (32, 64, 128) for symmetric in (True, False)]
+
+
+def packed_weight(rows: int, columns: int, scheme: Scheme) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(0)
+    weight = quantized_weight(torch.randn(rows, columns, generator=generator) + 0.3, scheme)
+    weight.packed = packed(weight)
+    return weight
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_the_weights_are_the_same_bits(scheme: Scheme) -> None:
+    """Through rows of the identity each weight comes out, rounded to bf16 once; shapes that fill no tile or group."""
+    for rows, columns in ((48, 256), (37, 100), (1, 1), (2100, 40)):
+        weight = packed_weight(rows, columns, scheme)
+        found = F.linear(torch.eye(columns), weight)
+        assert torch.equal(found, weight.matrix().T.bfloat16().float()), (rows, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products(dtype: torch.dtype) -> None:
+    weight, x, bias = (
+        packed_weight(37, 200, Scheme("int4")),
+        torch.randn(3, 5, 200).to(dtype),
+        torch.randn(37).to(dtype),
+    )
+    found = F.linear(x, weight, bias)
+    wanted = x.bfloat16().double() @ weight.matrix(dtype=torch.float64).T + bias.double()
+    assert (found.dtype, found.shape) == (dtype, (3, 5, 37))
+    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < 2**-8
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    weight, x = packed_weight(64, 192, Scheme("int4")), torch.randn(130, 192)
+    alone = torch.cat([F.linear(row[None], weight) for row in x])
+    for rows in (130, 64, 33, 8, 7, 3):
+        assert torch.equal(F.linear(x[:rows], weight), alone[:rows])
+
+
+def test_what_is_packed() -> None:
+    """4-bit weights that something multiplies by; other formats of the model keep it; fp64 does not take it."""
+    model = decoder(tied_head=False)
+    assert pack(model) is model
+    mixed = pack(quantize(quantize(copy.deepcopy(model), "int4", embeddings=True), "int8", head=True))
+    forms = {n: p.packed is not None for n, p in mixed.named_parameters() if isinstance(p, QuantizedWeight)}
+    assert {name for name, is_packed in forms.items() if not is_packed} == {
+        "embedding.tokens.weight",
+        "embedding.positions.weight",
+        "head.weight",
+    }
+    tied = pack(quantize(decoder(), "int4", head=True))
+    assert tied.head.weight.packed is not None
+    assert copy.deepcopy(tied).to(torch.bfloat16).head.weight.packed is not None
+    exact = quantize(decoder(), "int4", head=True)
+    ids = tokens()
+    assert torch.equal(tied.double()(ids), exact.double()(ids))
+    with torch.no_grad():
+        error = (tied.float()(ids) - exact.float()(ids)).norm() / exact(ids).norm()
+    assert 0 < float(error) < 0.03
+
+
+def test_inputs_are_differentiated_as_if_not_packed() -> None:
+    layer, x = quantize(nn.Linear(64, 16), "int4"), torch.randn(2, 64, requires_grad=True)
+    layer.weight.packed = packed(layer.weight)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.dequantized().sum(0).expand(2, 64))
+
+
+def test_loading_packs_and_lets_go_of_what_it_read(tmp_path: Path) -> None:
+    saved(tmp_path / "plain")
+    quantize_folder(tmp_path / "plain", tmp_path / "q", "int4", embeddings=True, head=True)
+    loaded, stored = load_quantized(tmp_path / "q"), load_quantized(tmp_path / "q", packed=False)
+    before = dict(stored.named_parameters())
+    for name, weight in loaded.named_parameters():
+        if isinstance(weight, QuantizedWeight):
+            assert (weight.packed is None) == (name == "embedding.positions.weight")
+            assert torch.equal(weight.codes, before[name].codes)
+    assert torch.equal(loaded(tokens()), pack(stored)(tokens()))
