@@ -41,7 +41,7 @@ gpu: install
 demo: install
 	$(BIN)/python -m apps.llm.demo
 
-# What `make demo` trained, for a browser; trains it first where it is not there.
+# What `make demo` trained, in 8 bits, for a browser; trains it first where it is not there.
 demo-serve: install
 	test -f runs/demo/hf/config.json || $(BIN)/python -m apps.llm.demo
-	$(BIN)/python -m apps.serve --model runs/demo
+	$(BIN)/python -m apps.serve --model runs/demo --quantize int8

@@ -8,6 +8,7 @@ from core.runtime import leads
 
 COMMANDS = {
     "chat": "talk to a served model in the terminal",
+    "quantize": "write a model with weights in 8 or 4 bits",
     "plan": "devices that a model needs, by number format",
     "bench": "measure a server: throughput and latency",
 }

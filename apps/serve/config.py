@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from core.config import UserError
+from core.quant import Scheme
+from core.quant.scheme import SchemeName
 
 PageDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 
@@ -75,6 +77,10 @@ class ServeConfig(HttpConfig):
 
     model: tuple[Path, ...] = ()
     """folders to serve: Hugging Face's, or runs of llm pretrain; the first is the default"""
+    quantize: SchemeName | None = None
+    """quantize weights while they are loaded, embeddings and head too; see docs/quantization.md"""
+    group_size: int = 64
+    """int4: weights that share a scale, 32, 64 or 128"""
     tp: int = 1
     """ranks over which the model is cut"""
     device: str | None = None
@@ -83,7 +89,16 @@ class ServeConfig(HttpConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.scheme()
         if self.tp < 1:
             raise UserError(f"tp is {self.tp}; give the number of ranks, at least 1")
+        if self.quantize is not None and self.tp > 1:
+            raise UserError(
+                f"quantize={self.quantize} over tp={self.tp}: quantized weights are not cut; use one of them"
+            )
         if self.tp > 1 and len(self.model) > 1:
             raise UserError(f"{len(self.model)} models over tp={self.tp}; serve one, or start a server for each")
+
+    def scheme(self) -> Scheme | None:
+        """How weights are to be quantized.  Raises UserError for a group size that there is not."""
+        return None if self.quantize is None else Scheme(self.quantize, self.group_size)

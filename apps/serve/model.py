@@ -18,6 +18,7 @@ from core.models import Decoder, DecoderConfig, load_config, load_pretrained, lo
 from core.models.plan import tensor_parallel_plan
 from core.parallel.plan import apply_plan
 from core.precision import compute_dtype
+from core.quant import Scheme, is_quantized, load_quantized
 from core.runtime import device_bytes
 
 # Of the memory that is free once the weights are there, for pages, where nothing is said.
@@ -44,13 +45,21 @@ def find_source(folder: Path) -> Source:
     return Source(folder, name, load_config(folder))
 
 
-def build_engine(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | None = None) -> Engine:
-    """Load a model and give it pages.  Raises UserError for a broken folder, and where memory does not suffice."""
+def build_engine(
+    source: Source, config: EngineConfig, device: str, axis: DeviceMesh | None = None, scheme: Scheme | None = None
+) -> Engine:
+    """Load a model and give it pages.
+
+    axis    the tensor-parallel ranks that share it
+    scheme  weights are quantized so while they are loaded; a folder that is quantized already takes none
+
+    Raises UserError for a broken folder, and where memory does not suffice.
+    """
     text = load_text(source.folder)
     _check_vocabulary(source, text)
     dtype = None if config.precision == "auto" else compute_dtype(config.precision)
-    _require_memory(source, dtype, device, axis)
-    model = _load(source, dtype, device, axis)
+    _require_memory(source, dtype, scheme, device, axis)
+    model = _load(source, dtype, scheme, device, axis)
     model_dtype = model.embedding.tokens.weight.dtype
     page_dtype = model_dtype if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
     limits = Limits(config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running)
@@ -73,7 +82,15 @@ def build_engine(source: Source, config: EngineConfig, device: str, axis: Device
     )
 
 
-def _load(source: Source, dtype: torch.dtype | None, device: str, axis: DeviceMesh | None) -> Decoder:
+def _load(
+    source: Source, dtype: torch.dtype | None, scheme: Scheme | None, device: str, axis: DeviceMesh | None
+) -> Decoder:
+    if scheme is not None or is_quantized(source.folder):
+        if axis is not None and axis.size() > 1:
+            raise UserError("quantized weights are not cut over ranks; use --tp 1, or plain weights")
+        model = load_quantized(source.folder, scheme, embeddings=True, head=True, device=device)
+        assert isinstance(model, Decoder)
+        return model if dtype is None else model.to(dtype)
     if axis is None or axis.size() == 1:
         return load_pretrained(source.folder, dtype=dtype, device=device)
     with torch.device("meta"):
@@ -124,16 +141,21 @@ def _available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _require_memory(source: Source, dtype: torch.dtype | None, device: str, axis: DeviceMesh | None) -> None:
+def _require_memory(
+    source: Source, dtype: torch.dtype | None, scheme: Scheme | None, device: str, axis: DeviceMesh | None
+) -> None:
     """Refuse what cannot fit before anything is read."""
     ranks = 1 if axis is None else axis.size()
-    needed = source.config.num_parameters() * (dtype or torch.float16).itemsize // ranks
+    bits = 8 * (dtype or torch.float16).itemsize if scheme is None else scheme.bits
+    needed = source.config.num_parameters() * bits // 8 // ranks
+    if is_quantized(source.folder):
+        needed = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     is_cuda = torch.device(device).type == "cuda"
     there = device_bytes(device, 1) if is_cuda else _available_bytes() // ranks
     if needed > there:
         raise UserError(
             f"{source.name} needs {gigabytes(needed)} a rank for its weights, and {gigabytes(there)} are free; "
-            "serve it over more ranks with --tp, or in fewer bits"
+            "serve it over more ranks with --tp, or in fewer bits with --quantize"
         )
 
 

@@ -51,7 +51,9 @@ def _run(config: ServeConfig, sources: list[Source]) -> int:
     with start(config.device) as runtime, torch.no_grad():
         axis = runtime.mesh(MeshConfig(tp=config.tp))["tp"]
         metrics, device = Metrics(), str(runtime.device)
-        engines = {source.name: build_engine(source, config.engine, device, axis) for source in sources}
+        engines = {
+            source.name: build_engine(source, config.engine, device, axis, config.scheme()) for source in sources
+        }
         if not runtime.leads:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # the first rank says when it is over

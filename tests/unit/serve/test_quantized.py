@@ -1,0 +1,68 @@
+"""Quantized weights behind the engine: the tokens of the quantized model by itself; made while loading, or once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apps.serve.__main__ import _dispatch
+from apps.serve.model import build_engine, find_source
+from core.config import run_command
+from core.models import generate
+from core.quant import Scheme, load_quantized, stored_bytes
+from tests.support.http_server import ENGINE, small_model
+from tests.support.serving import greedy, run
+
+PROMPTS = ([1, 2, 3], [*range(40)], [*range(30), 99], [200])
+CONFIG = replace(ENGINE, prefill_chunk=7)
+
+
+def tokens_of(engine):
+    written = run(engine, [greedy(str(n), prompt, 12) for n, prompt in enumerate(PROMPTS)])
+    return [written.ids(str(n)) for n in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys):
+    folder = small_model(tmp_path / "model", dim=64, ffn_dim=128)
+    source = find_source(folder)
+    engine = build_engine(source, CONFIG, "cpu", scheme=Scheme(scheme))
+    found = tokens_of(engine)
+    alone = load_quantized(folder, scheme, embeddings=True, head=True)
+    wanted = [generate(alone, torch.tensor([p]), 12)[0, len(p) :].tolist() for p in PROMPTS]
+    assert found == wanted
+    assert found != tokens_of(build_engine(source, CONFIG, "cpu"))
+    assert stored_bytes(alone) < 0.4 * stored_bytes(load_plain(folder))
+
+    target = tmp_path / f"model-{scheme}"
+    assert run_command(_dispatch, ["quantize", str(folder), str(target), "--scheme", scheme]) == 0
+    assert "of weights in" in capsys.readouterr().out
+    assert tokens_of(build_engine(find_source(target), CONFIG, "cpu")) == wanted
+
+
+def load_plain(folder):
+    from core.models import load_pretrained
+
+    return load_pretrained(folder)
+
+
+def test_refusals(tmp_path, capsys):
+    folder, target = small_model(tmp_path / "model"), tmp_path / "quantized"
+    for arguments, says in (
+        (["--model", folder, "--quantize", "int3"], "int3"),
+        (["--model", folder, "--quantize", "int4", "--group_size", 7], "group_size=7"),
+        (["--model", folder, "--quantize", "int8", "--tp", 2], "not cut"),
+        (["quantize", folder], "IN OUT"),
+        (["quantize", folder, folder], "in use"),
+        (["quantize", "/nowhere", target], "/nowhere"),
+        (["quantize", folder, target, "--scheme", "int8", "--group_size", 32], "group_size is an option of int4"),
+    ):
+        assert run_command(_dispatch, [str(a) for a in arguments]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1, said
+        if says != "in use":
+            assert says in said
+    assert not target.exists()
+    assert run_command(_dispatch, ["quantize", str(folder), str(target)]) == 0
+    assert run_command(_dispatch, ["--model", str(target), "--quantize", "int8"]) == 2
+    assert "quantized already" in capsys.readouterr().err
