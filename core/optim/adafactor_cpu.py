@@ -9,8 +9,8 @@ Where no entry of V = r c / mean(r) can be below eps1^2, which the smallest entr
 scaled by one factor a row and one a column, and no root of a matrix is taken. Where one can, V is clamped entry by
 entry.
 
-Matrices in fp32 and fp64, whole in memory; for others (16 bits, transposed, many small ones in a convolution) torch's
-phases do.
+Vectors are small and many: one operator goes over all of them. Matrices in fp32 and fp64, whole in memory; for others
+(16 bits, transposed, many small ones in a convolution) torch's phases do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,9 +67,26 @@ def _factored_squares(params, grads, row_vars, col_vars, means, eps1: float | No
     return torch.stack(found)
 
 
+def _variance_squares(params, grads, variances, weight: float, eps1: float | None) -> Tensor:
+    if not _alike(params, grads, variances):
+        return TORCH.variance_squares(params, grads, variances, weight, eps1)
+    torch._foreach_lerp_(variances, torch._foreach_mul(grads, grads), weight)
+    updates = _unfactored(params, grads, variances, eps1)
+    return torch.stack([torch.stack(torch._foreach_norm(tensors)) for tensors in (updates, params)], 1).square_()
+
+
 def _apply(
     params, grads, row_vars, col_vars, means, squares, sizes, eps1, eps2, d, rho, decay, maximize, seed
 ) -> None:  # fmt: skip
+    roots = (squares / torch.tensor(sizes, dtype=squares.dtype).unsqueeze(1)).sqrt().tolist()
+    sign = 1.0 if maximize else -1.0
+    alphas = [sign * max(rms_p, eps2) * rho / max(rms_u / d, 1.0) for rms_u, rms_p in roots]
+    if not means and _alike(params, grads, row_vars):
+        updates = _unfactored(params, grads, row_vars, eps1)
+        torch._foreach_mul_(updates, alphas)
+        torch._foreach_mul_(params, decay)
+        torch._foreach_add_(params, updates)
+        return
     for index, (p, g) in enumerate(zip(params, grads)):
         lowest = torch.finfo(p.dtype).eps if eps1 is None else eps1
         if p.ndim < 2 or not _blocks_well(g, p):
@@ -77,25 +94,44 @@ def _apply(
             options = (squares[index : index + 1], [sizes[index]], lowest, eps2, d, rho, decay, maximize, seed)
             TORCH.apply([p], [g], [row_vars[index]], *factors, *options)
             continue
-        rms_u, rms_p = (squares[index] / sizes[index]).sqrt().tolist()
-        alpha = max(rms_p, eps2) * rho / max(rms_u / d, 1.0) * (1.0 if maximize else -1.0)
         scratch = _scratch(g)
         row_var = row_vars[index] / means[index].clamp(min=lowest)
         for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var, col_vars[index]):
-            scales = _scales(row_R1, col_1C, lowest)
-            if scales is not None:
-                row_scale, col_scale = scales[0].sqrt_().mul_(alpha), scales[1].sqrt_()
-            for at in _blocks(g_RC):
-                block = p_RC[at]
-                if decay != 1.0:
-                    block.mul_(decay)
-                if scales is None:
-                    block.add_(_clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch), alpha=alpha)
-                else:
-                    block.addcmul_(torch.mul(g_RC[at], row_scale[at], out=scratch[: len(block)]), col_scale)
+            _apply_blocks(g_RC, p_RC, row_R1, col_1C, lowest, alphas[index], decay, scratch)
 
 
-BLOCKED = Phases(_row_col_sums, TORCH.update_factors, _factored_squares, TORCH.variance_squares, _apply)
+def _apply_blocks(g_RC, p_RC, row_R1, col_1C, lowest: float, alpha: float, decay: float, scratch: Tensor) -> None:
+    """p <- decay p + alpha U of one matrix."""
+    scales = _scales(row_R1, col_1C, lowest)
+    if scales is not None:
+        row_scale, col_scale = scales[0].sqrt_().mul_(alpha), scales[1].sqrt_()
+    for at in _blocks(g_RC):
+        block = p_RC[at]
+        if decay != 1.0:
+            block.mul_(decay)
+        if scales is None:
+            block.add_(_clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch), alpha=alpha)
+        else:
+            block.addcmul_(torch.mul(g_RC[at], row_scale[at], out=scratch[: len(block)]), col_scale)
+
+
+BLOCKED = Phases(_row_col_sums, TORCH.update_factors, _factored_squares, _variance_squares, _apply)
+
+
+def _alike(*lists: Sequence[Tensor]) -> bool:
+    """Whether one operator takes them all as lists: they share one wide dtype."""
+    dtypes = {t.dtype for tensors in lists for t in tensors}
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+
+
+def _unfactored(params, grads, variances, eps1: float | None) -> list[Tensor]:
+    """U of what keeps its whole second moment."""
+    dtype = params[0].dtype
+    lowest = torch.finfo(dtype).eps if eps1 is None else eps1
+    updates = torch._foreach_clamp_min(variances, max(lowest * lowest, torch.finfo(dtype).tiny))
+    torch._foreach_rsqrt_(updates)
+    torch._foreach_mul_(updates, grads)
+    return list(updates)
 
 
 def _blocks_well(*tensors: Tensor) -> bool:
