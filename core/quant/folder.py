@@ -150,7 +150,9 @@ def load_quantized(
     Returns it for inference: in eval mode, nothing requires gradients. Raises UserError for a folder that is foreign,
     truncated or incomplete, for one that is not quantized where no scheme is given, and for a scheme where it is.
     """
-    folder = Path(folder)
+    folder, skip = Path(folder), tuple(skip)
+    if scheme is None and (embeddings or head or skip):
+        raise UserError(f"embeddings, head and skip are for quantizing; name a scheme, or load {folder} without them")
     if scheme is None:
         model = (architecture or _architecture_of(folder)).build(_checked(folder))
         stream = _stored(model, folder)

@@ -36,17 +36,18 @@ def _knows(*functions: Any) -> Callable[[Function], Function]:
 
 @_knows(F.linear)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not _is_usual(x, weight, bias) or weight.transposed or weight.ndim != 2:
-        return F.linear(_plain(x), _plain(weight), None if bias is None else _plain(bias))
-    return product(x, weight, bias)
+    if isinstance(weight, QuantizedWeight) and _are_plain(x, bias) and not weight.transposed and weight.ndim == 2:
+        return product(x, weight, bias)
+    return F.linear(_plain(x), _plain(weight), None if bias is None else _plain(bias))
 
 
 @_knows(torch.addmm)
 def _addmm(bias: Tensor, x_MI: Tensor, weight: Tensor, **factors: Any) -> Tensor:
     """GPT-2's layers of transformers are written so."""
-    if not _is_usual(x_MI, weight, bias) or not weight.transposed or bias.ndim != 1 or factors:
-        return torch.addmm(_plain(bias), _plain(x_MI), _plain(weight), **factors)
-    return product(x_MI, weight, bias)
+    usual = _are_plain(x_MI, bias) and bias.ndim == 1 and not factors
+    if usual and isinstance(weight, QuantizedWeight) and weight.transposed:
+        return product(x_MI, weight, bias)
+    return torch.addmm(_plain(bias), _plain(x_MI), _plain(weight), **factors)
 
 
 @_knows(F.embedding)
@@ -74,9 +75,8 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *options
     return convolve(x, weight, bias, *options, **more)
 
 
-def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    alone = isinstance(weight, QuantizedWeight) and not isinstance(x, QuantizedWeight)
-    return alone and not isinstance(bias, QuantizedWeight)
+def _are_plain(*tensors: Tensor | None) -> bool:
+    return not any(isinstance(tensor, QuantizedWeight) for tensor in tensors)
 
 
 def _plain(tensor: Tensor) -> Tensor:

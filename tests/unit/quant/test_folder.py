@@ -177,6 +177,7 @@ def test_folders_that_are_not_what_is_asked_for(tmp_path: Path) -> None:
     for call, said in (
         (lambda: load_quantized(tmp_path / "plain"), r"holds no quantization\.json; quantize a checkpoint first, or"),
         (lambda: load_quantized(tmp_path / "q", "int8"), "is quantized already; leave the scheme out"),
+        (lambda: load_quantized(tmp_path / "q", head=True), "embeddings, head and skip are for quantizing"),
         (lambda: quantize_folder(tmp_path / "q", tmp_path / "r", "int8"), "is quantized already; give the folder of"),
         (lambda: quantize_folder(tmp_path / "no", tmp_path / "r", "int8"), r"cannot read .*config\.json"),
         (lambda: quantize_folder(tmp_path / "plain", tmp_path / "r", "int3"), "no quantization scheme 'int3'"),
