@@ -1,13 +1,16 @@
 """Every kernel against the roofline of this machine, beside eager torch, torch.compile, SDPA and Liger.
 
 1. The roofline is measured: bytes a second of a large copy, FLOP/s of the fastest square matrix product of the dtype.
-2. A family whose result is red on this device (against the fp64 reference, on its SPEC's first cases) is not timed: the
-   benchmark ends.
-3. Each SPEC's `timed` cases run forward, and forward with backward where there are gradients: medians. Bytes and FLOPs
-   are those that the SPEC counts, the least that the mathematics needs; the share is of whichever bound is nearer.
+2. A family whose result is red on this device (results and gradients against the fp64 reference, on its SPEC's first
+   cases, in what is timed) is not timed: the benchmark ends.
+3. Each SPEC's `timed` cases run forward, and backward where there are gradients: medians. Bytes and FLOPs are those
+   that the SPEC counts, the least that has to be; the share is of whichever bound is nearer.
+4. Peak memory of the loss, fused and unfused, at full size: on a GPU by its allocator, elsewhere by counting the bytes
+   of meta tensors, along the path of the kernels.
 
-On a machine without a GPU our public functions are their references (which is what runs there), so only those and
-torch.compile are timed, and cases that would take long by the roofline are left out and named.
+On a machine without a GPU our public functions are their references (which is what runs there), so only those, and with
+--full torch.compile, are timed. Cases that would take long by the roofline, and those for which no time is left, are
+left out and named; every family's first case comes before any second one.
 """
 
 import statistics
@@ -26,13 +29,23 @@ from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
 from core.kernels import specs
+from core.kernels.operator import forced
 from core.kernels.spec import Case, KernelSpec, Traffic, outputs_of
+from core.metrics import MemoryAccount
 from core.runtime import start
 
 COPY_BYTES = 1 << 28
-LONGEST_S = 0.5  # by the roofline, on a CPU
+LONGEST_S = 0.5  # a pass by the roofline, on a CPU
+BUDGET_S = 360.0  # of all timing, on a CPU
 MEMORY_SHARE, FORWARD_SHARE, BACKWARD_SHARE = 0.85, 0.60, 0.45
-COMPUTE_BOUND = ("attention",)
+WITH_BIAS = 1.3  # times as long as without, at most
+PEAK_SHARE = 0.10  # of the unfused loss
+ADAFACTOR_MS = 0.12  # of a 4096 x 4096 step in fp32
+PRODUCTS = ("linear_cross_entropy", "triangle_multiply", "gated_output")
+"""Of which most time is that of torch's matrix products."""
+TOGETHER = ("linear_cross_entropy",)
+"""Whose gradients are made in the forward, and once."""
+WITHOUT_BIAS = "ours without bias"
 
 
 @dataclass(frozen=True)
@@ -56,18 +69,23 @@ def seconds_of(run: Callable[[], Any], least: int = 3) -> float:
         from triton.testing import do_bench
 
         return do_bench(run, warmup=25, rep=100, return_mode="median") / 1e3  # pyright: ignore
-    run()
-    found, begin = [], time.perf_counter()
-    while len(found) < least or time.perf_counter() - begin < 0.3:
+
+    def seconds() -> float:
         started = time.perf_counter()
         run()
-        found.append(time.perf_counter() - started)
+        return time.perf_counter() - started
+
+    if (first := seconds()) > 1.0:  # nothing to warm up that would show
+        return first
+    found, begin = [], time.perf_counter()
+    while len(found) < least or time.perf_counter() - begin < 0.3:
+        found.append(seconds())
     return statistics.median(found)
 
 
 def measure_roofline(dtypes: tuple[torch.dtype, ...]) -> Roofline:
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device())
-    target = torch.empty_like(source)
+    target = source.clone()  # in memory already
     bandwidth = 2 * COPY_BYTES / seconds_of(lambda: target.copy_(source))
     flops = {}
     for dtype in dtypes:
@@ -103,12 +121,15 @@ def peers_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> dict[str, Callable[
 
 
 def contenders(spec: KernelSpec, inputs: Mapping[str, Any], compiled: bool) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {"ours": spec.function}
+    ours, reference = spec.in_place or (spec.function, spec.reference)
+    found: dict[str, Callable[..., Any]] = {"ours": ours}
+    if spec.name == "attention" and inputs.get("bias") is not None:
+        found[WITHOUT_BIAS] = lambda bias, **others: spec.function(**others)
     if device().type == "cuda":
-        found["eager"] = spec.reference
+        found["eager"] = reference
     if compiled:
         torch._dynamo.reset()
-        found["torch.compile"] = torch.compile(spec.reference)
+        found["torch.compile"] = torch.compile(reference)
     return found | (peers_of(spec, inputs) if device().type == "cuda" else {})
 
 
@@ -124,10 +145,12 @@ def inputs_of(spec: KernelSpec, case: Case, dtype: torch.dtype) -> dict[str, Any
 
 
 def passes(function: Callable[..., Any], spec: KernelSpec, inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """ "forward", and "backward" alone where there is one."""
+    """ "forward", and "backward" alone where there is one; "both" where the gradients are made in the forward."""
     plain = {n: v.detach() if isinstance(v, Tensor) else v for n, v in inputs.items()}
-    found: dict[str, Callable[[], Any]] = {"forward": lambda: function(**plain)}
     leaves = [inputs[n] for n in spec.grads if isinstance(inputs.get(n), Tensor)]
+    if spec.name in TOGETHER:
+        return {"both": lambda: torch.autograd.grad(function(**inputs), leaves)}
+    found: dict[str, Callable[[], Any]] = {"forward": lambda: function(**plain)}
     if leaves:
         outputs = [o for o in outputs_of(function(**inputs)) if o.requires_grad]
         grads = [torch.ones_like(o) for o in outputs]
@@ -135,13 +158,13 @@ def passes(function: Callable[..., Any], spec: KernelSpec, inputs: dict[str, Any
     return found
 
 
-def check_green(spec: KernelSpec) -> None:
-    """Raises UserError when the family is red on this device: then its speed means nothing."""
+def check_green(spec: KernelSpec, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> None:
+    """Raises UserError when the family is red on this device, forward or backward: then its speed means nothing."""
     for case in spec.cases[:2]:
-        for dtype in spec.dtypes:
+        for dtype in dtypes:
             inputs = spec.inputs(case, dtype, device(), torch.Generator().manual_seed(0))
             wide = {n: v.double() if _floating(v) else v for n, v in inputs.items()}
-            found, expected = outputs_of(spec.function(**inputs)), outputs_of(spec.reference(**wide))
+            found, expected = _results(spec.function, spec, inputs), _results(spec.reference, spec, wide)
             for got, want in zip(found, expected, strict=True):
                 at = want.isfinite()
                 if not want.is_floating_point() or not at.any():
@@ -149,6 +172,20 @@ def check_green(spec: KernelSpec) -> None:
                 error = (got.double() - want)[at].abs().max() / want[at].abs().max().clamp(min=1e-30)
                 if not error <= spec.tolerance[dtype]:
                     raise UserError(f"{spec.name} is off by {float(error):.2g} at {dict(case)} in {dtype}; no result")
+
+
+def _results(function: Callable[..., Any], spec: KernelSpec, inputs: dict[str, Any]) -> list[Tensor]:
+    """Results, and gradients of their sum with weights."""
+    leaves = [n for n in spec.grads if isinstance(inputs.get(n), Tensor)]
+    inputs = inputs | {n: inputs[n].detach().requires_grad_() for n in leaves}
+    outputs = outputs_of(function(**inputs))
+    differentiable = [o for o in outputs if o.requires_grad]
+    if not differentiable:
+        return list(outputs)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(o.shape, generator=generator).to(spec.dtypes[-1]).to(o) for o in differentiable]
+    gradients = torch.autograd.grad(differentiable, [inputs[n] for n in leaves], weights, allow_unused=True)
+    return [*(o.detach() for o in outputs), *(g for g in gradients if g is not None)]
 
 
 def _floating(value: Any) -> bool:
@@ -169,16 +206,60 @@ def _row(
     spec: KernelSpec, case: Case, dtype: torch.dtype, contender: str, which: str, seconds: float, traffic: Traffic,
     roofline: Roofline,
 ) -> Row:  # fmt: skip
-    num_bytes, num_flops = getattr(traffic, f"{which}_bytes"), getattr(traffic, f"{which}_flops")
+    whole = ("forward", "backward") if which == "both" else (which,)
+    num_bytes, num_flops = (sum(getattr(traffic, f"{w}_{what}") for w in whole) for what in ("bytes", "flops"))
     numbers = {
         "time": Number(1e6 * seconds, "us"),
         "bandwidth": Number(num_bytes / seconds / 1e9, "GB/s"),
         "arithmetic": Number(num_flops / seconds / 1e12, "TFLOP/s"),
         "share": Number(roofline.seconds(num_bytes, num_flops, dtype) / seconds, "of the roofline"),
     }
+    in_memory = num_bytes / roofline.bandwidth >= num_flops / roofline.flops[dtype]
+    bound = {"bound": "memory" if in_memory else "arithmetic"}
+    return Row(_described(spec.name, case, dtype) | bound | {"pass": which, "contender": contender}, numbers)
+
+
+def _described(name: str, case: Case, dtype: torch.dtype) -> dict[str, str | int]:
     sizes = " ".join(f"{k}={v}" for k, v in case.items())
-    described = {"kernel": spec.name, "case": sizes, "dtype": str(dtype).removeprefix("torch.")}
-    return Row(described | {"pass": which, "contender": contender}, numbers)
+    return {"kernel": name, "case": sizes, "dtype": str(dtype).removeprefix("torch.")}
+
+
+# --- peak memory ------------------------------------------------------------------------------------------------------
+
+
+def peaks_of_loss(case: Case, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes that the loss and its gradients need at once beside their inputs: "ours", and "eager" with all logits."""
+    spec = specs()["linear_cross_entropy"]
+    return {"ours": _peak(spec, spec.function, case, dtype), "eager": _peak(spec, spec.reference, case, dtype)}
+
+
+def _peak(spec: KernelSpec, function: Callable[..., Any], case: Case, dtype: torch.dtype) -> int:
+    on_gpu = device().type == "cuda"
+    inputs = spec.inputs(case, dtype, device() if on_gpu else "meta", torch.Generator().manual_seed(0))
+    inputs = {n: v if on_gpu or not isinstance(v, Tensor) else v.to("meta") for n, v in inputs.items()}
+    leaves = [inputs[n].requires_grad_() for n in spec.grads]
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(function(**inputs), leaves)
+        return torch.cuda.max_memory_allocated() - before
+    with forced(), MemoryAccount("meta") as account:
+        account.add(v for v in inputs.values() if isinstance(v, Tensor))
+        before = account.current_bytes
+        torch.autograd.grad(function(**inputs), leaves)
+    return account.peak_bytes - before
+
+
+def peak_rows(dtype: torch.dtype) -> list[Row]:
+    found = []
+    for case in specs()["linear_cross_entropy"].timed:
+        for contender, peak in peaks_of_loss(case, dtype).items():
+            described = _described("linear_cross_entropy", case, dtype) | {"pass": "peak memory"}
+            found.append(Row(described | {"contender": contender}, {"peak": Number(peak / 2**20, "MiB")}))
+    return found
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
 
 
 def measure(options: Options) -> Measured:
@@ -190,38 +271,77 @@ def _measure(options: Options) -> Measured:
     on_gpu = device().type == "cuda"
     dtypes = (torch.bfloat16, torch.float32) if on_gpu else (torch.float32,)
     roofline = measure_roofline(dtypes)
-    figures, notes = [], []
     for spec in specs().values():
-        check_green(spec)
-        for case in spec.timed[:1] if options.quick else spec.timed:
-            for dtype in dtypes:
-                if dtype not in spec.dtypes:
-                    continue
-                traffic = spec.traffic(case, dtype)
-                seconds = roofline.seconds(traffic.forward_bytes, traffic.forward_flops, dtype)
-                if not on_gpu and seconds > LONGEST_S:
-                    notes.append(f"{spec.name} {dict(case)} left out: {seconds:.1f} s by the roofline of this machine.")
-                    continue
+        check_green(spec, tuple(d for d in dtypes if d in spec.dtypes))
+    figures, notes = peak_rows(torch.bfloat16), []
+    ends = None if on_gpu else time.monotonic() + BUDGET_S
+    for spec, case in _in_turn(1 if options.quick else None):
+        for dtype in dtypes:
+            if dtype not in spec.dtypes:
+                continue
+            traffic = spec.traffic(case, dtype)
+            bounds = (traffic.forward_bytes, traffic.forward_flops), (traffic.backward_bytes, traffic.backward_flops)
+            seconds = max(roofline.seconds(*bound, dtype) for bound in bounds)
+            if not on_gpu and seconds > LONGEST_S:
+                notes.append(f"{spec.name} {dict(case)} left out: {seconds:.2g} s by the roofline of this machine.")
+            elif ends is not None and time.monotonic() > ends:
+                notes.append(f"{spec.name} {dict(case)} left out: {BUDGET_S:g} s had passed.")
+            else:
                 figures += rows_of(spec, case, dtype, roofline, compiled=on_gpu or options.full)
     rates = ", ".join(f"{str(d).removeprefix('torch.')} {f / 1e12:.3g} TFLOP/s" for d, f in roofline.flops.items())
     notes.append(f"Roofline measured here: copy {roofline.bandwidth / 1e9:.3g} GB/s, matrix products {rates}.")
     if not on_gpu:
         notes.append(
-            "No GPU: ours is the reference of each kernel, on one thread; the kernels themselves were not timed."
+            "No GPU: ours is the reference of each kernel, on one thread; the kernels themselves were not timed. Peaks "
+            "are counted from meta tensors, along the path of the kernels."
         )
-    return Measured(tuple(figures), tuple(targets(figures) if on_gpu else ()), tuple(notes))
+    return Measured(tuple(figures), tuple(targets(figures)), tuple(notes))
+
+
+def _in_turn(most: int | None) -> list[tuple[KernelSpec, Case]]:
+    """Every family's first timed case, then every one's second, .."""
+    cases = [(index, spec, case) for spec in specs().values() for index, case in enumerate(spec.timed[:most])]
+    return [(spec, case) for _, spec, case in sorted(cases, key=lambda item: item[0])]
 
 
 def targets(figures: list[Row]) -> list[Target]:
-    """Shares of the roofline in bf16: memory-bound kernels 85 %, attention 60 % forward and 45 % backward."""
-    found = []
-    for row in figures:
-        if row.case["contender"] != "ours" or row.case["dtype"] != "bfloat16":
-            continue
-        compute = row.case["kernel"] in COMPUTE_BOUND
-        wanted = (FORWARD_SHARE if row.case["pass"] == "forward" else BACKWARD_SHARE) if compute else MEMORY_SHARE
-        what = f"{row.case['kernel']} {row.case['pass']}, {row.case['case']}"
-        found.append(Target(what, wanted, row.numbers["share"].value))
+    """What was aimed at, of what was measured: times on a GPU only."""
+    found = [t for row in figures if row.case["contender"] == "ours" for t in _targets_of(row, figures)]
+    return [*found, *_peak_targets(figures)]
+
+
+def _targets_of(row: Row, figures: list[Row]) -> list[Target]:
+    """Shares of the roofline in bf16; attention with a bias beside itself without; Adafactor's step in fp32."""
+    if device().type != "cuda" or row.case["pass"] not in ("forward", "backward"):
+        return []
+    kernel, which, sizes, dtype = (row.case[name] for name in ("kernel", "pass", "case", "dtype"))
+    what, share = f"{kernel} {which}, {sizes}", row.numbers["share"].value
+    if dtype == "float32":
+        if kernel == "adafactor" and sizes == "shapes=((4096, 4096),)":
+            return [Target(f"{what}: {ADAFACTOR_MS} ms", 1.0, 1e3 * ADAFACTOR_MS / row.numbers["time"].value)]
+        return []
+    if kernel == "attention":
+        alike = (r for r in figures if r.case == row.case | {"contender": WITHOUT_BIAS})
+        if without := next(alike, None):
+            ratio = without.numbers["time"].value / row.numbers["time"].value
+            return [Target(f"{what}: share of the speed without bias", 1 / WITH_BIAS, ratio)]
+        if "K=64 " in f"{sizes} " or "K=128 " in f"{sizes} ":
+            wanted = FORWARD_SHARE if which == "forward" else BACKWARD_SHARE
+            return [Target(f"{what}: share of the matrix products' rate", wanted, share)]
+        return []
+    if kernel in PRODUCTS or row.case["bound"] != "memory":
+        return []
+    return [Target(f"{what}: share of the copy's bandwidth", MEMORY_SHARE, share)]
+
+
+def _peak_targets(figures: list[Row]) -> list[Target]:
+    found, rows = [], [r for r in figures if r.case["pass"] == "peak memory"]
+    for row in rows:
+        if row.case["contender"] == "ours":
+            eager = next(r for r in rows if r.case == row.case | {"contender": "eager"})
+            ratio = eager.numbers["peak"].value / row.numbers["peak"].value
+            what = f"linear_cross_entropy, {row.case['case']}: unfused peak memory over ours"
+            found.append(Target(what, 1 / PEAK_SHARE, ratio))
     return found
 
 
@@ -232,7 +352,7 @@ def plot(result: Result, folder: Path) -> Path:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    rows = [r for r in result.figures if r.case["contender"] == "ours"]
+    rows = [r for r in result.figures if r.case["contender"] == "ours" and "share" in r.numbers]
     labels = [f"{r.case['kernel']} {r.case['pass']} {r.case['case']} {r.case['dtype']}" for r in rows]
     figure, axes = plt.subplots(figsize=(11, 1 + 0.22 * len(rows)))
     axes.barh(range(len(rows)), [100 * r.numbers["share"].value for r in rows], color="#3b6ea5")

@@ -16,14 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.blocks import Blocks
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.rows import as_rows, grid, shares, tile
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 _APPROXIMATIONS = ("none", "tanh")
-_PROGRAMS = 1024
-"""Of a backward with a sum over rows: enough to fill a chip, few enough that the second phase costs nothing."""
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -173,8 +171,8 @@ def _swiglu_backward_kernel(
 def _gelu_forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if launches(x):
-        rows, blocks = _rows(x), _blocks(x.shape[-1])
-        _bias_gelu_forward[_grid(rows, blocks)](
+        rows, blocks = as_rows(x), tile(x.shape[-1])
+        _bias_gelu_forward[grid(rows, blocks)](
             rows, x if bias is None else bias.contiguous(), y, *rows.shape, *rows.stride(),
             TANH=tanh, HAS_BIAS=bias is not None, **blocks,
         )  # fmt: skip
@@ -188,12 +186,9 @@ def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tu
     width = 0 if bias is None else x.shape[-1]
     if not launches(x):
         return dx, torch.zeros(width, dtype=torch.float32, device=x.device)
-    rows, dy_rows, blocks = _rows(x), _rows(dy), _blocks(x.shape[-1])
-    num_columns = triton.cdiv(x.shape[-1], blocks["BLOCK"])
-    rows_each = blocks["ROWS"] * max(1, triton.cdiv(rows.shape[0] * num_columns, blocks["ROWS"] * _PROGRAMS))
-    grid = (triton.cdiv(rows.shape[0], rows_each), num_columns)
-    partial = torch.empty((grid[0], width), dtype=torch.float32, device=x.device)
-    _bias_gelu_backward[grid](
+    rows, dy_rows, blocks = as_rows(x), as_rows(dy), tile(x.shape[-1])
+    programs, rows_each, partial = shares(rows, blocks, width)
+    _bias_gelu_backward[programs](
         dy_rows, rows, x if bias is None else bias.contiguous(), dx, partial, *rows.shape, rows_each,
         *dy_rows.stride(), *rows.stride(), TANH=tanh, HAS_BIAS=bias is not None, **blocks,
     )  # fmt: skip
@@ -247,15 +242,15 @@ def _swiglu_fused_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _launch_swiglu(gate: Tensor, up: Tensor, y: Tensor) -> None:
-    g, u, blocks = _rows(gate), _rows(up), _blocks(gate.shape[-1])
-    _swiglu_forward_kernel[_grid(g, blocks)](g, u, y, *g.shape, *g.stride(), *u.stride(), **blocks)
+    g, u, blocks = as_rows(gate), as_rows(up), tile(gate.shape[-1])
+    _swiglu_forward_kernel[grid(g, blocks)](g, u, y, *g.shape, *g.stride(), *u.stride(), **blocks)
 
 
 def _launch_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """dgate and dup lie in memory as new tensors do, or as the two halves of one."""
-    d, g, u, blocks = _rows(dy), _rows(gate), _rows(up), _blocks(gate.shape[-1])
-    _swiglu_backward_kernel[_grid(g, blocks)](
-        d, g, u, dgate, dup, *g.shape, *d.stride(), *g.stride(), *u.stride(), _rows(dgate).stride(0), **blocks
+    d, g, u, blocks = as_rows(dy), as_rows(gate), as_rows(up), tile(gate.shape[-1])
+    _swiglu_backward_kernel[grid(g, blocks)](
+        d, g, u, dgate, dup, *g.shape, *d.stride(), *g.stride(), *u.stride(), as_rows(dgate).stride(0), **blocks
     )
 
 
@@ -269,28 +264,11 @@ _swiglu_fused_forward.register_autograd(
 )
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x as [rows, F]: a view wherever the leading dims lie evenly in memory."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _blocks(length: int) -> Blocks:
-    """A tile of 2048 elements: two loads of 16 bytes in flight for each thread and tensor."""
-    block = min(1024, triton.next_power_of_2(length))
-    return {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
-
-
-def _grid(rows: Tensor, blocks: Blocks) -> tuple[int, int]:
-    return triton.cdiv(rows.shape[0], blocks["ROWS"]), triton.cdiv(rows.shape[1], blocks["BLOCK"])
-
-
 # --- spec -------------------------------------------------------------------------------------------------------------
 
 
 def _gelu_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
+    draw = drawing(dtype, device, generator)
     bias = draw(case["F"]) if case.get("bias", True) else None
     return {"x": 2 * draw(*case["rows"], case["F"]), "bias": bias, "approximate": case.get("approximate", "tanh")}
 
@@ -301,13 +279,10 @@ def _gelu_traffic(case: Case, dtype: torch.dtype) -> Traffic:
 
 
 def _swiglu_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
-    def draw(length: int) -> Tensor:
-        shape = (*case["rows"], length)
-        return 2 * torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
+    draw, rows, length = drawing(dtype, device, generator), case["rows"], case["F"]
     if case.get("fused"):
-        return {"gate": draw(2 * case["F"])}
-    return {"gate": draw(case["F"]), "up": draw(case["F"])}
+        return {"gate": 2 * draw(*rows, 2 * length)}
+    return {"gate": 2 * draw(*rows, length), "up": 2 * draw(*rows, length)}
 
 
 def _swiglu_traffic(case: Case, dtype: torch.dtype) -> Traffic:

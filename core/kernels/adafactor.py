@@ -21,6 +21,7 @@ So G is read three times and P twice and written once, whatever the state's size
 fp32, by programs first and then over programs, in a fixed order: the same inputs give the same bits.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ from torch import Tensor
 
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 from core.kernels.tensor_lists import (
     TYPES,
     aligned,
     on_clones,
+    on_keywords,
     owners,
     pointer_at,
     rounded_at_random,
@@ -51,6 +53,8 @@ MAX_LENGTH = 1 << 24
 @dataclass(frozen=True)
 class Phases:
     """The phases of an update, by kernels or by torch; all lists are of one length, B stands for leading dims.
+
+    A shard may be empty: its sums are zeros.
 
     row_col_sums(grads) -> rows, cols
         lists of fp32 [B.., R, 1] and [B.., 1, C]; fp64 for fp64
@@ -446,13 +450,14 @@ def _apply_tile(
 @operator("adafactor_row_col_sums")
 def _row_col_sums(grads: list[Tensor]) -> Tensor:
     """All rows' sums, then all columns'."""
-    sums = torch.empty(_sums_size(grads, -1) + _sums_size(grads, -2), dtype=torch.float32, device=grads[0].device)
-    if not launches(grads[0]):
-        return sums
+    sizes_of = [_matrices(g) for g in grads]
+    num_rows, num_cols = [B * R for B, R, _ in sizes_of], [B * C for B, _, C in sizes_of]
+    size = sum(num_rows) + sum(num_cols)
+    if not any(map(launches, grads)):
+        return torch.zeros(size, dtype=torch.float32, device=grads[0].device)
+    sums = torch.empty(size, dtype=torch.float32, device=grads[0].device)
     grads = [g.contiguous() for g in grads]
-    row_at = starts([g.numel() // g.shape[-1] for g in grads])
-    col_at = starts([g.numel() // g.shape[-2] for g in grads])
-    col_at = [_sums_size(grads, -1) + at for at in col_at]
+    row_at, col_at = starts(num_rows), [sum(num_rows) + at for at in starts(num_cols)]
     for (tile, G, is_aligned, even), members in _by_launch([grads]):
         sizes, counts, first = _tiling(tile, [grads[i] for i in members])
         lengths = [n for B, R, C in sizes for n in (B * R, B * C)]
@@ -485,9 +490,9 @@ def _update_factors(
     row_vars: list[Tensor], col_vars: list[Tensor], rows: list[Tensor], cols: list[Tensor],
     num_rows: list[int], num_cols: list[int], weight: float,
 ) -> Tensor:  # fmt: skip
-    counts = [r.numel() // r.shape[-2] for r in row_vars]
+    counts = [r.shape[:-2].numel() for r in row_vars]
     means = torch.empty(sum(counts), dtype=torch.float32, device=row_vars[0].device)
-    if not launches(row_vars[0]):
+    if not any(map(launches, [*row_vars, *col_vars])):
         return means
     at = starts(counts)
     given = [list(row_vars), list(col_vars)]
@@ -522,27 +527,25 @@ def _factored_squares(
     params: list[Tensor], grads: list[Tensor], row_vars: list[Tensor], col_vars: list[Tensor], means: list[Tensor],
     eps1: float | None,
 ) -> Tensor:  # fmt: skip
-    squares = torch.empty(len(params), 2, dtype=torch.float32, device=params[0].device)
-    if launches(params[0]):
-        lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, row_vars, col_vars, means)]
-        _launch_squares(squares, lists, 0.0, eps1)
-    return squares
+    lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, row_vars, col_vars, means)]
+    return _squares(lists, 0.0, eps1)
 
 
 @operator("adafactor_variance_squares", mutates=("variances",))
 def _variance_squares(
     params: list[Tensor], grads: list[Tensor], variances: list[Tensor], weight: float, eps1: float | None
 ) -> Tensor:
-    squares = torch.empty(len(params), 2, dtype=torch.float32, device=params[0].device)
-    if launches(params[0]):
-        lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, variances)]
-        _launch_squares(squares, lists, weight, eps1)
-        write_back(variances, lists[2])
+    lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, variances)]
+    squares = _squares(lists, weight, eps1)
+    write_back(variances, lists[2])
     return squares
 
 
-def _launch_squares(squares: Tensor, lists: list[list[Tensor]], weight: float, eps1: float | None) -> None:
+def _squares(lists: list[list[Tensor]], weight: float, eps1: float | None) -> Tensor:
     params = lists[0]
+    if not any(map(launches, params)):
+        return torch.zeros(len(params), 2, dtype=torch.float32, device=params[0].device)
+    squares = torch.empty(len(params), 2, dtype=torch.float32, device=params[0].device)
     for (tile, P, G, V, is_aligned, even), members in _by_launch(lists[:3]):
         sizes, counts, first = _tiling(tile, [params[i] for i in members])
         partial = torch.empty(2, sum(counts), dtype=torch.float32, device=squares.device)
@@ -556,6 +559,7 @@ def _launch_squares(squares: Tensor, lists: list[list[Tensor]], weight: float, e
         _finish_squares[(len(members),)](
             table(rows, squares.device), partial, squares, sum(counts), BLOCK=1024, num_warps=8
         )
+    return squares
 
 
 @operator("adafactor_apply", mutates=("params",))
@@ -564,7 +568,7 @@ def _apply(
     squares: Tensor, sizes: list[int], eps1: float | None, eps2: float, d: float, rho: float, decay: float,
     maximize: bool, seed: int | None,
 ) -> None:  # fmt: skip
-    if not launches(params[0]):
+    if not any(map(launches, params)):
         return
     lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, row_vars, col_vars, means) if tensors]
     stream = 0
@@ -582,10 +586,6 @@ def _apply(
 
 
 KERNELS = Phases(row_col_sums, update_factors, _factored_squares, _variance_squares, _apply)
-
-
-def _sums_size(grads: Sequence[Tensor], dim: int) -> int:
-    return sum(g.numel() // g.shape[dim] for g in grads)
 
 
 def _of(members: list[int]) -> list[tuple[int, int]]:
@@ -619,7 +619,7 @@ def _matrices(x: Tensor) -> tuple[int, int, int]:
     """(B, R, C) of a parameter or gradient."""
     if x.ndim < 2:
         return 1, 1, x.numel()
-    return x.numel() // (x.shape[-2] * x.shape[-1]), x.shape[-2], x.shape[-1]
+    return x.shape[:-2].numel(), x.shape[-2], x.shape[-1]
 
 
 def _tile_of(x: Tensor) -> tuple[int, int, int]:
@@ -659,11 +659,8 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
     # A step whose length is near the parameters' own size: a tolerance must not hide it.
     inputs: dict = {"step": 3, "lr": 0.4, "eps": (1e-5, 1e-3), "weight_decay": 0.1}
     inputs |= {name: case[name] for name in ("maximize", "d", "seed") if name in case}
+    draw = drawing(torch.float32, device, generator)
     for index, shape in enumerate(_shapes(case)):
-
-        def draw(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator).to(device)
-
         inputs[f"param_{index}"], inputs[f"grad_{index}"] = draw(*shape).to(dtype), draw(*shape).to(dtype)
         if len(shape) > 1:
             inputs[f"row_var_{index}"] = draw(*shape[:-1], 1).square()
@@ -674,12 +671,15 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
 
 
 def _traffic(case: Case, dtype: torch.dtype) -> Traffic:
-    """Matrices: G three times, P twice (the RMS of P is that of the P that is then changed) and its write."""
+    """Matrices: G three times, P twice (the RMS of P is that of the P that is then changed) and its write.
+
+    Factors are written, as are the sums that they come from, and read four times in all.
+    """
     shapes = _shapes(case)
     matrices = sum(math.prod(s) for s in shapes if len(s) > 1)
     factors = sum(math.prod(s) // s[-1] + math.prod(s) // s[-2] for s in shapes if len(s) > 1 and math.prod(s))
     vectors = sum(math.prod(s) for s in shapes if len(s) < 2)
-    moved = dtype.itemsize * (6 * matrices + 5 * vectors) + 4 * (2 * factors + 3 * vectors)
+    moved = dtype.itemsize * (6 * matrices + 5 * vectors) + 4 * (6 * factors + 3 * vectors)
     return Traffic(moved, 0, 14 * matrices + 12 * vectors)
 
 
@@ -705,4 +705,5 @@ SPECS = (KernelSpec(
     # to either neighbour where that is at random.
     tolerance={torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},
     traffic=_traffic,
+    in_place=(functools.partial(on_keywords, adafactor, _KINDS), functools.partial(on_keywords, reference, _KINDS)),
 ),)  # fmt: skip

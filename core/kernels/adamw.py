@@ -8,6 +8,7 @@ One launch for all tensors that share their dtypes, one read of g, one read and 
 in fp32 whatever the dtypes; `grad_scale` may stay on the device, so clipping costs no pass and no wait.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -17,11 +18,12 @@ from torch.optim.adamw import adamw as adamw_of_torch
 
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 from core.kernels.tensor_lists import (
     TYPES,
     aligned,
     on_clones,
+    on_keywords,
     owners,
     pointer_at,
     rounded_at_random,
@@ -212,12 +214,10 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
     if case.get("scaled"):
         inputs["grad_scale"] = torch.tensor(0.5, device=device)
 
-    def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = drawing(torch.float32, device, generator)
     for index, shape in enumerate(_shapes(case)):
-        inputs[f"param_{index}"], inputs[f"grad_{index}"] = draw(shape).to(dtype), draw(shape).to(dtype)
-        inputs[f"exp_avg_{index}"], inputs[f"exp_avg_sq_{index}"] = draw(shape), draw(shape).square()
+        inputs[f"param_{index}"], inputs[f"grad_{index}"] = draw(*shape).to(dtype), draw(*shape).to(dtype)
+        inputs[f"exp_avg_{index}"], inputs[f"exp_avg_sq_{index}"] = draw(*shape), draw(*shape).square()
     return inputs
 
 
@@ -248,4 +248,5 @@ SPECS = (KernelSpec(
     # that is at random.
     tolerance={torch.float32: 5e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},
     traffic=_traffic,
+    in_place=(functools.partial(on_keywords, adamw, _KINDS), functools.partial(on_keywords, reference, _KINDS)),
 ),)  # fmt: skip

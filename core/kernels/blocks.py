@@ -1,20 +1,25 @@
 """Block sizes: a small table per kernel and chip, and an autotuner that is off until somebody asks for it.
 
-A kernel hands `choose` its default (from its own table, by `chip()`) and the alternatives. The default is what runs;
-`autotune(folder)` turns tuning on: the first call with a new key then times the alternatives, and the winner is kept in
-`folder`, one JSON file a chip, for this and every later process.
+A kernel hands `tuned` its default (from its own table, by `chip()`) and what may be changed of it. The default is what
+runs; `autotune(folder)` turns tuning on: the first call with a new key then times the alternatives for at most
+`LONGEST_S`, and the winner is kept in `folder`, one JSON file a chip, for this and every later process.
 """
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 Blocks = dict[str, int]
 """Keyword arguments of a launch: constexpr block sizes, num_warps, num_stages."""
+
+LONGEST_S = 10.0
+"""That choosing for one key may take, compiling included; alternatives that are left then are not tried."""
 
 _target: str | None = None
 _folder: Path | None = None
@@ -25,11 +30,14 @@ def chip() -> str:
     """The chip that is compiled for: sm_80, sm_90, sm_100, gfx942, …; sm_90 where there is none (the interpreter)."""
     if _target is not None:
         return _target
-    if not torch.cuda.is_available():
-        return "sm_90"
+    return _chip_of(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90"
+
+
+@lru_cache
+def _chip_of(device: int) -> str:
     if torch.version.hip:
-        return torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability()
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
@@ -52,6 +60,17 @@ def autotune(folder: Path | None) -> None:
         _winners.update(json.loads(path.read_text()))
 
 
+def tuned(kernel: str, key: tuple, default: Blocks, run: Callable[[Blocks], None], **values: Sequence[int]) -> None:
+    """Run with the blocks that `choose` finds among the default and those with one of its values changed.
+
+        tuned("softmax", (256, torch.bfloat16), {"BLOCK": 256, "num_warps": 4}, run, num_warps=(2, 4, 8))
+
+    run  is called many times while tuning, so it must not read what it writes
+    """
+    others = [default | {name: n} for name, options in values.items() for n in options if n != default.get(name)]
+    run(choose(kernel, key, default, others, run))
+
+
 def choose(kernel: str, key: tuple, default: Blocks, others: Sequence[Blocks], run: Callable[[Blocks], None]) -> Blocks:
     """The blocks for a launch of `kernel`.
 
@@ -59,11 +78,17 @@ def choose(kernel: str, key: tuple, default: Blocks, others: Sequence[Blocks], r
     others  alternatives to the default, for the autotuner
     run     launches with given blocks; called many times while tuning, so it must be repeatable
     """
+    if _target is not None:  # winners are those of the chip that is there
+        return default
     name = f"{kernel} {' '.join(map(str, key))}"
-    if name not in _winners and _folder is not None and torch.cuda.is_available() and _target is None:
+    if name not in _winners and _folder is not None and _can_time():
         _winners[name] = _fastest([default, *others], run)
         _keep(_folder / f"{chip()}.json")
     return _winners.get(name, default)
+
+
+def _can_time() -> bool:
+    return torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
 
 def _fastest(candidates: Sequence[Blocks], run: Callable[[Blocks], None]) -> Blocks:
@@ -71,7 +96,10 @@ def _fastest(candidates: Sequence[Blocks], run: Callable[[Blocks], None]) -> Blo
     from triton.testing import do_bench
 
     times: list[tuple[float, int]] = []
+    begin = time.monotonic()
     for index, blocks in enumerate(candidates):
+        if times and time.monotonic() - begin > LONGEST_S:
+            break
         try:
             times.append((do_bench(lambda blocks=blocks: run(blocks), warmup=5, rep=20), index))
         except OutOfResources:  # more shared memory than this chip has

@@ -1,25 +1,30 @@
 """`make kernels`: compile every kernel in every shipped configuration for four chips, on a machine without a GPU.
 
-    python -m core.kernels.compile [--quick] [KERNEL …]
+    python -m core.kernels.compile [--quick] [--json FILE] [KERNEL …]
+    python -m core.kernels.compile --table FILE
 
---quick compiles the first of a SPEC's `timed` cases only, in one dtype.
+--quick compiles the first of a SPEC's `timed` cases only, in one dtype. --json keeps what was found in FILE, family by
+family, beside what it holds of others; --table shows FILE as a table in Markdown and compiles nothing.
 
 1. Each SPEC's `timed` cases, in each dtype, run forward and backward on meta tensors: shapes are real, memory is not.
 2. A driver that only names a chip stands in for CUDA's and HIP's, and Triton's launches compile and stop there: what is
    compiled is what would be launched, with the same specialisation (on divisibility by 16, on ones).
-3. Registers and spills are what ptxas says (NVIDIA) and what stands in the notes of the assembly (AMD).
+3. Registers and spills are what the binary and ptxas say (NVIDIA) and what stands in the notes of the assembly (AMD).
 
 Exit code 1 when a kernel spills registers. Meta tensors count as aligned; unaligned pointers compile at first use.
 """
 
+import argparse
+import io
 import itertools
+import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +32,9 @@ from unittest.mock import patch
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from core.kernels import specs
@@ -116,7 +123,7 @@ def compile_spec(spec: KernelSpec, chip: str, quick: bool = False) -> Iterator[B
             if kernel is not None and kernel.hash not in seen:
                 seen.add(kernel.hash)
                 described = f"{' '.join(f'{k}={v}' for k, v in case.items())} {str(dtype).removeprefix('torch.')}"
-                found = resources(kernel, TARGETS[chip].backend)
+                found = resources(kernel, TARGETS[chip])
                 yield Binary(spec.name, chip, kernel.metadata.name, described, *found)
 
 
@@ -131,32 +138,37 @@ def _forward_and_backward(spec: KernelSpec, case: Case, dtype: torch.dtype) -> N
         torch.autograd.backward(outputs, [torch.empty_like(o) for o in outputs])
 
 
-def resources(kernel: Any, backend: str) -> tuple[int, int, int]:
+def resources(kernel: Any, target: GPUTarget) -> tuple[int, int, int]:
     """(registers a thread, bytes of shared memory, bytes a thread keeps in memory because registers did not suffice)"""
-    if backend == "hip":
+    if target.backend == "hip":
         notes = kernel.asm["amdgcn"]
         # Scalar registers spill into lanes of vector registers; what reaches memory is the private segment.
         return _note(notes, "vgpr_count"), kernel.metadata.shared, _note(notes, "private_segment_fixed_size")
-    said = _assembled_again(kernel.asm["ptx"])
-    registers = re.search(r"Used (\d+) registers", said)
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert registers is not None, said
-    assert spilled is not None, said
-    return int(registers[1]), kernel.metadata.shared, max(int(spilled[1]), int(spilled[2]))
+    used = _used(kernel.asm["cubin"])
+    registers, stack = re.search(r"REG:(\d+)", used), re.search(r"STACK:(\d+)", used)
+    assert registers is not None, used
+    assert stack is not None, used
+    # A stack frame may be that of a division in 64 bits; without one nothing is spilled.
+    return int(registers[1]), kernel.metadata.shared, _spilled(kernel, target) if int(stack[1]) else 0
 
 
-def _assembled_again(ptx: str) -> str:
-    """What ptxas says of a kernel, which Triton throws away."""
-    from triton.backends.nvidia.compiler import get_ptxas
+def _used(cubin: bytes) -> str:
+    """What the binary says that it needs."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    target = re.search(r"\.target (sm_(\d+)\w*)", ptx)
-    assert target is not None
-    tool = get_ptxas(int(target[2]))
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [tool.path, "-v", f"--gpu-name={target[1]}", str(source), "-o", str(source.with_suffix(".o"))]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+def _spilled(kernel: Any, target: GPUTarget) -> int:
+    """What ptxas says of spills when Triton assembles the kernel once more, with the options that it took before."""
+    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as said:
+        knobs.nvidia.dump_ptxas_log = True
+        make_backend(target).make_cubin(kernel.asm["ptx"], {}, kernel.metadata, target.arch)
+    found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.getvalue())
+    assert found is not None, said.getvalue()
+    return max(int(found[1]), int(found[2]))
 
 
 def _note(text: str, name: str) -> int:
@@ -165,21 +177,68 @@ def _note(text: str, name: str) -> int:
     return int(found[1])
 
 
+def _keep(path: Path, family: str, found: list[Binary]) -> None:
+    """Put a family's binaries in place of what the file has of it; complete or not at all."""
+    others = [b for b in _kept(path) if b.spec != family] if path.exists() else []
+    aside = path.with_suffix(".part")
+    aside.write_text("".join(json.dumps(asdict(b)) + "\n" for b in [*others, *found]))
+    aside.replace(path)
+
+
+def _kept(path: Path) -> list[Binary]:
+    return [Binary(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def table(binaries: list[Binary]) -> Iterator[str]:
+    """Lines of Markdown: for each kernel and chip the most registers, shared memory and spills of its binaries."""
+    chips = [chip for chip in TARGETS if any(b.chip == chip for b in binaries)]
+    yield f"| family | kernel | binaries | {' | '.join(chips)} |"
+    yield f"|---|---|---{'|---' * len(chips)}|"
+    for spec, kernel in dict.fromkeys((b.spec, b.kernel) for b in binaries):
+        mine = [b for b in binaries if (b.spec, b.kernel) == (spec, kernel)]
+        cells = [_most([b for b in mine if b.chip == chip]) for chip in chips]
+        yield f"| {spec} | `{kernel}` | {len(mine)} | {' | '.join(cells)} |"
+
+
+def _most(binaries: list[Binary]) -> str:
+    """Registers, KiB of shared memory, and bytes spilled, if any."""
+    if not binaries:
+        return ""
+    registers, shared_bytes = (max(getattr(b, name) for b in binaries) for name in ("registers", "shared_bytes"))
+    spilled = max(b.spilled_bytes for b in binaries)
+    return f"{registers}, {shared_bytes / 1024:.3g}" + (f", **spills {spilled}**" if spilled else "")
+
+
 def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m core.kernels.compile", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the first case of a family, in one dtype")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep what was found here, a line a binary")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="show what --json kept as a table; compile nothing")
+    parser.add_argument("names", nargs="*", metavar="KERNEL")
+    given = parser.parse_args(argv)
+    if given.table is not None:
+        if not given.table.exists():
+            print(f"error: no file {given.table}; --json FILE writes one", file=sys.stderr)
+            return 2
+        print("\n".join(table(_kept(given.table))))
+        return 0
     known = specs()
-    names, quick = [a for a in argv if a != "--quick"], "--quick" in argv
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in given.names if name not in known]
     if unknown:
         print(f"error: no kernel '{unknown[0]}'; the kernels are {', '.join(known)}", file=sys.stderr)
         return 2
     spilled = 0
     print(f"{'family':24}{'kernel':40}{'chip':8}{'registers':>10}{'shared':>9}{'spilled':>9}  case")
-    for name in names or known:
+    for name in given.names or known:
+        found: list[Binary] = []
         for chip in TARGETS:
-            for b in compile_spec(known[name], chip, quick):
+            for b in compile_spec(known[name], chip, given.quick):
                 numbers = f"{b.registers:10}{b.shared_bytes:9}{b.spilled_bytes:9}"
                 print(f"{b.spec:24}{b.kernel:40}{b.chip:8}{numbers}  {b.case}", flush=True)
-                spilled += b.spilled_bytes > 0
+                found.append(b)
+        spilled += sum(b.spilled_bytes > 0 for b in found)
+        if given.json is not None:
+            _keep(given.json, name, found)
     print(f"{spilled} kernels spill registers" if spilled else "no kernel spills registers")
     return int(spilled > 0)
 

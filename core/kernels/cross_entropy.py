@@ -33,7 +33,7 @@ from torch import Tensor
 from core.kernels.blocks import Blocks
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 # Logits of one chunk. Larger makes the products a little better, smaller keeps memory and page faults down.
 CHUNK_BYTES = 64 << 20
@@ -411,12 +411,10 @@ def _blocks(length: int) -> Blocks:
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
     N, D, V = (case[name] for name in "NDV")
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu")
-
+    draw = drawing(torch.float32, device, generator)
     inputs = {
-        "x_ND": draw(N, D).to(device, dtype),
-        "weight_VD": (draw(V, D) / D**0.5).to(device, dtype),
+        "x_ND": draw(N, D).to(dtype),
+        "weight_VD": (draw(V, D) / D**0.5).to(dtype),
         "targets_N": _targets(N, V, generator).to(device),
     }
     return inputs | {name: case[name] for name in ("label_smoothing", "z_loss") if name in case}
@@ -442,6 +440,11 @@ def _shard_in_full(
     return *shard.statistics, shard.gradients(shard.logsumexp_C + above)
 
 
+def _shard_in_place(logits_CV: Tensor, targets_C: Tensor, above: float, **options: Any) -> Tensor:
+    shard = cross_entropy_of_shard(logits_CV, targets_C, Objective(**options))
+    return shard.gradients(shard.logsumexp_C + above)
+
+
 def _shard_reference(
     logits_CV: Tensor, targets_C: Tensor, above: float, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -460,10 +463,10 @@ def _shard_reference(
 
 def _shard_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
     C, V, start = case["C"], case["V"], case.get("vocab_start", 0)
-    logits = 3 * torch.randn(C, V, generator=generator)
+    logits = 3 * drawing(torch.float32, device, generator)(C, V)
     whole = start + V + case.get("behind", 0)
     inputs = {
-        "logits_CV": logits.to(device, dtype),
+        "logits_CV": logits.to(dtype),
         "targets_C": _targets(C, whole, generator).to(device),
         "above": 0.5,
         "vocab_size": whole,
@@ -524,5 +527,6 @@ SPECS = (
         tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
         traffic=_shard_traffic,
         alone=("targets_C",),
+        in_place=(_shard_in_place, _shard_reference),
     ),
 )  # fmt: skip

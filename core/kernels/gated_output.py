@@ -18,13 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.blocks import Blocks
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
-
-_PROGRAMS = 1024
-_NUM_LEADING = 3
+from core.kernels.rows import as_rows, broadcasts, grid, row_offset, rows_of, shares, tile
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 
 def gated_residual(
@@ -49,11 +46,11 @@ def gated_residual(
     if y.ndim == 0 or (bias is not None and bias.shape != y.shape[-1:]):
         given = None if bias is None else list(bias.shape)
         raise ValueError(f"gated_residual: bias {given} is not one number for each column of y {list(y.shape)}")
-    if mask is not None and not _broadcasts(mask, y):
+    if mask is not None and not broadcasts(mask, y):
         raise ValueError(f"gated_residual: mask {list(mask.shape)} does not broadcast to y {list(y.shape)}")
     if mask is not None:
         mask = mask.to(y.dtype)
-    if runs_kernel("gated_residual", y, unless=_unsupported(y, gate, bias, mask, residual)):
+    if runs_kernel("gated_residual", y, unless=unsupported_dtype(y, gate, bias, mask, residual)):
         return _forward(y, gate, bias, mask, residual)
     return reference(y, gate=gate, bias=bias, mask=mask, residual=residual)
 
@@ -117,30 +114,13 @@ def output_reference(
     return y if residual is None else residual + y
 
 
-def _broadcasts(mask: Tensor, y: Tensor) -> bool:
-    pairs = zip(reversed(mask.shape), reversed(y.shape))
-    return mask.ndim <= y.ndim and all(m in (1, n) for m, n in pairs)
-
-
-def _unsupported(y: Tensor, gate: Tensor | None, bias: Tensor | None, mask: Tensor | None, residual: Tensor | None):
-    if mask is not None and y.ndim > _NUM_LEADING + 1:
-        return f"with a mask the kernel takes at most {_NUM_LEADING} leading dims"
-    return unsupported_dtype(y, gate, bias, mask, residual)
-
-
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _mask_at(mask, row, column, d1, d2, m0, m1, m2, m3):
-    """Where the mask of a row and column of y[d0, d1, d2, F] lies."""
-    return mask + (row // (d1 * d2)) * m0 + (row // d2 % d1) * m1 + (row % d2) * m2 + column * m3
-
-
-@triton.jit
 def _gated_residual_forward(
-    y, gate, bias, mask, residual, out, num_rows, length, d1, d2,
-    y_row, y_column, g_row, g_column, r_row, r_column, m0, m1, m2, m3,
+    y, gate, bias, mask, residual, out, num_rows, length,
+    y_row, y_column, g_row, g_column, r_row, r_column, m_sizes, m_strides, m_column,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +134,8 @@ def _gated_residual_forward(
         g = tl.load(gate + row * g_row + column * g_column, mask=inside, other=0.0).to(tl.float32)
         value *= tl.sigmoid(g)
     if HAS_MASK:
-        value *= tl.load(_mask_at(mask, row, column, d1, d2, m0, m1, m2, m3), mask=inside, other=0.0).to(tl.float32)
+        mask += row_offset(row, m_sizes, m_strides) + column * m_column
+        value *= tl.load(mask, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * r_row + column * r_column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * length + column, value, mask=inside)
@@ -162,8 +143,9 @@ def _gated_residual_forward(
 
 @triton.jit
 def _gated_residual_backward(
-    dout, y, gate, bias, mask, dy, dgate, partial, num_rows, length, d1, d2, rows_each,
-    d_row, d_column, y_row, y_column, g_row, g_column, m0, m1, m2, m3, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dout, y, gate, bias, mask, dy, dgate, partial, num_rows, length, rows_each,
+    d_row, d_column, y_row, y_column, g_row, g_column, m_sizes, m_strides, m_column,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """dy, dgate, and a program's part of dbias: the sum over its rows_each rows."""
@@ -178,7 +160,8 @@ def _gated_residual_backward(
         inside = (row < num_rows) & (column < length)
         d = tl.load(dout + row * d_row + column * d_column, mask=inside, other=0.0).to(tl.float32)
         if HAS_MASK:
-            d *= tl.load(_mask_at(mask, row, column, d1, d2, m0, m1, m2, m3), mask=inside, other=0.0).to(tl.float32)
+            m_at = mask + row_offset(row, m_sizes, m_strides) + column * m_column
+            d *= tl.load(m_at, mask=inside, other=0.0).to(tl.float32)
         if HAS_GATE:
             value = tl.load(y + row * y_row + column * y_column, mask=inside, other=0.0).to(tl.float32) + added
             g = tl.load(gate + row * g_row + column * g_column, mask=inside, other=0.0).to(tl.float32)
@@ -200,13 +183,11 @@ def _forward(
 ) -> Tensor:
     out = torch.empty(y.shape, dtype=y.dtype if residual is None else residual.dtype, device=y.device)
     if launches(y):
-        rows, gates, residuals = (_rows(y if t is None else t) for t in (y, gate, residual))
-        blocks = _blocks(y.shape[-1])
-        grid = triton.cdiv(rows.shape[0], blocks["ROWS"]), triton.cdiv(rows.shape[1], blocks["BLOCK"])
-        sizes, mask_strides = _leading(y, mask)
-        _gated_residual_forward[grid](
-            rows, gates, y if bias is None else bias.contiguous(), y if mask is None else mask, residuals, out,
-            *rows.shape, *sizes, *rows.stride(), *gates.stride(), *residuals.stride(), *mask_strides,
+        rows, gates, residuals = (as_rows(y if t is None else t) for t in (y, gate, residual))
+        blocks, (masks, *mask_at) = tile(y.shape[-1]), _masks(y, mask)
+        _gated_residual_forward[grid(rows, blocks)](
+            rows, gates, y if bias is None else bias.contiguous(), masks, residuals, out,
+            *rows.shape, *rows.stride(), *gates.stride(), *residuals.stride(), *mask_at,
             HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_MASK=mask is not None,
             HAS_RESIDUAL=residual is not None, **blocks,
         )  # fmt: skip
@@ -223,16 +204,12 @@ def _backward(
     width = 0 if bias is None else dout.shape[-1]
     if not launches(dout):
         return dy, dgate, torch.zeros(width, dtype=torch.float32, device=dout.device)
-    d, rows, gates = (_rows(dout if t is None else t) for t in (dout, y, gate))
-    blocks = _blocks(dout.shape[-1], tile=1024)
-    num_columns = triton.cdiv(d.shape[1], blocks["BLOCK"])
-    rows_each = blocks["ROWS"] * max(1, triton.cdiv(d.shape[0] * num_columns, blocks["ROWS"] * _PROGRAMS))
-    grid = (triton.cdiv(d.shape[0], rows_each), num_columns)
-    partial = torch.empty((grid[0], width), dtype=torch.float32, device=dout.device)
-    sizes, mask_strides = _leading(dout, mask)
-    _gated_residual_backward[grid](
-        d, rows, gates, dout if bias is None else bias.contiguous(), dout if mask is None else mask, dy, dgate, partial,
-        *d.shape, *sizes, rows_each, *d.stride(), *rows.stride(), *gates.stride(), *mask_strides,
+    d, rows, gates = (as_rows(dout if t is None else t) for t in (dout, y, gate))
+    blocks, (masks, *mask_at) = tile(dout.shape[-1], elements=1024), _masks(dout, mask)
+    programs, rows_each, partial = shares(d, blocks, width)
+    _gated_residual_backward[programs](
+        d, rows, gates, dout if bias is None else bias.contiguous(), masks, dy, dgate, partial,
+        *d.shape, rows_each, *d.stride(), *rows.stride(), *gates.stride(), *mask_at,
         HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_MASK=mask is not None, **blocks,
     )  # fmt: skip
     return dy, dgate, partial.sum(0)
@@ -248,7 +225,7 @@ def _gradients(ctx, dout: Tensor):
     y, gate, bias, mask = ctx.saved_tensors
     dresidual = dout if ctx.has_residual else None
     if gate is None and mask is None:
-        dbias = None if bias is None else _rows(dout).sum(0, dtype=torch.float32).to(bias.dtype)
+        dbias = None if bias is None else as_rows(dout).sum(0, dtype=torch.float32).to(bias.dtype)
         return dout.to(ctx.dtype), None, dbias, None, dresidual
     dy, dgate, dbias = _backward(dout, ctx.dtype, y, gate, bias, mask)
     dbias = None if bias is None else dbias.to(bias.dtype)
@@ -258,32 +235,16 @@ def _gradients(ctx, dout: Tensor):
 _forward.register_autograd(_gradients, setup_context=_setup)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x as [rows, F]: a view wherever the leading dims lie evenly in memory."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _leading(y: Tensor, mask: Tensor | None) -> tuple[list[int], list[int]]:
-    """The last two leading dims of y, and the mask's strides over y[d0, d1, d2, F]."""
-    if mask is None:
-        return [1, 1], [0] * (_NUM_LEADING + 1)
-    missing = _NUM_LEADING + 1 - y.ndim
-    return ([1] * missing + list(y.shape))[1:-1], [0] * missing + list(mask.expand(y.shape).stride())
-
-
-def _blocks(length: int, tile: int = 2048) -> Blocks:
-    """A tile of 2048 elements: two loads of 16 bytes in flight for each thread and tensor; the backward has half."""
-    block = min(1024, triton.next_power_of_2(length))
-    return {"ROWS": tile // block, "BLOCK": block, "num_warps": 4}
+def _masks(y: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int]:
+    """The mask of y's shape and where its rows lie; where there is none something in its place."""
+    return (y, (1, 1, 1), (0, 0, 0, 0), 1) if mask is None else rows_of(mask.expand(y.shape))
 
 
 # --- spec -------------------------------------------------------------------------------------------------------------
 
 
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
+    draw = drawing(dtype, device, generator)
     lead, F, parts = case["rows"], case["F"], case["parts"]
     inputs = {"y": draw(*lead, F)}
     for name in ("gate", "residual"):
@@ -309,9 +270,7 @@ def _traffic(case: Case, dtype: torch.dtype) -> Traffic:
 
 
 def _output_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
+    draw = drawing(dtype, device, generator)
     lead, H, F = case["rows"], case["H"], case["F"]
     return {
         "o": draw(*lead, H), "gate": draw(*lead, H), "weight": draw(F, H) / max(H, 1) ** 0.5, "bias": draw(F),
@@ -322,7 +281,7 @@ def _output_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, g
 def _output_traffic(case: Case, dtype: torch.dtype) -> Traffic:
     """Through the matrix product: sigmoid(g) o is written and read, and so is y."""
     rows, H, F = torch.Size(case["rows"]).numel(), case["H"], case["F"]
-    forward, backward = 4 * H + 4 * F, 9 * H + 5 * F
+    forward, backward = 4 * H + 4 * F, 7 * H + 4 * F
     product = 2 * rows * H * F
     return Traffic(dtype.itemsize * rows * forward, dtype.itemsize * rows * backward, product, 2 * product)
 

@@ -6,9 +6,10 @@ x^ = (x - mean) rstd and dz = dy silu'(z), or dy without SiLU:
     dbias_c = sum dz,  dweight_c = sum dz x^                                   over samples and places
     dx = rstd (weight dz - (s1 + x^ s2) / M),  s1 = sum weight dz,  s2 = sum weight dz x^         over the group
 
-A group of a U-Net's is larger than a program's registers, and groups are fewer than programs, so both directions have
-three phases, each over tiles of channels and places, whichever of the two is dense in memory (contiguous and
-channels_last tensors both stay as they are):
+Where a group fits a program's registers (the inner levels of a U-Net), a program takes a group, and x is read once, in
+the backward dy and x. A larger group has to be read twice, for nothing on the chip holds it, and groups are fewer than
+programs: there both directions have three phases, each over tiles of channels and places, whichever of the two is dense
+in memory (contiguous and channels_last tensors both stay as they are):
 
     1. each channel over a run of places: forward mean and sum of squared deviations, backward sum dz and sum dz x^
     2. one program a group puts them together: forward mean and rstd, by the parallel formula for variances
@@ -26,8 +27,10 @@ from torch import Tensor
 from core.kernels.blocks import Blocks
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
+LARGEST_GROUP = 16_384
+"""Elements, each dim rounded up to a power of two, that a program takes whole; in an fp32 backward half of them."""
 _PROGRAMS = 1024
 """Of a phase 1: enough to fill a chip, few enough that phase 2 has little to read."""
 
@@ -78,6 +81,59 @@ def _slope(z):
     """silu'(z)."""
     s = tl.sigmoid(z)
     return s * (1.0 + z * (1.0 - s))
+
+
+@triton.jit
+def _group(num_groups, group_channels, num_places, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
+    """This program's sample, its channels [CHANNELS, 1] and which there are, places [1, PLACES], and what is inside."""
+    program = tl.program_id(0).to(tl.int64)
+    member, place = tl.arange(0, CHANNELS)[:, None], tl.arange(0, PLACES).to(tl.int64)[None, :]
+    known = member < group_channels
+    channel = program % num_groups * group_channels + member
+    return program // num_groups, channel, known, place, known & (place < num_places)
+
+
+@triton.jit
+def _whole_forward(
+    x, weight, bias, mean, rstd, y, num_groups, group_channels, num_places, size, eps, x_n, x_c, x_s, y_n, y_c, y_s,
+    CHANNELS: tl.constexpr, PLACES: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """All of a group at once."""
+    sample, channel, known, place, inside = _group(num_groups, group_channels, num_places, CHANNELS, PLACES)
+    value = tl.load(x + sample * x_n + channel * x_c + place * x_s, mask=inside, other=0.0).to(tl.float32)
+    centre = tl.sum(value) / size
+    off = tl.where(inside, value - centre, 0.0)
+    scale = tl.rsqrt(tl.sum(off * off) / size + eps)
+    tl.store(mean + tl.program_id(0), centre)
+    tl.store(rstd + tl.program_id(0), scale)
+    w = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
+    z = off * scale * w + tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
+    if SILU:
+        z = z * tl.sigmoid(z)
+    tl.store(y + sample * y_n + channel * y_c + place * y_s, z, mask=inside)
+
+
+@triton.jit
+def _whole_backward(
+    dy, x, weight, bias, mean, rstd, plain_sums, weighted_sums, dx, num_groups, group_channels, num_places, size,
+    dy_n, dy_c, dy_s, x_n, x_c, x_s, dx_n, dx_c, dx_s,
+    CHANNELS: tl.constexpr, PLACES: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """All of a group at once: dx, and each channel's sum dz and sum dz x^."""
+    sample, channel, known, place, inside = _group(num_groups, group_channels, num_places, CHANNELS, PLACES)
+    scale = tl.load(rstd + tl.program_id(0))
+    w = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
+    value = tl.load(x + sample * x_n + channel * x_c + place * x_s, mask=inside, other=0.0).to(tl.float32)
+    dz = tl.load(dy + sample * dy_n + channel * dy_c + place * dy_s, mask=inside, other=0.0).to(tl.float32)
+    normal = (value - tl.load(mean + tl.program_id(0))) * scale
+    if SILU:
+        dz *= _slope(normal * w + tl.load(bias + channel, mask=known, other=0.0).to(tl.float32))
+    plain, weighted = tl.sum(dz, 1)[:, None], tl.sum(dz * normal, 1)[:, None]
+    at = sample * num_groups * group_channels + channel
+    tl.store(plain_sums + at, plain, mask=known)
+    tl.store(weighted_sums + at, weighted, mask=known)
+    s1, s2 = tl.sum(w * plain) / size, tl.sum(w * weighted) / size
+    tl.store(dx + sample * dx_n + channel * dx_c + place * dx_s, scale * (w * dz - s1 - normal * s2), mask=inside)
 
 
 @triton.jit
@@ -240,7 +296,13 @@ def _forward(
     y = torch.empty_like(flat)
     N, C, S = flat.shape
     mean, rstd = (torch.empty((N, num_groups), dtype=torch.float32, device=x.device) for _ in range(2))
-    if launches(x):
+    if launches(x) and (whole := _whole_blocks(flat, num_groups)):
+        width = C // num_groups
+        _whole_forward[(N * num_groups,)](
+            flat, weight.contiguous(), bias.contiguous(), mean, rstd, y, num_groups, width, S, float(width * S), eps,
+            *flat.stride(), *y.stride(), SILU=silu, **whole,
+        )  # fmt: skip
+    elif launches(x):
         weight, bias, blocks = weight.contiguous(), bias.contiguous(), _blocks(flat)
         run_length, num_runs = _runs(flat, blocks)
         moments = torch.empty((2, N, C, num_runs), dtype=torch.float32, device=x.device)
@@ -265,7 +327,15 @@ def _backward(
     N, C, S = flat.shape
     if not launches(x):
         return dx.view(x.shape), torch.zeros((2, C), dtype=torch.float32, device=x.device)
-    weight, bias, blocks = weight.contiguous(), bias.contiguous(), _blocks(flat)
+    weight, bias, width, size = weight.contiguous(), bias.contiguous(), C // num_groups, float(C // num_groups * S)
+    if whole := _whole_blocks(flat, num_groups, backward=True):
+        sums = torch.empty((2, N, C), dtype=torch.float32, device=x.device)
+        _whole_backward[(N * num_groups,)](
+            dy_flat, flat, weight, bias, mean, rstd, *sums, dx, num_groups, width, S, size,
+            *dy_flat.stride(), *flat.stride(), *dx.stride(), SILU=silu, **whole,
+        )  # fmt: skip
+        return dx.view(x.shape), sums.sum(1)
+    blocks = _blocks(flat)
     run_length, num_runs = _runs(flat, blocks)
     sums = torch.empty((2, N, C, num_runs), dtype=torch.float32, device=x.device)
     means = torch.empty((N, num_groups, 2), dtype=torch.float32, device=x.device)
@@ -274,7 +344,6 @@ def _backward(
     _channel_sums[_grid(flat, blocks, num_runs)](
         *read, *sums, C, num_groups, S, num_runs, run_length, *strides, SILU=silu, **blocks
     )
-    width, size = C // num_groups, float(C // num_groups * S)
     _merge_sums[(N * num_groups,)](*sums, weight, means, width, num_groups, num_runs, size, BLOCK=1024)
     num_tiles = triton.cdiv(S, blocks["PLACES"])
     _input_gradient[_grid(flat, blocks, num_tiles)](
@@ -307,6 +376,18 @@ def _grid(flat: Tensor, blocks: Blocks, num_runs: int) -> tuple[int]:
     return (flat.shape[0] * triton.cdiv(flat.shape[1], blocks["CHANNELS"]) * num_runs,)
 
 
+def _whole_blocks(flat: Tensor, num_groups: int, backward: bool = False) -> Blocks | None:
+    """The tile that holds a group; None where it is too large, or where its memory comes in pieces under 32 bytes."""
+    largest = LARGEST_GROUP // 2 if backward and flat.itemsize > 2 else LARGEST_GROUP
+    _, C, S = flat.shape
+    width = C // num_groups
+    channels, places = triton.next_power_of_2(width), triton.next_power_of_2(S)
+    in_pieces = flat.stride(2) != 1 and S > 1 and width * flat.itemsize < 32
+    if channels * places > largest or in_pieces:
+        return None
+    return {"CHANNELS": channels, "PLACES": places, "num_warps": min(16, max(1, channels * places // 512))}
+
+
 def _blocks(flat: Tensor) -> Blocks:
     """A tile of 2048 elements, long where x[N, C, S] is dense: along channels in channels_last, else along places."""
     _, C, S = flat.shape
@@ -329,9 +410,7 @@ def _runs(flat: Tensor, blocks: Blocks) -> tuple[int, int]:
 
 
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
+    draw = drawing(dtype, device, generator)
     N, C, places = case["N"], case["C"], case["places"]
     x = 2 * draw(N, C, *places) + 3  # a mean that a plain sum of squares would suffer from
     if case.get("channels_last"):
@@ -341,8 +420,11 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
 
 
 def _traffic(case: Case, dtype: torch.dtype) -> Traffic:
-    whole = case["N"] * case["C"] * torch.Size(case["places"]).numel()
-    return Traffic(2 * dtype.itemsize * whole, 3 * dtype.itemsize * whole, 12 * whole, 24 * whole)
+    """What is larger than a program's registers has to be read twice."""
+    x = _inputs(case, dtype, "meta", torch.Generator())["x"]
+    again, both = (_whole_blocks(_flat(x), case["G"], backward) is None for backward in (False, True))
+    bytes_ = x.numel() * dtype.itemsize
+    return Traffic((2 + again) * bytes_, (3 + 2 * both) * bytes_, 12 * x.numel(), 24 * x.numel())
 
 
 SPECS = (KernelSpec(
@@ -354,7 +436,7 @@ SPECS = (KernelSpec(
     cases=(
         {"N": 2, "C": 12, "G": 3, "places": (5, 7)},
         {"N": 2, "C": 12, "G": 3, "places": (5, 7), "channels_last": True},
-        {"N": 1, "C": 3, "G": 3, "places": (1100,), "silu": False},
+        {"N": 1, "C": 3, "G": 3, "places": (LARGEST_GROUP + 100,), "silu": False},
         {"N": 1, "C": 140, "G": 2, "places": (3, 2, 3), "channels_last": True, "silu": False},
         {"N": 3, "C": 63, "G": 1, "places": ()},
         {"N": 1, "C": 1, "G": 1, "places": (1, 3)},  # of two elements the gradient would be rounding

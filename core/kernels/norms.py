@@ -14,21 +14,21 @@ the same input has the same gradients, bit for bit. Rows of more than 8192 eleme
 then ds is made by tiles of a row, and a second kernel reads s and dy once more for the sums.
 
 Sums are in fp32 whatever the dtypes. A program takes whole rows, so rows of up to 16,384 elements; longer ones go to
-torch. Leading dims may have any strides; those that do not come down to three are copied.
+torch. Leading dims may have any strides; those that do not come down to four are copied.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.blocks import Blocks, chip
+from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.rows import row_offset, rows_of
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_LENGTH = 16_384
 _MAX_FUSED_LENGTH = 8192
-_NUM_LEADING = 3
 
 NormResult = Tensor | tuple[Tensor, Tensor]
 
@@ -134,25 +134,19 @@ def _unsupported(x: Tensor, *others: Tensor | None) -> str | None:
 
 
 @triton.jit
-def _row_offset(row, d1, d2, s0, s1, s2):
-    """Where a row begins in a tensor of leading dims [.., d1, d2] and strides [s0, s1, s2]."""
-    return (row // d2 // d1) * s0 + (row // d2 % d1) * s1 + (row % d2) * s2
-
-
-@triton.jit
 def _norm_forward(
     x, residual, weight, bias, y, total, mean, rstd, num_rows, length, eps,
-    xd1, xd2, x0, x1, x2, x3, rd1, rd2, r0, r1, r2, r3, w0, b0,
+    x_sizes, x_strides, x_column, r_sizes, r_strides, r_column, w_column, b_column,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK).to(tl.int64)[None, :]
     inside = (row < num_rows) & (column < length)
     at = row * length + column
-    s = tl.load(x + _row_offset(row, xd1, xd2, x0, x1, x2) + column * x3, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(x + row_offset(row, x_sizes, x_strides) + column * x_column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        r_at = _row_offset(row, rd1, rd2, r0, r1, r2) + column * r3
+        r_at = row_offset(row, r_sizes, r_strides) + column * r_column
         s += tl.load(residual + r_at, mask=inside, other=0.0).to(tl.float32)
         rounded = s.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
@@ -165,9 +159,9 @@ def _norm_forward(
     tl.store(rstd + row, scale, mask=row < num_rows)
     s *= scale
     if HAS_WEIGHT:
-        s *= tl.load(weight + column * w0, mask=column < length, other=0.0).to(tl.float32)
+        s *= tl.load(weight + column * w_column, mask=column < length, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        s += tl.load(bias + column * b0, mask=column < length, other=0.0).to(tl.float32)
+        s += tl.load(bias + column * b_column, mask=column < length, other=0.0).to(tl.float32)
     tl.store(y + at, s, mask=inside)
 
 
@@ -184,13 +178,13 @@ def _normalised(s_at, mean, rstd, row, num_rows, inside, CENTERED: tl.constexpr)
 @triton.jit
 def _norm_backward(
     dy, total, mean, rstd, weight, dtotal, ds, dweight, dbias, num_rows, length,
-    yd1, yd2, y0, y1, y2, y3, sd1, sd2, s0, s1, s2, s3, td1, td2, t0, t1, t2, t3, w0,
+    dy_sizes, dy_strides, dy_column, s_sizes, s_strides, s_column, t_sizes, t_strides, t_column, w_column,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_DTOTAL: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program p of P takes tiles p, p + P, …, and sums over their rows into row p of dweight and dbias, both [P, N]."""
     first = tl.program_id(0)
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK).to(tl.int64)[None, :]
     if SUMS_WEIGHT:
         weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     if SUMS_BIAS:
@@ -198,22 +192,22 @@ def _norm_backward(
     for tile in range(first, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (row < num_rows) & (column < length)
-        s_at = total + _row_offset(row, sd1, sd2, s0, s1, s2) + column * s3
+        s_at = total + row_offset(row, s_sizes, s_strides) + column * s_column
         xhat, scale = _normalised(s_at, mean, rstd, row, num_rows, inside, CENTERED)
-        y_at = dy + _row_offset(row, yd1, yd2, y0, y1, y2) + column * y3
+        y_at = dy + row_offset(row, dy_sizes, dy_strides) + column * dy_column
         g = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
         if SUMS_WEIGHT:
             weight_sum += g * xhat
         if SUMS_BIAS:
             bias_sum += g
         if HAS_WEIGHT:
-            g *= tl.load(weight + column * w0, mask=column < length, other=0.0).to(tl.float32)
+            g *= tl.load(weight + column * w_column, mask=column < length, other=0.0).to(tl.float32)
         d = g - xhat * (tl.sum(g * xhat, 1)[:, None] / length)
         if CENTERED:
             d -= tl.sum(g, 1)[:, None] / length
         d *= scale
         if HAS_DTOTAL:
-            t_at = dtotal + _row_offset(row, td1, td2, t0, t1, t2) + column * t3
+            t_at = dtotal + row_offset(row, t_sizes, t_strides) + column * t_column
             d += tl.load(t_at, mask=inside, other=0.0).to(tl.float32)
         tl.store(ds + row * length + column, d, mask=inside)
     at = first.to(tl.int64) * length + tl.arange(0, BLOCK)
@@ -226,61 +220,61 @@ def _norm_backward(
 @triton.jit
 def _norm_backward_long(
     dy, total, mean, rstd, weight, dtotal, ds, num_rows, length,
-    yd1, yd2, y0, y1, y2, y3, sd1, sd2, s0, s1, s2, s3, td1, td2, t0, t1, t2, t3, w0,
+    dy_sizes, dy_strides, dy_column, s_sizes, s_strides, s_column, t_sizes, t_strides, t_column, w_column,
     BLOCK: tl.constexpr, CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DTOTAL: tl.constexpr,
 ):  # fmt: skip
     """ds of one row a program, which goes over the row twice; the second time it comes from a cache."""
     row = tl.program_id(0).to(tl.int64)
-    total += _row_offset(row, sd1, sd2, s0, s1, s2)
-    dy += _row_offset(row, yd1, yd2, y0, y1, y2)
-    dtotal += _row_offset(row, td1, td2, t0, t1, t2)
+    total += row_offset(row, s_sizes, s_strides)
+    dy += row_offset(row, dy_sizes, dy_strides)
+    dtotal += row_offset(row, t_sizes, t_strides)
     products = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, length, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        column = start + tl.arange(0, BLOCK).to(tl.int64)
         inside = column < length
-        xhat, _ = _normalised(total + column * s3, mean, rstd, row, num_rows, inside, CENTERED)
-        g = tl.load(dy + column * y3, mask=inside, other=0.0).to(tl.float32)
+        xhat, _ = _normalised(total + column * s_column, mean, rstd, row, num_rows, inside, CENTERED)
+        g = tl.load(dy + column * dy_column, mask=inside, other=0.0).to(tl.float32)
         if HAS_WEIGHT:
-            g *= tl.load(weight + column * w0, mask=inside, other=0.0).to(tl.float32)
+            g *= tl.load(weight + column * w_column, mask=inside, other=0.0).to(tl.float32)
         products += g * xhat
         plain += g
     mean_product, mean_plain = tl.sum(products, 0) / length, tl.sum(plain, 0) / length
     for start in range(0, length, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        column = start + tl.arange(0, BLOCK).to(tl.int64)
         inside = column < length
-        xhat, scale = _normalised(total + column * s3, mean, rstd, row, num_rows, inside, CENTERED)
-        d = tl.load(dy + column * y3, mask=inside, other=0.0).to(tl.float32)
+        xhat, scale = _normalised(total + column * s_column, mean, rstd, row, num_rows, inside, CENTERED)
+        d = tl.load(dy + column * dy_column, mask=inside, other=0.0).to(tl.float32)
         if HAS_WEIGHT:
-            d *= tl.load(weight + column * w0, mask=inside, other=0.0).to(tl.float32)
+            d *= tl.load(weight + column * w_column, mask=inside, other=0.0).to(tl.float32)
         d -= xhat * mean_product
         if CENTERED:
             d -= mean_plain
         d *= scale
         if HAS_DTOTAL:
-            d += tl.load(dtotal + column * t3, mask=inside, other=0.0).to(tl.float32)
+            d += tl.load(dtotal + column * t_column, mask=inside, other=0.0).to(tl.float32)
         tl.store(ds + row * length + column, d, mask=inside)
 
 
 @triton.jit
 def _norm_backward_parameters(
     dy, total, mean, rstd, dweight, dbias, num_rows, length,
-    yd1, yd2, y0, y1, y2, y3, sd1, sd2, s0, s1, s2, s3,
+    dy_sizes, dy_strides, dy_column, s_sizes, s_strides, s_column,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """The sums of `_norm_backward` for long rows: programs (p of P, part of the columns)."""
     first = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = columns[None, :]
     weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(first, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (row < num_rows) & (column < length)
-        y_at = dy + _row_offset(row, yd1, yd2, y0, y1, y2) + column * y3
+        y_at = dy + row_offset(row, dy_sizes, dy_strides) + column * dy_column
         g = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
         if SUMS_WEIGHT:
-            s_at = total + _row_offset(row, sd1, sd2, s0, s1, s2) + column * s3
+            s_at = total + row_offset(row, s_sizes, s_strides) + column * s_column
             xhat, _ = _normalised(s_at, mean, rstd, row, num_rows, inside, CENTERED)
             weight_sum += g * xhat
         if SUMS_BIAS:
@@ -312,13 +306,19 @@ def _forward(
         blocks = _blocks(x.shape[-1])
         if blocks["BLOCK"] == 8192 and not chip().startswith("gfx"):  # whose blocks have 1024 threads at most
             blocks["num_warps"] = 32  # at 16 a register is spilled on sm_90
-        x, residual = _few_dims(x), None if residual is None else _few_dims(residual)
-        _norm_forward[(triton.cdiv(num_rows, blocks["ROWS"]),)](
-            x, _or(residual, x), _or(weight, x), _or(bias, x), y, total, mean, rstd, num_rows, x.shape[-1], eps,
-            *_strides(x), *_strides(_or(residual, x)), _stride(weight), _stride(bias),
-            CENTERED=centered, HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
-        )  # fmt: skip
+        x, *x_at = rows_of(x)
+        added, *added_at = (x, *x_at) if residual is None else rows_of(residual)
+
+        def run(blocks: Blocks) -> None:
+            _norm_forward[(triton.cdiv(num_rows, blocks["ROWS"]),)](
+                x, added, _or(weight, x), _or(bias, x), y, total, mean, rstd, num_rows, x.shape[-1], eps,
+                *x_at, *added_at, _stride(weight), _stride(bias),
+                CENTERED=centered, HAS_RESIDUAL=residual is not None,
+                HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
+            )  # fmt: skip
+
+        key = triton.next_power_of_2(num_rows), blocks["BLOCK"], x.dtype, centered, residual is not None
+        tuned("norm_forward", key, blocks, run, num_warps=(4, 8, 16))
     return y, total, mean, rstd
 
 
@@ -343,29 +343,36 @@ def _backward(
         )
         return ds, *sums
     blocks = _blocks(length)
-    dy, total, dtotal = _few_dims(dy), _few_dims(total), None if dtotal is None else _few_dims(dtotal)
+    has_dtotal = dtotal is not None
+    (dy, *dy_at), (total, *total_at) = rows_of(dy), rows_of(total)
+    dtotal, *dtotal_at = (total, *total_at) if dtotal is None else rows_of(dtotal)
     num_programs = _num_programs(num_rows, blocks)
     dweight_PN, dbias_PN = (
         torch.empty((num_programs if on else 1, length if on else 0), dtype=torch.float32, device=ds.device)
         for on in (sums_weight, sums_bias)
     )
-    strides = *_strides(dy), *_strides(total), *_strides(_or(dtotal, total)), _stride(weight)
-    gradients = {"CENTERED": centered, "HAS_WEIGHT": weight is not None, "HAS_DTOTAL": dtotal is not None}
+    strides = *dy_at, *total_at, *dtotal_at, _stride(weight)
+    gradients = {"CENTERED": centered, "HAS_WEIGHT": weight is not None, "HAS_DTOTAL": has_dtotal}
     sums = {"SUMS_WEIGHT": sums_weight, "SUMS_BIAS": sums_bias}
     inputs = dy, total, mean, rstd
     if length <= _MAX_FUSED_LENGTH:
-        _norm_backward[(num_programs,)](
-            *inputs, _or(weight, total), _or(dtotal, total), ds, dweight_PN, dbias_PN, num_rows, length, *strides,
-            **gradients, **sums, **blocks,
-        )  # fmt: skip
+
+        def run(blocks: Blocks) -> None:
+            _norm_backward[(num_programs,)](
+                *inputs, _or(weight, total), dtotal, ds, dweight_PN, dbias_PN, num_rows, length, *strides,
+                **gradients, **sums, **blocks,
+            )  # fmt: skip
+
+        key = triton.next_power_of_2(num_rows), blocks["BLOCK"], dy.dtype, centered, sums_weight, sums_bias
+        tuned("norm_backward", key, blocks, run, num_warps=(4, 8, 16))
         return ds, dweight_PN.sum(0), dbias_PN.sum(0)
     _norm_backward_long[(num_rows,)](
-        *inputs, _or(weight, total), _or(dtotal, total), ds, num_rows, length, *strides,
+        *inputs, _or(weight, total), dtotal, ds, num_rows, length, *strides,
         **gradients, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     if sums_weight or sums_bias:
         _norm_backward_parameters[(num_programs, triton.cdiv(length, 128))](
-            *inputs, dweight_PN, dbias_PN, num_rows, length, *strides[:12],
+            *inputs, dweight_PN, dbias_PN, num_rows, length, *dy_at, *total_at,
             CENTERED=centered, **sums, ROWS=8, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return ds, dweight_PN.sum(0), dbias_PN.sum(0)
@@ -409,31 +416,6 @@ def _stride(vector: Tensor | None) -> int:
     return 1 if vector is None else vector.stride(0)
 
 
-def _merged(x: Tensor) -> tuple[list[int], list[int]]:
-    """Sizes and strides of the leading dims, neighbours that lie as one dim merged; the rows of a dense x are one."""
-    sizes, strides = [], []
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1]):
-        if size == 1:
-            continue
-        if strides and strides[-1] == stride * size:
-            sizes[-1], strides[-1] = sizes[-1] * size, stride
-        else:
-            sizes.append(size)
-            strides.append(stride)
-    return sizes, strides
-
-
-def _few_dims(x: Tensor) -> Tensor:
-    return x if len(_merged(x)[0]) <= _NUM_LEADING else x.contiguous()
-
-
-def _strides(x: Tensor) -> list[int]:
-    """d1, d2, s0, s1, s2 of `_row_offset` and the stride of the columns. Ones at the end: divisions that fold away."""
-    sizes, strides = _merged(x)
-    missing = _NUM_LEADING - len(sizes)
-    return [*(sizes + [1] * missing)[1:], *strides, *[0] * missing, x.stride(-1)]
-
-
 def _blocks(length: int) -> Blocks:
     """A tile of about 2048 elements, 16 a thread; the longest rows get 32, as 1024 threads would have 64 registers."""
     block = triton.next_power_of_2(length)
@@ -452,9 +434,7 @@ def _num_programs(num_rows: int, blocks: Blocks) -> int:
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
     B, L, N = (case[name] for name in "BLN")
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
+    draw = drawing(dtype, device, generator)
     # A large eps: it shows, and one or two elements a row keep gradients that are not differences of rounding errors.
     inputs = {"x": 2 * draw(B, L, N) + 1, "eps": 1.0}
     if case.get("weight"):

@@ -59,10 +59,17 @@ def runs_kernel(name: str, x: Tensor, unless: str | None = None) -> bool:
         unless = "triton is not installed"
     if unless is None:
         return True
-    if (name, unless) not in _warned:
-        _warned.add((name, unless))
-        warnings.warn(f"{name}: {unless}; torch's own operators are taken", stacklevel=3)
+    _warn_once(name, unless)
     return False
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(name: str, unless: str) -> bool:
+    """Under torch.compile it is called while tracing, and not in the graph."""
+    if new := (name, unless) not in _warned:
+        _warned.add((name, unless))
+        warnings.warn(f"{name}: {unless}; torch's own operators are taken", stacklevel=4)
+    return new
 
 
 @contextmanager

@@ -30,10 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.blocks import Blocks, chip
+from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_HEAD_SIZE = 256
 _SHORTEST_PART = 256
@@ -296,15 +296,15 @@ def _attend(
 
     Scores are in base 2: `scale` and `slope` hold a factor log2(e).
     """
-    column = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK_K).to(tl.int64)
     greatest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     o = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for start in range(first, last, BLOCK_N):
         u = start + tl.arange(0, BLOCK_N)
         seen = u < last
-        page = tl.load(table + (u // PAGE) * t1, mask=seen, other=0).to(tl.int64)
-        place = u % PAGE
+        page = tl.load(table + (u // PAGE).to(tl.int64) * t1, mask=seen, other=0).to(tl.int64)
+        place = (u % PAGE).to(tl.int64)
         at = (page * k0 + place * k1)[None, :] + column[:, None] * k3
         k = tl.load(k_pages + at, mask=seen[None, :] & (column < K)[:, None], other=0.0)
         s = tl.dot(q, _as(k, q.dtype), input_precision=PRECISION) * scale
@@ -345,7 +345,7 @@ def _decode(
 ):  # fmt: skip
     b = tl.program_id(2).to(tl.int64)
     tiles = tl.cdiv(G, HEADS)
-    j = tl.program_id(1) // tiles
+    j = (tl.program_id(1) // tiles).to(tl.int64)
     length = tl.load(lengths + b)
     token = b
     if IS_RAGGED:
@@ -354,9 +354,9 @@ def _decode(
     first = tl.program_id(0) * _part(length, SHORTEST, MOST)
     if (first < length) | ((length == 0) & (not IS_SPLIT)):
         last = tl.minimum(length, first + _part(length, SHORTEST, MOST))
-        row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+        row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K).to(tl.int64)
         g = (tl.program_id(1) % tiles) * HEADS + row
-        head = (j * G + g).to(tl.int64)
+        head = j * G + g
         mine = (row < HEADS) & (g < G)
         inside = mine[:, None] & (column < K)[None, :]
         at = token * q0 + head[:, None] * q1 + column[None, :] * q2
@@ -440,11 +440,11 @@ def _prefill(
     first_query = ((tile - _first_tile(cu, b, BLOCK_Q)) * BLOCK_Q).to(tl.int32)
     if (first_query < num_queries) & (num_queries > 1):  # one query: `_decode`
         tiles = tl.cdiv(G, HEADS)
-        j = tl.program_id(1) // tiles
-        row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+        j = (tl.program_id(1) // tiles).to(tl.int64)
+        row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K).to(tl.int64)
         query = first_query + row // HEADS
         g = (tl.program_id(1) % tiles) * HEADS + row % HEADS
-        head = (j * G + g).to(tl.int64)
+        head = j * G + g
         mine = (row < BLOCK_Q * HEADS) & (query < num_queries) & (g < G)
         inside = mine[:, None] & (column < K)[None, :]
         at = (token + query)[:, None] * q0 + head[:, None] * q1 + column[None, :] * q2
@@ -485,7 +485,7 @@ def _write_rows(
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK_K).to(tl.int64)
     token, j = row // J, row % J
     slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
     inside = slot >= 0
@@ -529,10 +529,22 @@ def _forward(
     blocks = _decode_blocks(K, dot, k_scales is not None)
     heads = min(G, blocks["BLOCK_M"])
     split = {"SHORTEST": _SHORTEST_PART, "MOST": most, "IS_RAGGED": cu_query_lens is not None}
-    _decode[(num_parts, J * triton.cdiv(G, heads), B)](
-        q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, parts, lse, G, K, scale2, num_parts, *strides,
-        HEADS=heads, IS_SPLIT=num_parts > 1, **split, **constants, **blocks,
-    )  # fmt: skip
+    key = (
+        K,
+        G,
+        page_size,
+        dot,
+        k_pages.dtype,
+        slopes is not None,
+    )  # of the model alone: bits are to be those of any batch
+
+    def decode(blocks: Blocks) -> None:
+        _decode[(num_parts, J * triton.cdiv(G, heads), B)](
+            q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, parts, lse, G, K, scale2, num_parts,
+            *strides, HEADS=heads, IS_SPLIT=num_parts > 1, **split, **constants, **blocks,
+        )  # fmt: skip
+
+    tuned("paged_decode", key, blocks, decode, num_stages=(2, 3, 4), num_warps=(2, 4, 8))
     if num_parts > 1:
         _merge[(H, B)](
             parts, lse, lengths, cu, o, K, num_parts, **split, BLOCK_S=triton.next_power_of_2(num_parts),
@@ -542,10 +554,14 @@ def _forward(
         blocks = _prefill_blocks(K, dot, k_scales is not None)
         heads = min(G, blocks["BLOCK_M"])
         num_queries = blocks["BLOCK_M"] // heads
-        _prefill[(T // num_queries + B, J * triton.cdiv(G, heads))](
-            q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, G, K, scale2, B, B.bit_length(), *strides,
-            HEADS=heads, BLOCK_Q=num_queries, **constants, **blocks,
-        )  # fmt: skip
+
+        def prefill(blocks: Blocks) -> None:
+            _prefill[(T // num_queries + B, J * triton.cdiv(G, heads))](
+                q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, G, K, scale2, B, B.bit_length(),
+                *strides, HEADS=heads, BLOCK_Q=num_queries, **constants, **blocks,
+            )  # fmt: skip
+
+        tuned("paged_prefill", key, blocks, prefill, num_stages=(1, 2, 3), num_warps=(4, 8))
     return o
 
 
@@ -629,12 +645,10 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
         table[b, :count] = order[taken : taken + count]
         taken += count
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu" if str(device) != "meta" else "meta")
-
+    draw = drawing(torch.float32, device, generator)
     k, v = draw(P, page_size, J, K), draw(P, page_size, J, K)
     inputs = {
-        "q": draw(B if cu is None else int(cu[-1]), J * G, K).to(device, dtype),
+        "q": draw(B if cu is None else int(cu[-1]), J * G, K).to(dtype),
         "page_table": table.to(device, torch.int32),
         "lengths": lengths.to(device, torch.int32),
         "cu_query_lens": None if cu is None else cu.to(device, torch.int32),
@@ -667,7 +681,8 @@ def _write_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, ge
     T, J, K, P, page_size = (case[name] for name in ("T", "J", "K", "P", "page"))
     slots = torch.randperm(P * page_size, generator=generator)[:T]
     slots[torch.rand(T, generator=generator) < case.get("dropped", 0.0)] = -1
-    k, v = (torch.randn(T, J, K, generator=generator).to(device, dtype) for _ in range(2))
+    draw = drawing(dtype, device, generator)
+    k, v = draw(T, J, K), draw(T, J, K)
     if case.get("zero"):
         k[0] = 0
     inputs = {"k": k, "v": v, "slots": slots.to(device)}
@@ -754,5 +769,6 @@ SPECS = (
         tolerance={torch.float32: 1e-7, torch.bfloat16: 1e-7, torch.float16: 1e-7},
         traffic=_write_traffic,
         alone=("slots",),
+        in_place=(write_pages, write_reference),
     ),
 )  # fmt: skip

@@ -24,10 +24,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core.kernels.blocks import Blocks
+from core.kernels.blocks import Blocks, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 GROUPS = (32, 64, 128)
 _SLAB = 1024
@@ -117,8 +117,8 @@ def int8_dynamic_matmul(
     """
     _check("int8_dynamic_matmul", x, weight_OI, torch.int8, {"scale": (scale_O, (len(weight_OI),))}, bias_O)
     if x.shape[-1] == 0 or not runs_kernel("int8_dynamic_matmul", x, unsupported_dtype(x, scale_O, bias_O)):
-        return reference_int8_dynamic(x, weight_OI, scale_O, bias_O, outliers=outliers, threshold=threshold)
-    x_MI = _flat(x)
+        return reference_int8_dynamic(x.detach(), weight_OI, scale_O, bias_O, outliers=outliers, threshold=threshold)
+    x_MI = _flat(x.detach())
     kind_I = _outlier_columns(x_MI, outliers, threshold)
     y_MO = _int8_dynamic(x_MI, weight_OI, scale_O, bias_O, kind_I, threshold or 0.0)
     return y_MO.view(*x.shape[:-1], len(weight_OI))
@@ -247,7 +247,8 @@ def _outlier_columns(x_MI: Tensor, outliers: Tensor | None, threshold: float | N
         return None
     kind_I = torch.zeros(x_MI.shape[1], dtype=torch.int8, device=x_MI.device)
     if threshold is not None and len(x_MI):
-        kind_I = (x_MI.abs().amax(0) > threshold).to(torch.int8)
+        # The norm takes one pass, unlike abs and amax.
+        kind_I = (torch.linalg.vector_norm(x_MI, math.inf, dim=0) > threshold).to(torch.int8)
     if outliers is not None:
         kind_I = kind_I.index_fill(0, outliers.long(), _LISTED)
     return kind_I
@@ -285,7 +286,7 @@ def _int8_rows(x, w, scale, bias, y, N, K, xm, xk, wn, wk, BN: tl.constexpr, BK:
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros([BN, BK], tl.float32)
     for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
+        k = start + tl.arange(0, BK).to(tl.int64)
         inside = (n < N)[:, None] & (k < K)[None, :]
         codes = tl.load(w + n.to(tl.int64)[:, None] * wn + k[None, :] * wk, mask=inside, other=0)
         values = tl.load(x + tl.program_id(1).to(tl.int64) * xm + k * xk, mask=k < K, other=0.0)
@@ -297,8 +298,9 @@ def _int8_rows(x, w, scale, bias, y, N, K, xm, xk, wn, wk, BN: tl.constexpr, BK:
 @triton.jit
 def _int8_tile(
     x, w, scale, bias, y, M, N, K, xm, xk, wn, wk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, ALONG_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
+    """ALONG_K: scales are of the columns of x, as they are when the weight is transposed."""
     m, n = _tile(M, BM, BN)
     x += m.to(tl.int64)[:, None] * xm
     w += n.to(tl.int64)[None, :] * wn
@@ -307,8 +309,11 @@ def _int8_tile(
         k = start + tl.arange(0, BK)
         values = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         codes = tl.load(w + k.to(tl.int64)[:, None] * wk, mask=(n < N)[None, :] & (k < K)[:, None], other=0)
+        if ALONG_K:
+            factors = tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
+            values = (values.to(tl.float32) * factors[None, :]).to(values.dtype)
         acc = tl.dot(values, _as(codes, values.dtype), acc, input_precision=PRECISION)
-    if HAS_SCALE:
+    if not ALONG_K:
         acc *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     _store(y, acc, bias, m, n, M, N, HAS_BIAS)
 
@@ -325,7 +330,7 @@ def _int4_rows(
     half = tl.arange(0, HALF)
     total = tl.zeros([BN, BG], tl.float32)
     for start in range(0, G, BG):
-        g = start + tl.arange(0, BG)
+        g = start + tl.arange(0, BG).to(tl.int64)
         inside = (n < N)[:, None] & (g < G)[None, :]
         at = n.to(tl.int64)[:, None, None] * wn + (g[:, None] * HALF + half[None, :])[None, :, :] * wk
         pair = tl.load(w + at, mask=inside[:, :, None], other=0)
@@ -443,23 +448,30 @@ def _int8_dynamic_tile(
 
 
 @operator("int8_matmul")
-def _int8(x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor | None, bias_O: Tensor | None) -> Tensor:
+def _int8(x_MI: Tensor, weight_OI: Tensor, scale: Tensor, bias_O: Tensor | None, along_k: bool = False) -> Tensor:
+    """along_k: `scale` is of the weight's columns, not of its rows."""
     (M, K), N = x_MI.shape, len(weight_OI)
     y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
     if not launches(x_MI) or N == 0:
         return y_MO
-    scale, bias = _contiguous(scale_O, x_MI), _contiguous(bias_O, x_MI)
+    scale, bias = scale.contiguous(), _contiguous(bias_O, x_MI)
     sizes = (K, *x_MI.stride(), *weight_OI.stride())
-    if M <= _MOST_ROWS_OF_DECODE and scale_O is not None:
+    if M <= _MOST_ROWS_OF_DECODE and not along_k:
         _int8_rows[(triton.cdiv(N, 4), M)](
             x_MI, weight_OI, scale, bias, y_MO, N, *sizes, BN=4, BK=1024, HAS_BIAS=bias_O is not None
         )
     else:
+
+        def run(blocks: Blocks) -> None:
+            _int8_tile[_grid(M, N, blocks)](
+                x_MI, weight_OI, scale, bias, y_MO, M, N, *sizes,
+                PRECISION=_precision(), ALONG_K=along_k, HAS_BIAS=bias_O is not None, **blocks,
+            )  # fmt: skip
+
         blocks = _blocks(M, x_MI.dtype)
-        _int8_tile[_grid(M, N, blocks)](
-            x_MI, weight_OI, scale, bias, y_MO, M, N, *sizes,
-            PRECISION=_precision(), HAS_SCALE=scale_O is not None, HAS_BIAS=bias_O is not None, **blocks,
-        )  # fmt: skip
+        if along_k:  # scaled elements of x are in registers
+            blocks["BK"] = min(64, blocks["BK"])
+        _tune("int8_tile", blocks, (M, N, K, x_MI.dtype, along_k), run)
     return y_MO
 
 
@@ -476,12 +488,17 @@ def _int8_dynamic(
     kinds = codes_MI if kind_I is None else kind_I
     has = {"HAS_OUTLIERS": kind_I is not None}
     _quantize_rows[(M,)](x_MI, kinds, codes_MI, largest_M, threshold, K, *x_MI.stride(), BK=1024, **has)
+    scale, bias = scale_O.contiguous(), _contiguous(bias_O, y_MO)
+
+    def run(blocks: Blocks) -> None:
+        _int8_dynamic_tile[_grid(M, N, blocks)](
+            codes_MI if kind_I is None else x_MI, codes_MI, largest_M, kinds, threshold, weight_OI, scale, bias, y_MO,
+            M, N, K, *x_MI.stride(), *weight_OI.stride(),
+            PRECISION=_precision(), HAS_BIAS=bias_O is not None, **has, **blocks,
+        )  # fmt: skip
+
     blocks = _blocks(M, torch.int8 if kind_I is None else x_MI.dtype)
-    _int8_dynamic_tile[_grid(M, N, blocks)](
-        x_MI, codes_MI, largest_M, kinds, threshold, weight_OI, _contiguous(scale_O, x_MI), _contiguous(bias_O, x_MI),
-        y_MO, M, N, K, *x_MI.stride(), *weight_OI.stride(),
-        PRECISION=_precision(), HAS_BIAS=bias_O is not None, **has, **blocks,
-    )  # fmt: skip
+    _tune("int8_dynamic_tile", blocks, (M, N, K, x_MI.dtype, kind_I is not None), run)
     return y_MO
 
 
@@ -499,8 +516,11 @@ def _int4(
     if M <= _MOST_ROWS_OF_DECODE:
         _int4_rows[(triton.cdiv(N, 4), M)](*given, *sizes, BN=4, BG=1024 // group, HALF=group // 2, **has)
     else:
-        blocks = _int4_blocks(M, x_MI.dtype, group // 2)
-        _int4_tile[_grid(M, N, blocks)](*given, M, *sizes, HALF=group // 2, PRECISION=_precision(), **has, **blocks)
+
+        def run(blocks: Blocks) -> None:
+            _int4_tile[_grid(M, N, blocks)](*given, M, *sizes, HALF=group // 2, PRECISION=_precision(), **has, **blocks)
+
+        _tune("int4_tile", _int4_blocks(M, x_MI.dtype, group // 2), (M, N, K, x_MI.dtype, group), run)
     return y_MO
 
 
@@ -510,7 +530,7 @@ def _setup_int8(ctx, inputs, output) -> None:
 
 def _gradients_int8(ctx, dy_MO: Tensor):
     weight_OI, scale_O = ctx.saved_tensors
-    return _int8((dy_MO * scale_O).to(dy_MO.dtype), weight_OI.T, None, None), None, None, None
+    return _int8(dy_MO, weight_OI.T, scale_O, None, True), None, None, None, None
 
 
 def _setup_int4(ctx, inputs, output) -> None:
@@ -558,6 +578,13 @@ def _int4_blocks(M: int, dtype: torch.dtype, half: int) -> Blocks:
     return blocks | {"BK": 16 if dtype == torch.float32 else min(half, 32)}
 
 
+def _tune(kernel: str, blocks: Blocks, key: tuple, run: Callable[[Blocks], None]) -> None:
+    """key: sizes M, N and K, and whatever else"""
+    M, *others = key
+    more = {} if M <= 32 else {"BM": (64, 128), "BN": (64, 128), "num_warps": (4, 8)}
+    tuned(kernel, (triton.next_power_of_2(M), *others), blocks, run, num_stages=(2, 3, 4), **more)
+
+
 def _grid(M: int, N: int, blocks: Blocks) -> tuple[int]:
     return (triton.cdiv(M, blocks["BM"]) * triton.cdiv(N, blocks["BN"]),)
 
@@ -570,10 +597,11 @@ def _given(
 ) -> tuple[dict, Tensor]:
     """x and bias, and the weight that is to be quantized."""
     M, N, K = case["M"], case["N"], case["K"]
-    inputs = {"x": torch.randn(M, K, generator=generator).to(device, dtype)}
+    draw = drawing(dtype, device, generator)
+    inputs = {"x": draw(M, K)}
     if case.get("bias"):
-        inputs["bias_O"] = torch.randn(N, generator=generator).to(device, dtype)
-    return inputs, torch.randn(N, K, generator=generator)
+        inputs["bias_O"] = draw(N)
+    return inputs, drawing(torch.float32, device, generator)(N, K)
 
 
 def _int8_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
@@ -605,6 +633,13 @@ def _traffic(bits: int) -> Callable[[Case, torch.dtype], Traffic]:
         return Traffic(forward, forward, 2 * M * N * K, 2 * M * N * K)
 
     return traffic
+
+
+def _dynamic_traffic(case: Case, dtype: torch.dtype) -> Traffic:
+    """x is rounded before the product: its codes are written and read, and before that outliers are looked for."""
+    plain, whole = _traffic(8)(case, dtype), case["M"] * case["K"]
+    again = (dtype.itemsize if case.get("threshold") else 0) + 2
+    return Traffic(plain.forward_bytes + again * whole, 0, plain.forward_flops)
 
 
 _SPACE = {"M": range(1, 40), "N": range(1, 70), "K": range(1, 300), "bias": (False, True)}
@@ -654,7 +689,7 @@ SPECS = (
             {"M": 4096, "N": 4096, "K": 4096, "threshold": 6.0},
         ),
         tolerance=_TOLERANCE,
-        traffic=_traffic(8),
+        traffic=_dynamic_traffic,
         alone=("outliers",),
     ),
     KernelSpec(

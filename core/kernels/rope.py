@@ -18,7 +18,7 @@ from torch import Tensor
 from core.kernels.blocks import Blocks
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def _turn_heads(
 ):  # fmt: skip
     """Heads first … of token `row`, which begin at x + at; y is contiguous."""
     head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-    pair = tl.arange(0, BLOCK_R)[None, :]
+    pair = tl.arange(0, BLOCK_R).to(tl.int64)[None, :]
     inside = (head < num_heads) & (pair < R)
     if INTERLEAVED:
         one, other = 2 * pair, 2 * pair + 1
@@ -80,7 +80,7 @@ def _turn_heads(
     tl.store(y + y_at + one, a * cos - b * sin, mask=inside)
     tl.store(y + y_at + other, b * cos + a * sin, mask=inside)
     if BLOCK_REST > 0:
-        column = 2 * R + tl.arange(0, BLOCK_REST)[None, :]
+        column = 2 * R + tl.arange(0, BLOCK_REST).to(tl.int64)[None, :]
         inside = (head < num_heads) & (column < K)
         tl.store(y + y_at + column, tl.load(x + x_at + column * x3, mask=inside, other=0.0), mask=inside)
 
@@ -93,7 +93,7 @@ def _rope(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b, t = row // L, row % L
-    pair = tl.arange(0, BLOCK_R)[None, :]
+    pair = tl.arange(0, BLOCK_R).to(tl.int64)[None, :]
     c = tl.load(cos + b * c0 + t * c1 + pair * c2, mask=pair < R, other=0.0).to(tl.float32)
     s = tl.load(sin + b * s0 + t * s1 + pair * s2, mask=pair < R, other=0.0).to(tl.float32) * sign
     tile, q_tiles = tl.program_id(1), tl.cdiv(H, HEADS)
@@ -160,7 +160,8 @@ def _blocks(num_heads: int, head_size: int, num_pairs: int) -> Blocks:
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
     B, L, H, J, K = (case[name] for name in "BLHJK")
     R = min(case.get("R", K), K) // 2
-    q, k = (torch.randn(B, L, heads, K, generator=generator).to(device, dtype) for heads in (H, J))
+    draw = drawing(dtype, device, generator)
+    q, k = draw(B, L, H, K), draw(B, L, J, K)
     frequency = 100.0 ** -(torch.arange(R, dtype=torch.float64) / max(R, 1))
     positions = torch.randint(0, 1000, (B if case.get("each") else 1, L, 1), generator=generator)
     angles = positions * frequency

@@ -5,23 +5,27 @@
 
 Mask and bias broadcast over any leading dims (the Evoformer's mask over rows of an MSA, its pair bias over the MSA;
 Jumper et al. 2021, supplement, algorithms 7 and 13), without a copy of either. One read of x, one write of y; the
-backward reads y and dy and writes ds. Sums are in fp32 A row that is -inf
-throughout is NaN, as torch's.
+backward reads y and dy and writes dx, and sums dbias on the way: a program goes over the rows of x that share its rows
+of the bias, in a fixed order, in as many parts as fill a chip, which are summed after. Sums are in fp32. A row that is
+-inf throughout is NaN, as torch's.
 
 A program takes a tile of whole rows, so rows of up to 32,768 elements; longer ones go to torch.
 """
 
+import itertools
+import math
+
 import torch
 from torch import Tensor
 
-from core.kernels.blocks import Blocks, chip
+from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.rows import PROGRAMS, Place, broadcasts, placed, row_offset, rows_of
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_LENGTH = 32_768
 LONGEST_TILE = 8192  # of the backward: two tensors have to stay in registers
-_NUM_LEADING = 4
 
 
 def softmax(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -33,7 +37,7 @@ def softmax(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, bias: 
     Raises ValueError when mask or bias does not broadcast.
     """
     for name, added in (("mask", mask), ("bias", bias)):
-        if added is not None and not _broadcasts(added, x):
+        if added is not None and not broadcasts(added, x):
             raise ValueError(f"softmax: {name} {list(added.shape)} does not broadcast to x {list(x.shape)}")
     if runs_kernel("softmax", x, unless=_unsupported(x, mask, bias)):
         return _forward(x, mask, bias, scale)
@@ -49,14 +53,7 @@ def reference(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, bias
     return torch.softmax(scores, -1).to(x.dtype)
 
 
-def _broadcasts(added: Tensor, x: Tensor) -> bool:
-    pairs = zip(reversed(added.shape), reversed(x.shape))
-    return added.ndim <= x.ndim and all(a in (1, b) for a, b in pairs)
-
-
 def _unsupported(x: Tensor, mask: Tensor | None, bias: Tensor | None) -> str | None:
-    if x.ndim > _NUM_LEADING + 1:
-        return f"the kernel takes at most {_NUM_LEADING} leading dims"
     if x.ndim == 0 or x.shape[-1] > MAX_LENGTH:
         return f"the kernel takes rows of at most {MAX_LENGTH} elements"
     return unsupported_dtype(x, mask, bias)
@@ -66,31 +63,29 @@ def _unsupported(x: Tensor, mask: Tensor | None, bias: Tensor | None) -> str | N
 
 
 @triton.jit
-def _row_offset(row, d1, d2, d3, s0, s1, s2, s3):
-    """Where a row begins in a tensor of leading dims [.., d1, d2, d3] and strides [s0, s1, s2, s3]."""
-    i3, row = row % d3, row // d3
-    i2, row = row % d2, row // d2
-    return (row // d1) * s0 + (row % d1) * s1 + i2 * s2 + i3 * s3
+def _tile(num_rows, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows, columns and what is inside of this program's tile, in 64 bits: strides may be of any size."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    return row, column, (row < num_rows) & (column < length)
 
 
 @triton.jit
 def _softmax_forward(
-    x, mask, bias, y, num_rows, length, d1, d2, d3, scale,
-    x0, x1, x2, x3, x4, m0, m1, m2, m3, m4, b0, b1, b2, b3, b4,
+    x, mask, bias, y, num_rows, length, scale,
+    x_sizes, x_strides, x_column, m_sizes, m_strides, m_column, b_sizes, b_strides, b_column,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < num_rows) & (column < length)
-    at = _row_offset(row, d1, d2, d3, x0, x1, x2, x3) + column * x4
-    scores = tl.load(x + at, mask=inside, other=float("-inf")).to(tl.float32) * scale
+    row, column, inside = _tile(num_rows, length, ROWS, BLOCK)
+    at = row_offset(row, x_sizes, x_strides) + column * x_column
+    scores = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
     if HAS_MASK:
-        at = _row_offset(row, d1, d2, d3, m0, m1, m2, m3) + column * m4
+        at = row_offset(row, m_sizes, m_strides) + column * m_column
         scores += tl.load(mask + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        at = _row_offset(row, d1, d2, d3, b0, b1, b2, b3) + column * b4
+        at = row_offset(row, b_sizes, b_strides) + column * b_column
         scores += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    scores = tl.where(inside, scores, float("-inf"))  # a negative scale would have turned the filling around
+    scores = tl.where(inside, scores, float("-inf"))
     scores = tl.where(row < num_rows, scores, 0.0)  # rows of nobody: anything finite
     p = tl.exp(scores - tl.max(scores, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
@@ -99,31 +94,54 @@ def _softmax_forward(
 
 @triton.jit
 def _softmax_backward(
-    dy, y, ds, num_rows, length, d1, d2, d3, s0, s1, s2, s3, s4,
+    dy, y, dx, num_rows, length, scale, dy_sizes, dy_strides, dy_column,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: a tile holds whole rows. Longer rows are read twice, the second time mostly from the cache."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    dy_row = dy + _row_offset(row, d1, d2, d3, s0, s1, s2, s3)
+    row, column, inside = _tile(num_rows, length, ROWS, BLOCK)
+    dy_row = dy + row_offset(row, dy_sizes, dy_strides)
     if WHOLE:
-        inside = (row < num_rows) & (column < length)
         p = tl.load(y + row * length + column, mask=inside, other=0.0).to(tl.float32)
-        dp = tl.load(dy_row + column * s4, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds + row * length + column, p * (dp - tl.sum(p * dp, 1)[:, None]), mask=inside)
+        dp = tl.load(dy_row + column * dy_column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + row * length + column, p * (dp - tl.sum(p * dp, 1)[:, None]) * scale, mask=inside)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, length, BLOCK):
             inside = (row < num_rows) & (start + column < length)
             p = tl.load(y + row * length + start + column, mask=inside, other=0.0).to(tl.float32)
-            dp = tl.load(dy_row + (start + column) * s4, mask=inside, other=0.0).to(tl.float32)
+            dp = tl.load(dy_row + (start + column) * dy_column, mask=inside, other=0.0).to(tl.float32)
             total += p * dp
         mean = tl.sum(total, 1)[:, None]
         for start in range(0, length, BLOCK):
             inside = (row < num_rows) & (start + column < length)
             p = tl.load(y + row * length + start + column, mask=inside, other=0.0).to(tl.float32)
-            dp = tl.load(dy_row + (start + column) * s4, mask=inside, other=0.0).to(tl.float32)
-            tl.store(ds + row * length + start + column, p * (dp - mean), mask=inside)
+            dp = tl.load(dy_row + (start + column) * dy_column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx + row * length + start + column, p * (dp - mean) * scale, mask=inside)
+
+
+@triton.jit
+def _softmax_backward_shared(
+    dy, y, dx, dbias, num_rows, num_members, members_each, length, scale,
+    dy_sizes, dy_strides, y_sizes, y_strides, dy_member_sizes, dy_member_strides, y_member_sizes, y_member_strides,
+    dy_column, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx, and dbias[parts, rows of the bias, N]: rows of the bias, over some of the members, rows of x that share it.
+
+    A row of x begins where its row of the bias and its member say together. dx lies as y does.
+    """
+    row, column, inside = _tile(num_rows, length, ROWS, BLOCK)
+    part = tl.program_id(1).to(tl.int64)
+    dy += row_offset(row, dy_sizes, dy_strides) + column * dy_column
+    at_row = row_offset(row, y_sizes, y_strides) + column
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for member in range(part * members_each, tl.minimum((part + 1) * members_each, num_members)):
+        at = at_row + row_offset(member, y_member_sizes, y_member_strides)
+        p = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        dp = tl.load(dy + row_offset(member, dy_member_sizes, dy_member_strides), mask=inside, other=0.0)
+        ds = p * (dp.to(tl.float32) - tl.sum(p * dp.to(tl.float32), 1)[:, None])
+        tl.store(dx + at, ds * scale, mask=inside)
+        total += ds
+    tl.store(dbias + (part * num_rows + row) * length + column, total, mask=inside)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -134,56 +152,96 @@ def _forward(x: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if launches(x):
         blocks, num_rows = _blocks(x.shape[-1]), x.numel() // x.shape[-1]
-        added = [x if t is None else t.expand(x.shape) for t in (mask, bias)]
-        _softmax_forward[_grid(num_rows, blocks)](
-            x, *added, y, num_rows, x.shape[-1], *_leading(x)[0][1:], scale,
-            *_strides(x), *_strides(added[0]), *_strides(added[1]),
-            HAS_MASK=mask is not None, HAS_BIAS=bias is not None, **blocks,
-        )  # fmt: skip
+        x, *x_at = rows_of(x)
+        (mask_x, *mask_at), (bias_x, *bias_at) = (
+            (x, *x_at) if t is None else rows_of(t.expand(x.shape)) for t in (mask, bias)
+        )
+
+        def run(blocks: Blocks) -> None:
+            _softmax_forward[(triton.cdiv(num_rows, blocks["ROWS"]),)](
+                x, mask_x, bias_x, y, num_rows, x.shape[-1], scale, *x_at, *mask_at, *bias_at,
+                HAS_MASK=mask is not None, HAS_BIAS=bias is not None, **blocks,
+            )  # fmt: skip
+
+        key = triton.next_power_of_2(num_rows), blocks["BLOCK"], x.dtype, mask is not None, bias is not None
+        tuned("softmax_forward", key, blocks, run, num_warps=(4, 8, 16))
     return y
 
 
 @operator("softmax_backward")
-def _backward(dy: Tensor, y: Tensor) -> Tensor:
-    ds = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+def _backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if launches(y):
         length = y.shape[-1]
         whole = length <= LONGEST_TILE
-        blocks, num_rows = _blocks(length if whole else LONGEST_TILE // 2), y.numel() // length
-        _softmax_backward[_grid(num_rows, blocks)](
-            dy, y, ds, num_rows, length, *_leading(dy)[0][1:], *_strides(dy), WHOLE=whole, **blocks
+        blocks, num_rows = _backward_blocks(length if whole else LONGEST_TILE // 2), y.numel() // length
+        dy, *dy_at = rows_of(dy)
+        _softmax_backward[(triton.cdiv(num_rows, blocks["ROWS"]),)](
+            dy, y, dx, num_rows, length, scale, *dy_at, WHOLE=whole, **blocks
         )
-    return ds
+    return dx
+
+
+@operator("softmax_backward_shared")
+def _backward_shared(dy: Tensor, y: Tensor, bias_shape: list[int], scale: float) -> tuple[Tensor, Tensor]:
+    """dx, and dbias of its shape in fp32."""
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if not launches(y):
+        return dx, torch.zeros(bias_shape, dtype=torch.float32, device=y.device)
+    length, dims = y.shape[-1], _dims(y, bias_shape)
+    if any(_placed(dy, of) is None for of in dims):
+        dy = dy.contiguous()
+    places = [_placed(x, of) for of in dims for x in (dy, y)]
+    num_rows, num_members = (math.prod(y.shape[d] for d in of) for of in dims)
+    blocks = _backward_blocks(length)
+    tiles = triton.cdiv(num_rows, blocks["ROWS"])
+    members_each = triton.cdiv(num_members, min(num_members, triton.cdiv(PROGRAMS, tiles)))
+    parts = triton.cdiv(num_members, members_each)
+    dbias = torch.empty((parts, *bias_shape), dtype=torch.float32, device=y.device)
+    _softmax_backward_shared[(tiles, parts)](
+        dy, y, dx, dbias, num_rows, num_members, members_each, length, scale,
+        *itertools.chain.from_iterable(place for place in places if place), dy.stride(-1), **blocks,
+    )  # fmt: skip
+    return dx, dbias.sum(0) if parts > 1 else dbias[0]
 
 
 def _setup(ctx, inputs, output) -> None:
     _, _, bias, ctx.scale = inputs
-    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+    ctx.bias = None if bias is None else (list(bias.shape), bias.dtype)
     ctx.save_for_backward(output)
 
 
 def _gradients(ctx, dy: Tensor):
     (y,) = ctx.saved_tensors
-    ds = _backward(dy, y)
-    dbias = None
-    if ctx.needs_input_grad[2]:
-        shape, dtype = ctx.bias
-        dbias = ds.sum_to_size(shape).to(dtype)
-    dx = ds * ctx.scale if ctx.needs_input_grad[0] else None
-    return dx, None, dbias, None
+    if not ctx.needs_input_grad[2]:
+        return _backward(dy, y, ctx.scale), None, None, None
+    shape, dtype = ctx.bias
+    if _sums_in_kernel(y, shape):
+        dx, dbias = _backward_shared(dy, y, shape, ctx.scale)
+    else:
+        ds = _backward(dy, y, 1.0)
+        dx, dbias = ds * ctx.scale, ds.sum_to_size(shape)
+    return dx, None, dbias.to(dtype), None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
 
 
-def _leading(x: Tensor) -> tuple[list[int], list[int]]:
-    """Sizes and strides of the leading dims, with dims of one element in front."""
-    missing = _NUM_LEADING + 1 - x.ndim
-    return [1] * missing + list(x.shape[:-1]), [0] * missing + list(x.stride()[:-1])
+def _dims(y: Tensor, bias_shape: list[int]) -> tuple[list[int], list[int]]:
+    """Leading dims of y that the bias has, and those that it was broadcast over."""
+    missing = y.ndim - len(bias_shape)
+    has = [d >= missing and bias_shape[d - missing] == y.shape[d] for d in range(y.ndim - 1)]
+    return [d for d, it in enumerate(has) if it], [d for d, it in enumerate(has) if not it]
 
 
-def _strides(x: Tensor) -> list[int]:
-    return [*_leading(x)[1], x.stride(-1)]
+def _placed(x: Tensor, dims: list[int]) -> Place | None:
+    return placed([x.shape[d] for d in dims], [x.stride(d) for d in dims])
+
+
+def _sums_in_kernel(y: Tensor, bias_shape: list[int]) -> bool:
+    """Whether the bias' gradient is summed while dx is made: rows that fit a tile, of few leading dims."""
+    whole_rows = len(bias_shape) > 0 and bias_shape[-1] == y.shape[-1] <= LONGEST_TILE
+    return whole_rows and all(_placed(y, dims) is not None for dims in _dims(y, bias_shape))
 
 
 def _blocks(length: int) -> Blocks:
@@ -194,8 +252,10 @@ def _blocks(length: int) -> Blocks:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(most_warps, max(4, block // 1024))}
 
 
-def _grid(num_rows: int, blocks: Blocks) -> tuple[int]:
-    return (triton.cdiv(num_rows, blocks["ROWS"]),)
+def _backward_blocks(length: int) -> Blocks:
+    """As `_blocks` with at most 16 elements a thread, which has two tensors' and a sum to keep."""
+    blocks = _blocks(length)
+    return blocks | {"num_warps": min(16, max(4, blocks["BLOCK"] // 512))}
 
 
 # --- spec -------------------------------------------------------------------------------------------------------------
@@ -204,9 +264,7 @@ def _grid(num_rows: int, blocks: Blocks) -> tuple[int]:
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
     B, S, H, L, N = (case[name] for name in "BSHLN")
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
+    draw = drawing(dtype, device, generator)
     inputs = {"x": 3 * draw(B, S, H, L, N), "scale": case.get("scale", 0.5)}
     if case.get("mask"):
         hidden = torch.rand(B, S, 1, 1, N, generator=generator) < 0.3
@@ -234,7 +292,8 @@ SPECS = (KernelSpec(
         {"B": 2, "S": 1, "H": 3, "L": 1, "N": 63, "bias": True, "scale": -1.0},
         {"B": 1, "S": 1, "H": 1, "L": 2, "N": 1000, "mask": True},
         {"B": 1, "S": 1, "H": 1, "L": 1, "N": 1},
-        {"B": 1, "S": 1, "H": 1, "L": 2, "N": LONGEST_TILE + 3},
+        {"B": 1, "S": 1, "H": 1, "L": 2, "N": LONGEST_TILE + 3, "bias": True},
+        {"B": 1, "S": 1, "H": 1, "L": 1, "N": MAX_LENGTH, "mask": True},
         {"B": 1, "S": 0, "H": 2, "L": 3, "N": 4},
     ),
     space={"B": range(1, 3), "S": range(1, 4), "H": range(1, 3), "L": range(1, 8), "N": range(1, 200),

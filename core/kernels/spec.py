@@ -40,6 +40,7 @@ class KernelSpec:
     dtypes      that are tested and timed
     gradcheck   a case small enough to differentiate numerically; None where nothing is differentiable
     alone       arguments that are not to be made strided (index tensors, cu_seqlens, …)
+    in_place    where function and reference work on copies of what they change: the two without copies, to be timed
     """
 
     name: str
@@ -55,8 +56,20 @@ class KernelSpec:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     gradcheck: Case | None = None
     alone: tuple[str, ...] = ()
+    in_place: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
 def outputs_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a function of a spec returned, as a tuple."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def drawing(dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> Callable[..., Tensor]:
+    """draw(*shape): normally distributed numbers; on the meta device nothing is drawn, however large the shape."""
+
+    def draw(*shape: int) -> Tensor:
+        if torch.device(device).type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    return draw

@@ -56,11 +56,17 @@ def on_clones(update: Callable[..., None], kinds: tuple[str, ...], inputs: dict)
 
     kinds  of the lists that `update` takes, in its order; what one of them lacks for a parameter is None
     """
-    tensors = {n: t if n.startswith("grad_") else t.clone() for n, t in inputs.items() if n[-1].isdigit()}
+    changed = {n: t.clone() for n, t in inputs.items() if n[-1].isdigit() and not n.startswith("grad_")}
+    on_keywords(update, kinds, **inputs | changed)
+    return tuple(changed.values())
+
+
+def on_keywords(update: Callable[..., None], kinds: tuple[str, ...], /, **inputs) -> None:
+    """The update itself, of keywords such as param_0 and grad_0."""
+    tensors = {n: t for n, t in inputs.items() if n[-1].isdigit()}
     options = {n: v for n, v in inputs.items() if n not in tensors}
     indices = sorted({int(n.rpartition("_")[2]) for n in tensors})
     update(*([tensors.get(f"{kind}_{i}") for i in indices] for kind in kinds), **options)
-    return tuple(t for n, t in tensors.items() if not n.startswith("grad_"))
 
 
 def rounded_at_random(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -30,7 +30,7 @@ from core.kernels.blocks import Blocks
 from core.kernels.gated_output import gated_residual
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.spec import Case, KernelSpec, Traffic
+from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_CHANNELS = 1024
 _PROGRAMS = 1024
@@ -204,7 +204,7 @@ def _too_many_channels(x: Tensor) -> str | None:
 
 @triton.jit
 def _gate_forward_kernel(
-    h, mask, a, b, num_rows, num_channels, num_tiles, h_batch, h_row, h_channel, h_part,
+    h, mask, a, b, num_rows, num_channels, num_tiles, h_batch, h_row, h_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows (pairs) and channels, of a and of b."""
@@ -213,13 +213,13 @@ def _gate_forward_kernel(
     row = (program % num_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = (row < num_rows) & (channel < num_channels)
-    at = batch * h_batch + row * h_row + channel * h_channel
+    at = h + batch * h_batch + row * h_row
     out = (batch * num_channels + channel) * num_rows + row
-    p = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(h + at + 2 * h_part, mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(at + channel * h_channel, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(at + (channel + 2 * num_channels) * h_channel, mask=inside, other=0.0).to(tl.float32)
     value = p * tl.sigmoid(g)
-    p = tl.load(h + at + h_part, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(h + at + 3 * h_part, mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(at + (channel + num_channels) * h_channel, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(at + (channel + 3 * num_channels) * h_channel, mask=inside, other=0.0).to(tl.float32)
     other_value = p * tl.sigmoid(g)
     if HAS_MASK:
         m = tl.load(mask + batch * num_rows + row, mask=row < num_rows, other=0.0).to(tl.float32)
@@ -231,7 +231,7 @@ def _gate_forward_kernel(
 
 @triton.jit
 def _gate_backward_kernel(
-    da, db, h, mask, dh, num_rows, num_channels, num_tiles, h_batch, h_row, h_channel, h_part,
+    da, db, h, mask, dh, num_rows, num_channels, num_tiles, h_batch, h_row, h_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -241,14 +241,15 @@ def _gate_backward_kernel(
     inside = (row < num_rows) & (channel < num_channels)
     first = (batch * num_channels + channel) * num_rows + row
     last = (batch * num_rows + row) * 4 * num_channels + channel
-    at = batch * h_batch + row * h_row + channel * h_channel
+    at = h + batch * h_batch + row * h_row
     m = tl.full((ROWS, 1), 1.0, tl.float32)
     if HAS_MASK:
         m = tl.load(mask + batch * num_rows + row, mask=row < num_rows, other=0.0).to(tl.float32)
     for side in tl.static_range(2):
         d = tl.load((db if side else da) + first, mask=inside, other=0.0).to(tl.float32) * m
-        p = tl.load(h + at + side * h_part, mask=inside, other=0.0).to(tl.float32)
-        s = tl.sigmoid(tl.load(h + at + (side + 2) * h_part, mask=inside, other=0.0).to(tl.float32))
+        p = tl.load(at + (channel + side * num_channels) * h_channel, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(at + (channel + (side + 2) * num_channels) * h_channel, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(g)
         tl.store(dh + last + side * num_channels, d * s, mask=inside)
         tl.store(dh + last + (side + 2) * num_channels, d * p * s * (1.0 - s), mask=inside)
 
@@ -320,7 +321,7 @@ def _gate_forward(h: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         flat, blocks = h.reshape(-1, I * J, width), _gate_blocks(width // 4)
         grid, sizes = _gate_grid(flat, blocks)
         _gate_forward_kernel[grid](
-            flat, h if mask is None else mask.contiguous(), a, b, *sizes, *flat.stride(), width // 4 * flat.stride(2),
+            flat, h if mask is None else mask.contiguous(), a, b, *sizes, *flat.stride(),
             HAS_MASK=mask is not None, **blocks,
         )  # fmt: skip
     return a, b
@@ -335,7 +336,7 @@ def _gate_backward(da: Tensor, db: Tensor, h: Tensor, mask: Tensor | None) -> Te
         grid, sizes = _gate_grid(flat, blocks)
         _gate_backward_kernel[grid](
             da.contiguous(), db.contiguous(), flat, h if mask is None else mask.contiguous(), dh, *sizes,
-            *flat.stride(), width // 4 * flat.stride(2), HAS_MASK=mask is not None, **blocks,
+            *flat.stride(), HAS_MASK=mask is not None, **blocks,
         )  # fmt: skip
     return dh
 
@@ -448,17 +449,13 @@ def _norm_blocks(num_channels: int, backward: bool = False) -> Blocks:
 # --- spec -------------------------------------------------------------------------------------------------------------
 
 
-def _draw(dtype: torch.dtype, device: torch.device | str, generator: torch.Generator):
-    return lambda *shape: torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-
-
 def _some(dtype: torch.dtype, device: torch.device | str, generator: torch.Generator):
     """A mask that hides a tenth."""
     return lambda *shape: (torch.rand(shape, generator=generator) < 0.9).to(device, dtype)
 
 
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
-    draw, lead = _draw(dtype, device, generator), case.get("lead", ())
+    draw, lead = drawing(dtype, device, generator), case.get("lead", ())
     N, C, D = case["N"], case["C"], case["D"]
     inputs = {
         "z": draw(*lead, N, N, D), "mask": _some(dtype, device, generator)(*lead, N, N), "outgoing": case["outgoing"],
@@ -487,7 +484,7 @@ def _traffic(case: Case, dtype: torch.dtype) -> Traffic:
 def _gate_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
     lead, C = case["lead"], case["C"]
     mask = _some(dtype, device, generator)(*lead) if case.get("mask", True) else None
-    return {"h": _draw(dtype, device, generator)(*lead, 4 * C), "mask": mask}
+    return {"h": drawing(dtype, device, generator)(*lead, 4 * C), "mask": mask}
 
 
 def _gate_traffic(case: Case, dtype: torch.dtype) -> Traffic:
@@ -496,7 +493,7 @@ def _gate_traffic(case: Case, dtype: torch.dtype) -> Traffic:
 
 
 def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
-    draw, (*lead, I, J), C = _draw(dtype, device, generator), case["lead"], case["C"]
+    draw, (*lead, I, J), C = drawing(dtype, device, generator), case["lead"], case["C"]
     return {"x": 2 * draw(*lead, C, I, J) + 1, "weight": 1 + 0.5 * draw(C), "bias": draw(C)}
 
 

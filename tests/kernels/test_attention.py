@@ -1,6 +1,7 @@
 """What the SPECs of attention leave out: its CPU path, merging by log-sum-exp, parts of a bias's gradient, errors."""
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -74,6 +75,15 @@ def test_neighbours_in_the_batch_may_share_a_bias() -> None:
     torch.testing.assert_close(
         *(torch.autograd.grad(o.sin().sum(), bias)[0] for o in (got, want)), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, sys.maxsize])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_wider_than_everything_hides_nothing(window: int, causal: bool) -> None:
+    inputs = drawn(torch.float32, causal=causal)
+    with forced():
+        found = attention(**inputs | {"window": window})
+    torch.testing.assert_close(found, reference(**inputs)[0])
 
 
 def test_tiles_fit_every_head_size() -> None:

@@ -30,3 +30,83 @@ def test_every_pass_is_measured() -> None:
     rows = kernels.rows_of(SPEC, case, torch.float32, roofline, compiled=False)
     assert [r.case["pass"] for r in rows if r.case["contender"] == "ours"] == ["forward", "backward"]
     assert all(r.numbers["time"].value > 0 for r in rows)
+
+
+def test_a_loss_that_makes_its_gradients_in_the_forward_is_timed_as_a_whole() -> None:
+    spec, case = specs()["linear_cross_entropy"], {"N": 5, "D": 4, "V": 7}
+    rows = kernels.rows_of(spec, case, torch.float32, kernels.Roofline(1e9, {torch.float32: 1e9}), compiled=False)
+    assert [r.case["pass"] for r in rows] == ["both"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_an_update_is_timed_without_copies(name: str) -> None:
+    spec = specs()[name]
+    inputs = kernels.inputs_of(spec, {"shapes": ((3, 4),)}, torch.float32)
+    before = inputs["param_0"].clone()
+    for function in kernels.contenders(spec, inputs, compiled=False).values():
+        function(**inputs)
+    assert not torch.equal(inputs["param_0"], before)
+
+
+def test_gradients_are_checked_too() -> None:
+    """A function that is right forward and off backward."""
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):  # pyright: ignore
+            return dy * 1.001
+
+    with pytest.raises(UserError, match=r"softmax is off by"):
+        kernels.check_green(replace(SPEC, function=lambda **inputs: Off.apply(SPEC.reference(**inputs))))
+
+
+def row(kernel: str, case: str, dtype: str, numbers: dict[str, float], **more: str) -> kernels.Row:
+    described = {"kernel": kernel, "case": case, "dtype": dtype, "bound": "memory", "pass": "forward"}
+    units = {name: kernels.Number(value, "") for name, value in numbers.items()}
+    return kernels.Row(described | {"contender": "ours"} | more, units)
+
+
+def test_targets_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = [
+        row("softmax", "N=1", "bfloat16", {"time": 1.0, "share": 0.9}),
+        row("softmax", "N=1", "bfloat16", {"time": 1.0, "share": 0.5}, contender="eager"),
+        row("softmax", "N=1", "float32", {"time": 1.0, "share": 0.5}),
+        row("int8_matmul", "M=4096", "bfloat16", {"time": 1.0, "share": 0.5}, bound="arithmetic"),
+        row("gated_output", "N=1", "bfloat16", {"time": 1.0, "share": 0.5}),
+        row("attention", "K=64 causal=True", "bfloat16", {"time": 1.0, "share": 0.7}, bound="arithmetic"),
+        row("attention", "K=128", "bfloat16", {"time": 1.0, "share": 0.4}, bound="arithmetic", **{"pass": "backward"}),
+        row("attention", "K=32 bias=H", "bfloat16", {"time": 2.0, "share": 0.1}, bound="arithmetic"),
+        row(
+            "attention", "K=32 bias=H", "bfloat16", {"time": 1.0, "share": 0.2}, bound="arithmetic",
+            contender=kernels.WITHOUT_BIAS,
+        ),
+        row("adafactor", "shapes=((4096, 4096),)", "float32", {"time": 100.0, "share": 0.7}),
+    ]  # fmt: skip
+    monkeypatch.setattr(kernels, "device", lambda: torch.device("cuda"))
+    found = {t.what: (t.wanted, t.reached, t.met) for t in kernels.targets(figures)}
+    assert found == {
+        "softmax forward, N=1: share of the copy's bandwidth": (0.85, 0.9, True),
+        "attention forward, K=64 causal=True: share of the matrix products' rate": (0.6, 0.7, True),
+        "attention backward, K=128: share of the matrix products' rate": (0.45, 0.4, False),
+        "attention forward, K=32 bias=H: share of the speed without bias": (1 / 1.3, 0.5, False),
+        "adafactor forward, shapes=((4096, 4096),): 0.12 ms": (1.0, pytest.approx(1.2), True),
+    }
+    monkeypatch.setattr(kernels, "device", lambda: torch.device("cpu"))
+    assert kernels.targets(figures) == []
+
+
+def test_the_loss_needs_a_tenth_of_the_memory_of_all_logits() -> None:
+    """Counted without a GPU, at the size of GPT-2: a target on every machine."""
+    reached = [t for t in kernels.targets(kernels.peak_rows(torch.bfloat16)) if "N=8192" in t.what]
+    assert len(reached) == 2
+    assert all(t.met for t in reached), reached
+
+
+def test_first_cases_come_first() -> None:
+    order = [spec.timed.index(case) for spec, case in kernels._in_turn(None)]
+    assert order == sorted(order)
+    assert len(order) == sum(len(spec.timed) for spec in specs().values())

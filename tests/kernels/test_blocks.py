@@ -32,3 +32,44 @@ def test_winners_are_read_and_added_to(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_chip_that_is_compiled_for_is_the_chip() -> None:
     with blocks.compiling_for("gfx942"):
         assert blocks.chip() == "gfx942"
+
+
+def test_alternatives_change_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered, ran = [], []
+
+    def second(kernel: str, key: tuple, default: blocks.Blocks, others: list[blocks.Blocks], run) -> blocks.Blocks:
+        offered.extend([default, *others])
+        return others[1]
+
+    monkeypatch.setattr(blocks, "choose", second)
+    blocks.tuned("kernel", KEY, {"BLOCK": 32, "num_warps": 4}, ran.append, BLOCK=(16, 32), num_warps=(4, 8))
+    assert offered == [{"BLOCK": b, "num_warps": w} for b, w in ((32, 4), (16, 4), (32, 8))]
+    assert ran == [{"BLOCK": 32, "num_warps": 8}]
+
+
+def test_tuning_ends_in_time_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that a candidate takes six of the ten seconds of: two are timed, and never again."""
+    clock, timed = [0.0], []
+
+    def seconds_of(run, **_) -> float:
+        clock[0] += 6.0
+        run()
+        return 10.0 - len(timed)
+
+    monkeypatch.setattr(blocks, "_winners", {})
+    monkeypatch.setattr(blocks, "_folder", tmp_path)
+    monkeypatch.setattr(blocks, "_can_time", lambda: True)
+    monkeypatch.setattr(blocks.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("triton.testing.do_bench", seconds_of)
+    for _ in range(2):
+        found = blocks.choose("kernel", KEY, {"B": 0}, [{"B": n} for n in range(1, 9)], timed.append)
+        assert found == {"B": 1}
+        assert timed == [{"B": 0}, {"B": 1}]
+    assert json.loads((tmp_path / f"{blocks.chip()}.json").read_text()) == {"kernel 64 bf16": {"B": 1}}
+
+
+def test_winners_are_of_the_chip_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_winners", {"kernel 64 bf16": WINNER})
+    assert chosen() == WINNER
+    with blocks.compiling_for("gfx942"):
+        assert chosen() == DEFAULT

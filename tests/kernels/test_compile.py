@@ -1,5 +1,6 @@
 """Every kernel compiles for four chips without a GPU, and no shipped configuration spills registers."""
 
+import json
 import os
 import subprocess
 import sys
@@ -54,3 +55,17 @@ def test_an_unknown_kernel_is_one_line_and_exit_code_2() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: no kernel 'sofmax'; the kernels are ")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_was_compiled_is_shown_as_a_table(tmp_path: Path) -> None:
+    """Kept by family: a second run replaces its own lines only."""
+    path = tmp_path / "binaries.jsonl"
+    one = {"spec": "softmax", "chip": "sm_90", "kernel": "_f", "case": "", "registers": 40, "shared_bytes": 2048}
+    lines = [one | {"spilled_bytes": 0}, one | {"registers": 50, "spilled_bytes": 8, "chip": "gfx942"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[0] | {"registers": 64}]))
+    done = run("-m", "core.kernels.compile", "--table", str(path))
+    assert done.stdout.splitlines() == [
+        "| family | kernel | binaries | sm_90 | gfx942 |",
+        "|---|---|---|---|---|",
+        "| softmax | `_f` | 3 | 64, 2 | 50, 2, **spills 8** |",
+    ]

@@ -68,6 +68,14 @@ def test_a_masked_vocabulary() -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, wanted)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_targets_of_any_integers(kernels: bool) -> None:
+    x, weight, targets = inputs(9, 6, 40)
+    with forced() if kernels else torch.enable_grad():
+        found, expected = (linear_cross_entropy(x, weight, t, **OPTIONS) for t in (targets.int(), targets))
+    assert torch.equal(found, expected)
+
+
 def test_compiled_with_gradients() -> None:
     x, weight, targets = inputs(5, 6, 31)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")

@@ -31,9 +31,10 @@ def test_two_programs_sum_over_all_rows(function, reference, length: int, monkey
 
 
 def test_strides_of_many_dims() -> None:
-    """Leading dims that merge to three, and to four, and an expanded gradient."""
-    memory = draw(3, 2, 2, 2, 5)
-    for x in (memory.permute(2, 0, 1, 3, 4), memory.permute(3, 2, 1, 0, 4), memory[:, :1].expand(3, 4, 2, 2, 5)):
+    """Leading dims that merge to three, to four and to five, and an expanded gradient."""
+    memory = draw(3, 2, 2, 2, 2, 5)
+    orders = (3, 0, 1, 2, 4, 5), (3, 2, 1, 0, 4, 5), (4, 3, 2, 1, 0, 5)
+    for x in (*(memory.permute(order) for order in orders), memory[:, :1].expand(3, 4, 2, 2, 2, 5)):
         expected = torch.autograd.grad(layer_norm_reference(x, eps=0.1).square().sum(), memory)
         with forced():
             found = torch.autograd.grad(layer_norm(x, eps=0.1).square().sum(), memory)

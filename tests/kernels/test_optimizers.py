@@ -98,6 +98,25 @@ def test_adafactor_phases_of_two_shards_are_the_whole() -> None:
     assert float((whole - param).abs().max()) > 1e-3
 
 
+def test_adafactor_phases_of_a_shard_without_rows() -> None:
+    """All rows on one rank, none on the other: its sums are zeros, and it has the same column factors."""
+    (param,), (grad,) = draw([(7, 20)], 0, torch.float32), draw([(7, 20)], 1, torch.float32)
+    found = {}
+    for name, by, context in (("torch", adafactor_module.TORCH, torch.no_grad), ("kernels", None, forced)):
+        with context():
+            by = by or adafactor_module.KERNELS
+            p, g = param[:0].clone(), grad[:0].clone()
+            row_var, col_var, _ = adafactor_state([p])
+            rows, _ = by.row_col_sums([g])
+            means = by.update_factors(row_var, col_var, rows, [grad.square().sum(0, keepdim=True)], [7], [20], 0.5)
+            squares = by.factored_squares([p], [g], row_var, col_var, means, 1e-6)
+            by.apply([p], [g], row_var, col_var, means, squares, [140], 1e-6, 1e-3, 1.0, 0.01, 1.0, False, None)
+            found[name] = [*rows, *by.row_col_sums([g])[1], *col_var, *means, squares]
+    for got, want in zip(found["kernels"], found["torch"], strict=True):
+        torch.testing.assert_close(got, want)
+    assert float(found["kernels"][2].max()) > 0.1
+
+
 def test_adafactor_names_what_does_not_fit() -> None:
     p, g = torch.zeros(3, 4), torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"a parameter \[3, 4\] has a gradient \[4, 3\]"):

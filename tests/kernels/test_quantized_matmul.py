@@ -117,6 +117,14 @@ def test_what_does_not_fit_is_named() -> None:
         int4_matmul(x, *quantize_int4(normal(3, 40), 32), group=32)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rounded_activations_have_no_gradient(kernels: bool) -> None:
+    """Rather than a wrong one, by way of the largest element alone."""
+    x, (weight, scale) = normal(2, 6).requires_grad_(), quantize_int8(normal(3, 6))
+    with forced() if kernels else torch.enable_grad():
+        assert not int8_dynamic_matmul(x, weight, scale).requires_grad
+
+
 def test_leading_dims_are_kept() -> None:
     x, (weight, scale) = normal(2, 3, 6), quantize_int8(normal(4, 6))
     with forced():

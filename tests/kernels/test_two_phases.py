@@ -8,23 +8,27 @@ from types import ModuleType
 import pytest
 import torch
 
-from core.kernels import activations, gated_output, group_norm, triangle
+from core.kernels import group_norm, rows, softmax, triangle
 from tests.kernels.test_specs import SPECS, check
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "index", "num_programs"),
+    ("module", "constant", "name", "index", "num_programs"),
     [
-        (activations, "bias_gelu", 3, 2),
-        (gated_output, "gated_residual", 3, 2),
-        (group_norm, "group_norm", 2, 1),
-        (group_norm, "group_norm", 3, 1),
-        (triangle, "norm_channels_last", 1, 2),
+        (rows, "PROGRAMS", "bias_gelu", 3, 2),
+        (rows, "PROGRAMS", "gated_residual", 3, 2),
+        (softmax, "PROGRAMS", "softmax", 0, 1),
+        (softmax, "PROGRAMS", "softmax", 0, 2),
+        (group_norm, "_PROGRAMS", "group_norm", 0, 1024),
+        (group_norm, "_PROGRAMS", "group_norm", 2, 1),
+        (group_norm, "_PROGRAMS", "group_norm", 3, 1),
+        (triangle, "_PROGRAMS", "norm_channels_last", 1, 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_programs_with_many_tiles(
-    module: ModuleType, name: str, index: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, constant: str, name: str, index: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PROGRAMS", num_programs)
+    monkeypatch.setattr(module, constant, num_programs)
+    monkeypatch.setattr(group_norm, "LARGEST_GROUP", 0)
     check(SPECS[name], SPECS[name].cases[index], torch.float32)
