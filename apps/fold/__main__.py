@@ -8,6 +8,7 @@ from core.runtime import leads
 
 COMMANDS = {
     "predict": "structures with confidences for the sequences of a FASTA file",
+    "evaluate": "a prediction against an experimental structure",
     "convert": "weights from one format into another",
     "doctor": "compare this installation with a golden run of the original code",
     "recipes": "the model presets",

@@ -29,6 +29,7 @@ from apps.fold.model.config import ModelConfig
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
+from apps.fold.subbatch import free_bytes, plan, slice_operations
 from apps.fold.targets import Target, find_target
 from apps.fold.weights.source import WHERE, build, read_weights
 from core.config import UserError, parse
@@ -54,6 +55,8 @@ class PredictConfig:
     """predictions of each model, with the seeds from --seed on"""
     precision: Precision = "fp32"
     device: str = "cpu"
+    memory: float | None = None
+    """GiB that a prediction may take; by default what the device has free"""
     pdb: bool = True
     """write PDB files, too"""
     plots: bool = True
@@ -61,6 +64,8 @@ class PredictConfig:
     """fold records anew whose folders stem from other options or files"""
 
     def __post_init__(self) -> None:
+        if self.memory is not None and self.memory <= 0:
+            raise UserError(f"memory={self.memory}; give GiB")
         if self.num_seeds < 1:
             raise UserError(f"num_seeds={self.num_seeds}; give 1 or more")
 
@@ -177,6 +182,8 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
 def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
     dtype = compute_dtype(config.precision)
     iterations = [one.to(config.device, dtype) for one in target.iterations(model.config, seed)]
+    budget = int(config.memory * 2**30) if config.memory is not None else free_bytes(config.device)
+    slice_operations(model.module, plan(model.config, *iterations[0].sizes(), dtype, budget))
     with torch.inference_mode():
         return folded(target.sequence, model.module(iterations))
 

@@ -32,7 +32,7 @@ def fold(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return code, said.out, said.err
 
 
-def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Path) -> None:
+def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Path, capsys) -> None:
     done = run("-m", "apps.fold", "doctor", "--golden", GOLDEN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within 1e-05" in done.stdout
@@ -42,9 +42,9 @@ def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Pa
         out = dict(file)
     out["representations/pair"] = out["representations/pair"] + 1e-3
     np.savez(tmp_path / "out.npz", **out)
-    done = run("-m", "apps.fold", "doctor", "--golden", tmp_path)
-    assert done.returncode == 1
-    assert "differs beyond 1e-05: representations/pair" in done.stdout
+    code, said, _ = fold(capsys, "doctor", "--golden", tmp_path)
+    assert code == 1
+    assert "differs beyond 1e-05: representations/pair" in said
 
 
 def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
@@ -52,12 +52,12 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     (tmp_path / "msa").mkdir()
     (tmp_path / "msa" / "short.a3m").write_text(">short\nMKTAYWC\n>a\nMK-AYWC\n>b\nMRTaaAYFC\n")
     options = ("--weights", weights, "--out", tmp_path / "out", "--msa", tmp_path / "msa", "--num-seeds", 2)
-    done = run("-m", "apps.fold", "predict", tmp_path / "in.fasta", *options)
-    assert done.returncode == 2, done.stderr
-    assert re.search(r"record 3 \(bad\): letter '7' at position 3", done.stderr)
-    assert done.stderr.count("error:") == 1
-    assert "long: no alignment" in done.stdout
-    assert "short: no alignment" not in done.stdout
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 2, err
+    assert re.search(r"record 3 \(bad\): letter '7' at position 3", err)
+    assert err.count("error:") == 1
+    assert "long: no alignment" in said
+    assert "short: no alignment" not in said
 
     out = tmp_path / "out"
     assert sorted(p.name for p in out.iterdir()) == ["long", "short", "summary.csv", "with_slash"]
@@ -77,6 +77,17 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     }
     before = {p: p.stat().st_mtime_ns for p in out.rglob("rank_*")}
     short = (out / "short" / "rank_1.cif").read_bytes()
+
+    files = ("--predicted", out / "long" / "rank_1.cif", "--reference", out / "long" / "rank_1.pdb")
+    code, said, _ = fold(capsys, "evaluate", *files, "--out", tmp_path / "scores.json")
+    assert code == 0
+    assert "22 of 22" in said
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["tm_score"] == pytest.approx(1, abs=1e-4)
+    assert scores["rmsd"] < 1e-3
+    code, _, err = fold(capsys, "evaluate", *files, "--chain", "Q")
+    assert code == 2
+    assert "no protein chain Q; it has A" in err
 
     # A second run has nothing to do; without one folder it makes that one, the same to the byte.
     for path in (out / "short").iterdir():
@@ -116,6 +127,17 @@ def test_an_alignment_or_template_that_does_not_fit_stops_only_its_record(
     assert not (tmp_path / "out" / "c" / "rank_1.pdb").exists()
 
 
+def test_a_sequence_that_does_not_fit_is_refused_and_the_others_are_folded(
+    tmp_path: Path, weights: Path, capsys
+) -> None:
+    (tmp_path / "in.fasta").write_text(">huge\n" + "MKTAYWCAAG" * 6000 + "\n>small\nMKTAYWC\n")
+    options = ("--weights", weights, "--out", tmp_path / "out", "--no-plots", "--memory", 0.5)
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 2
+    assert re.search(r"record 1 \(huge\): 60000 residues need [0-9.]+ GiB and there are 0.5", err)
+    assert (tmp_path / "out" / "small" / "rank_1.cif").is_file()
+
+
 def test_convert(tmp_path: Path, capsys) -> None:
     code, said, _ = fold(capsys, "convert", "--source", GOLDEN / "params.npz", "--out", tmp_path / "ours")
     assert code == 0
@@ -146,6 +168,9 @@ def test_recipes(capsys) -> None:
         (("convert", "--source", "/nowhere.npz", "--out", "x"), ("/nowhere.npz",)),
         (("convert",), ("--source",)),
         (("recipes", "--all"), ("--all",)),
+        (("evaluate",), ("--predicted", "--reference")),
+        (("evaluate", "--predicted", "/nowhere.cif", "--reference", "/nowhere.pdb"), ("/nowhere.cif",)),
+        (("predict", "in.fasta", "--weights", "w", "--memory", 0), ("memory=0",)),
     ],
 )
 def test_refusals(capsys, arguments: tuple, words: tuple) -> None:

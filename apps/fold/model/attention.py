@@ -49,7 +49,13 @@ class GatedAttention(nn.Module):
         nn.init.zeros_(self.out_bias)
 
     def forward(
-        self, x_XLD: Tensor, mask_XL: Tensor, *, bias: Tensor | None, residual: Tensor, dropout: Tensor | None = None
+        self,
+        x_XLD: Tensor,
+        mask_XL: Tensor,
+        *,
+        residual: Tensor,
+        bias: Tensor | None = None,
+        dropout: Tensor | None = None,
     ) -> Tensor:
         """residual + dropout * attention(x), of x's shape.
 

@@ -63,6 +63,11 @@ class Features:
     def num_residues(self) -> int:
         return self.aatype_BN.shape[1]
 
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Residues, rows of the MSA, extra rows, templates."""
+        templates = 0 if self.templates is None else self.templates.mask_BT.shape[1]
+        return self.num_residues, self.msa_BSNF.shape[1], self.extra_msa_BEN.shape[1], templates
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "Features":
         """`function` applied to every tensor."""
         templates = None if self.templates is None else _mapped(self.templates, function)

@@ -41,7 +41,7 @@ class ColumnAttention(nn.Module):
 
     def forward(self, m_BSND: Tensor, mask_BSN: Tensor) -> Tensor:
         columns = m_BSND.transpose(1, 2).flatten(0, 1)
-        out = self.attention(self.norm(columns), mask_BSN.transpose(1, 2).flatten(0, 1), bias=None, residual=columns)
+        out = self.attention(self.norm(columns), mask_BSN.transpose(1, 2).flatten(0, 1), residual=columns)
         return out.unflatten(0, (m_BSND.shape[0], -1)).transpose(1, 2)
 
 
@@ -75,9 +75,13 @@ class OuterProductMean(nn.Module):
         self.out = Linear(outer_dim * outer_dim, pair_dim, init="zero")
 
     def forward(self, m_BSND: Tensor, z_BNNZ: Tensor, mask_BSN: Tensor) -> Tensor:
-        mask_BSN1 = mask_BSN.to(m_BSND.dtype)[..., None]
+        mask_BSN = mask_BSN.to(m_BSND.dtype)
         n = self.norm(m_BSND)
-        a_BSNC, b_BSNC = self.left(n) * mask_BSN1, self.right(n) * mask_BSN1
-        outer_BNNCC = torch.einsum("bsic,bsjd->bijcd", a_BSNC, b_BSNC)
-        count_BNN1 = torch.einsum("bsi,bsj->bij", mask_BSN1[..., 0], mask_BSN1[..., 0])[..., None]
-        return z_BNNZ + self.out(outer_BNNCC.flatten(-2)) / (1e-3 + count_BNN1)
+        a_BSNC, b_BSNC = self.left(n) * mask_BSN[..., None], self.right(n) * mask_BSN[..., None]
+        return z_BNNZ + self.update(a_BSNC, b_BSNC, mask_BSN, mask_BSN)
+
+    def update(self, a_BSIC: Tensor, b_BSJC: Tensor, mask_BSI: Tensor, mask_BSJ: Tensor) -> Tensor:
+        """What residues I and J add to z: [B, I, J, Z]."""
+        outer_BIJCC = torch.einsum("bsic,bsjd->bijcd", a_BSIC, b_BSJC)
+        count_BIJ1 = torch.einsum("bsi,bsj->bij", mask_BSI, mask_BSJ)[..., None]
+        return self.out(outer_BIJCC.flatten(-2)) / (1e-3 + count_BIJ1)
