@@ -88,7 +88,8 @@ def _load(
     if scheme is not None or is_quantized(source.folder):
         if axis is not None and axis.size() > 1:
             raise UserError("quantized weights are not cut over ranks; use --tp 1, or plain weights")
-        model = load_quantized(source.folder, scheme, embeddings=True, head=True, device=device)
+        chosen = {} if scheme is None else {"embeddings": True, "head": True}
+        model = load_quantized(source.folder, scheme, **chosen, device=device)
         assert isinstance(model, Decoder)
         return model if dtype is None else model.to(dtype)
     if axis is None or axis.size() == 1:
