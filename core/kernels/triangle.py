@@ -164,12 +164,14 @@ def pair_product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
 
     a, b  [.., C, I, K] and [.., C, J, K] (outgoing), or [.., C, K, I] and [.., C, K, J]; the result is [.., C, I, J]
 
-    Torch's matrix products. Written as an operator for its backward's sake: both gradients come out contiguous, where
-    torch's own would hand back the transpose of one. Raises ValueError for other shapes.
+    Torch's matrix products. Where kernels run it is an operator, for its backward's sake: both gradients come out
+    contiguous, where torch's own would hand back the transpose of one. Raises ValueError for other shapes.
     """
     k = -1 if outgoing else -2
     if a.ndim < 3 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[k] != b.shape[k]:
         raise ValueError(f"pair_product: a {list(a.shape)} and b {list(b.shape)} have no common k ({outgoing=})")
+    if not runs_kernel("pair_product", a):
+        return a @ b.mT if outgoing else a.mT @ b
     return _product(a, b, outgoing)
 
 
