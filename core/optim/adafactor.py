@@ -22,6 +22,7 @@ transformers' `relative_step=True, lr=None` is lr=1e-2 here, its `relative_step=
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import torch
@@ -129,7 +130,7 @@ def relative_step_size(options: dict[str, Any], step: int) -> float:
     return min(rho, 1e-6 * step) if options["warmup_init"] else rho
 
 
-class _Part:
+class _Part(ABC):
     """Parameters that go through a step together: of one batch, all sharded or none, all factored or none.
 
     sum() -> what the first message carries of each parameter; meanwhile(); measure() -> what the second; apply()
@@ -150,7 +151,7 @@ class _Part:
     def sum(self) -> dict[int, Parts]:
         return {}
 
-    def meanwhile(self) -> None:
+    def meanwhile(self) -> None:  # noqa: B027 (matrices have nothing to do then)
         pass
 
     def measure(self) -> dict[int, Parts]:
@@ -195,9 +196,9 @@ class _Part:
     def _matrix(self, index: int, x: Tensor) -> Tensor:
         return x
 
+    @abstractmethod
     def _move(self, at: slice, targets: list[Tensor], sizes: list[int], eps2, rho, decay, ascend: bool) -> None:
         """targets <- decay targets -+ step sizes x U, of the parameters `at`."""
-        raise NotImplementedError
 
 
 def _unpacked(h: Held) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.fold.model.config import StructureConfig
-from apps.fold.model.layers import LayerNorm, Linear
+from apps.fold.model.layers import Init, LayerNorm, Linear
 from apps.fold.model.rigid import Frames, rotation_from_quaternion, stack, turned_by
 from apps.fold.model.torsions import atoms_of_frames, frames_of_torsions
 from core.kernels.softmax import softmax
@@ -143,8 +143,8 @@ class StructureTransition(nn.Module):
 
     def __init__(self, dim: int, num_layers: int):
         super().__init__()
-        inits = ["relu"] * (num_layers - 1) + ["zero"]
-        self.layers = nn.ModuleList(Linear(dim, dim, init=init) for init in inits)  # type: ignore[arg-type]
+        inits: list[Init] = ["relu"] * (num_layers - 1) + ["zero"]
+        self.layers = nn.ModuleList(Linear(dim, dim, init=init) for init in inits)
 
     def forward(self, s_BND: Tensor) -> Tensor:
         x = s_BND

@@ -46,4 +46,4 @@ def _from_json(kind: Any, value: Any, origin: str) -> Any:
         given = ", ".join(sorted(set(value) - names)) if isinstance(value, dict) else repr(value)
         raise UserError(f"{origin} does not describe a model ({given}); convert the weights again")
     hints = typing.get_type_hints(kind)
-    return kind(**{name: _from_json(hints[name], part, origin) for name, part in value.items()})  # type: ignore[operator]
+    return kind(**{name: _from_json(hints[name], part, origin) for name, part in value.items()})
