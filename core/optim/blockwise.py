@@ -4,10 +4,9 @@ Dynamic quantisation (Dettmers et al. 2022, arXiv:2110.02861, sections 2.1 to 2.
 its block a value is 10^-e times a fraction in [0.1, 1], e = 0 .. 6, and the smaller e is, the finer the fractions:
 2^(6 - e) of them, twice as many without a sign. So both 1 and 1e-6 of the largest value are told apart.
 
-its block a value is 10^-e times a fraction in [0.1, 1], e = 0 .. 6, and the smaller e the finer are the fractions:
-so that the largest value of a block is kept exactly and quantising what was dequantised changes nothing. And of a
-second moment nothing but zero becomes zero: a denominator of zero would blow its entry up (Li, Chen and Zhu 2023,
-arXiv:2309.01507, section 4.2).
+Zero and the largest magnitude are values of their own, so that the largest value of a block is kept exactly and
+quantising what was dequantised changes nothing. And of a second moment nothing but zero becomes zero: a denominator of
+zero would blow its entry up (Li, Chen and Zhu 2023, arXiv:2309.01507, section 4.2).
 
 A tensor x[N, ..] is N rows of all the dims behind the first, and a block is `BLOCK` consecutive elements of a row, so
 the cuts that data parallelism makes (of rows) never go through a block.
