@@ -60,11 +60,16 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     mesh = config.mesh.resolve(ranks_of(config), config.zero)
     check_heads(config.model.num_heads, config.model.kv_heads, mesh.tp)
-    batch, ranks = config.data.global_batch, mesh.data_ranks
+    for _, batch in config.data.batch_size.stages:
+        check_divides(batch, mesh.data_ranks)
+    return mesh
+
+
+def check_divides(batch: int, ranks: int) -> None:
+    """Raises UserError where `batch` rows cannot be dealt evenly to `ranks` data-parallel ranks."""
     if batch % ranks:
         divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
         raise UserError(
-            f"data.global_batch={batch} does not divide over {ranks} data-parallel ranks; "
-            f"use one of {{{divisors}}} ranks, or a batch that is a multiple of {ranks}"
+            f"a global batch of {batch} rows (--data.global_batch, --data.ramp) does not divide over {ranks} "
+            f"data-parallel ranks; use one of {{{divisors}}} ranks, or a batch that is a multiple of {ranks}"
         )
-    return mesh

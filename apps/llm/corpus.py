@@ -18,7 +18,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ import numpy as np
 
 from apps.llm.tokenizer import NUM_BYTES, Tokenizer, load_tokenizer, train_bpe
 from core.config import UserError
-from core.data import Document, Faults, ShardWriter, Source, TokenShards, split_of
+from core.data import BatchSize, Document, Faults, RampConfig, ShardWriter, Source, TokenShards, split_of
 
 STDLIB = "stdlib"
 _VERSION = 1
@@ -64,6 +64,7 @@ class DataConfig:
     """Tokens in a training sequence."""
     global_batch: int = 24
     """Sequences in one optimizer step, over all ranks."""
+    ramp: RampConfig = field(default_factory=RampConfig)
     mask_documents: bool = False
     """Keep attention within a document where several share a sequence."""
     heldout_fraction: float = 0.05
@@ -79,10 +80,15 @@ class DataConfig:
         for name in ("sequence_length", "global_batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"--data.{name} is {getattr(self, name)}; it must be at least 1")
+        _ = self.batch_size  # refuses a ramp that does not lead to it
         if not 0 <= self.heldout_fraction < 1:
             raise UserError(f"--data.heldout_fraction is {self.heldout_fraction}; it must be in [0, 1)")
         if self.tokenizer == "bpe" and self.vocab_size <= NUM_BYTES:
             raise UserError(f"--data.vocab_size is {self.vocab_size}; a bpe needs at least {NUM_BYTES + 1}")
+
+    @property
+    def batch_size(self) -> BatchSize:
+        return BatchSize(self.global_batch, self.ramp)
 
 
 @dataclass(frozen=True)

@@ -82,10 +82,10 @@ def training_batches(config: PretrainConfig, corpus: Corpus) -> Batches:
     if data.pairs:
         skip = data.on_error == "skip"
         return PairBatches(
-            corpus.train, data.sequence_length, data.global_batch, config.seed, on_error="skip" if skip else "raise"
+            corpus.train, data.sequence_length, data.batch_size, config.seed, on_error="skip" if skip else "raise"
         )
     return TokenBatches(
-        corpus.train, data.sequence_length, data.global_batch, config.seed, mask_documents=data.mask_documents
+        corpus.train, data.sequence_length, data.batch_size, config.seed, mask_documents=data.mask_documents
     )
 
 

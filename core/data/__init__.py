@@ -2,11 +2,13 @@
 
 from core.data.batches import Batches, EvalBatches, GlobalBatches, MapBatches, PairBatches, TokenBatches
 from core.data.prefetch import Prefetch
+from core.data.ramp import BatchSize, RampConfig
 from core.data.readers import FORMATS, Document, Faults, Source, split_of
 from core.data.tokens import ShardWriter, TokenShards
 
 __all__ = [
     "FORMATS",
+    "BatchSize",
     "Batches",
     "Document",
     "EvalBatches",
@@ -15,6 +17,7 @@ __all__ = [
     "MapBatches",
     "PairBatches",
     "Prefetch",
+    "RampConfig",
     "ShardWriter",
     "Source",
     "TokenBatches",

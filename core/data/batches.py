@@ -2,9 +2,9 @@
 
 1. A corpus is a list of rows: spans of the token stream of at most L targets each (`TokenBatches`, `EvalBatches`,
    `PairBatches`), or the samples of a map-style dataset (`MapBatches`).
-2. Global sample g = step * global_batch + row belongs to epoch g // num_rows; within an epoch a keyed permutation
-   (`shuffled`) says which row it is. The permutation is computed from the index alone: nothing to store, nothing to
-   replay.
+2. Global sample g = (rows of all steps before) + row belongs to epoch g // num_rows; within an epoch a keyed
+   permutation (`shuffled`) says which row it is. The permutation is computed from the index alone: nothing to store,
+   nothing to replay.
 3. Rank r of n gets rows [r * B/n, (r + 1) * B/n) of the global batch. Concatenated over ranks it is what one rank gets.
 4. `Prefetch` turns such a function into an iterator with a background thread; its state is the next step.
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from core.config import UserError
+from core.data.ramp import BatchSize, batch_size
 from core.data.tokens import TokenShards
 
 IGNORED = -100
@@ -76,10 +77,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ x >> np.uint64(31)
 
 
-def _samples(step: int, rank: int, num_ranks: int, global_batch: int, size: int, seed: int) -> list[tuple[int, int]]:
+def _samples(
+    step: int, rank: int, num_ranks: int, global_batch: BatchSize, size: int, seed: int
+) -> list[tuple[int, int]]:
     """(epoch, row) of each of this rank's samples when every epoch visits `size` rows in its own order."""
-    rows = rows_of_rank(global_batch, rank, num_ranks)
-    sample = np.arange(rows.start, rows.stop) + step * global_batch
+    rows = rows_of_rank(global_batch.rows(step), rank, num_ranks)
+    sample = np.arange(rows.start, rows.stop) + global_batch.rows_before(step)
     epoch, row = sample // size, sample % size
     for e in np.unique(epoch):
         row[epoch == e] = shuffled(row[epoch == e], size, seed, int(e))
@@ -94,11 +97,17 @@ class TokenBatches:
     """
 
     def __init__(
-        self, shards: TokenShards, sequence_length: int, global_batch: int, seed: int, *, mask_documents: bool = False
+        self,
+        shards: TokenShards,
+        sequence_length: int,
+        global_batch: int | BatchSize,
+        seed: int,
+        *,
+        mask_documents: bool = False,
     ):
         self.shards = shards
         self.sequence_length = sequence_length
-        self.global_batch = global_batch
+        self.global_batch = batch_size(global_batch)
         self.seed = seed
         self.mask_documents = mask_documents
         self.num_sequences, self._slack = divmod(shards.num_tokens - 1, sequence_length)
@@ -173,7 +182,7 @@ class PairBatches:
         self,
         shards: TokenShards,
         sequence_length: int,
-        global_batch: int,
+        global_batch: int | BatchSize,
         seed: int,
         *,
         packed: bool = True,
@@ -183,7 +192,7 @@ class PairBatches:
             raise UserError(f"{shards.folder} holds plain text, not prompt/completion pairs; tokenize it as pairs")
         self.shards = shards
         self.sequence_length = sequence_length
-        self.global_batch = global_batch
+        self.global_batch = batch_size(global_batch)
         self.seed = seed
         self._packed = packed
         starts = _pair_starts(shards)
@@ -256,14 +265,14 @@ class MapBatches:
     def __init__(
         self,
         dataset: Any,
-        global_batch: int,
+        global_batch: int | BatchSize,
         seed: int,
         collate: Callable[[list[Any]], dict[str, Tensor]] = torch.utils.data.default_collate,
     ):
         if not len(dataset):
             raise UserError("the dataset has no samples; give one with at least one")
         self.dataset = dataset
-        self.global_batch = global_batch
+        self.global_batch = batch_size(global_batch)
         self.seed = seed
         self.collate = collate
 

@@ -51,12 +51,16 @@ def test_debug_learns_and_leaves_a_run_folder(one_rank: Path) -> None:
 
 
 def test_adafactor_learns_on_shards_what_one_rank_learns_and_goes_on_elsewhere(pretrain, tmp_path: Path) -> None:
-    options = ("--steps", 6, "--optim.name", "adafactor", "--optim.lr", 1e-2)
+    """On a batch that grows after two steps."""
+    options = ("--steps", 6, "--optim.name", "adafactor", "--optim.lr", 1e-2, "--data.ramp.start", 12)
+    options = (*options, "--data.ramp.steps", 2)
     one = pretrain(tmp_path / "one", *options)
     moving = pretrain(tmp_path / "moving", *options, "--nproc", 2, "--zero", 3, "--stop-after", 3)
     pretrain(moving, *options, "--nproc", 2, "--mesh.tp", 2, "--resume")
     assert losses(moving) == pytest.approx(losses(one), rel=1e-9)
     assert losses(one)[-1] < losses(one)[0]
+    tokens = [round(row["tokens_per_s"] * row["step_s"]) for row in metrics(one)]
+    assert tokens == [tokens[-1] // 2] * 2 + [tokens[-1]] * 4
 
 
 def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:

@@ -8,6 +8,7 @@ from apps.llm.config import check_combination
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
 from core.config import UserError
+from core.data import RampConfig
 from core.estimate import decoder_shape, estimate_memory
 from core.mesh import MeshConfig
 
@@ -27,6 +28,15 @@ def test_the_debug_recipe_runs_on_three_ranks_and_refuses_three_way_tensor_paral
     assert check_combination(replace(debug, nproc=3)).data_ranks == 3
     with pytest.raises(UserError, match=r"8 heads do not divide over tp=3; use tp in {1, 2, 4, 8}"):
         check_combination(replace(debug, nproc=3, mesh=MeshConfig(tp=3)))
+
+
+def test_every_stage_of_a_growing_batch_has_to_divide() -> None:
+    debug = RECIPES["debug"]()
+    growing = replace(debug, nproc=8, data=replace(debug.data, ramp=RampConfig(start=8, steps=4)))
+    assert check_combination(growing).data_ranks == 8
+    growing = replace(growing, data=replace(debug.data, ramp=RampConfig(start=8, steps=4, increment=4)))
+    with pytest.raises(UserError, match=r"batch of 12 rows \(--data.global_batch, --data.ramp\).* over 8 .*{1, 2, 3, "):
+        check_combination(growing)
 
 
 def test_a_run_that_does_not_fit_says_what_would() -> None:
