@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from core.kernels import attention as kernels
 from core.kernels.attention import attention, attention_varlen, attention_with_lse, reference
 from core.kernels.operator import forced
+from core.kernels.partial_attention import Part, partial_attention, partial_gradients
 
 SPEC = kernels.SPECS[0]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,6 +51,29 @@ def test_disjoint_keys_merge_by_their_lse() -> None:
     torch.testing.assert_close(merged, whole)
     do = torch.randn_like(whole)
     for got, want in zip(torch.autograd.grad(merged, (q, k, v), do), torch.autograd.grad(whole, (q, k, v), do)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels_run", [False, True])
+def test_parts_of_the_keys_give_the_gradients_of_all(kernels_run: bool) -> None:
+    """By torch's products and by the kernels: from the lse, output and gradient of attention over all keys."""
+    inputs = drawn(torch.float32, S=8, alibi=True)
+    q, k, v = (inputs[n].requires_grad_() for n in "qkv")
+    slopes, offset = inputs["slopes"], 8 - q.shape[1]
+    whole, lse = reference(q, k, v, causal=True, slopes=slopes)
+    do = torch.randn_like(whole)
+    expected = torch.autograd.grad(whole, (q, k, v), do)
+    merged, gradients = torch.zeros_like(whole), [torch.zeros_like(x) for x in (q, k, v)]
+    with torch.no_grad(), forced() if kernels_run else nullcontext():
+        for keys in (slice(0, 3), slice(3, 8)):
+            part = Part(offset - keys.start, True, None, slopes)
+            o, part_lse = partial_attention(q, k[:, keys], v[:, keys], part)
+            merged += o * torch.exp(part_lse - lse).transpose(1, 2)[..., None]
+            dq, dk, dv = partial_gradients(do, q, k[:, keys], v[:, keys], whole, lse, part)
+            gradients[0] += dq
+            gradients[1][:, keys], gradients[2][:, keys] = dk, dv
+    torch.testing.assert_close(merged, whole.detach(), rtol=1e-4, atol=1e-5)
+    for got, want in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
