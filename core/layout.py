@@ -7,6 +7,7 @@ ceil(n / s) rows until the rows run out, so shards may be uneven or empty. Axes 
 Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -56,19 +57,32 @@ class Layout:
         return tuple(dict.fromkeys(axis for axis, _ in self.cuts))
 
     def axis_size(self, axis: str) -> int:
-        """Ranks on an axis."""
+        """Ranks on an axis; "a+b" is a and b as one."""
         assert self.mesh is not None
+        if self._is_joint(axis):
+            return math.prod(map(self.axis_size, axis.split("+")))
         return self.mesh.size(int(axis)) if axis.isdigit() else self.mesh[axis].size()
 
     def axis_index(self, axis: str) -> int:
         """Where this rank is on an axis."""
         assert self.mesh is not None
+        if self._is_joint(axis):
+            index = 0
+            for part in axis.split("+"):
+                index = index * self.axis_size(part) + self.axis_index(part)
+            return index
         return self.mesh.get_local_rank(int(axis)) if axis.isdigit() else self.mesh[axis].get_local_rank()
 
     def axis_group(self, axis: str) -> ProcessGroup:
         """The process group of this rank's line along an axis."""
         assert self.mesh is not None
+        if self._is_joint(axis):
+            return self.mesh[tuple(axis.split("+"))]._flatten(axis).get_group()
         return self.mesh.get_group(int(axis)) if axis.isdigit() else self.mesh[axis].get_group()
+
+    def _is_joint(self, axis: str) -> bool:
+        assert self.mesh is not None
+        return "+" in axis and axis not in (self.mesh.mesh_dim_names or ())
 
     def groups(self, dims: Iterable[int] | None = None) -> tuple[ProcessGroup, ...]:
         """Process groups of the axes of several ranks that cut one of `dims` (by default any), each once.

@@ -3,6 +3,9 @@
 Ranks are numbered with tensor parallelism innermost (its collectives are the most frequent, so its ranks should share
 a machine) and the pipeline outermost: (pp, dp_replicate, dp_shard, cp, tp). World size 1 is a mesh of five axes of
 size 1.
+
+Ranks of the cp axis hold parts of the same sequences, so they see the same rows of data, and their gradients are added
+up like those of data-parallel ranks: ZeRO shards over both (`shard_axis`). An axis called "a+b" is a and b as one.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +17,7 @@ from core.config import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
+GRADIENT_AXES = (*DATA_AXES, "cp")
 
 Zero = Literal[0, 1, 2, 3]
 
@@ -33,19 +37,22 @@ class MeshConfig:
     tp_depth: int = 1
     """depth of 2.5D tensor parallelism"""
     cp: int = 1
-    """context parallel ranks"""
+    """context parallel ranks: each holds a part of every sequence"""
+    cp_mode: Literal["ring", "ulysses", "mixed"] = "ring"
+    """keys and values go round a ring; or heads for sequence, all to all; or rings of cp_ulysses ranks each"""
+    cp_ulysses: int = 1
+    """ranks that exchange heads under cp_mode mixed"""
     pp: int = 1
     """pipeline stages"""
     ep: int = 1
     """expert parallel ranks"""
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "tp", "tp_depth", "cp", "pp", "ep"):
+        for name in ("dp_replicate", "dp_shard", "tp", "tp_depth", "cp", "cp_ulysses", "pp", "ep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"mesh.{name}={value}: an axis has at least 1 rank; give a positive number")
         for name, what in (
-            ("cp", "context"),
             ("pp", "pipeline"),
             ("ep", "expert"),
             ("tp_depth", "2.5D tensor"),
@@ -53,8 +60,13 @@ class MeshConfig:
             if getattr(self, name) != 1:
                 raise UserError(
                     f"mesh.{name}={getattr(self, name)}: {what} parallelism is not built yet; "
-                    f"use mesh.{name}=1 and dp_replicate, dp_shard or tp"
+                    f"use mesh.{name}=1 and dp_replicate, dp_shard, cp or tp"
                 )
+        if (self.cp_mode == "mixed") != (self.cp_ulysses > 1) or self.cp % self.cp_ulysses:
+            raise UserError(
+                f"mesh.cp={self.cp}, cp_mode={self.cp_mode} and cp_ulysses={self.cp_ulysses} do not fit together; "
+                "under mixed cp_ulysses is above 1 and divides cp, under ring and ulysses leave it out"
+            )
 
     def resolve(self, world_size: int, zero: Zero = 0) -> "MeshConfig":
         """The same mesh with every size given, for `world_size` ranks.  Raises UserError when it cannot be laid out."""
@@ -106,6 +118,11 @@ class MeshConfig:
         assert self.dp_shard is not None, "resolve the mesh first"
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def exchange_ranks(self) -> int:
+        """Ranks over which context parallelism deals out the heads; 1: it does not."""
+        return self.cp if self.cp_mode == "ulysses" else self.cp_ulysses
+
 
 def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
     """The DeviceMesh of a resolved config, with named axes.  Needs a process group of exactly its ranks."""
@@ -118,3 +135,24 @@ def data_axis(mesh: DeviceMesh) -> DeviceMesh:
     A collective when it is first asked for; the mesh remembers it.
     """
     return mesh[DATA_AXES]._flatten("dp")
+
+
+def gradient_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks whose gradients are added up: those of `data_axis`, and with context parallelism its ranks, too."""
+    return data_axis(mesh) if mesh["cp"].size() == 1 else flat_axis(mesh, "+".join(GRADIENT_AXES))
+
+
+def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks over which ZeRO shards: dp_shard, and with context parallelism dp_shard+cp."""
+    return mesh["dp_shard"] if mesh["cp"].size() == 1 else flat_axis(mesh, "dp_shard+cp")
+
+
+def flat_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The axes "a+b" of the mesh as one. A collective when it is first asked for; the mesh remembers it."""
+    return mesh[tuple(name.split("+"))]._flatten(name)
+
+
+def split_axis(axis: DeviceMesh, inner: int, names: tuple[str, str]) -> tuple[DeviceMesh, DeviceMesh]:
+    """One axis as two, the inner of that many neighbours; new process groups, so ask once."""
+    both = axis._unflatten(0, (axis.size() // inner, inner), names)
+    return both[names[0]], both[names[1]]

@@ -31,7 +31,7 @@ from core.comm.volume import Volume, count_volume
 from core.config import UserError
 from core.data import Batches, Prefetch
 from core.layout import local
-from core.mesh import MeshConfig, data_axis
+from core.mesh import MeshConfig, data_axis, gradient_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.optim.build import OptimConfig
 from core.optim.clip import gradient_norm, scale_gradients
@@ -128,8 +128,8 @@ def fit(
     """
     state = TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}))
     axis = data_axis(data.mesh)
-    # Every rank drew the same parameters; what it draws from now on (dropout) is that of its data.
-    seed_everything(config.seed + axis.get_local_rank())
+    # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens.
+    seed_everything(config.seed + gradient_axis(data.mesh).get_local_rank())
     with ExitStack() as stack:
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
         stack.callback(checkpointer.close)

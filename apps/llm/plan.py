@@ -54,6 +54,7 @@ def run_shape(config: PretrainConfig) -> RunShape:
         dp_replicate=mesh.dp_replicate,
         dp_shard=mesh.dp_shard,
         cp=mesh.cp,
+        cp_exchange=mesh.exchange_ranks,
         tp=mesh.tp,
         pp=mesh.pp,
         zero=config.zero,

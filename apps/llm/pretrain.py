@@ -21,7 +21,7 @@ from core.data import Batches, EvalBatches, PairBatches, TokenBatches
 from core.mesh import data_axis
 from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import tensor_parallel_plan
+from core.models.plan import context_parallel_plan, tensor_parallel_plan
 from core.nn.attention import StepContext
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
@@ -58,7 +58,14 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         write_config(config, runtime)
         with torch.device("meta"):
             model = Decoder(config.model)
-        data = parallelize(model, mesh, config, plan=tensor_parallel_plan(config.model), materialise=materialise)
+        data = parallelize(
+            model,
+            mesh,
+            config,
+            plan=tensor_parallel_plan(config.model),
+            context_plan=context_parallel_plan(config.mesh),
+            materialise=materialise,
+        )
         optimizer = build_optimizer(config.optim, data.masters)
         summary = fit(
             data,

@@ -18,6 +18,9 @@ Ragged dims: a dim of n rows over s ranks becomes s shards of ceil(n / s) rows, 
 gathers cuts the surplus off again with the length it knows.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,6 +63,39 @@ def reduce_scatter(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     out = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=axis.get_group())
     return out
+
+
+def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: DeviceMesh) -> list[Tensor]:
+    """parts[r] goes to rank r; what came from each rank, of shapes[r]; no gradient. Parts may be of different sizes."""
+    if axis.size() == 1:
+        return parts
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [math.prod(shape) for shape in shapes]
+    out = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(out, sent, sizes, [part.numel() for part in parts], group=axis.get_group())
+    return [part.view(shape) for part, shape in zip(out.split(sizes), shapes, strict=True)]
+
+
+def pass_on(x: Tensor, axis: DeviceMesh) -> Callable[[], Tensor]:
+    """Start to send x to the next rank of the axis, as a ring; the function waits for what the one before has sent.
+
+    No gradient. x must be contiguous, of one shape on every rank, and stay as it is until then.
+    """
+    group, rank, size = axis.get_group(), axis.get_local_rank(), axis.size()
+    arriving = torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, dist.get_global_rank(group, (rank + 1) % size), group),
+            dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, (rank - 1) % size), group),
+        ]
+    )
+
+    def arrived(_sent: Tensor = x) -> Tensor:  # what travels must not be freed before
+        for work in works:
+            work.wait()
+        return arriving
+
+    return arrived
 
 
 def take_shard(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:

@@ -6,9 +6,10 @@
 
 Every collective of torch.distributed passes the dispatcher (c10d:: and _c10d_functional:: operators), so a dispatch
 mode sees them all, those of FSDP2 and DTensor too. Bytes are those of the full message: the gathered output of an
-all-gather, the input of a reduce-scatter or all-reduce, what a rank sends in a broadcast or an all-to-all. What travels
-over a wire is that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks
-(`wire_bytes`). An operator that this file does not know counts under its own name, with its first argument.
+all-gather, the input of a reduce-scatter or all-reduce, what a rank sends in a broadcast or an all-to-all. A message
+from rank to rank is a `send` here and a `recv` there; totals count it where it is sent. What travels over a wire is
+that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks (`wire_bytes`). An
+operator that this file does not know counts under its own name, with its first argument.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core.mesh import data_axis
+from core.mesh import data_axis, gradient_axis, shard_axis
 
 # operator name -> (our name, which argument holds the full message)
 _FULL_MESSAGE = {
@@ -53,6 +54,7 @@ _WIRE = {
     "all_gather": lambda s: (s - 1) / s,
     "reduce_scatter": lambda s: (s - 1) / s,
     "all_to_all": lambda s: (s - 1) / s,
+    "recv": lambda s: 0.0,
 }
 
 
@@ -66,11 +68,11 @@ class Volume:
 
     @property
     def total_calls(self) -> int:
-        return sum(self.calls.values())
+        return sum(n for (operation, _), n in self.calls.items() if operation != "recv")
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.bytes.values())
+        return sum(n for (operation, _), n in self.bytes.items() if operation != "recv")
 
     @property
     def wire_bytes(self) -> float:
@@ -108,7 +110,11 @@ class _Counter(TorchDispatchMode):
         """The axis of the process group among an operator's arguments: an object (c10d) or a name (functional)."""
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-                leaf = torch.distributed.ProcessGroup.unbox(leaf).group_name
+                group = torch.distributed.ProcessGroup.unbox(leaf)
+                leaf = group.group_name
+                if leaf not in self.axis_of and group.group_desc.startswith("mesh_"):  # of an axis made of others
+                    self.axis_of[leaf] = group.group_desc.removeprefix("mesh_")
+                    self.volume.sizes[self.axis_of[leaf]] = group.size()
             if isinstance(leaf, str) and leaf in self.axis_of:
                 return self.axis_of[leaf]
         return "other"
@@ -121,8 +127,10 @@ def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
     axis_of: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in reversed(names)}
     axis_of.setdefault(torch.distributed.group.WORLD.group_name, "world")  # pyright: ignore[reportOptionalMemberAccess]
     volume = Volume(sizes={axis: mesh[axis].size() for axis in names})
-    dp = data_axis(mesh)
-    axis_of.setdefault(dp.get_group().group_name, "dp")
-    volume.sizes |= {"dp": dp.size(), "world": torch.distributed.get_world_size()}
+    for axis in (data_axis(mesh), shard_axis(mesh), gradient_axis(mesh)):
+        (name,) = axis.mesh_dim_names or ("dp",)
+        axis_of.setdefault(axis.get_group().group_name, name)
+        volume.sizes[name] = axis.size()
+    volume.sizes["world"] = torch.distributed.get_world_size()
     with _Counter(volume, axis_of):
         yield volume

@@ -1,6 +1,6 @@
 """Bytes per rank of a training step: parameters, gradients, optimizer state, activations, buffers.
 
-State, per parameter on a rank (ZeRO divides over dp_shard, each parameter by rows, the largest shard counted):
+State, per parameter on a rank (ZeRO divides over dp_shard x cp, each parameter by rows, the largest shard counted):
 
     precision      ZeRO    parameters    gradients    optimizer's side
     fp32, fp64     0-2     w             w            state
@@ -19,7 +19,8 @@ hands each gradient to its bucket as soon as it is there, so the peak is the lar
 3. gradients  the way back ends: all gradients, and the first block's activations or the embedding's second gradient
 4. update     the gradients of what this rank updates, the optimizer's scratch
 
-What it leaves out: the allocator's fragmentation, the CUDA context (0.5 to 1 GB), libraries' workspaces, and padding.
+What it leaves out: the allocator's fragmentation, the CUDA context (0.5 to 1 GB), libraries' workspaces, padding,
+and what context parallelism has on its way: two blocks of keys and values and of their gradients.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimat
     input_bytes, everything, working = (
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
     )
-    bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp) * run.sequence_length**2
+    bias = 0  # a ring makes it for a tile of scores at a time
+    if run.cp == run.cp_exchange:
+        bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp / run.cp_exchange) * run.sequence_length**2
     gathered, kernel, sent = (
         _gathered_bytes(model, weights, run),
         _kernel_scratch(weights, run),
@@ -183,7 +186,7 @@ class _State:
 
 
 def _state_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _State:
-    whole, sharded = _num_local(weights, run), _num_local(weights, run, run.dp_shard)
+    whole, sharded = _num_local(weights, run), _num_local(weights, run, run.shard_ranks)
     width, wide = run.width_bytes, run.wide_bytes
     state = _optimizer_bytes(model, weights, run)
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
@@ -201,7 +204,7 @@ def _state_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _St
 
 def _optimizer_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
     """State of the largest shards."""
-    total, shard = 0, run.dp_shard if run.zero else 1
+    total, shard = 0, run.shard_ranks if run.zero else 1
     for weight in weights:
         rows, *rest = weight.local_shape(run.tp)
         hidden = len(weight.shape) == 2 and 0 <= weight.block < model.num_blocks
@@ -231,7 +234,7 @@ class _Gradients:
 
 
 def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _Gradients:
-    wide, shard = run.wide_bytes, run.dp_shard if run.zero >= 2 else 1
+    wide, shard = run.wide_bytes, run.shard_ranks if run.zero >= 2 else 1
     message, everything = wide * _largest_message(model, weights, run), wide * _num_local(weights, run)
     own = wide * _num_local(weights, run, shard)
     if run.holds_whole_gradients:
@@ -274,16 +277,16 @@ def _gathered_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
 
 def _kernel_scratch(weights: list[Weight], run: RunShape) -> int:
     """What the optimizer's kernel needs beside its state."""
-    sizes = [run.wide_bytes * _num_local([w], run, run.dp_shard if run.zero else 1) for w in weights]
+    sizes = [run.wide_bytes * _num_local([w], run, run.shard_ranks if run.zero else 1) for w in weights]
     return {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
 
 
 def _sent_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
     """A bucket of updated parameters on its way to all: this rank's part and the whole."""
-    if run.zero not in (1, 2) or run.dp_shard == 1:
+    if run.zero not in (1, 2) or run.shard_ranks == 1:
         return 0
     whole = run.width_bytes * _largest_message(model, weights, run)
-    return whole + whole // run.dp_shard
+    return whole + whole // run.shard_ranks
 
 
 # --- activations and the head -----------------------------------------------------------------------------------------

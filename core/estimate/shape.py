@@ -69,6 +69,7 @@ class BlockShape:
     everything  kept beside the input without checkpointing
     selective   kept beside the input with selective checkpointing: the results of matrix products
     working     gradients alive at once on the way back through it
+    keys_dim    key/value heads x head size, which context parallelism sends
     scores_dim  heads x head size; q k^T and the sum over v cost 4 x scores_dim x length FLOPs a token
     """
 
@@ -77,6 +78,7 @@ class BlockShape:
     selective: Kept
     working: Kept = field(default_factory=Kept)
     scores_dim: int = 0
+    keys_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class RunShape:
 
     optimizer          says what state a parameter has
     optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all
+    cp_exchange        of the cp ranks, those that exchange heads (Ulysses); rings go across them
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
     recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
@@ -134,6 +137,7 @@ class RunShape:
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
+    cp_exchange: int = 1
     tp: int = 1
     sequence_parallel: bool = True
     pp: int = 1
@@ -165,6 +169,11 @@ class RunShape:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shard_ranks(self) -> int:
+        """Ranks over which ZeRO shards."""
+        return self.dp_shard * self.cp
+
+    @property
     def holds_whole_gradients(self) -> bool:
         """Whether whole gradients wait between microbatches."""
         return self.num_microbatches > 1 and not (self.reduce_each and self.zero >= 2)
@@ -185,6 +194,7 @@ def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape
         everything=Kept(replicated=4 * dim, sharded=12 * dim + 2.5 * num_heads * sequence_length),
         selective=Kept(replicated=4 * dim, sharded=12 * dim),
         scores_dim=dim,
+        keys_dim=dim,
     )
 
 
@@ -260,4 +270,5 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         scores_dim=queries,
+        keys_dim=keys,
     )

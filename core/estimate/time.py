@@ -42,7 +42,8 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     """Seconds of one step of `run.num_microbatches` microbatches."""
     tokens = run.tokens * run.num_microbatches
     compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
-    communication_s = (_data_parallel_bytes(model, run) + _tensor_parallel_bytes(model, run)) / machine.bandwidth
+    sent = _data_parallel_bytes(model, run) + _tensor_parallel_bytes(model, run) + _context_parallel_bytes(model, run)
+    communication_s = sent / machine.bandwidth
     bubble_s = (run.pp - 1) / run.num_microbatches * compute_s
     return TimeEstimate(compute_s, communication_s, bubble_s, tokens * run.num_data_ranks * run.cp)
 
@@ -66,14 +67,23 @@ def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     if run.zero == 0:
         return 2 * _ring(run.num_data_ranks * run.cp) * gradients
     gathers = 2 * run.num_microbatches if run.zero == 3 else 1
-    between_replicas = 2 * _ring(run.dp_replicate) * gradients / run.dp_shard
-    return _ring(run.dp_shard) * (gradients + gathers * parameters) + between_replicas
+    between_replicas = 2 * _ring(run.dp_replicate) * gradients / run.shard_ranks
+    return _ring(run.shard_ranks) * (gradients + gathers * parameters) + between_replicas
 
 
 def _tensor_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: four all-reduces of the activations a block and microbatch (Shoeybi et al. 2019, section 3)."""
     blocks = model.num_blocks / run.pp * run.num_microbatches
     return blocks * 4 * 2 * _ring(run.tp) * run.tokens * model.dim * run.width_bytes
+
+
+def _context_parallel_bytes(model: ModelShape, run: RunShape) -> float:
+    """Sent by one rank: keys and values round the ring twice, their gradients once; heads exchanged twice each way."""
+    tokens = model.num_blocks / run.pp * run.num_microbatches * run.tokens / run.tp
+    queries, keys = model.block.scores_dim, model.block.keys_dim
+    passed = (run.cp // run.cp_exchange - 1) * 2 * keys * (2 * run.width_bytes + run.wide_bytes)
+    exchanged = _ring(run.cp_exchange) * 4 * (queries + keys) * run.width_bytes
+    return tokens * (passed + exchanged)
 
 
 def _ring(size: int) -> float:

@@ -205,7 +205,7 @@ class Decoder(nn.Module):
         """
         length = input_ids_BL.shape[1]
         if positions is None:
-            positions = self._positions(input_ids_BL, attention_mask)
+            positions = self.default_positions(input_ids_BL, attention_mask)
         if context is None:
             context = StepContext()
         x_BLD = self.embedding(input_ids_BL, positions)
@@ -218,7 +218,8 @@ class Decoder(nn.Module):
             x_BLD = self.project_out(x_BLD)
         return self.head(x_BLD, targets, length, context.rows_R)
 
-    def _positions(self, input_ids_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+    def default_positions(self, input_ids_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+        """[B or 1, L]: those of a forward that is given none.  Raises UserError for more than the model has."""
         length, config = input_ids_BL.shape[1], self.config
         if config.positions == "learned" and length > config.max_length:
             raise UserError(

@@ -1,10 +1,14 @@
-"""How the decoder is cut over tensor-parallel ranks: one-dimensional, with the sequence sharded in between."""
+"""How the decoder is cut: over tensor-parallel ranks, the sequence sharded in between; over context-parallel ranks."""
 
+from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.nn.mlp import is_gated
 from core.parallel import sequence
+from core.parallel.context import shard_sequence
 from core.parallel.plan import Plan
+from core.parallel.ring import attend_by_ring
 from core.parallel.tensor1d import shard_heads
+from core.parallel.ulysses import attend_by_both, attend_by_ulysses
 
 
 def tensor_parallel_plan(config: DecoderConfig) -> Plan:
@@ -36,3 +40,17 @@ def tensor_parallel_plan(config: DecoderConfig) -> Plan:
         "head": sequence.vocab_head,
     }
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
+
+
+def context_parallel_plan(mesh: MeshConfig, *, causal: bool = True) -> Plan:
+    """The plan of any decoder over the cp axis. A ring's cut is zig-zag: alike much work under the causal mask.
+
+    Without `causal` that of an encoder of the decoder's modules; Ulysses takes the `attend` that they have.
+    """
+    attend = {
+        "ring": attend_by_ring(causal),
+        "ulysses": attend_by_ulysses,
+        "mixed": attend_by_both(mesh.cp_ulysses, causal),
+    }
+    zigzag = causal and mesh.cp_mode != "ulysses"
+    return {"": shard_sequence(zigzag), "blocks.*.attention": attend[mesh.cp_mode]}

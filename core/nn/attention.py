@@ -91,6 +91,30 @@ def attend(
     return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
 
 
+def attend_both_ways(
+    q_BLHK: Tensor,
+    k_BLJK: Tensor,
+    v_BLJK: Tensor,
+    /,
+    *,
+    slopes: Tensor | None,
+    mask: Tensor | None,
+    positions: Tensor,
+    context: StepContext | None,
+) -> Tensor:
+    """Attention of a whole sequence over itself, later keys included, as an encoder's (`Attend`)."""
+    documents = context.documents_BL if context is not None else None
+    if slopes is None and mask is None and documents is None:
+        return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, None, is_causal=False)
+
+    def build() -> Tensor:
+        length = q_BLHK.shape[1]
+        visible = visible_keys(length, length, mask, documents, q_BLHK.device, causal=False)
+        return attention_bias(visible, slopes, positions, positions, q_BLHK.dtype)
+
+    return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, build(), is_causal=False)
+
+
 def dot_product_attention(
     q_BLHK: Tensor, k_BSJK: Tensor, v_BSJK: Tensor, bias: Tensor | None, *, is_causal: bool
 ) -> Tensor:
@@ -109,15 +133,23 @@ def dot_product_attention(
 
 
 def visible_keys(
-    num_queries: int, num_keys: int, mask_BS: Tensor | None, documents_BS: Tensor | None, device: torch.device
+    num_queries: int,
+    num_keys: int,
+    mask_BS: Tensor | None,
+    documents_BS: Tensor | None,
+    device: torch.device,
+    *,
+    causal: bool = True,
 ) -> Tensor:
-    """bool[B or 1, L, S]: may query l, the (S - L + l)-th token, see key s? Not later ones, padding, other documents.
+    """bool[B or 1, L, S]: may query l, the (S - L + l)-th token, see key s? Not padding, other documents, later ones.
+
+    Without `causal` later ones, too.
 
     Every query sees itself, padding too, so that no row of the softmax is empty.
     """
     query_L1 = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)
-    visible = (key_S <= query_L1)[None]
+    visible = (key_S <= query_L1)[None] if causal else torch.ones(1, num_queries, num_keys, device=device).bool()
     if mask_BS is not None:
         visible = visible & mask_BS.bool()[:, None, :]
     if documents_BS is not None:

@@ -1,5 +1,6 @@
 """The global gradient norm of tensors that are sharded, each in its own way, and scaling by it."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,17 +18,14 @@ def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
     Each rank adds the squares of what it holds, divided by how many ranks hold the same.
     """
     masters = list(masters)
-    names = mesh.mesh_dim_names
-    assert names is not None
     total = torch.zeros((), dtype=masters[0].dtype, device=masters[0].device)
-    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    by_copies: dict[int, list[Tensor]] = {}
     for master in masters:
         if master.grad is not None and master.numel():
-            by_axes.setdefault(layout_of(master).axes(), []).append(master.grad)
-    for axes, grads in by_axes.items():
-        copies = mesh.size()
-        for axis in axes:
-            copies //= mesh[axis].size()
+            layout = layout_of(master)
+            copies = mesh.size() // math.prod(map(layout.axis_size, layout.axes()))
+            by_copies.setdefault(copies, []).append(master.grad)
+    for copies, grads in by_copies.items():
         squares = torch.stack(torch._foreach_norm(grads)).square().sum()
         total += squares.to(total.dtype) / copies
     if mesh.size() > 1:

@@ -1,11 +1,12 @@
 """The one place that knows the order in which the forms of parallelism are applied to a model.
 
-    tensor and sequence  ->  activation checkpointing  ->  compile  ->  data parallel (ZeRO)  ->  materialise
+    tensor and sequence  ->  context  ->  activation checkpointing  ->  compile  ->  data parallel (ZeRO)
+        ->  materialise
 
-Tensor parallelism decides what a rank's parameters are, so it comes first; checkpointing wraps the blocks' forwards
-with the collectives in them; what is compiled is the block as it then stands; data parallelism shards and hooks what
-the others left. Values come last, when every rank knows its shard, so no rank ever holds a model that was not meant for
-it.
+Tensor parallelism decides what a rank's parameters are, so it comes first; context parallelism cuts the sequence that
+the model is given and what attention sees of it; checkpointing wraps the blocks' forwards with the collectives in them;
+what is compiled is the block as it then stands; data parallelism shards and hooks what the others left. Values come
+last, when every rank knows its shard, so no rank ever holds a model that was not meant for it.
 """
 
 from collections.abc import Callable
@@ -48,19 +49,25 @@ def parallelize(
     config: ParallelConfig,
     *,
     plan: Plan | None = None,
+    context_plan: Plan | None = None,
     materialise: Callable[[nn.Module], None] = lambda model: None,
 ) -> DataParallel:
     """Spread any nn.Module over the mesh.
 
     plan         its tensor parallelism; without one the tp axis must have one rank
+    context_plan its context parallelism; without one the cp axis must have one rank
     materialise  fills the parameters and buffers of a model built on the meta device, each rank its shard. The
                  replicas of a model that has values take those of the first
     """
-    tp = mesh["tp"]
+    tp, cp = mesh["tp"], mesh["cp"]
     if plan is not None and tp.size() > 1:
         apply_plan(model, plan, tp)
     elif tp.size() > 1:
         raise UserError(f"mesh.tp={tp.size()} without a plan: say how the model's modules are cut, or use mesh.tp=1")
+    if context_plan is not None and cp.size() > 1:
+        apply_plan(model, context_plan, cp)
+    elif cp.size() > 1:
+        raise UserError(f"mesh.cp={cp.size()} without a plan: say how the sequence is cut, or use mesh.cp=1")
     apply_recompute(model, config.recompute)
     if config.compile:
         for block in blocks_of(model):

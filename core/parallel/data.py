@@ -10,7 +10,8 @@ Both offer one interface to the training loop. A step is
 
     1. accumulate: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the last,
        unless `reduce_each` says that gradients stay sharded instead.
-    2. `reduce()`: wait for the reductions; every master's `.grad` is the sum over all data-parallel ranks.
+    2. `reduce()`: wait for the reductions; every master's `.grad` is the sum over all data-parallel ranks, and over
+       those of context parallelism, which hold other tokens: wherever this file says dp_shard, it is dp_shard+cp there.
     3. the optimizer updates the masters (local tensors, each tagged with its layout); `release()` drops the gradients.
     4. `publish()`: the masters' values enter the parameters that the next forward uses.
 
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from core.config import UserError
 from core.layout import layout_of, local, tag
-from core.mesh import DATA_AXES, Zero, data_axis
+from core.mesh import DATA_AXES, Zero, gradient_axis, shard_axis
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -139,7 +140,7 @@ class Replicas(DataParallel):
 
     def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
         model = self.model
-        self.shard_axis = self.mesh["dp_shard"] if self.zero else None
+        self.shard_axis = shard_axis(self.mesh) if self.zero else None
         self._sync = True
         allocate(model, self.mesh.device_type)
         materialise(model)
@@ -167,7 +168,7 @@ class Replicas(DataParallel):
         source = parameter if dtype == self.reduce_dtype else given
         master = local(source).detach().to(self.reduce_dtype).contiguous()
         if self.shard_axis is not None and master.ndim:
-            layout = layout.cut(self.mesh, "dp_shard")
+            layout = layout.cut(self.mesh, (self.shard_axis.mesh_dim_names or ("",))[0])
             master = _own_rows(master, self.shard_axis)
             if dtype != self.reduce_dtype:
                 master = master.clone()  # own memory, so that the whole value can go
@@ -285,7 +286,7 @@ class _Bucket:
             if name not in self.filled:
                 self._slots(whole, name).zero_()
         if self.axis is None:
-            axis = data_axis(self.owner.mesh)
+            axis = gradient_axis(self.owner.mesh)
             self.own = whole[0]
             if axis.size() > 1:
                 self.work = dist.all_reduce(whole, group=axis.get_group(), async_op=True)
@@ -385,8 +386,9 @@ class FullyShardedReplicas(DataParallel):
             for name in names:
                 set_parameter(model, name, parameter)
         policy = MixedPrecisionPolicy(self.compute_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        hybrid = mesh["dp_replicate"].size() > 1
-        axes = mesh[DATA_AXES] if hybrid else mesh["dp_shard"]
+        axes = shard_axis(mesh)
+        if mesh["dp_replicate"].size() > 1:
+            axes = mesh[DATA_AXES] if mesh["cp"].size() == 1 else DeviceMesh._concatenate([mesh["dp_replicate"], axes])
         scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP2 cuts rows, and a scalar has none
         for block in blocks_of(model):
             fully_shard(block, mesh=axes, mp_policy=policy, ignored_params=scalars)
@@ -418,7 +420,7 @@ class FullyShardedReplicas(DataParallel):
         if not scalars:
             return
         grads = torch.stack([torch.zeros_like(s) if s.grad is None else s.grad for s in scalars])
-        dist.all_reduce(grads, group=data_axis(self.mesh).get_group())
+        dist.all_reduce(grads, group=gradient_axis(self.mesh).get_group())
         for scalar, grad in zip(scalars, grads.unbind()):
             scalar.grad = grad
 
@@ -453,7 +455,7 @@ def widen_buffers(model: nn.Module) -> None:
 @torch.no_grad()
 def agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replicas of a model that has values start from those of the first, buffers too; what is on meta has none yet."""
-    axis = data_axis(mesh)
+    axis = gradient_axis(mesh)
     if axis.size() == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):

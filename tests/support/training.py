@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import tensor_parallel_plan
+from core.models.plan import context_parallel_plan, tensor_parallel_plan
 from core.nn.attention import StepContext
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
@@ -75,8 +75,10 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     with torch.device("meta"):
         model = Decoder(case.model)
-    plan = tensor_parallel_plan(case.model)
-    data = parallelize(model, mesh, config, plan=plan, materialise=lambda m: initialise(m, case.seed))
+    plan, context_plan = tensor_parallel_plan(case.model), context_parallel_plan(config.mesh)
+    data = parallelize(
+        model, mesh, config, plan=plan, context_plan=context_plan, materialise=lambda m: initialise(m, case.seed)
+    )
     return TrainState(data, build_optimizer(config.optim, data.masters), LossScale(config.precision), {}), config
 
 
@@ -117,7 +119,7 @@ def removed(module: str, collective: str) -> Iterator[None]:
         if caller.f_back.f_globals["__name__"] != module:
             return real(*args, **kwargs)
         quiet(*args)
-        return _Done()
+        return [] if collective == "batch_isend_irecv" else _Done()
 
     with patch.object(dist, collective, stand_in):
         yield
@@ -132,7 +134,18 @@ def _quiet_all_gather(out: torch.Tensor, x: torch.Tensor) -> None:
     out.copy_(x.repeat(out.numel() // x.numel()))
 
 
+def _quiet_exchange(messages: list[dist.P2POp]) -> None:
+    sent, received = messages
+    received.tensor.copy_(sent.tensor)
+
+
+def _quiet_all_to_all(out: torch.Tensor, x: torch.Tensor, *splits: list[int]) -> None:
+    out.copy_(x.repeat(-(-out.numel() // x.numel()))[: out.numel()])
+
+
 _WITHOUT_SENDING = {
+    "batch_isend_irecv": _quiet_exchange,
+    "all_to_all_single": _quiet_all_to_all,
     "all_reduce": lambda x: None,
     "reduce_scatter_tensor": lambda out, x: out.copy_(x[: out.numel()]),
     "all_gather_into_tensor": _quiet_all_gather,

@@ -165,6 +165,37 @@ def test_communication_of_a_step():
     assert per_second == pytest.approx({0: 1.5 * 4, 1: 0.75 * (4 + 2), 3: 0.75 * (4 + 4)})
 
 
+def test_ranks_that_share_sequences_share_tokens_and_shards():
+    model = decoder_shape(SMALL)
+    for zero in (0, 1, 3):
+        shared = RunShape(precision="bf16", zero=zero, cp=2, sequence_length=128)
+        apart = replace(shared, cp=1, dp_shard=2, sequence_length=64)
+        assert estimate_memory(model, shared) == estimate_memory(model, apart)
+    bloom = decoder_shape(FAMILIES["bloom"])
+    bias = {
+        exchange: estimate_memory(bloom, run).phases["loss"]
+        - estimate_memory(replace(bloom, bias_heads=0), run).phases["loss"]
+        for exchange in (1, 2)
+        for run in [RunShape(cp=2, cp_exchange=exchange, sequence_length=100)]
+    }
+    assert bias == {1: 0, 2: 4 * bloom.bias_heads // 2 * 100 * 100}
+
+
+def test_what_shared_sequences_send():
+    block = BlockShape(Kept(), Kept(), Kept(), scores_dim=8, keys_dim=4)
+    model = ModelShape((Weight((1, 1)),), num_blocks=3, block=block, dim=0)
+    gradients, tokens = 2 * 3 / 4 * 4, 3 * 4
+    expected = {
+        1: tokens * 3 * 2 * 4 * (2 + 2 + 4),
+        4: tokens * 3 / 4 * 4 * (8 + 4) * 2,
+        2: tokens * (1 * 2 * 4 * (2 + 2 + 4) + 1 / 2 * 4 * (8 + 4) * 2),
+    }
+    for exchange, sent in expected.items():
+        run = RunShape(precision="bf16", cp=4, cp_exchange=exchange, sequence_length=16)
+        found = estimate_time(model, run, Machine(1e12, bandwidth=1.0)).communication_s
+        assert found == pytest.approx(gradients + sent)
+
+
 def test_a_run_that_does_not_fit_says_what_would():
     model = decoder_shape(SMALL)
     run = RunShape(precision="bf16", dp_replicate=4, microbatch_size=8, sequence_length=128)

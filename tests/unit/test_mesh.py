@@ -22,11 +22,14 @@ from core.mesh import AXES, MeshConfig, build_mesh, data_axis
         (MeshConfig(dp_shard=2), 8, 2, 4, 2),
         (MeshConfig(dp_replicate=2, dp_shard=2, tp=2), 8, 3, 2, 2),
         (MeshConfig(dp_shard=1), 4, 0, 4, 1),
+        (MeshConfig(cp=2), 6, 0, 3, 1),
+        (MeshConfig(cp=2), 2, 3, 1, 1),
+        (MeshConfig(cp=2, tp=2), 8, 1, 1, 2),
     ],
 )
 def test_open_sizes_take_the_ranks_that_remain(mesh, world_size, zero, replicate, shard) -> None:
     resolved = mesh.resolve(world_size, zero)
-    assert resolved.sizes() == (1, replicate, shard, 1, mesh.tp)
+    assert resolved.sizes() == (1, replicate, shard, mesh.cp, mesh.tp)
     assert resolved.data_ranks == replicate * shard
     assert resolved.resolve(world_size, zero) == resolved
 

@@ -1,0 +1,77 @@
+"""n ranks that share sequences train as one rank does: ring, Ulysses and both, with ZeRO, tensor and data parallelism.
+
+In fp64. Lengths, heads and rows are ragged on purpose.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from core.mesh import MeshConfig
+from core.models.decoder import DecoderConfig
+from core.parallel.recompute import RecomputeConfig
+from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
+from tests.support.training import Case, difference_from_single
+
+RING, ULYSSES = MeshConfig(cp=2), MeshConfig(cp=2, cp_mode="ulysses")
+BOTH = MeshConfig(cp=4, cp_mode="mixed", cp_ulysses=2)
+
+
+def check(ranks, num_ranks: int, case: Case) -> None:
+    difference, where = difference_from_single(ranks, num_ranks, case)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "zero"),
+    [
+        (2, RING, 0),
+        (2, RING, 2),
+        (2, RING, 3),
+        (2, ULYSSES, 1),
+        (3, replace(RING, cp=3), 1),
+        (3, replace(ULYSSES, cp=3), 3),
+        (4, RING, 3),
+        (4, replace(RING, tp=2), 1),
+        (4, replace(ULYSSES, tp=2), 3),
+        (4, replace(RING, dp_replicate=2), 1),
+        (4, replace(RING, dp_replicate=2), 3),
+        (4, replace(RING, cp=4), 0),
+        (4, BOTH, 2),
+    ],
+)
+def test_every_mesh_and_zero_level(ranks, num_ranks: int, mesh: MeshConfig, zero: int) -> None:
+    check(ranks, num_ranks, Case(GPT2, mesh=mesh, parallel=parallel(zero)))
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [(OPT_350M, RING), (BLOOM, RING), (LLAMA, RING), (BLOOM, ULYSSES), (LLAMA, ULYSSES)],
+    ids=lambda given: given.family if isinstance(given, DecoderConfig) else given.cp_mode,
+)
+def test_every_family(ranks, model: DecoderConfig, mesh: MeshConfig) -> None:
+    check(ranks, 3, Case(model, mesh=replace(mesh, cp=3), parallel=parallel(1), documents=True))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_and_accumulation(ranks, mode: str) -> None:
+    options = parallel(3, recompute=RecomputeConfig(mode))
+    check(ranks, 4, Case(GPT2, mesh=RING, parallel=options, microbatch=4, documents=True))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "without"),
+    [
+        (RING, 0, ("core.parallel.data", "all_reduce")),
+        (RING, 1, ("core.parallel.data", "reduce_scatter_tensor")),
+        (RING, 1, ("core.parallel.data", "all_gather_into_tensor")),
+        (RING, 3, ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "fsdp")),
+        (RING, 0, ("core.comm.collectives", "batch_isend_irecv")),
+        (RING, 0, ("core.comm.collectives", "all_reduce")),
+        (ULYSSES, 0, ("core.comm.collectives", "all_to_all_single")),
+    ],
+)
+def test_a_missing_collective_is_seen(ranks, mesh: MeshConfig, zero: int, without: tuple[str, str]) -> None:
+    case = Case(GPT2, mesh=mesh, parallel=parallel(zero), steps=3)
+    difference, _ = difference_from_single(ranks, 2, case, without)
+    assert not difference <= 1e4 * TOLERANCE
