@@ -151,8 +151,8 @@ def shard_sequence(zigzag: bool) -> Style:
             out = inner(ids, positions=places, context=sharded, **options)
             if targets is not None:
                 return reduce_from(out, axis)
-            rows = getattr(context, "rows_R", None)
-            return (whole := join_sequence(out, cut, axis)) if rows is None else whole[:, rows]
+            whole, rows = join_sequence(out, cut, axis), getattr(context, "rows_R", None)
+            return whole if rows is None else whole[:, rows]
 
         model.forward = forward
         return model

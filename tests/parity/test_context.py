@@ -3,15 +3,19 @@
 In fp64. Lengths, heads and rows are ragged on purpose.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
+from core.nn.attention import StepContext
 from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
-from tests.support.training import Case, difference_from_single
+from tests.support.training import Case, batch_of, build, difference_from_single, removed
 
 RING, ULYSSES = MeshConfig(cp=2), MeshConfig(cp=2, cp_mode="ulysses")
 BOTH = MeshConfig(cp=4, cp_mode="mixed", cp_ulysses=2)
@@ -38,6 +42,8 @@ def check(ranks, num_ranks: int, case: Case) -> None:
         (4, replace(RING, dp_replicate=2), 3),
         (4, replace(RING, cp=4), 0),
         (4, BOTH, 2),
+        (8, replace(RING, tp=2), 3),
+        (8, replace(BOTH, tp=2), 0),
     ],
 )
 def test_every_mesh_and_zero_level(ranks, num_ranks: int, mesh: MeshConfig, zero: int) -> None:
@@ -51,6 +57,36 @@ def test_every_mesh_and_zero_level(ranks, num_ranks: int, mesh: MeshConfig, zero
 )
 def test_every_family(ranks, model: DecoderConfig, mesh: MeshConfig) -> None:
     check(ranks, 3, Case(model, mesh=replace(mesh, cp=3), parallel=parallel(1), documents=True))
+
+
+def logits(mesh: MeshConfig, without: tuple[str, str] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all places and of two, with padding in front and behind; and the gradient of the position table.
+
+    without  as in `removed`
+    """
+    case = Case(GPT2, mesh=mesh, parallel=parallel())
+    data = build(case)[0].data
+    ids = batch_of(case, 0)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[1, 5:] = 0
+    with removed(*without) if without else nullcontext():
+        whole = data.model(ids, mask)
+    with data.microbatch(last=True):
+        whole[mask.bool()].sin().sum().backward()
+    data.reduce()
+    some = data.model(ids, mask, context=StepContext(rows_R=torch.tensor([2, 4])))
+    grad = data.masters["embedding.positions.weight"].grad
+    assert grad is not None
+    return whole.detach(), some.detach(), grad
+
+
+def test_logits_are_those_of_the_whole_sequence_on_every_rank(ranks) -> None:
+    expected = ranks(1).run(logits, MeshConfig())[0]
+    for found in ranks(3).run(logits, replace(RING, cp=3)) + ranks(3).run(logits, replace(ULYSSES, cp=3)):
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    for found in ranks(3).run(logits, replace(RING, cp=3), ("core.comm.collectives", "all_gather_into_tensor")):
+        assert (found[0] - expected[0]).norm() > 1e-3 * expected[0].norm()
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
