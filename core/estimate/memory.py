@@ -94,7 +94,7 @@ def require_fit(model: ModelShape, run: RunShape, device_bytes: int) -> MemoryEs
 
 
 def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, RunShape]]:
-    """(option as typed, the run with it), the mild ones first. tp and pp ask for as many times more ranks."""
+    """(option as typed, the run with it), the mild ones first. tp, cp and pp ask for that many times more ranks."""
     if run.num_data_ranks > 1:
         for zero in range(run.zero + 1, 4):
             yield f"--zero {zero}", replace(run, zero=zero, dp_replicate=1, dp_shard=run.num_data_ranks)
@@ -106,6 +106,9 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
     for tp in (2 * run.tp, 4 * run.tp, 8 * run.tp):
         if model.tp_parts % tp == 0:
             yield f"--mesh.tp {tp}", replace(run, tp=tp)
+    for cp in (2 * run.cp, 4 * run.cp, 8 * run.cp):
+        if run.cp_exchange == 1 and cp <= run.sequence_length:
+            yield f"--mesh.cp {cp}", replace(run, cp=cp)
     for pp in (2 * run.pp, 4 * run.pp, 8 * run.pp):
         if pp <= model.num_blocks:
             yield f"--mesh.pp {pp}", replace(run, pp=pp)

@@ -207,7 +207,14 @@ def test_a_run_that_does_not_fit_says_what_would():
     assert text.startswith(
         f"the run needs {peak / 1e6:.1f} MB per rank, the device has {(peak - 1) / 1e6:.1f} MB; try "
     )
-    for option in ("--zero 1 (", "--zero 3 (", "--recompute.mode full (", "--microbatch 1 (", "--mesh.tp 4 ("):
+    for option in (
+        "--zero 1 (",
+        "--zero 3 (",
+        "--recompute.mode full (",
+        "--microbatch 1 (",
+        "--mesh.tp 4 (",
+        "--mesh.cp 2 (",
+    ):
         assert option in text
     assert "--mesh.tp 8" not in text  # 4 heads
     assert "\n" not in text

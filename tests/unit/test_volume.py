@@ -60,6 +60,29 @@ def test_each_operation_by_axis(ranks) -> None:
     assert wire_bytes == message * (1 + 1 + 2 + 0.5 + 1 + 0.5 + 1.5)
 
 
+def point_to_point() -> tuple[dict[str, tuple[int, int]], int, float]:
+    """Two messages from the first rank to the second, by two of torch's functions."""
+    mesh = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")
+    group, x = mesh["tp"].get_group(), torch.ones(4, 3, dtype=torch.float64)
+    with count_volume(mesh) as volume:
+        if dist.get_rank() == 0:
+            dist.send(x, 1, group=group)
+            messages = [dist.P2POp(dist.isend, x, 1, group)]
+        else:
+            dist.recv(x, 0, group=group)
+            messages = [dist.P2POp(dist.irecv, x, 0, group)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+    return counted(volume), volume.total_bytes, volume.wire_bytes
+
+
+def test_a_message_between_two_ranks_counts_where_it_is_sent(ranks) -> None:
+    both = 2 * 12 * FP64
+    first, second = ranks(2).run(point_to_point)
+    assert first == ({"send/tp": (2, both)}, both, both)
+    assert second == ({"recv/tp": (2, both)}, 0, 0.0)
+
+
 def functional() -> dict[str, tuple[int, int]]:
     mesh = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")
     x = DTensor.from_local(torch.ones(4, 3, dtype=torch.float64), mesh["tp"], [Shard(0)])
