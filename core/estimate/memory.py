@@ -31,8 +31,10 @@ from dataclasses import dataclass, replace
 
 from core.config import UserError
 from core.estimate.shape import ModelShape, RunShape, Weight
+from core.kernels.cross_entropy import cut
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
+from core.precision import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -331,15 +333,16 @@ def _head_bytes(model: ModelShape, run: RunShape, stage: int) -> _Head:
     if head is None or stage < run.pp - 1:
         return _Head()
     width, wide, rows = run.width_bytes, run.wide_bytes, -(-head.vocab_size // run.tp)
-    chunk_tokens = _even_part(run.tokens, head.chunk_bytes // (rows * width))
+    dtype = compute_dtype(run.precision)
+    chunk_tokens, sum_dtype = cut(run.tokens, rows, head.width, dtype)
     tile_tokens = (
         chunk_tokens if head.tile_bytes is None else _even_part(chunk_tokens, head.tile_bytes // (rows * wide))
     )
     softmax = 2 * tile_tokens * rows * wide
     weight_elements = rows * head.width
-    # Several chunks are summed in fp32 or wider; then there is the latest product, or the rounded sum, beside the sum.
-    summed = 0 if chunk_tokens == run.tokens else wide * weight_elements
-    rounded = 0 if summed and width == wide else width * weight_elements
+    # Several chunks are summed; where in a wider dtype, the rounded sum is in the end beside that sum.
+    summed = 0 if chunk_tokens == run.tokens else sum_dtype.itemsize * weight_elements
+    rounded = 0 if summed and sum_dtype == dtype else width * weight_elements
     return _Head(
         activations=run.tokens * (model.block.input.bytes_per_token(run) + 2 * width * head.width),
         scratch=chunk_tokens * rows * width + summed + max(softmax, rounded),
@@ -348,6 +351,6 @@ def _head_bytes(model: ModelShape, run: RunShape, stage: int) -> _Head:
 
 
 def _even_part(total: int, largest: int) -> int:
-    """The head's chunks and tiles: as few, nearly equal parts as `largest` allows."""
+    """The head's tiles: as few, nearly equal parts as `largest` allows."""
     num_parts = max(1, -(-total // max(1, largest)))
     return max(1, -(-total // num_parts))

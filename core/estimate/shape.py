@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from core.kernels.cross_entropy import CHUNK_BYTES, TILE_BYTES
+from core.kernels.cross_entropy import TILE_BYTES
 from core.models.decoder import Decoder, DecoderConfig
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
@@ -91,7 +91,6 @@ class HeadShape:
     vocab_size: int
     width: int
     tied: bool = True
-    chunk_bytes: int = CHUNK_BYTES
     tile_bytes: int | None = None
 
 

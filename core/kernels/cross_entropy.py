@@ -11,6 +11,10 @@ For each chunk of tokens:
 3. When a gradient is wanted: the logits become their gradient g in place, and feed dx = g W and dW += g^T x at once, so
    the backward only scales, and the forward's products are not repeated.
 
+Beside the gradients of x and W, which any loss hands back, the peak is one chunk and the sum of dW over the chunks.
+With weights of 16 bits that sum is in fp32, two further weights; where few tokens meet a wide model, fewer and larger
+chunks, summed in the weight's own dtype, take less (`cut`): at most FEW_CHUNKS - 1 more roundings of dW.
+
 The products are torch's. On a GPU, kernels read the logits once for the statistics, and read and write them once more
 for the gradient; a row of any length is a loop over tiles with a running maximum. On a CPU the softmax of a tile of
 tokens is taken while it is in a core's cache.
@@ -41,6 +45,8 @@ CHUNK_BYTES = 64 << 20
 TILE_BYTES = 1 << 20
 # The weight's gradient added at a time.
 SLAB_BYTES = 16 << 20
+# Chunks whose products are summed in 16 bits rather than in fp32, where that takes less memory.
+FEW_CHUNKS = 4
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 Combine = Callable[[Tensor, Tensor, Tensor], Statistics]
@@ -110,8 +116,8 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: targets {list(targets_N.shape)} for x {list(x_ND.shape)}")
     num_rows = weight_VD.shape[0]
     objective = Objective(vocab_size or num_rows, vocab_start, ignore_index, label_smoothing, z_loss)
-    chunk_tokens = _even_part(x_ND.shape[0], CHUNK_BYTES // ((max_rows or num_rows) * x_ND.itemsize))
-    arguments = x_ND, weight_VD, targets_N, objective, combine, product, chunk_tokens
+    chunk_tokens, sum_dtype = cut(len(x_ND), max_rows or num_rows, x_ND.shape[1], x_ND.dtype)
+    arguments = x_ND, weight_VD, targets_N, objective, combine, product, chunk_tokens, sum_dtype
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
         return _LinearCrossEntropy.apply(*arguments)
     return _over_chunks(*arguments, with_gradients=False)[0]
@@ -131,6 +137,8 @@ def reference(
     loss = F.cross_entropy(
         logits_NV, targets_N, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
     )
+    if z_loss == 0:
+        return loss
     return loss + z_loss * (logits_NV.logsumexp(-1).square() * (targets_N != ignore_index)).sum()
 
 
@@ -145,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx_ND, dweight_VD = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
-        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]), None, None, None, None, None
+        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]), *[None] * 6
 
 
 def _over_chunks(
@@ -156,13 +164,14 @@ def _over_chunks(
     combine: Combine | None,
     product: Product,
     chunk_tokens: int,
+    sum_dtype: torch.dtype,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, its gradients by x and weight)."""
     num_tokens = x_ND.shape[0]
     loss = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
     dx_ND = torch.empty_like(x_ND) if with_gradients else None
-    dweight = _Sum(weight_VD, product, in_parts=chunk_tokens < num_tokens)
+    dweight = _Sum(weight_VD, product, sum_dtype, in_parts=chunk_tokens < num_tokens)
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, num_tokens))
         x_CD, targets_C = x_ND[chunk], targets_N[chunk]
@@ -185,13 +194,13 @@ def _over_chunks(
 class _Sum:
     """Sum of products a @ b of the shape of `like`, which it is given back in the dtype of.
 
-    Several are summed in fp32 or wider, by slabs of rows, so that no second tensor of this size is alive.
+    Several are summed in `dtype`, by slabs of rows, so that no second tensor of this size is alive.
     """
 
-    def __init__(self, like: Tensor, product: Product, in_parts: bool):
+    def __init__(self, like: Tensor, product: Product, dtype: torch.dtype, in_parts: bool):
         self.like = like
         self.product = product
-        self.dtype = torch.promote_types(like.dtype, torch.float32) if in_parts else like.dtype
+        self.dtype = dtype
         self.in_parts = in_parts
         self.value: Tensor | None = None
 
@@ -208,6 +217,20 @@ class _Sum:
 
     def total(self) -> Tensor:
         return torch.zeros_like(self.like) if self.value is None else self.value.to(self.like.dtype)
+
+
+def cut(num_tokens: int, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """(tokens of a chunk, dtype in which the chunks' parts of the weight's gradient are summed).
+
+    A function of sizes that all ranks share, so that all cut alike. Chunks are of CHUNK_BYTES and summed in fp32 or
+    wider, unless the sum takes more than twice the memory of FEW_CHUNKS larger ones, which are summed in 16 bits.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    chunk = _even_part(num_tokens, CHUNK_BYTES // (num_rows * dtype.itemsize))
+    few = max(chunk, _even_part(num_tokens, -(-num_tokens // FEW_CHUNKS)))
+    if wide == dtype or 2 * few * dtype.itemsize > chunk * dtype.itemsize + dim * wide.itemsize:
+        return chunk, wide
+    return few, dtype
 
 
 def _even_part(total: int, largest: int) -> int:

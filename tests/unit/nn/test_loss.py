@@ -69,6 +69,20 @@ def test_bf16_accumulates_in_fp32(chunk_bytes, monkeypatch):
         assert (grad.double() - want).norm() / want.norm() < 2**-8
 
 
+def test_few_large_chunks_where_the_sum_in_fp32_would_be_most_of_the_memory(monkeypatch):
+    """300 tokens and 100 dims: four chunks summed in bf16, three roundings of the sum beside the products' own."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 120)
+    assert loss_module.cut(300, 60, 100, torch.bfloat16) == (75, torch.bfloat16)
+    assert loss_module.cut(300, 60, 8, torch.bfloat16) == (1, torch.float32)
+    assert loss_module.cut(300, 60, 100, torch.float32) == (1, torch.float32)
+    x, weight, targets = inputs(300, 100, 60, torch.bfloat16, scale=0.1)
+    wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    reference(wide_x, wide_weight, targets).backward()
+    linear_cross_entropy(x, weight, targets).backward()
+    for grad, want in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
+        assert (grad.double() - want).norm() / want.norm() < 2**-8
+
+
 def test_a_sure_token_keeps_its_gradient():
     """softmax - 1 at the target is rounded once: 1 - 2e-4 must not become 1 first (bf16 has 8 bits)."""
     x = torch.tensor([[1.0]], dtype=torch.bfloat16, requires_grad=True)
