@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
-from core.kernels.paged_attention import paged_attention, write_pages
+from core.kernels.paged_attention import Span, paged_attention, spans, write_pages
 from core.models.decoder import Decoder
 from core.nn.attention import Attention, StepContext
 
@@ -56,6 +56,7 @@ class PagedContext(StepContext):
     starts_B: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
     slots_T: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     max_length: int = 0
+    spans: list[Span] | None = None
 
 
 class PagedAttend:
@@ -92,6 +93,7 @@ class PagedAttend:
             cu_query_lens=context.starts_B,
             slopes=slopes,
             max_length=context.max_length,
+            prepared=context.spans,
             **scales,
         )
         return o_THK[None]
@@ -111,7 +113,7 @@ class Runner:
     def __init__(
         self, model: Decoder, num_pages: int, page_size: int, page_dtype: torch.dtype, axis: DeviceMesh | None = None
     ):
-        self.model, self.axis = model.eval(), axis
+        self.model, self.axis, self.page_size = model.eval(), axis, page_size
         self.device = model.embedding.tokens.weight.device
         attentions = [module for module in model.modules() if isinstance(module, Attention)]
         ranks = 1 if axis is None else axis.size()
@@ -171,6 +173,7 @@ class Runner:
             starts_B=tensor(step.starts, torch.int32),
             slots_T=tensor(step.slots, torch.int64),
             max_length=max(step.lengths),
+            spans=spans(step.tables, step.lengths, step.starts, self.page_size) if self.device.type == "cpu" else None,
         )
         ids, positions = tensor([step.ids], torch.int64), tensor([step.positions], torch.int64)
         logits_1RV = self.model(ids, positions=positions, context=context)

@@ -25,6 +25,8 @@ Shapes: B sequences, T queries of all sequences, H query heads, J key/value head
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,31 @@ _SMALLEST_SCALED = tl.constexpr(1e-30)  # rows without a larger element become z
 _DOT_TYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@dataclass(frozen=True)
+class Span:
+    """One sequence of a batch on a CPU: its queries `start … stop - 1`, its length, and its pages.
+
+    pages  the first page, where they follow each other in memory; else int64[n], the number of each
+    """
+
+    start: int
+    stop: int
+    length: int
+    pages: int | Tensor
+
+
+def spans(tables: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int], page_size: int) -> list[Span]:
+    """The sequences that have queries and keys. Layers that share a page table can share this, too."""
+    found = []
+    for table, length, start, stop in zip(tables, lengths, starts, starts[1:]):
+        if length > 0 and start < stop:
+            listed = table[: -(-length // page_size)]
+            in_a_row = all(page == listed[0] + place for place, page in enumerate(listed))
+            pages = listed[0] if in_a_row else torch.tensor(listed, dtype=torch.int64, device="cpu")
+            found.append(Span(start, stop, length, pages))
+    return found
+
+
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -57,6 +84,7 @@ def paged_attention(
     slopes: Tensor | None = None,
     scale: float | None = None,
     max_length: int | None = None,
+    prepared: Sequence[Span] | None = None,
 ) -> Tensor:
     """o[T, H, K] of q's dtype; no gradients. The keys of the queries themselves are in the pages already.
 
@@ -71,6 +99,7 @@ def paged_attention(
     scale             1 / sqrt(K) when None
     max_length        no sequence is longer (the caller knows; reading `lengths` would wait for the GPU); None: what the
                       page table can hold. Less than that saves programs and memory, and changes no result.
+    prepared          what `spans` says of this batch, for calls on a CPU that share it; None: found out each time
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
@@ -81,8 +110,8 @@ def paged_attention(
         capacity = page_table.shape[1] * k_pages.shape[1]
         return _forward(*tensors, scale, capacity if max_length is None else min(max_length, capacity))
     return reference(
-        q, k_pages, v_pages, page_table, lengths,
-        cu_query_lens=cu_query_lens, k_scales=k_scales, v_scales=v_scales, slopes=slopes, scale=scale,
+        q, k_pages, v_pages, page_table, lengths, cu_query_lens=cu_query_lens, k_scales=k_scales, v_scales=v_scales,
+        slopes=slopes, scale=scale, prepared=prepared,
     )  # fmt: skip
 
 
@@ -99,57 +128,100 @@ def reference(
     slopes: Tensor | None = None,
     scale: float | None = None,
     max_length: int | None = None,
+    prepared: Sequence[Span] | None = None,
 ) -> Tensor:
-    """The same by torch, a sequence at a time; what runs on a CPU."""
-    dtype = _dot_dtype(q, k_pages)
-    starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()
-    lengths_B: list[int] = lengths.tolist()
-    most_pages = -(-max(lengths_B, default=0) // k_pages.shape[1])
-    k_room, v_room = (pages.new_empty(most_pages, *pages.shape[1:]) for pages in (k_pages, v_pages))
-    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for b, length in enumerate(lengths_B):
-        mine = slice(starts[b], starts[b + 1])
-        if length > 0 and mine.start < mine.stop:
-            k_SJK = _gathered(k_pages, k_scales, page_table[b], length, dtype, k_room)
-            v_SJK = _gathered(v_pages, v_scales, page_table[b], length, dtype, v_room)
-            o[mine] = _attention(q[mine].to(dtype), k_SJK, v_SJK, slopes, scale)
-    return o
+    """The same by torch, a sequence at a time; what runs on a CPU.
 
-
-def _gathered(
-    pages: Tensor, scales: Tensor | None, numbers: Tensor, length: int, dtype: torch.dtype, room: Tensor
-) -> Tensor:
-    """A sequence's keys or values [S, J, K] out of its pages: where they follow each other no copy, else one in `room`.
-
-    `room` is the same for all sequences of a call, so that it stays in the processor's cache.
+    A batch of all sequences at once would be no faster: keys and values would be gathered through memory, where those
+    of one sequence stay in the processor's cache or need no gathering, and a result would depend on the longest.
     """
-    numbers = numbers[: -(-length // pages.shape[1])]
-    listed: list[int] = numbers.tolist()
-    if listed[-1] - listed[0] == len(listed) - 1 and listed == list(range(listed[0], listed[-1] + 1)):
-        x = pages[listed[0] : listed[-1] + 1]
-    else:
-        x = torch.index_select(pages, 0, numbers, out=room[: len(listed)])
-    x_SJK = x.flatten(0, 1)[:length].to(dtype)
-    if scales is None:
-        return x_SJK
-    return x_SJK.mul_(scales.index_select(0, numbers).flatten(0, 1)[:length, :, None])
+    dtype = _dot_dtype(q, k_pages)
+    if prepared is None:
+        starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()
+        prepared = spans(page_table.tolist(), lengths.tolist(), starts, k_pages.shape[1])
+    longest = max((span.length for span in prepared), default=0)
+    k_of, v_of = (
+        _Gather(pages, scales, dtype, longest) for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
+    )
+    J, K = k_pages.shape[2:]
+    q_TJGK = q.reshape(len(q), J, -1, K).to(dtype)
+    # ALiBi of one query over the longest sequence: a shorter one's is the end of it.
+    bias = None if slopes is None else _alibi(slopes, 1, longest, dtype).view(1, J, -1, longest)
+    everyone = [span.start for span in prepared] == list(range(len(q)))
+    o_TJGK = None if everyone else torch.zeros_like(q_TJGK)
+    alone = q_TJGK[:, None].unbind(0)
+    found = []
+    for span in prepared:
+        k_1JSK, v_1JSK = k_of(span), v_of(span)
+        if span.stop == span.start + 1:  # heads that share keys become the queries of one head: no key is repeated
+            mine = None if bias is None else bias[..., longest - span.length :]
+            o = _one_query(alone[span.start], k_1JSK, v_1JSK, mine, scale)
+        else:
+            o = _attention(q_TJGK[span.start : span.stop], k_1JSK, v_1JSK, slopes, scale)
+        if o_TJGK is None:
+            found.append(o)
+        else:
+            o_TJGK[span.start : span.stop] = o
+    o_TJGK = o_TJGK if o_TJGK is not None else torch.cat(found) if found else q_TJGK
+    return o_TJGK.view(q.shape).to(q.dtype)
 
 
-def _attention(q_NHK: Tensor, k_SJK: Tensor, v_SJK: Tensor, slopes_H: Tensor | None, scale: float | None) -> Tensor:
-    """The last N positions of a sequence of length S over all of it."""
-    (N, H, K), (S, J, _) = q_NHK.shape, k_SJK.shape
-    bias = None if slopes_H is None else _alibi(slopes_H, N, S, q_NHK.dtype)
-    k, v = k_SJK.transpose(0, 1)[None], v_SJK.transpose(0, 1)[None]
-    if N == 1:  # heads that share keys become the queries of one head: keys are not repeated
-        bias = None if bias is None else bias.view(1, J, H // J, S)
-        o = F.scaled_dot_product_attention(q_NHK.reshape(1, J, H // J, K), k, v, attn_mask=bias, scale=scale)
-        return o.reshape(1, H, K)
+class _Gather:
+    """A sequence's keys or values [1, J, S, K] out of the pages: where those follow each other no copy, else one.
+
+    All sequences of a call are gathered into the same room, so that it stays in the processor's cache.
+    """
+
+    def __init__(self, pages: Tensor, scales: Tensor | None, dtype: torch.dtype, longest: int):
+        self.pages, self.scales, self.dtype = pages, scales, dtype
+        self.page_size, (J, K) = pages.shape[1], pages.shape[2:]
+        self.most_pages = -(-longest // self.page_size)
+        self.room: Tensor | None = None
+        self.plain = scales is None and dtype == pages.dtype and pages.is_contiguous()
+        self.shape, self.strides = (J, K), (0, K, J * K, 1)
+
+    def __call__(self, span: Span) -> Tensor:
+        J, K = self.shape
+        if isinstance(span.pages, int) and self.plain:
+            first = self.pages.storage_offset() + span.pages * self.page_size * J * K
+            return self.pages.as_strided((1, J, span.length, K), self.strides, first)
+        x_SJK = self._taken(self.pages, span)[: span.length].to(self.dtype)
+        if self.scales is not None:
+            x_SJK = x_SJK * self._taken(self.scales, span)[: span.length, :, None]
+        return x_SJK.transpose(0, 1)[None]
+
+    def _taken(self, pages: Tensor, span: Span) -> Tensor:
+        num_pages = -(-span.length // self.page_size)
+        if isinstance(span.pages, int):
+            return pages[span.pages : span.pages + num_pages].flatten(0, 1)
+        if pages is not self.pages:
+            return pages.index_select(0, span.pages).flatten(0, 1)
+        if self.room is None:
+            self.room = pages.new_empty(self.most_pages, *pages.shape[1:])
+        return torch.index_select(pages, 0, span.pages, out=self.room[:num_pages]).flatten(0, 1)
+
+
+def _one_query(q_1JGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    """The last position of a sequence over all of it: [1, J, G, K]."""
+    if (
+        q_1JGK.device.type == "cpu" and not torch.is_grad_enabled()
+    ):  # what the next line would come to, at half the cost
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q_1JGK, k_1JSK, v_1JSK, attn_mask=bias, scale=scale)[0]
+    return F.scaled_dot_product_attention(q_1JGK, k_1JSK, v_1JSK, attn_mask=bias, scale=scale)
+
+
+def _attention(q_NJGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, slopes_H: Tensor | None, scale: float | None) -> Tensor:
+    """The last N positions of a sequence of length S over all of it: [N, J, G, K]."""
+    (N, J, G, _), S = q_NJGK.shape, k_1JSK.shape[2]
+    bias = None if slopes_H is None else _alibi(slopes_H, N, S, q_NJGK.dtype)
     if bias is None and N != S:
-        bias = q_NHK.new_ones(N, S, dtype=torch.bool).tril_(S - N)
-    causal, grouped = bias is None, H != J
-    q = q_NHK.transpose(0, 1)[None]
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return o[0].transpose(0, 1)
+        bias = q_NJGK.new_ones(N, S, dtype=torch.bool).tril_(S - N)
+    causal, q_1HNK = bias is None, q_NJGK.flatten(1, 2).transpose(0, 1)[None]
+    o_1HNK = F.scaled_dot_product_attention(
+        q_1HNK, k_1JSK, v_1JSK, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=G > 1
+    )
+    return o_1HNK[0].transpose(0, 1).unflatten(1, (J, G))
 
 
 def _alibi(slopes_H: Tensor, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
@@ -200,15 +272,21 @@ def write_reference(
     v_scales: Tensor | None = None,
 ) -> None:
     """The same by torch; what runs on a CPU."""
-    kept = (slots >= 0).nonzero()[:, 0]
-    slots = slots[kept]
-    page, place = slots // k_pages.shape[1], slots % k_pages.shape[1]
+    if slots.numel() and int(slots.min()) < 0:
+        kept = (slots >= 0).nonzero()[:, 0]
+        k, v, slots = k[kept], v[kept], slots[kept]
     for x, pages, scales in ((k, k_pages, k_scales), (v, v_pages, v_scales)):
-        x_TJK = x[kept]
         if scales is not None:
-            x_TJK, scale_TJ = quantized(x_TJK)
-            scales[page, place] = scale_TJ.to(scales.dtype)
-        pages[page, place] = x_TJK.to(pages.dtype)
+            x, scale_TJ = quantized(x)
+            _put(scales, slots, scale_TJ)
+        _put(pages, slots, x)
+
+
+def _put(pages: Tensor, slots: Tensor, x: Tensor) -> None:
+    if pages.is_contiguous():
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots.long(), x.to(pages.dtype))
+    else:
+        pages[slots // pages.shape[1], slots % pages.shape[1]] = x.to(pages.dtype)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:

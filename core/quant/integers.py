@@ -52,16 +52,16 @@ def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -
     return y_MO.to(x.dtype).view(*x.shape[:-1], y_MO.shape[1])
 
 
-def _largest(x_MI: Tensor) -> Tensor:
-    """The largest element of each row in absolute value, [M, 1]; not 0."""
-    return torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True).clamp_(min=1e-30)
+def _steps(x_MI: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """x in steps of its rows' largest elements / most: whole numbers [M, I] in fp32, and each row's step [M, 1]."""
+    step_M1 = torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True).clamp_(min=1e-30).div_(most)
+    return (x_MI / step_M1).round_(), step_M1
 
 
 def _rounded(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
     """x rounded by rows, with the codes: [M, O], without the weight's scale."""
-    largest_M1 = _largest(x_MI)
-    q_MI = (x_MI * 127).div_(largest_M1).round_()
-    return _exact(q_MI, weight.codes, lambda: weight.row_sums, len(q_MI)).float().mul_(largest_M1.div_(127))
+    q_MI, step_M1 = _steps(x_MI, 127)
+    return _exact(q_MI, weight.codes, lambda: weight.row_sums, len(q_MI)).float().mul_(step_M1)
 
 
 def _by_digits(x_MI: Tensor, weight: QuantizedWeight, columns: Tensor | None = None) -> Tensor:
@@ -69,18 +69,18 @@ def _by_digits(x_MI: Tensor, weight: QuantizedWeight, columns: Tensor | None = N
 
     The two lower digits are 0 .. 127, the highest has the sign.
     """
-    largest_M1, rows = _largest(x_MI), len(x_MI)
-    steps_MI = (x_MI * (_STEPS / largest_M1)).round_().to(torch.int32)
-    digits_PMI = steps_MI[None] >> _SHIFTS
-    digits_PMI[1:] &= 127
-    codes_OI = weight.codes if columns is None else weight.codes[:, columns]
+    steps_MI, step_M1 = _steps(x_MI, _STEPS)
+    digits_PMI = steps_MI.to(torch.int32) >> _SHIFTS
+    digits_PMI[1:].bitwise_and_(127)
+    codes_OI, rows = weight.codes if columns is None else weight.codes[:, columns], len(x_MI)
 
     def sums_O() -> Tensor:
         return weight.row_sums if columns is None else codes_OI.sum(1, dtype=torch.int32)
 
-    high_MO, middle_MO, y_MO = _exact(digits_PMI.flatten(0, 1), codes_OI, sums_O, rows).float().view(3, rows, -1)
+    y_PMO = _exact(digits_PMI.flatten(0, 1), codes_OI, sums_O, rows).float().view(3, rows, -1)
+    high_MO, middle_MO, y_MO = y_PMO.unbind(0)
     y_MO = y_MO.add_(middle_MO, alpha=2**7).add_(high_MO, alpha=2**14)  # powers of two: no rounding before the sums
-    return y_MO.mul_(largest_M1.div_(_STEPS))
+    return y_MO.mul_(step_M1)
 
 
 def _outliers(x_MI: Tensor, apart_MI: Tensor, weight: QuantizedWeight) -> Tensor:

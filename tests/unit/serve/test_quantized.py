@@ -7,11 +7,13 @@ import torch
 
 from apps.serve.__main__ import _dispatch
 from apps.serve.model import build_engine, find_source
+from apps.serve.runner import Runner, Step
 from core.config import run_command
 from core.models import generate
-from core.quant import Scheme, load_quantized, stored_bytes
+from core.quant import Scheme, load_quantized, quantize, stored_bytes
 from tests.support.http_server import ENGINE, small_model
 from tests.support.serving import greedy, run
+from tests.unit.models.test_pretrained import example, random_decoder
 
 PROMPTS = ([1, 2, 3], [*range(40)], [*range(30), 99], [200])
 CONFIG = replace(ENGINE, prefill_chunk=7)
@@ -70,3 +72,32 @@ def test_refusals(tmp_path, capsys):
     assert run_command(_dispatch, ["quantize", str(folder), str(target)]) == 0
     assert run_command(_dispatch, ["--model", str(target), "--quantize", "int8"]) == 2
     assert "quantized already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["int8", "w8a8", "llm.int8"])
+def test_logits_do_not_depend_on_neighbours(scheme):
+    """Bit for bit: a sequence alone, and among others of other lengths, in pages that follow each other or do not."""
+    model = quantize(random_decoder(example("opt", max_length=64)).float(), scheme, embeddings=True, head=True)
+    runner, generator = Runner(model, 200, 4, torch.float32), torch.Generator().manual_seed(0)
+    for layer in runner.pages:
+        layer.k.normal_(generator=generator)
+        layer.v.normal_(generator=generator)
+    lengths = [1, 2, 5, 16, 17, 40, 63, 9, 31]
+    tables = [torch.randperm(200, generator=generator)[:16].tolist() for _ in lengths]
+    tables[3] = list(range(100, 116))
+
+    def logits(chosen):
+        step = Step(starts=list(range(len(chosen) + 1)), rows=list(range(len(chosen))))
+        for n in chosen:
+            step.ids.append(n)
+            step.positions.append(lengths[n] - 1)
+            step.slots.append(tables[n][(lengths[n] - 1) // 4] * 4 + (lengths[n] - 1) % 4)
+            step.tables.append(tables[n])
+            step.lengths.append(lengths[n])
+        return dict(zip(chosen, runner.run(step)))
+
+    together = logits(list(range(len(lengths))))
+    for chosen in ([n] for n in range(len(lengths))):
+        assert torch.equal(logits(chosen)[chosen[0]], together[chosen[0]]), chosen
+    for n, row in logits([8, 0, 3]).items():
+        assert torch.equal(row, together[n])
