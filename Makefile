@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo demo-serve test check kernels parity e2e gpu
+.PHONY: install demo demo-serve test check interpret kernels parity e2e gpu
 
 install: .venv/.installed
 
@@ -20,8 +20,10 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit
 
-kernels: install
+interpret: install
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
+
+kernels: interpret
 	$(BIN)/python -m core.kernels.compile
 
 parity: install
@@ -30,10 +32,11 @@ parity: install
 e2e: install
 	$(BIN)/python -m pytest -q tests/e2e
 
-test: check
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
-	$(BIN)/python -m pytest -q tests/parity
-	$(BIN)/python -m pytest -q tests/e2e
+# The first two are one process each, so they share the machine; the others start ranks enough to fill it.
+test: install
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
+	$(MAKE) --no-print-directory parity
+	$(MAKE) --no-print-directory e2e
 
 gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests
