@@ -24,6 +24,8 @@ class PretrainConfig(TrainConfig):
     data: DataConfig = field(default_factory=DataConfig)
     nproc: int = 1
     """local ranks to launch; under torchrun leave it at 1"""
+    kernels: bool = False
+    """on a GPU: norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's"""
     hf: bool = True
     """at the end also write the model as a Hugging Face folder, in --out/hf"""
 

@@ -23,6 +23,7 @@ from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import context_parallel_plan, tensor_parallel_plan
 from core.nn.attention import StepContext
+from core.nn.by_kernels import by_kernels
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.runtime import Runtime, device_bytes, launch, launched, leads, start
@@ -58,6 +59,8 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         write_config(config, runtime)
         with torch.device("meta"):
             model = Decoder(config.model)
+        if config.kernels:
+            take_kernels(model, runtime)
         data = parallelize(
             model,
             mesh,
@@ -82,6 +85,12 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         if runtime.leads:
             corpus.tokenizer.save(config.out / "tokenizer")
     return summary
+
+
+def take_kernels(model: Decoder, runtime: Runtime) -> None:
+    by_kernels(model)
+    if runtime.leads and runtime.device.type != "cuda":
+        print("warning: --kernels changes nothing here: kernels run on a GPU only", file=sys.stderr)
 
 
 def training_batches(config: PretrainConfig, corpus: Corpus) -> Batches:

@@ -2,8 +2,8 @@
 
 1. qkv(x): rows of the weight are grouped by key/value head: its G query heads, then its key, then its value. A plain
    row shard of the weight is therefore a shard over heads, and the forward never asks how many heads it holds.
-2. Rotary positions turn queries and keys, where the model has them (Su et al., "RoFormer", 2021; the half-rotation
-   convention of Llama).
+2. `turn`, a slot: rotary positions turn queries and keys, where the model has them (Su et al., "RoFormer", 2021; the
+   half-rotation convention of Llama).
 3. `attend`, the slot: softmax(q k^T / sqrt(K) + bias) v. The default is torch's scaled_dot_product_attention. Caches,
    ring attention, pages and the like are other functions put into the slot from outside.
 4. out(o).
@@ -193,8 +193,13 @@ def rotate(x_BLHK: Tensor, cos_BLK: Tensor, sin_BLK: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def rotate_both(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLK: Tensor, sin_BLK: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, each turned by `rotate`."""
+    return rotate(q_BLHK, cos_BLK, sin_BLK), rotate(k_BLJK, cos_BLK, sin_BLK)
+
+
 class Attention(nn.Module):
-    """Self-attention; see the module's docstring. `attend` is a slot; `slopes` are those of the heads held here."""
+    """Self-attention; see the module's docstring. `attend`, `turn` are slots; `slopes` are of the heads held here."""
 
     slopes: Tensor | None
 
@@ -207,6 +212,7 @@ class Attention(nn.Module):
         self.out = Linear(num_heads * head_dim, dim, bias=bias)
         self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self.attend: Attend = attend
+        self.turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_both
 
     def forward(
         self,
@@ -222,7 +228,7 @@ class Attention(nn.Module):
         q_BLJGK, k_BLJ1K, v_BLJ1K = qkv.view(B, L, -1, self.group + 2, self.head_dim).split([self.group, 1, 1], dim=3)
         q, k, v = q_BLJGK.flatten(2, 3), k_BLJ1K.squeeze(3), v_BLJ1K.squeeze(3)
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q, k = self.turn(q, k, *rotary)
         o_BLHK = self.attend(q, k, v, slopes=self.slopes, mask=mask, positions=positions_BL, context=context)
         return self.out(o_BLHK.flatten(2))
 

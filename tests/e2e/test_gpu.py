@@ -22,7 +22,15 @@ def test_a_gpu_learns_what_the_cpu_learns(tmp_path: Path, zero: int) -> None:
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-9)
 
 
-@pytest.mark.parametrize("options", [("--precision", "bf16"), ("--precision", "fp16"), ("--compile",)])
+def test_kernels_learn_what_torch_learns(tmp_path: Path) -> None:
+    theirs = _pretrain(tmp_path / "torch", "--device", "cuda")
+    ours = _pretrain(tmp_path / "kernels", "--device", "cuda", "--kernels")
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [("--precision", "bf16"), ("--precision", "bf16", "--kernels"), ("--precision", "fp16"), ("--compile",)]
+)
 def test_formats_and_compile(tmp_path: Path, options: tuple) -> None:
     out = _pretrain(tmp_path / "run", "--device", "cuda", *options)
     assert losses(out)[-1] < 0.8 * losses(out)[0]

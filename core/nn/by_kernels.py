@@ -1,0 +1,105 @@
+"""A model's norms, attention, rotary positions and SwiGLU by `core.kernels`, chosen from outside like a style.
+
+    by_kernels(model)      before plans are applied; parameters, names and the model's code stay as they are
+
+On a GPU the kernels then run, on fp32, bf16 and fp16; elsewhere, and for what a kernel cannot do, what ran before. GELU
+stays: torch's is one pass, too. So do additions of residuals: a norm with its residual is one kernel, but a block adds
+in one place and norms in another.
+
+Attention takes document boundaries as sequences of different lengths, so no bias of L x L is made for them; a document
+is then one run of tokens. Padding that sees no token at all gets zeros, where torch's path lets it see itself: neither
+reaches a token. Padding together with ALiBi or documents is left to torch's path.
+
+Shapes: B batch, L length, T = B L, H query heads, J key/value heads, K head size, R = K / 2, D model.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.kernels.activations import swiglu
+from core.kernels.attention import attention, attention_varlen
+from core.kernels.norms import layer_norm, rms_norm
+from core.kernels.operator import runs_kernel
+from core.kernels.rope import rope
+from core.nn.attention import Attention, StepContext, attend, rotate_both
+from core.nn.mlp import MLP
+
+
+def by_kernels(model: nn.Module) -> nn.Module:
+    """The model, its attention, gated MLPs and norms changed in place to take kernels where those run."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend, module.turn = attend_by_kernel, turn_by_kernel
+        elif isinstance(module, MLP) and module.gate is not None and module.activation is F.silu:
+            _swiglu_by_kernel(module)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1:
+            _norm_by_kernel(module)
+    return model
+
+
+def attend_by_kernel(
+    q_BLHK: Tensor,
+    k_BLJK: Tensor,
+    v_BLJK: Tensor,
+    /,
+    *,
+    slopes: Tensor | None,
+    mask: Tensor | None,
+    positions: Tensor,
+    context: StepContext | None,
+) -> Tensor:
+    """Causal attention of a whole sequence over itself (`Attend`), a document at a time where there are several."""
+    documents = context.documents_BL if context is not None else None
+    mixed = mask is not None and (slopes is not None or documents is not None)
+    why = "padding together with ALiBi or documents" if mixed else None
+    if not runs_kernel("attention", q_BLHK, unless=why):
+        return attend(q_BLHK, k_BLJK, v_BLJK, slopes=slopes, mask=mask, positions=positions, context=context)
+    if documents is None:
+        return attention(q_BLHK, k_BLJK, v_BLJK, causal=True, mask=mask, slopes=slopes)
+    assert context is not None
+    length = q_BLHK.shape[1]
+    begins = context.once(("cu_seqlens",), (documents,), lambda: _begins(documents))
+    packed = (x.flatten(0, 1) for x in (q_BLHK, k_BLJK, v_BLJK))
+    o_THK, _ = attention_varlen(*packed, begins, begins, length, length, causal=True, slopes=slopes)
+    return o_THK.unflatten(0, q_BLHK.shape[:2])
+
+
+def _begins(documents_BL: Tensor) -> Tensor:
+    """int32: where each run of tokens of one document begins in the rows laid end to end, and where the last ends."""
+    first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+    first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    return F.pad(first_BL.flatten().nonzero().flatten(), (0, 1), value=documents_BL.numel()).int()
+
+
+def turn_by_kernel(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by the angles of their positions, in one pass."""
+    take = rope if runs_kernel("rope", q_BLHK) else rotate_both
+    return take(q_BLHK, k_BLJK, cos_BLR, sin_BLR)
+
+
+def _swiglu_by_kernel(mlp: MLP) -> None:
+    plain, gate = mlp.forward, mlp.gate
+    assert gate is not None
+
+    def forward(x_BLD: Tensor) -> Tensor:
+        return mlp.down(swiglu(gate(x_BLD), mlp.up(x_BLD))) if runs_kernel("swiglu", x_BLD) else plain(x_BLD)
+
+    mlp.forward = forward
+
+
+def _norm_by_kernel(norm: nn.LayerNorm | nn.RMSNorm) -> None:
+    plain: Any = norm.forward
+    function = layer_norm if isinstance(norm, nn.LayerNorm) else rms_norm
+
+    def forward(x_BLD: Tensor) -> Tensor:
+        if not runs_kernel(function.__name__, x_BLD):
+            return plain(x_BLD)
+        eps = torch.finfo(x_BLD.dtype).eps if norm.eps is None else norm.eps
+        y = function(x_BLD, norm.weight, getattr(norm, "bias", None), eps)
+        assert isinstance(y, Tensor)
+        return y
+
+    norm.forward = forward

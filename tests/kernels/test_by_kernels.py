@@ -1,0 +1,95 @@
+"""A decoder by kernels is the decoder: loss and all gradients, and the kernels are what computed them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.kernels.operator import forced
+from core.models import SHAPES, Decoder, DecoderConfig, initialise
+from core.nn.attention import StepContext
+from core.nn.by_kernels import by_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIGS = {
+    "gpt2": replace(SHAPES["debug"], num_layers=1),
+    "bloom": DecoderConfig(
+        vocab_size=41, dim=24, num_layers=1, num_heads=3, ffn_dim=96, positions="alibi", embedding_norm=True,
+        family="bloom",
+    ),
+    "llama": DecoderConfig(
+        vocab_size=41, dim=24, num_layers=1, num_heads=6, num_kv_heads=2, ffn_dim=40, positions="rotary",
+        norm="rms_norm", activation="swiglu", attention_bias=False, mlp_bias=False, tied_head=False, family="llama",
+    ),
+}  # fmt: skip
+NORM, ATTENTION, PACKED = "norm_forward", "attention_forward", "attention_varlen_forward"
+CASES = [
+    ("gpt2", "plain", {NORM, ATTENTION}),
+    ("gpt2", "documents", {NORM, PACKED}),
+    ("gpt2", "padding", {NORM, ATTENTION}),
+    ("bloom", "plain", {NORM, ATTENTION}),
+    ("bloom", "padding", {NORM}),  # its attention is torch's
+    ("llama", "plain", {NORM, ATTENTION, "rope", "swiglu_forward"}),
+    ("llama", "documents", {NORM, PACKED, "rope", "swiglu_forward"}),
+]
+B, L = 2, 13
+
+
+class Operators(TorchDispatchMode):
+    """Names of our operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "megalith":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def results(model: Decoder, what: str) -> list[Tensor]:
+    """The loss, and gradients of all parameters."""
+    generator = torch.Generator().manual_seed(3)
+    ids, targets = torch.randint(0, 41, (2, B, L), generator=generator).to(DEVICE)
+    mask = documents = None
+    if what == "documents":
+        documents = torch.tensor([[0] * 4 + [1] * 9, [0] * 12 + [1]], device=DEVICE)
+    if what == "padding":  # in front of one sequence and behind the other
+        mask = torch.ones(B, L, dtype=torch.int64, device=DEVICE)
+        mask[0, :3] = mask[1, 9:] = 0
+        targets = targets.masked_fill(mask == 0, -100)
+    model.zero_grad()
+    loss = model(ids, mask, context=StepContext(documents), targets=targets)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def built(name: str) -> Decoder:
+    model = Decoder(CONFIGS[name])
+    initialise(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.ndim == 2 else 1)
+    return model.to(DEVICE)
+
+
+@pytest.mark.parametrize(("name", "what", "expected"), CASES, ids=[f"{name}-{what}" for name, what, _ in CASES])
+def test_the_same_loss_and_gradients(name: str, what: str, expected: set[str]) -> None:
+    want = results(built(name), what)
+    with forced(), Operators() as ran:
+        found = results(by_kernels(built(name)), what)
+    assert {n for n in ran.names if "backward" not in n and "cross_entropy" not in n} == expected
+    assert len(found) == len(want)
+    for got, wanted in zip(found, want, strict=True):
+        # fp32, sums of some ten terms in another order, through one block.
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * max(float(wanted.abs().max()), 1.0))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what runs where there is no GPU")
+def test_without_a_gpu_nothing_changes() -> None:
+    for name in CONFIGS:
+        want, found = results(built(name), "plain"), results(by_kernels(built(name)), "plain")
+        assert all(torch.equal(a, b) for a, b in zip(want, found, strict=True))
