@@ -2,7 +2,8 @@
 
 A `Layout` says which box of the full tensor a rank holds: the full shape, and the mesh axes that cut it, in the order
 in which they cut. One cut of a dim of n rows over an axis of size s follows `torch.chunk` and DTensor: every rank gets
-ceil(n / s) rows until the rows run out, so shards may be uneven or empty. Axes that do not cut replicate.
+ceil(n / s) rows until the rows run out, so shards may be uneven or empty. Axes that do not cut replicate. Rows that
+belong together (those of an attention head) are a unit: ceil(units / s) units go to every rank.
 
 Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
 """
@@ -26,23 +27,22 @@ class Layout:
     mesh   the mesh whose axes cut it; None when nothing does
     cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest;
            axes of a mesh without names are called by their position, "0", "1", …
+    units  (axis, rows that its cut keeps together); 1 where an axis is not named
     """
 
     shape: tuple[int, ...]
     mesh: DeviceMesh | None = None
     cuts: tuple[tuple[str, int], ...] = ()
+    units: tuple[tuple[str, int], ...] = ()
 
     def box(self, coordinate: dict[str, int] | None = None) -> tuple[slice, ...]:
         """The slices of the full tensor held at `coordinate` (axis -> index on it); by default those of this rank."""
         start, stop = [0] * len(self.shape), list(self.shape)
+        units = dict(self.units)
         for axis, dim in self.cuts:
-            size = self.axis_size(axis)
             index = self.axis_index(axis) if coordinate is None else coordinate[axis]
-            rows = -(-(stop[dim] - start[dim]) // size)
-            start[dim], stop[dim] = (
-                min(start[dim] + index * rows, stop[dim]),
-                min(start[dim] + (index + 1) * rows, stop[dim]),
-            )
+            share = shares(stop[dim] - start[dim], self.axis_size(axis), units.get(axis, 1))[index]
+            start[dim], stop[dim] = start[dim] + share.start, start[dim] + share.stop
         return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
 
     def local(self, full: Tensor) -> Tensor:
@@ -97,11 +97,18 @@ class Layout:
         """The layout of a statistic that has size 1 along `dims`: whole there, cut as before along the others."""
         gone = tuple(dims)
         shape = tuple(1 if dim in gone else n for dim, n in enumerate(self.shape))
-        return Layout(shape, self.mesh, tuple((axis, dim) for axis, dim in self.cuts if dim not in gone))
+        return Layout(shape, self.mesh, tuple((axis, dim) for axis, dim in self.cuts if dim not in gone), self.units)
 
-    def cut(self, mesh: DeviceMesh, axis: str, dim: int = 0) -> "Layout":
+    def cut(self, mesh: DeviceMesh, axis: str, dim: int = 0, unit: int = 1) -> "Layout":
         """This layout with one more cut, of what is local now."""
-        return Layout(self.shape, mesh, (*self.cuts, (axis, dim)))
+        units = self.units if unit == 1 else (*self.units, (axis, unit))
+        return Layout(self.shape, mesh, (*self.cuts, (axis, dim)), units)
+
+
+def shares(rows: int, size: int, unit: int = 1) -> list[slice]:
+    """How `rows` rows are cut over `size` ranks, in units of `unit` rows: the last shares may be shorter or empty."""
+    most = -(-rows // (unit * size)) * unit
+    return [slice(min(index * most, rows), min((index + 1) * most, rows)) for index in range(size)]
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -125,8 +132,11 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def tag(tensor: Tensor, layout: Layout) -> Tensor:
-    """Note on a plain local tensor how it lies in the whole; `layout_of` reads it back."""
-    assert tuple(tensor.shape) == layout.local_shape(), (tuple(tensor.shape), layout)
+    """Note on a local tensor how it lies in the whole; `layout_of` reads it back.
+
+    A DTensor over what other axes left (FSDP2 over a local tensor) is noted as it lies in the whole of all axes.
+    """
+    assert isinstance(tensor, DTensor) or tuple(tensor.shape) == layout.local_shape(), (tuple(tensor.shape), layout)
     tensor.layout_in_whole = layout  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
@@ -138,6 +148,11 @@ def local(tensor: Tensor) -> Tensor:
         # What has no elements may still have rows; FSDP2 gives it none.
         return tag(own if own.numel() else own.new_empty(layout.local_shape()), layout)
     return tensor
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """The same without gradient; shares storage with `tensor`, and lies as it lies."""
+    return tag(local(tensor).detach(), layout_of(tensor))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from apps.llm.tokenizer import Tokenizer, load_tokenizer
 from core.checkpoint import CheckpointConfig, Checkpointer, iterate_full
 from core.config import UserError
-from core.layout import local
+from core.layout import detached
 from core.models import load_config, load_pretrained, load_weights
 from core.models.decoder import Decoder, DecoderConfig, RopeScaling
 from core.train import checkpoint_path
@@ -48,7 +48,7 @@ class Source:
         if not self.is_run:
             load_weights(model, self.config, self.folder)
             return
-        tensors = {f"model/{n}": local(p.detach()) for n, p in model.named_parameters()}
+        tensors = {f"model/{n}": detached(p) for n, p in model.named_parameters()}
         checkpointer = Checkpointer(self.folder / "checkpoints", CheckpointConfig())
         checkpointer.load(checkpoint_path(self.folder), tensors, under="model/")
         checkpointer.close()

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 def all_reduce(x: Tensor, axis: DeviceMesh) -> Tensor:
     """The sum over the axis, as a new tensor; no gradient."""
     out = x.clone(memory_format=torch.contiguous_format)
-    if axis.size() > 1:
+    if axis.size() > 1 and out.numel():
         dist.all_reduce(out, group=axis.get_group())
     return out
 
@@ -39,7 +39,7 @@ def all_reduce(x: Tensor, axis: DeviceMesh) -> Tensor:
 def all_reduce_max(x: Tensor, axis: DeviceMesh) -> Tensor:
     """The elementwise maximum over the axis, as a new tensor; no gradient."""
     out = x.clone(memory_format=torch.contiguous_format)
-    if axis.size() > 1:
+    if axis.size() > 1 and out.numel():
         dist.all_reduce(out, op=dist.ReduceOp.MAX, group=axis.get_group())
     return out
 

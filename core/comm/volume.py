@@ -6,10 +6,10 @@
 
 Every collective of torch.distributed passes the dispatcher (c10d:: and _c10d_functional:: operators), so a dispatch
 mode sees them all, those of FSDP2 and DTensor too. Bytes are those of the full message: the gathered output of an
-all-gather, the input of a reduce-scatter or all-reduce, what a rank sends in a broadcast or an all-to-all. A message
-from rank to rank is a `send` here and a `recv` there; totals count it where it is sent. What travels over a wire is
-that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks (`wire_bytes`). An
-operator that this file does not know counts under its own name, with its first argument.
+all-gather, the input of a reduce-scatter or all-reduce, the tensor of a broadcast or reduce, what a rank sends in an
+all-to-all. A message from rank to rank is a `send` here and a `recv` there; totals count it where it is sent. What
+travels over a wire is that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks
+(`wire_bytes`). An operator that this file does not know counts under its own name, with its first argument.
 """
 
 from collections import Counter
@@ -38,6 +38,7 @@ _FULL_MESSAGE = {
     "alltoall_base_": ("all_to_all", 1),
     "alltoall_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
     "send": ("send", 0),
     "recv_": ("recv", 0),
     "all_reduce": ("all_reduce", 0),

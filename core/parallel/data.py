@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from core.config import UserError
-from core.layout import layout_of, local, tag
+from core.layout import detached, layout_of, local, tag
 from core.mesh import DATA_AXES, Zero, gradient_axis, shard_axis
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
@@ -96,11 +96,11 @@ class DataParallel(ABC):
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        for axis in dict.fromkeys(self._partial.values()):
-            self._sum_partial([m.grad for n, m in self.masters.items() if self._partial.get(n) == axis], axis)
+        for axis in dict.fromkeys(axis for axes in self._partial.values() for axis in axes):
+            self._sum_partial([m.grad for n, m in self.masters.items() if axis in self._partial.get(n, ())], axis)
 
     def _sum_partial(self, grads: list[Tensor | None], axis: str) -> None:
-        """All-reduce over a model-parallel axis, in one message, what the shards of a sequence contributed."""
+        """All-reduce over a model-parallel axis, in one message, what the shards of the activations contributed."""
         present = [g for g in grads if g is not None and g.numel()]
         if not present or self.mesh[axis].size() == 1:
             return
@@ -385,6 +385,7 @@ class FullyShardedReplicas(DataParallel):
             parameter = cast_parameter(model.get_parameter(names[0]), self.reduce_dtype)
             for name in names:
                 set_parameter(model, name, parameter)
+        layouts = {n: layout_of(p) for n, p in model.named_parameters()}
         policy = MixedPrecisionPolicy(self.compute_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         axes = shard_axis(mesh)
         if mesh["dp_replicate"].size() > 1:
@@ -399,9 +400,13 @@ class FullyShardedReplicas(DataParallel):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=mesh.device_type)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim and layouts[name].cuts and layout_of(parameter).shape != layouts[name].shape:
+                # A local tensor: FSDP2 takes it for the whole.
+                tag(parameter, layouts[name].cut(mesh, (shard_axis(mesh).mesh_dim_names or ("",))[0]))
         materialise(model)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.masters = {n: local(p.detach()).requires_grad_() for n, p in self._trained.items()}
+        self.masters = {n: detached(p).requires_grad_() for n, p in self._trained.items()}
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -487,6 +492,7 @@ def _with_local(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
         )
         value = DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    if hasattr(parameter, "partial_over"):
-        made.partial_over = parameter.partial_over  # pyright: ignore[reportAttributeAccessIssue]
+    for note in ("partial_over", "layout_in_whole"):
+        if hasattr(parameter, note):
+            setattr(made, note, getattr(parameter, note))
     return made

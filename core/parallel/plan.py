@@ -7,12 +7,13 @@
 
 `*` stands for one part of a dotted name (or some of its letters), so a pattern has as many dots as what it matches.
 
-A style is a function (module, axis) -> module. It turns the module's parameters into DTensors (their names and full
-shapes stay), and wraps its forward in the collectives that its placements call for. A pattern that matches nothing is
-an error, so a plan cannot silently do less than it says.
+A style is a function (module, axis) -> module; 2D, 2.5D and 3D tensor parallelism give it a mesh of several axes. It
+turns the module's parameters into DTensors, or into local tensors that a `core.layout` describes (their names stay),
+and wraps its forward in the collectives that its placements call for. A pattern that matches nothing is an error, so a
+plan cannot silently do less than it says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from core.config import UserError
+from core.layout import Layout, layout_of, tag
 
 Style = Callable[[nn.Module, DeviceMesh], nn.Module]
 Plan = dict[str, Style]
@@ -48,7 +50,7 @@ def apply_plan(model: nn.Module, plan: Plan, axis: DeviceMesh) -> nn.Module:
     for first, *others in shared:
         parameter = model.get_parameter(first)
         for name in others:
-            if _placements(model.get_parameter(name)) != _placements(parameter):
+            if _cuts(model.get_parameter(name)) != _cuts(parameter):
                 raise UserError(
                     f"{first} and {name} are one parameter, and the plan cuts them differently; "
                     "give both modules styles that cut alike, or untie them"
@@ -63,8 +65,9 @@ def matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _placements(parameter: nn.Parameter) -> tuple[Placement, ...] | None:
-    return parameter.placements if isinstance(parameter, DTensor) else None
+def _cuts(parameter: nn.Parameter) -> tuple[tuple, tuple]:
+    layout = layout_of(parameter)
+    return layout.cuts, layout.units
 
 
 def parameter_names(model: nn.Module) -> list[list[str]]:
@@ -99,19 +102,34 @@ def shard_parameter(module: nn.Module, name: str, axis: DeviceMesh, placement: P
     module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def mark_partial(module: nn.Module, axis: DeviceMesh) -> None:
-    """Note that the gradients of the module's replicated parameters are partial sums over the axis.
+def cut_parameter(module: nn.Module, name: str, layout: Layout) -> None:
+    """Make a parameter the local tensor of a layout of it; each rank keeps its own part of the full value."""
+    parameter = module.get_parameter(name)
+    own = layout.local(parameter.detach()).clone(memory_format=torch.contiguous_format)
+    made = nn.Parameter(own, requires_grad=parameter.requires_grad)
+    tag(made, layout)
+    module.register_parameter(name, made)
 
-    Data parallelism all-reduces them, all in one message, when the backward has ended.
+
+def mark_partial(module: nn.Module, axes: DeviceMesh) -> None:
+    """Note that the gradients of the module's own parameters are partial sums over the axes.
+
+    Data parallelism all-reduces them, all in one message an axis, when the backward has ended.
     """
-    names = axis.mesh_dim_names
+    names = axes.mesh_dim_names
     assert names is not None
     for parameter in module.parameters(recurse=False):
-        parameter.partial_over = names[0]  # pyright: ignore[reportAttributeAccessIssue]
+        mark_partial_parameter(parameter, names)
 
 
-def partial_parameters(model: nn.Module) -> dict[str, str]:
-    """name -> axis of every parameter that `mark_partial` marked."""
+def mark_partial_parameter(parameter: nn.Parameter, axes: Iterable[str]) -> None:
+    """The same for one parameter."""
+    marked = getattr(parameter, "partial_over", ())
+    parameter.partial_over = (*marked, *(a for a in axes if a not in marked))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def partial_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """name -> axes of every parameter that `mark_partial` marked."""
     return {n: p.partial_over for n, p in model.named_parameters() if hasattr(p, "partial_over")}  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import gather_from, scatter_to, take_shard
 from core.parallel import tensor1d
-from core.parallel.plan import Style, mark_partial
+from core.parallel.plan import Style, mark_partial, mark_partial_parameter
 
 _L = 1  # activations are [B, L, D]
 
@@ -45,7 +45,7 @@ def rowwise(linear: nn.Module, axis: DeviceMesh) -> nn.Module:
     styled = tensor1d.rowwise(linear, axis, leave=_scatter_rows)
     bias = styled._parameters.get("bias")
     if bias is not None:
-        bias.partial_over = (axis.mesh_dim_names or ("tp",))[0]  # pyright: ignore[reportAttributeAccessIssue]
+        mark_partial_parameter(bias, axis.mesh_dim_names or ("tp",))
     return styled
 
 

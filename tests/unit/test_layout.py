@@ -50,6 +50,18 @@ def test_boxes_tile_the_whole_exactly_once(drawn: tuple[Layout, dict[str, int]])
     assert (times_held == 1).all()
 
 
+@given(units=st.integers(0, 7), unit=st.integers(1, 4), size=st.integers(1, 5))
+def test_a_cut_keeps_units_together(units: int, unit: int, size: int) -> None:
+    """Where DTensor would cut the units, a layout with rows for units holds what it would hold of the units."""
+    sizes = Sizes({"tp": size})
+    layout = Layout((units * unit, 2)).cut(sizes, "tp", 0, unit)  # pyright: ignore
+    whole_units = Layout((units,)).cut(sizes, "tp")  # pyright: ignore
+    for index in range(size):
+        rows, of_units = layout.box({"tp": index})[0], whole_units.box({"tp": index})[0]
+        assert (rows.start, rows.stop) == (unit * of_units.start, unit * of_units.stop)
+    assert layout.collapsed((1,)).box({"tp": 0})[0] == layout.box({"tp": 0})[0]
+
+
 @given(rows=st.integers(0, 11), size=st.integers(1, 5))
 def test_one_cut_is_that_of_torch_chunk(rows: int, size: int) -> None:
     layout = Layout((rows, 2)).cut(Sizes({"tp": size}), "tp")  # pyright: ignore
