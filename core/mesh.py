@@ -2,12 +2,13 @@
 
 Ranks are numbered with tensor parallelism innermost (its collectives are the most frequent, so its ranks should share
 a machine) and the pipeline outermost: (pp, dp_replicate, dp_shard, cp, tp). World size 1 is a mesh of five axes of
-size 1.
+size 1. Where tensor parallelism is 2D, 2.5D or 3D, three axes stand in the place of tp: (tp_depth, tp_row, tp_col).
 
 Ranks of the cp axis hold parts of the same sequences, so they see the same rows of data, and their gradients are added
 up like those of data-parallel ranks: ZeRO shards over both (`shard_axis`). An axis called "a+b" is a and b as one.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,8 +19,10 @@ from core.config import UserError
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 GRADIENT_AXES = (*DATA_AXES, "cp")
+GRID_AXES = ("tp_depth", "tp_row", "tp_col")
 
 Zero = Literal[0, 1, 2, 3]
+TpMode = Literal["1d", "2d", "2.5d", "3d"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,10 @@ class MeshConfig:
     """ranks over which ZeRO shards; all data-parallel ranks unless dp_replicate or this is given"""
     tp: int = 1
     """tensor parallel ranks"""
-    tp_mode: Literal["1d"] = "1d"
-    """layout of tensor parallelism"""
+    tp_mode: TpMode = "1d"
+    """layout of tensor parallelism: 1d (Megatron), 2d on q x q ranks, 2.5d on q x q x tp_depth, 3d on p x p x p"""
     tp_depth: int = 1
-    """depth of 2.5D tensor parallelism"""
+    """depth of 2.5D tensor parallelism; tp is q x q x tp_depth"""
     cp: int = 1
     """context parallel ranks: each holds a part of every sequence"""
     cp_mode: Literal["ring", "ulysses", "mixed"] = "ring"
@@ -55,7 +58,6 @@ class MeshConfig:
         for name, what in (
             ("pp", "pipeline"),
             ("ep", "expert"),
-            ("tp_depth", "2.5D tensor"),
         ):
             if getattr(self, name) != 1:
                 raise UserError(
@@ -67,6 +69,41 @@ class MeshConfig:
                 f"mesh.cp={self.cp}, cp_mode={self.cp_mode} and cp_ulysses={self.cp_ulysses} do not fit together; "
                 "under mixed cp_ulysses is above 1 and divides cp, under ring and ulysses leave it out"
             )
+        self._check_grid()
+
+    def _check_grid(self) -> None:
+        """Raises UserError unless tp ranks make the grid of the mode, naming the nearest that do."""
+        if self.tp_depth != 1 and self.tp_mode != "2.5d":
+            raise UserError(
+                f"mesh.tp_depth={self.tp_depth} with tp_mode={self.tp_mode}: only 2.5d has a depth; "
+                f"use --mesh.tp_mode 2.5d, or mesh.tp_depth=1"
+            )
+        if self.tp_mode == "1d":
+            return
+        if self.cp != 1:
+            raise UserError(
+                f"mesh.cp={self.cp} with tp_mode={self.tp_mode}: context parallelism cuts the sequence that "
+                f"{self.tp_mode} tensor parallelism keeps whole on a rank; use --mesh.tp_mode 1d, or mesh.cp=1"
+            )
+        sizes = [math.prod(_grid(self.tp_mode, n, self.tp_depth)) for n in range(1, self.tp + 2)]
+        if self.tp not in sizes:
+            form = {"2d": "a square", "2.5d": f"a square times tp_depth={self.tp_depth}", "3d": "a cube"}[self.tp_mode]
+            nearest = sorted({max(n for n in (1, *sizes) if n <= self.tp), min(n for n in sizes if n > self.tp)} - {1})
+            raise UserError(
+                f"mesh.tp={self.tp} with tp_mode={self.tp_mode}: the ranks must be {form}; "
+                f"use mesh.tp={' or '.join(map(str, nearest))}, or --mesh.tp_mode 1d"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Sizes of GRID_AXES; of a mode other than 1d."""
+        side = next(n for n in range(1, self.tp + 1) if math.prod(_grid(self.tp_mode, n, self.tp_depth)) == self.tp)
+        return _grid(self.tp_mode, side, self.tp_depth)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh's axes, in their order."""
+        return AXES if self.tp_mode == "1d" else (*AXES[:-1], *GRID_AXES)
 
     def resolve(self, world_size: int, zero: Zero = 0) -> "MeshConfig":
         """The same mesh with every size given, for `world_size` ranks.  Raises UserError when it cannot be laid out."""
@@ -106,10 +143,10 @@ class MeshConfig:
         return " x ".join(f"{k}={v}" for k, v in sizes.items() if v not in (None, 1)) or "of one rank"
 
     def sizes(self) -> tuple[int, ...]:
-        """Sizes in the order of AXES; only of a resolved mesh."""
+        """Sizes in the order of `axes`; only of a resolved mesh."""
         sizes = tuple(getattr(self, axis) for axis in AXES)
         assert None not in sizes, "resolve the mesh first"
-        return sizes
+        return sizes if self.tp_mode == "1d" else (*sizes[:-1], *self.grid)
 
     @property
     def data_ranks(self) -> int:
@@ -124,9 +161,21 @@ class MeshConfig:
         return self.cp if self.cp_mode == "ulysses" else self.cp_ulysses
 
 
+def _grid(mode: TpMode, side: int, depth: int) -> tuple[int, int, int]:
+    """(tp_depth, tp_row, tp_col) of a grid of that side."""
+    return {"2d": (1, side, side), "2.5d": (depth, side, side), "3d": (side, side, side)}[mode]
+
+
 def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
     """The DeviceMesh of a resolved config, with named axes.  Needs a process group of exactly its ranks."""
-    return init_device_mesh(device_type, config.sizes(), mesh_dim_names=AXES)
+    return init_device_mesh(device_type, config.sizes(), mesh_dim_names=config.axes)
+
+
+def tensor_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """What tensor parallelism is given: the axis tp, or the three of its grid."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh["tp"] if "tp" in names else mesh[GRID_AXES]
 
 
 def data_axis(mesh: DeviceMesh) -> DeviceMesh:

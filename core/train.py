@@ -30,7 +30,7 @@ from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_
 from core.comm.volume import Volume, count_volume
 from core.config import UserError
 from core.data import Batches, Prefetch
-from core.layout import local
+from core.layout import detached
 from core.mesh import MeshConfig, data_axis, gradient_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.optim.build import OptimConfig
@@ -87,6 +87,11 @@ class TrainConfig(ParallelConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}; give a positive number")
+        if self.compile and self.mesh.tp_mode != "1d":
+            raise UserError(
+                f"compile with mesh.tp_mode={self.mesh.tp_mode}: torch.compile does not trace the messages inside its "
+                "products; leave --compile out, or use --mesh.tp_mode 1d"
+            )
         if self.evaluate_every < 0:
             raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
 
@@ -256,7 +261,7 @@ class TrainState:
         optim  parameter -> its optimizer's tensors; by default as they are now
         """
         frozen = {n: p for n, p in self.data.model.named_parameters() if not p.requires_grad}
-        found = {f"model/{name}": local(parameter.detach()) for name, parameter in frozen.items()}
+        found = {f"model/{name}": detached(parameter) for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.data.masters.items()}
         persistent = self.data.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}

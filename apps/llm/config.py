@@ -7,8 +7,8 @@ from apps.llm.corpus import DataConfig
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
+from core.models.plan import check_heads_of
 from core.parallel.context import check_length
-from core.parallel.tensor1d import check_heads
 from core.parallel.ulysses import check_exchange
 from core.runtime import launched, world_size
 from core.train import TrainConfig
@@ -63,8 +63,14 @@ def ranks_of(config: PretrainConfig) -> int:
 def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     mesh = config.mesh.resolve(ranks_of(config), config.zero)
-    check_heads(config.model.num_heads, config.model.kv_heads, mesh.tp)
-    check_exchange(config.model.num_heads // mesh.tp, mesh.exchange_ranks)
+    check_heads_of(config.model, mesh)
+    if config.optim.name == "muon" and mesh.tp > 1:
+        raise UserError(
+            f"optim.name=muon needs whole matrices on every rank, and mesh.tp={mesh.tp} cuts them; "
+            "use mesh.tp=1, or --optim.name adamw"
+        )
+    if mesh.tp_mode == "1d":  # a grid goes without context parallelism
+        check_exchange(config.model.num_heads // mesh.tp, mesh.exchange_ranks)
     check_length(config.data.sequence_length, mesh.cp)
     for _, batch in config.data.batch_size.stages:
         check_divides(batch, mesh.data_ranks)

@@ -56,6 +56,8 @@ def run_shape(config: PretrainConfig) -> RunShape:
         cp=mesh.cp,
         cp_exchange=mesh.exchange_ranks,
         tp=mesh.tp,
+        tp_mode=mesh.tp_mode,
+        tp_depth=mesh.tp_depth,
         pp=mesh.pp,
         zero=config.zero,
         recompute=config.recompute.mode,

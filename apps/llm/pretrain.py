@@ -65,7 +65,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             model,
             mesh,
             config,
-            plan=tensor_parallel_plan(config.model),
+            plan=tensor_parallel_plan(config.model, config.mesh.tp_mode),
             context_plan=context_parallel_plan(config.mesh),
             materialise=materialise,
         )

@@ -106,7 +106,7 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
         num_microbatches = run.num_microbatches * run.microbatch_size
         yield "--microbatch 1", replace(run, microbatch_size=1, num_microbatches=num_microbatches)
     for tp in (2 * run.tp, 4 * run.tp, 8 * run.tp):
-        if model.tp_parts % tp == 0:
+        if run.tp_mode == "1d" and model.tp_parts % tp == 0:
             yield f"--mesh.tp {tp}", replace(run, tp=tp)
     for cp in (2 * run.cp, 4 * run.cp, 8 * run.cp):
         if run.cp_exchange == 1 and cp <= run.sequence_length:
@@ -127,7 +127,7 @@ def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimat
     )
     bias = 0  # a ring makes it for a tile of scores at a time
     if run.cp == run.cp_exchange:
-        bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp / run.cp_exchange) * run.sequence_length**2
+        bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp_side / run.cp_exchange) * run.sequence_length**2
     gathered, kernel, sent = (
         _gathered_bytes(model, weights, run),
         _kernel_scratch(weights, run),
@@ -173,7 +173,7 @@ def _stage_weights(model: ModelShape, pp: int, stage: int) -> list[Weight]:
 
 def _num_local(weights: list[Weight], run: RunShape, shard: int = 1) -> int:
     """Elements of the largest shards: cut by tp, then by rows over `shard` ranks."""
-    shapes = (weight.local_shape(run.tp) for weight in weights)
+    shapes = (weight.held(run) for weight in weights)
     return sum(-(-rows // shard) * math.prod(rest) for rows, *rest in shapes)
 
 
@@ -211,7 +211,7 @@ def _optimizer_bytes(model: ModelShape, weights: list[Weight], run: RunShape) ->
     """State of the largest shards."""
     total, shard = 0, run.shard_ranks if run.zero else 1
     for weight in weights:
-        rows, *rest = weight.local_shape(run.tp)
+        rows, *rest = weight.held(run)
         hidden = len(weight.shape) == 2 and 0 <= weight.block < model.num_blocks
         part = (-(-rows // shard), *rest)
         total += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden)

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from core.kernels.cross_entropy import TILE_BYTES
+from core.mesh import TpMode
 from core.models.decoder import Decoder, DecoderConfig
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
@@ -39,6 +40,13 @@ class Weight:
         """The largest shard on a tp axis of size `tp`."""
         return tuple(-(-n // tp) if dim == self.tp_dim else n for dim, n in enumerate(self.shape))
 
+    def held(self, run: RunShape) -> tuple[int, ...]:
+        """The largest shard that tensor parallelism leaves on a rank, in any of its modes."""
+        if run.tp_mode == "1d":
+            return self.local_shape(run.tp)
+        shape = tuple(-(-n // run.tp_side) for n in self.shape)
+        return (-(-shape[0] // run.tp_side), *shape[1:]) if run.tp_mode == "3d" and len(shape) == 2 else shape
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -57,7 +65,7 @@ class Kept:
 
     def bytes_per_token(self, run: RunShape) -> float:
         replicated = self.replicated / (run.tp if run.sequence_parallel else 1)
-        elements = replicated + self.sharded / run.tp + self.gathered
+        elements = replicated + self.sharded / run.tp + self.gathered / (1 if run.tp_mode == "1d" else run.tp)
         return run.width_bytes * elements + run.wide_bytes * self.statistics / run.tp
 
 
@@ -124,6 +132,7 @@ class RunShape:
     optimizer          says what state a parameter has
     optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all
     cp_exchange        of the cp ranks, those that exchange heads (Ulysses); rings go across them
+    tp_mode, tp_depth  how tp ranks share the model: see `core.mesh.MeshConfig`
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
     recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
@@ -138,6 +147,8 @@ class RunShape:
     cp: int = 1
     cp_exchange: int = 1
     tp: int = 1
+    tp_mode: TpMode = "1d"
+    tp_depth: int = 1
     sequence_parallel: bool = True
     pp: int = 1
     zero: int = 0
@@ -157,6 +168,12 @@ class RunShape:
     def wide_bytes(self) -> int:
         """Bytes of an element of masters, optimizer state and reductions."""
         return master_dtype(self.precision).itemsize
+
+    @property
+    def tp_side(self) -> int:
+        """Ranks over which heads and features are cut: tp, or the side of its grid."""
+        power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[self.tp_mode]
+        return round((self.tp / self.tp_depth) ** (1 / power))
 
     @property
     def tokens(self) -> int:

@@ -72,8 +72,13 @@ def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
 
 
 def _tensor_parallel_bytes(model: ModelShape, run: RunShape) -> float:
-    """Sent by one rank: four all-reduces of the activations a block and microbatch (Shoeybi et al. 2019, section 3)."""
+    """Sent by one rank: four all-reduces of the activations a block and microbatch (Shoeybi et al. 2019, section 3).
+
+    On a grid what its products send: see `core.parallel.summa` and `core.parallel.tensor3d`.
+    """
     blocks = model.num_blocks / run.pp * run.num_microbatches
+    if run.tp_mode != "1d":
+        return blocks * _grid_elements(model, run) * run.width_bytes
     return blocks * 4 * 2 * _ring(run.tp) * run.tokens * model.dim * run.width_bytes
 
 
@@ -84,6 +89,18 @@ def _context_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     passed = (run.cp // run.cp_exchange - 1) * 2 * keys * (2 * run.width_bytes + run.wide_bytes)
     exchanged = _ring(run.cp_exchange) * 4 * (queries + keys) * run.width_bytes
     return tokens * (passed + exchanged)
+
+
+def _grid_elements(model: ModelShape, run: RunShape) -> float:
+    """Elements of the messages of a block's four linear layers, forward and backward."""
+    head = model.head.vocab_size * model.head.width if model.head is not None else 0
+    weights, side = (model.num_matmul_parameters - head) / model.num_blocks, run.tp_side
+    if run.tp_mode == "3d":
+        features = weights / model.dim + 4 * model.dim  # inputs and outputs of all layers
+        return (2.5 * run.tokens * features + 3 * weights) / side**2
+    if side == 1:
+        return 0.0
+    return 3 * (4 * model.dim * run.tokens / (run.tp_depth * side) + weights / side)
 
 
 def _ring(size: int) -> float:

@@ -1,18 +1,25 @@
-"""How the decoder is cut: over tensor-parallel ranks, the sequence sharded in between; over context-parallel ranks."""
+"""How the decoder is cut: over tensor-parallel ranks, and over context-parallel ranks.
 
-from core.mesh import MeshConfig
+1d        Megatron's pairs of linear layers, with the sequence sharded in between
+2d, 2.5d  every weight and activation on two axes of a grid
+3d        on all three; the residual stream on one side of the linear layers, heads and hidden features on the other
+"""
+
+from functools import partial
+
+from core.mesh import MeshConfig, TpMode
 from core.models.decoder import DecoderConfig
 from core.nn.mlp import is_gated
-from core.parallel import sequence
+from core.parallel import grid, sequence, tensor2d, tensor3d
 from core.parallel.context import shard_sequence
 from core.parallel.plan import Plan
 from core.parallel.ring import attend_by_ring
-from core.parallel.tensor1d import shard_heads
+from core.parallel.tensor1d import check_heads, shard_heads
 from core.parallel.ulysses import attend_by_both, attend_by_ulysses
 
 
-def tensor_parallel_plan(config: DecoderConfig) -> Plan:
-    """The plan of `Decoder(config)` over the tp axis; only modules that this configuration has."""
+def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
+    """The plan of `Decoder(config)` over what `core.mesh.tensor_axes` gives in this mode; only modules that it has."""
     has = {
         "embedding.positions": config.positions == "learned",
         "embedding.project_in": config.embedding_size != config.dim,
@@ -21,7 +28,20 @@ def tensor_parallel_plan(config: DecoderConfig) -> Plan:
         "norm": config.final_norm,
         "project_out": config.embedding_size != config.dim,
     }
-    plan: Plan = {
+    plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
+    return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
+
+
+def check_heads_of(config: DecoderConfig, mesh: MeshConfig) -> None:
+    """Raises UserError where the heads cannot be dealt out over the mesh's tensor-parallel ranks."""
+    if mesh.tp_mode == "1d":
+        check_heads(config.num_heads, config.kv_heads, mesh.tp)
+    else:
+        grid.check_grid_heads(config.kv_heads, mesh.grid[-1])
+
+
+def _plan_1d(config: DecoderConfig) -> Plan:
+    return {
         "embedding.tokens": sequence.vocab_embedding,
         "embedding.positions": sequence.lookup,
         "embedding.project_in": sequence.replicate,
@@ -39,7 +59,53 @@ def tensor_parallel_plan(config: DecoderConfig) -> Plan:
         "project_out": sequence.replicate,
         "head": sequence.vocab_head,
     }
-    return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
+
+
+def _plan_2d(config: DecoderConfig) -> Plan:
+    """On q x q ranks, or q x q x d: activations lie alike everywhere."""
+    group = config.num_heads // config.kv_heads
+    return {
+        "embedding.tokens": tensor2d.embedding,
+        "embedding.positions": tensor2d.positions,
+        "embedding.project_in": tensor2d.linear,
+        "embedding.norm": grid.norm,
+        "blocks.*.attention": grid.attention,
+        "blocks.*.attention.qkv": partial(tensor2d.linear, out_unit=(group + 2) * config.head_size),
+        "blocks.*.attention.out": partial(tensor2d.linear, in_unit=group * config.head_size),
+        "blocks.*.attention_norm": grid.norm,
+        "blocks.*.mlp.up": tensor2d.linear,
+        "blocks.*.mlp.gate": tensor2d.linear,
+        "blocks.*.mlp.down": tensor2d.linear,
+        "blocks.*.mlp_norm": grid.norm,
+        "norm": grid.norm,
+        "project_out": tensor2d.linear,
+        "head": tensor2d.head,
+        "": grid.drop_padding,
+    }
+
+
+def _plan_3d(config: DecoderConfig) -> Plan:
+    """On p x p x p ranks. Embeddings of another size than the model's lie on the second side, before its layers."""
+    group, narrow = config.num_heads // config.kv_heads, config.embedding_size != config.dim
+    to_first = partial(tensor3d.linear, swapped=True)
+    return {
+        "embedding.tokens": partial(tensor3d.embedding, swapped=narrow),
+        "embedding.positions": tensor3d.positions,
+        "embedding.project_in": to_first,
+        "embedding.norm": grid.norm,
+        "blocks.*.attention": partial(grid.attention, spread=tensor3d.second_side),
+        "blocks.*.attention.qkv": partial(tensor3d.linear, out_unit=(group + 2) * config.head_size),
+        "blocks.*.attention.out": partial(to_first, in_unit=group * config.head_size),
+        "blocks.*.attention_norm": grid.norm,
+        "blocks.*.mlp.up": tensor3d.linear,
+        "blocks.*.mlp.gate": tensor3d.linear,
+        "blocks.*.mlp.down": to_first,
+        "blocks.*.mlp_norm": grid.norm,
+        "norm": grid.norm,
+        "project_out": tensor3d.linear,
+        "head": partial(tensor3d.head, swapped=narrow),
+        "": grid.drop_padding,
+    }
 
 
 def context_parallel_plan(mesh: MeshConfig, *, causal: bool = True) -> Plan:

@@ -17,7 +17,7 @@ Shapes: B batch, L query length, S key length, D model, H query heads, J key/val
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,11 @@ class StepContext:
         if key not in self._memo:
             self._memo[key] = (build(), inputs)  # holding the inputs keeps their ids from being used again
         return self._memo[key][0]
+
+    def of_sequences(self, choose: Callable[[Tensor], Tensor]) -> "StepContext":
+        """The same for the sequences that `choose` takes of a tensor [B, ..]; it remembers for itself."""
+        documents = None if self.documents_BL is None else choose(self.documents_BL)
+        return replace(self, documents_BL=documents, _memo={})
 
 
 class Attend(Protocol):

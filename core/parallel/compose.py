@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
-from core.mesh import Zero
+from core.mesh import Zero, tensor_axes
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.plan import Plan, apply_plan, blocks_of
 from core.parallel.recompute import RecomputeConfig, apply_recompute
@@ -54,12 +54,12 @@ def parallelize(
 ) -> DataParallel:
     """Spread any nn.Module over the mesh.
 
-    plan         its tensor parallelism; without one the tp axis must have one rank
+    plan         its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank
     context_plan its context parallelism; without one the cp axis must have one rank
     materialise  fills the parameters and buffers of a model built on the meta device, each rank its shard. The
                  replicas of a model that has values take those of the first
     """
-    tp, cp = mesh["tp"], mesh["cp"]
+    tp, cp = tensor_axes(mesh), mesh["cp"]
     if plan is not None and tp.size() > 1:
         apply_plan(model, plan, tp)
     elif tp.size() > 1:

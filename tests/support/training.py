@@ -39,6 +39,7 @@ class Case:
     microbatch: int | None = None
     documents: bool = False
     seed: int = 0
+    optim: Any = "adamw"
 
 
 def batch_of(case: Case, step: int) -> dict[str, torch.Tensor]:
@@ -70,12 +71,12 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,
-        optim=OptimConfig(lr=LR, clip_norm=CLIP, schedule=ScheduleConfig(warmup_steps=2)),
+        optim=OptimConfig(name=case.optim, lr=LR, clip_norm=CLIP, schedule=ScheduleConfig(warmup_steps=2)),
     )
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     with torch.device("meta"):
         model = Decoder(case.model)
-    plan, context_plan = tensor_parallel_plan(case.model), context_parallel_plan(config.mesh)
+    plan, context_plan = tensor_parallel_plan(case.model, case.mesh.tp_mode), context_parallel_plan(config.mesh)
     data = parallelize(
         model, mesh, config, plan=plan, context_plan=context_plan, materialise=lambda m: initialise(m, case.seed)
     )
@@ -147,6 +148,8 @@ _WITHOUT_SENDING = {
     "batch_isend_irecv": _quiet_exchange,
     "all_to_all_single": _quiet_all_to_all,
     "all_reduce": lambda x: None,
+    "broadcast": lambda x: None,
+    "reduce": lambda x: None,
     "reduce_scatter_tensor": lambda out, x: out.copy_(x[: out.numel()]),
     "all_gather_into_tensor": _quiet_all_gather,
 }

@@ -134,6 +134,15 @@ def test_tensor_parallelism_divides_what_the_plan_cuts():
     assert estimate.parameters_bytes == 4 * (divided / 2 + padding + norms_and_row_biases + positions)
 
 
+def test_a_grid_cuts_weights_on_both_dims_and_every_activation():
+    runs = RunShape(tp=4, tp_mode="2d"), RunShape(tp=8, tp_mode="2.5d", tp_depth=2), RunShape(tp=8, tp_mode="3d")
+    assert [Weight((47, 32), tp_dim=0).held(run) for run in runs] == [(24, 16), (24, 16), (12, 16)]
+    assert [Weight((31,)).held(run) for run in runs] == [(16,), (16,), (16,)]
+    kept = Kept(replicated=4, sharded=8, gathered=12)
+    assert [kept.bytes_per_token(run) for run in runs] == [24, 12, 12]
+    assert kept.bytes_per_token(RunShape(tp=4)) == 4 * (3 + 12)
+
+
 def test_pipeline_stages_hold_their_share_and_the_first_keeps_the_most_microbatches():
     block = BlockShape(input=Kept(10), everything=Kept(90), selective=Kept())
     weights = tuple(Weight((5, 5), block=i) for i in range(4))

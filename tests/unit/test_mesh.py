@@ -59,11 +59,39 @@ def test_refusals_say_what_would_work(mesh: MeshConfig, world_size: int, zero, s
         ({"tp": 0}, "mesh.tp=0: an axis has at least 1 rank"),
         ({"dp_shard": -2}, "mesh.dp_shard=-2"),
         ({"pp": 2}, "mesh.pp=2: pipeline parallelism is not built yet; use mesh.pp=1"),
+        ({"tp": 6, "tp_mode": "2d"}, "mesh.tp=6 with tp_mode=2d: the ranks must be a square; use mesh.tp=4 or 9, or"),
+        ({"tp": 2, "tp_mode": "2d"}, "the ranks must be a square; use mesh.tp=4, or --mesh.tp_mode 1d"),
+        (
+            {"tp": 6, "tp_mode": "2.5d", "tp_depth": 2},
+            "mesh.tp=6 with tp_mode=2.5d: the ranks must be a square times tp_depth=2; use mesh.tp=2 or 8",
+        ),
+        ({"tp": 9, "tp_mode": "3d"}, "mesh.tp=9 with tp_mode=3d: the ranks must be a cube; use mesh.tp=8 or 27"),
+        (
+            {"tp": 8, "tp_mode": "3d", "tp_depth": 2},
+            "only 2.5d has a depth; use --mesh.tp_mode 2.5d, or mesh.tp_depth=1",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused_at_once(sizes: dict[str, int], says: str) -> None:
     with pytest.raises(UserError, match=says):
         MeshConfig(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "grid"),
+    [
+        (MeshConfig(tp=1, tp_mode="2d"), (1, 1, 1)),
+        (MeshConfig(tp=9, tp_mode="2d"), (1, 3, 3)),
+        (MeshConfig(tp=2, tp_mode="2.5d", tp_depth=2), (2, 1, 1)),
+        (MeshConfig(tp=18, tp_mode="2.5d", tp_depth=2), (2, 3, 3)),
+        (MeshConfig(tp=27, tp_mode="3d"), (3, 3, 3)),
+    ],
+)
+def test_a_grid_stands_in_the_place_of_tp(mesh: MeshConfig, grid: tuple[int, ...]) -> None:
+    assert mesh.grid == grid
+    resolved = mesh.resolve(2 * mesh.tp, 1)
+    assert resolved.axes == ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp_row", "tp_col")
+    assert resolved.sizes() == (1, 1, 2, 1, *grid)
 
 
 def coordinates() -> tuple[dict[str, int], list[int], int]:

@@ -1,0 +1,124 @@
+"""Head and loss where activations and vocabulary are cut over a grid: what 2D, 2.5D and 3D do alike.
+
+    chunk by chunk of the tokens at hand
+      1. logits[C, V_cols], by the products of the form
+      2. maximum, sum of exponentials and target logit of each token, combined over the columns' axis
+      3. with a gradient: the logits become their gradient g, which goes into dx and dE at once
+    the sum of the losses of all tokens is completed over the rows' axes
+
+All ranks take equally many chunks, because the products are collectives.
+
+Shapes: B batch, L length, D model, V vocabulary, C tokens of a chunk.
+"""
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from core.comm.collectives import all_reduce
+from core.config import UserError
+from core.kernels.cross_entropy import CHUNK_BYTES, Objective, cross_entropy_of_shard
+from core.parallel.grid import Spread, gathered
+from core.parallel.tensor1d import combine_statistics
+
+
+class Pass(ABC):
+    """The products of one forward and its gradients: begun with x[B_rows, L, D_cols] and the weight."""
+
+    @abstractmethod
+    def logits(self, tokens: slice) -> Tensor:
+        """logits[C, V_cols] of some of the tokens at hand."""
+
+    @abstractmethod
+    def add(self, tokens: slice, g_CV: Tensor) -> None:
+        """Take the gradient of these logits into those of x and of the weight."""
+
+    @abstractmethod
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """(dx, dweight), of the shapes of x and of the weight."""
+
+
+class Products(ABC):
+    """How a form multiplies x by the embedding.
+
+    at        where logits lie: the vocabulary over the columns
+    partials  logits of how many ranks are alive at once on the way to one's own
+    """
+
+    at: Spread
+    partials: int
+
+    @abstractmethod
+    def begin(self, x: Tensor, weight: Tensor, with_gradients: bool) -> Pass: ...
+
+
+def vocabulary_rows(at: Spread, vocabulary: int) -> list[slice]:
+    """The rows of the vocabulary at each place among the columns.  Raises UserError where one has none."""
+    rows = at.columns(vocabulary)
+    if rows[-1].start == vocabulary:
+        raise UserError(
+            f"{vocabulary} rows of a vocabulary do not reach all {len(rows)} ranks of {at.cols}; use a smaller tp"
+        )
+    return rows
+
+
+def install(head: Any, products: Products) -> nn.Module:
+    """Let a head (core.nn.loss) compute by these products; its weight is cut already."""
+    at = products.at
+    rows = vocabulary_rows(at, head.vocab_size)
+    objective = Objective(head.vocab_size, rows[at.col].start, head.ignore_index, head.label_smoothing, head.z_loss)
+
+    def forward(
+        x: Tensor, targets: Tensor | None = None, length: int | None = None, rows_R: Tensor | None = None
+    ) -> Tensor:
+        x = x[:, :length]
+        if targets is None:
+            return _logits(products, x if rows_R is None else x[:, rows_R], head.weight)
+        own = at.batch(targets, head.ignore_index).flatten()
+        most = own.numel() * products.partials * (rows[0].stop - rows[0].start) * x.element_size()
+        with_gradients = torch.is_grad_enabled() and (x.requires_grad or head.weight.requires_grad)
+        return _Loss.apply(x, head.weight, own, products, objective, -(-most // CHUNK_BYTES) or 1, with_gradients)  # pyright: ignore[reportReturnType]
+
+    head.forward = forward
+    return head
+
+
+def _logits(products: Products, x: Tensor, weight: Tensor) -> Tensor:
+    """logits[B, L, V] on every rank, B padded; no gradient."""
+    with torch.no_grad():
+        logits = products.begin(x, weight, False).logits(slice(None))
+        return gathered(logits.view(-1, x.shape[1], logits.shape[-1]), products.at)
+
+
+class _Loss(Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, targets, products: Products, objective, num_chunks, with_gradients) -> Tensor:
+        going, at = products.begin(x, weight, with_gradients), products.at
+        combine = partial(combine_statistics, axis=at.col_axis)
+        loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        size = -(-targets.numel() // num_chunks)
+        for start in range(0, targets.numel(), size):
+            tokens = slice(start, start + size)
+            shard = cross_entropy_of_shard(going.logits(tokens), targets[tokens], objective)
+            maximum, sum_exp, target_logit = combine(*shard.statistics)
+            logsumexp = maximum + sum_exp.log()
+            each = logsumexp - target_logit + objective.z_loss * logsumexp.square()
+            loss += (each * (targets[tokens] != objective.ignore_index)).sum()
+            if with_gradients:
+                going.add(tokens, shard.gradients(logsumexp))
+            del shard  # before the next chunk's logits are made
+        for axis in at.row_axes:
+            loss = all_reduce(loss, axis)
+        if with_gradients:
+            ctx.save_for_backward(*going.gradients())
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dx, dweight = ctx.saved_tensors
+        # In place: a second backward through the same graph is refused by autograd's version check.
+        return dx.mul_(grads[0]), dweight.mul_(grads[0]), None, None, None, None, None

@@ -1,0 +1,129 @@
+"""2D, 2.5D and 3D tensor parallelism: n ranks compute, train, hold and send what the papers say, in fp64.
+
+Shapes are ragged on purpose: 3 heads over 2 ranks, an odd vocabulary, dims, batches and positions that do not divide.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from benchmarks.tensor_parallel_bytes import decoder_step_bytes
+from core.mesh import MeshConfig
+from core.models.decoder import DecoderConfig
+from core.parallel.recompute import RecomputeConfig
+from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
+from tests.support import grid
+from tests.support.grid_resume import resumed_elsewhere
+from tests.support.training import Case, difference_from_single
+
+SQUARE = MeshConfig(tp=4, tp_mode="2d")
+TESSERACT = MeshConfig(tp=8, tp_mode="2.5d", tp_depth=2)
+FLAT_TESSERACT = MeshConfig(tp=4, tp_mode="2.5d", tp_depth=1)
+DEEP = MeshConfig(tp=2, tp_mode="2.5d", tp_depth=2)
+CUBE = MeshConfig(tp=8, tp_mode="3d")
+RAGGED = replace(GPT2, num_layers=1, dim=27, num_heads=3, ffn_dim=51)
+WIDE = replace(RAGGED, ffn_dim=20, tied_head=False)  # an MLP that is narrower than the model, an untied head
+ROTARY = replace(LLAMA, num_layers=1, num_heads=6, num_kv_heads=3)
+ALIBI = replace(BLOOM, num_layers=1)
+NARROW = replace(OPT_350M, num_layers=1)
+
+CASES = {
+    "2d-ragged": (4, Case(RAGGED, SQUARE, parallel(), batch=11)),
+    "2d-wide-selective": (4, Case(WIDE, SQUARE, parallel(recompute=RecomputeConfig("selective")), microbatch=5)),
+    "2d-rotary-documents": (4, Case(ROTARY, SQUARE, parallel(), documents=True, batch=11)),
+    "2d-alibi": (4, Case(ALIBI, SQUARE, parallel())),
+    "2d-narrow-embeddings": (4, Case(NARROW, SQUARE, parallel(recompute=RecomputeConfig("full")))),
+    "2d-one-sequence": (4, Case(RAGGED, SQUARE, parallel(), batch=1)),
+    "2.5d-depth-1": (4, Case(RAGGED, FLAT_TESSERACT, parallel())),
+    "2.5d-1x1x2": (2, Case(ROTARY, DEEP, parallel(), batch=11)),
+    "2.5d-1x1x2-zero3": (4, Case(ALIBI, DEEP, parallel(3))),
+    "2.5d-2x2x2": (8, Case(RAGGED, TESSERACT, parallel(), batch=11)),
+    "2.5d-2x2x2-narrow-embeddings": (8, Case(NARROW, TESSERACT, parallel(), documents=True)),
+    "3d-ragged": (8, Case(RAGGED, CUBE, parallel(), batch=11)),
+    "3d-rotary-selective": (8, Case(ROTARY, CUBE, parallel(recompute=RecomputeConfig("selective")), documents=True)),
+    "3d-alibi-microbatches": (8, Case(ALIBI, CUBE, parallel(recompute=RecomputeConfig("full")), microbatch=5)),
+    "3d-narrow-embeddings": (8, Case(NARROW, CUBE, parallel())),
+    "2d-dp": (8, Case(RAGGED, SQUARE, parallel())),
+    "2d-zero1": (8, Case(RAGGED, SQUARE, parallel(1))),
+    "2d-zero2-accumulated": (8, Case(ROTARY, SQUARE, parallel(2, reduce_each=True), microbatch=4)),
+    "2d-zero3": (8, Case(RAGGED, SQUARE, parallel(3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_one_rank_does(ranks, name: str) -> None:
+    """Ten steps: losses, and every parameter's displacement."""
+    num_ranks, case = CASES[name]
+    difference, where = difference_from_single(ranks, num_ranks, case)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("mesh", [SQUARE, TESSERACT, CUBE], ids=["2d", "2.5d", "3d"])
+def test_a_plain_block_equals_itself(ranks, mesh: MeshConfig, norm: type[nn.Module]) -> None:
+    """Output, input gradient and parameter gradients of a module that is not ours, on a batch of 5."""
+    expected = grid.plain(norm, MeshConfig())
+    for found in ranks(mesh.tp).run(grid.plain, norm, mesh):
+        assert found.keys() == expected.keys()
+        for name, want in expected.items():
+            assert found[name].shape == want.shape
+            assert (found[name] - want).norm() <= TOLERANCE * want.norm(), name
+
+
+def test_summa_of_uneven_blocks_and_its_gradients(ranks) -> None:
+    for sizes in ((4, 6, 8), (5, 7, 3), (1, 3, 2), (3, 1, 5)):
+        assert max(ranks(4).run(grid.products, sizes)) <= 1e-13, sizes
+
+
+@pytest.mark.parametrize("mesh", [SQUARE, TESSERACT, CUBE], ids=["2d", "2.5d", "3d"])
+def test_no_rank_holds_a_whole_weight_or_activation(ranks, mesh: MeshConfig) -> None:
+    """From building to the end of the backward no operator returns so many elements as the smallest whole matrix."""
+    for largest, operator in ranks(mesh.tp).run(grid.largest_allocation, mesh):
+        assert largest < 128 * 128, operator
+
+
+def test_megatron_does_hold_whole_activations(ranks) -> None:
+    """What is held above can fail: 1D parallelism gathers activations."""
+    assert min(ranks(4).run(grid.largest_allocation, MeshConfig(tp=4)))[0] >= 128 * 128
+
+
+COUNTED = DecoderConfig(vocab_size=64, dim=32, num_layers=2, num_heads=8, ffn_dim=96, max_length=8)
+
+
+@pytest.mark.parametrize("config", [COUNTED, replace(COUNTED, dim=30, num_heads=3, vocab_size=61)])
+@pytest.mark.parametrize("mesh", [SQUARE, TESSERACT, CUBE], ids=["2d", "2.5d", "3d"])
+def test_a_decoder_sends_the_closed_form_to_the_byte(ranks, mesh: MeshConfig, config: DecoderConfig) -> None:
+    """By operation and axis, on every rank, whatever its share of what does not divide."""
+    for rank, found in enumerate(ranks(mesh.tp).run(grid.volume_of_step, mesh, config, 16, 8)):
+        assert found == decoder_step_bytes(mesh, config, 16, 8, rank, itemsize=4)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_half_of_the_steps_on_each_of_two_forms(ranks, tmp_path: Path, optim: str) -> None:
+    """A checkpoint of one form goes on as another, ZeRO and the optimizer's factored state included."""
+    legs = [(8, SQUARE, 1), (8, CUBE, 0), (4, DEEP, 3), (3, MeshConfig(tp=3), 0)]
+    assert resumed_elsewhere(ranks, tmp_path, RAGGED, optim, legs) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("mesh", "without"),
+    [
+        (SQUARE, ("core.parallel.summa", "broadcast")),
+        (SQUARE, ("core.parallel.summa", "reduce")),
+        (SQUARE, ("core.parallel.tensor2d", "all_reduce")),
+        (SQUARE, ("core.comm.collectives", "all_reduce")),
+        (SQUARE, ("core.parallel.data", "all_reduce")),
+        (DEEP, ("core.parallel.data", "all_reduce")),
+        (CUBE, ("core.comm.collectives", "all_gather_into_tensor")),
+        (CUBE, ("core.comm.collectives", "reduce_scatter_tensor")),
+        (CUBE, ("core.comm.collectives", "all_reduce")),
+        (CUBE, ("core.parallel.data", "all_reduce")),
+    ],
+)
+def test_a_missing_collective_is_seen(ranks, mesh: MeshConfig, without: tuple[str, str]) -> None:
+    """The tests above can fail: without any one of the collectives they hold, they would."""
+    case = Case(RAGGED, mesh, parallel(), steps=2)
+    difference, _ = difference_from_single(ranks, mesh.tp, case, without)
+    assert not difference <= 1e4 * TOLERANCE

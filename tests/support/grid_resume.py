@@ -1,0 +1,46 @@
+"""A run that goes on on another mesh every two steps, beside one rank's."""
+
+from pathlib import Path
+
+import torch
+
+from core.checkpoint import CheckpointConfig, Checkpointer
+from core.layout import full_tensor
+from core.mesh import MeshConfig, data_axis
+from core.models.decoder import DecoderConfig
+from core.parallel.compose import ParallelConfig
+from core.train import train_step
+from tests.support.training import Case, batch_of, build, loss, weight
+
+STEPS_OF_A_LEG = 2
+
+
+def leg(case: Case, folder: Path, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Steps first to last, from the checkpoint that is there unless first is 0; whole masters at the end."""
+    state, config = build(case)
+    checkpointer = Checkpointer(folder, CheckpointConfig(asynchronous=False), state.data.mesh)
+    if first:
+        assert state.load(checkpointer, None) == first
+    axis = data_axis(state.data.mesh)
+    rows = case.batch // axis.size()
+    for step in range(first, last):
+        mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, step).items()}
+        train_step(state, mine, loss, weight, config, step)
+    state.save(checkpointer, last)
+    checkpointer.close()
+    return {name: full_tensor(master) for name, master in state.data.masters.items()}
+
+
+def resumed_elsewhere(
+    ranks, folder: Path, model: DecoderConfig, optim: str, legs: list[tuple[int, MeshConfig, int]]
+) -> float:  # fmt: skip
+    """The largest relative difference of a parameter after all legs (ranks, mesh, ZeRO level) from one rank's."""
+    steps = STEPS_OF_A_LEG * len(legs)
+    plain = Case(model, parallel=ParallelConfig(precision="fp64"), steps=steps, optim=optim)
+    expected = ranks(1).run(leg, plain, folder / "one", 0, steps)[0]
+    found: dict[str, torch.Tensor] = {}
+    for index, (num_ranks, mesh, zero) in enumerate(legs):
+        case = Case(model, mesh, ParallelConfig(zero=zero, precision="fp64"), steps=steps, optim=optim)
+        first = index * STEPS_OF_A_LEG
+        found = ranks(num_ranks).run(leg, case, folder / "moving", first, first + STEPS_OF_A_LEG)[0]
+    return max(float((found[n] - v).norm() / v.norm().clamp(min=1e-3)) for n, v in expected.items())
