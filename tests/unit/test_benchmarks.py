@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import run as runner
-from benchmarks import train
+from benchmarks import tensor_parallel, train
 from benchmarks.contenders import CONTENDERS, Turn, batch_of
 from benchmarks.result import Measured, Number, Row, Target, beginning, read, result_of, show, validate, write
+from benchmarks.tensor_parallel_bytes import pair_bytes
 from core.config import UserError
 
 ROW = Row({"model": "tiny", "ranks": 2, "contender": "ours"}, {"throughput": Number(1234.5, "tokens/s")})
@@ -72,6 +73,21 @@ def test_committed_results_are_results() -> None:
 
 def test_benchmarks_are_found_by_listing() -> None:
     assert runner.known()["train"] is train.BENCHMARK
+
+
+@pytest.mark.parametrize("form", ["1d", "2d", "2.5d", "3d"])
+def test_tensor_parallelism_is_counted_and_equals_its_closed_form(form: str) -> None:
+    sizes = tensor_parallel.Sizes(256, 64, 128)
+    rows = []
+    for mesh, is_real in tensor_parallel.meshes(quick=True):
+        if mesh.tp_mode == form and not is_real:
+            found = tensor_parallel.on_a_fake_group(mesh, sizes)
+            rows.append(tensor_parallel._row(mesh, sizes, is_real, found))
+            assert found.bytes == pair_bytes(mesh, 256, 64, 128, itemsize=4)
+            assert found.flops * mesh.tp == 6 * 256 * 2 * 64 * 128
+            assert found.parameter_bytes * mesh.tp == 4 * 2 * 64 * 128 * mesh.tp_depth
+    exponent = tensor_parallel.exponent(form, rows)
+    assert len(rows) == 1 if exponent is None else exponent == pytest.approx(tensor_parallel.EXPONENTS[form][1])
 
 
 def test_a_result_names_the_tree_that_it_was_measured_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
