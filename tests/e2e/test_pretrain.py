@@ -91,6 +91,15 @@ def test_any_mesh_sees_what_one_rank_sees(one_rank: Path, pretrain, tmp_path: Pa
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-10)
 
 
+def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_rank: Path, pretrain, tmp_path: Path):
+    """A ring of three, whose parts of 32 tokens are ragged; then heads exchanged by two, each of them two of tp."""
+    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 5, "--nproc", 3, "--mesh.cp", 3, "--zero", 2)
+    exchange = ("--mesh.cp", 2, "--mesh.cp_mode", "ulysses", "--mesh.tp", 2)
+    pretrain(out, "--steps", 10, "--resume", "--nproc", 4, "--zero", 3, *exchange)
+    assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
+    assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
+
+
 def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path: Path) -> None:
     done = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "apps.llm", "pretrain"),
