@@ -852,6 +852,8 @@ def _blocks(kernel: str, dtype: torch.dtype, K: int, bias: Tensor | None) -> Blo
     size = max(64, _padded(K))
     table = _FP32_TILES if dtype == torch.float32 else _AMD_TILES if chip().startswith("gfx") else _TILES
     queries, keys, warps, stages = table[kernel, size]
+    if table is _FP32_TILES and chip().startswith("gfx"):
+        stages = 1  # loads in flight are held in registers there
     if table is _TILES and (kernel, size) == ("dkdv", 128) and chip() == "sm_90":
         keys = 128  # operands stay in shared memory there
     if table is _TILES and kernel == "dq" and chip() == "sm_80":
@@ -876,8 +878,8 @@ _AMD_TILES = {  # 64 KiB of shared memory, twice the registers for a program of 
 }  # fmt: skip
 _FP32_TILES = {
     ("forward", 64): (32, 32, 4, 2), ("forward", 128): (32, 32, 8, 2), ("forward", 256): (16, 32, 8, 1),
-    ("dkdv", 64): (32, 32, 8, 2), ("dkdv", 128): (16, 32, 8, 1), ("dkdv", 256): (16, 16, 8, 1),
-    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (16, 32, 8, 1), ("dq", 256): (16, 32, 8, 1),
+    ("dkdv", 64): (32, 32, 8, 2), ("dkdv", 128): (16, 32, 8, 2), ("dkdv", 256): (16, 16, 8, 1),
+    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (16, 32, 8, 2), ("dq", 256): (16, 32, 8, 1),
     ("dbias", 64): (32, 32, 4, 1), ("dbias", 128): (32, 32, 8, 1), ("dbias", 256): (16, 32, 8, 1),
 }  # fmt: skip
 
