@@ -113,6 +113,28 @@ def test_with_many_tokens_the_gradients_count_too() -> None:
 
 
 def test_first_cases_come_first() -> None:
-    order = [spec.timed.index(case) for spec, case in kernels._in_turn(None)]
+    order = [spec.timed.index(case) for spec, case in kernels._in_turn(on_gpu=True, quick=False)]
     assert order == sorted(order)
     assert len(order) == sum(len(spec.timed) for spec in specs().values())
+
+
+def test_every_family_has_a_size_for_a_cpu() -> None:
+    timed = kernels._in_turn(on_gpu=False, quick=False)
+    assert [spec.name for spec, _ in timed] == list(specs())
+    assert set(kernels.ON_CPU) == set(specs())
+    for spec, case in timed:
+        traffic = spec.traffic(case, torch.float32)
+        assert traffic.forward_flops + traffic.backward_flops < 10e9, spec.name
+        assert 1e6 <= traffic.forward_bytes + traffic.backward_bytes < 200e6, spec.name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sizes for a CPU")
+@pytest.mark.parametrize("name", list(specs()))
+def test_every_family_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --quick runs: rows of every pass, ours and on a CPU SDPA beside it."""
+    monkeypatch.setattr(kernels, "seconds_of", lambda run: (run(), 1.0)[1])
+    ((spec, case),) = ((s, c) for s, c in kernels._in_turn(on_gpu=False, quick=True) if s.name == name)
+    rows = kernels.rows_of(spec, case, torch.float32, kernels.Roofline(1e9, {torch.float32: 1e9}), compiled=False)
+    passes = {r.case["pass"] for r in rows if r.case["contender"] == "ours"}
+    assert passes == ({"both"} if name in kernels.TOGETHER else {"forward", "backward"} if spec.grads else {"forward"})
+    assert ("SDPA" in {r.case["contender"] for r in rows}) == (name == "attention")
