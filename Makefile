@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo demo-serve test check interpret kernels parity e2e gpu
+.PHONY: install demo demo-serve test check interpret kernels parity e2e soak gpu
 
 install: .venv/.installed
 
@@ -37,6 +37,9 @@ test: install
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
 	$(MAKE) --no-print-directory parity
 	$(MAKE) --no-print-directory e2e
+
+soak: install
+	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit/serve
 
 gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests

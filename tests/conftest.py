@@ -16,7 +16,9 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "soak" not in config.getoption("markexpr"):
+        items[:] = [item for item in items if "soak" not in item.keywords]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; runs where `make gpu` finds one")

@@ -1,5 +1,6 @@
 """Engines for tests: around a stand-in for the model that sees every mistake with pages, or around a real decoder."""
 
+import random
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -143,4 +144,43 @@ def run(engine: Engine, requests: Iterable[Request] = ()) -> Written:
         engine.submit(request)
     while engine.has_work:
         written.take(engine.step())
+    return written
+
+
+def random_schedule(model: Decoder, asked: Sequence[Request], seed: int) -> tuple[dict[str, list[int]], int]:
+    """What each request writes, and how often somebody was preempted, where everything else is random.
+
+    That is: who comes when and beside whom, sizes of chunks, pages and steps, whether pages are shared and how scarce
+    they are.
+    """
+    dice = random.Random(seed)
+    limits = Limits(dice.choice([1, 3, 4, 16]), dice.randint(9, 64), dice.randint(1, 20), dice.randint(1, 8))
+    longest = max(len(request.prompt) + request.max_tokens for request in asked)
+    engine = real_engine(
+        model, limits, limits.pages(longest + 1) + 1 + dice.randint(0, 20), sharing=dice.random() < 0.7
+    )
+    written, waiting = Written(), dice.sample(asked, len(asked))
+    while waiting or engine.has_work:
+        if waiting and dice.random() < 0.6:
+            engine.submit(waiting.pop())
+        written.take(engine.step())
+    assert engine.pages.num_free == engine.pages.num_pages
+    return {request.id: written.ids(request.id) for request in asked}, engine.counts.preemptions
+
+
+def random_aborts(engine: Engine, num_requests: int, share: float = 0.3) -> Written:
+    """Requests that come in heaps; a share of them is given up, at any time of its life. Until nothing is left."""
+    dice, written, submitted, leaving = random.Random(0), Written(), 0, {}
+    steps = 0
+    while submitted < num_requests or engine.has_work:
+        for _ in range(min(dice.randint(0, 30), num_requests - submitted)):
+            prompt = [dice.randrange(3), dice.randrange(5), *range(dice.randrange(12))]
+            engine.submit(greedy(str(submitted), prompt, dice.randint(1, 4)))
+            if dice.random() < share:
+                leaving.setdefault(steps + int(dice.expovariate(0.2)), []).append(str(submitted))
+            submitted += 1
+        for name in leaving.pop(steps, ()):
+            engine.abort(name)
+        written.take(engine.step())
+        steps += 1
     return written

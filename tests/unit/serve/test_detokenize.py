@@ -32,7 +32,8 @@ def test_any_bpe_tokens_add_up(ids, prompt):
 
 
 @many
-@given(st.text(max_size=20))
+# One of each length in UTF-8, joined ones, and the one that stands for what is no character.
+@given(st.text(st.sampled_from("aZ \n\x7fé߿ࠀ日￼\ufffd🙂\u200d🏽\U0010ffff"), max_size=20))
 def test_characters_come_whole(written):
     ids = list(written.encode(errors="ignore"))
     shown = pieces(BYTES, [], ids)

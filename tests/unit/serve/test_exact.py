@@ -9,7 +9,8 @@ import torch
 from apps.serve.request import Request, Sampling
 from apps.serve.scheduler import Limits
 from core.config import UserError
-from tests.support.serving import Written, greedy, real_engine, run
+from core.quant import quantize
+from tests.support.serving import Written, greedy, random_schedule, real_engine, run
 from tests.unit.models.test_pretrained import example, in_transformers, random_decoder
 
 LAYOUTS = {
@@ -83,28 +84,34 @@ def sampled(name, prompt, seed, **options):
     return Request(name, tuple(prompt), NEW, Sampling(temperature=1.2, top_p=0.95, seed=seed), **options)
 
 
-def test_tokens_do_not_depend_on_neighbours():
-    """The same requests alone, and in many batches: different neighbours, arrivals, chunks, pages, sharing or not."""
+def sampled_requests():
+    return [sampled(str(n), prompt, seed=n) for n, prompt in enumerate(prompts(61))]
+
+
+def flat_model(scheme=None):
+    """A decoder with flatter distributions, so that draws matter."""
     decoder = random_decoder(example("opt", max_length=32)).float()
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.mul_(0.7)  # flatter distributions, so that draws matter
-    asked = [sampled(str(n), prompt, seed=n) for n, prompt in enumerate(prompts(61))]
+            parameter.mul_(0.7)
+    return decoder if scheme is None else quantize(decoder, scheme, embeddings=True, head=True)
+
+
+def written_alone(decoder, asked):
     alone = {r.id: run(real_engine(decoder, Limits(16, 64, 64, 1), 8), [r]).ids(r.id) for r in asked}
     assert len({tuple(ids) for ids in alone.values()}) == len(asked)
-    preempted = 0
-    for schedule in range(12):
-        dice = random.Random(schedule)
-        limits = Limits(dice.choice([1, 3, 4, 16]), dice.randint(9, 64), dice.randint(1, 20), dice.randint(1, 8))
-        num_pages = limits.pages(31) + 1 + dice.randint(0, 20)
-        engine = real_engine(decoder, limits, num_pages, sharing=dice.random() < 0.7)
-        written, waiting = Written(), dice.sample(asked, len(asked))
-        while waiting or engine.has_work:
-            if waiting and dice.random() < 0.6:
-                engine.submit(waiting.pop())
-            written.take(engine.step())
-        assert {r.id: written.ids(r.id) for r in asked} == alone, schedule
-        preempted += engine.counts.preemptions
+    return alone
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_tokens_do_not_depend_on_neighbours(scheme):
+    """The same requests alone, and in many batches; tests/soak does it a thousand times."""
+    decoder, asked, preempted = flat_model(scheme), sampled_requests(), 0
+    alone = written_alone(decoder, asked)
+    for seed in range(5):
+        found, preemptions = random_schedule(decoder, asked, seed)
+        assert found == alone, seed
+        preempted += preemptions
     assert preempted > 0
 
 

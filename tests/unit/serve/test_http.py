@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+import subprocess
 import time
 
 import openai
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from core.models import generate, load_pretrained
+from tests.support.http_load import storm
 from tests.support.http_server import get, post, raw, served, small_model
 
 PROMPT = "The quick brown fox"
@@ -151,6 +153,52 @@ def test_seeds_repeat(client):
     assert ask(None) != ask(None)
 
 
+def test_a_prompt_that_ends_inside_a_character(client):
+    """Nothing of it comes back in the first delta, and what completes it is told as what it is by itself."""
+    asked = {"model": "first", "prompt": [*b"5 ", 0xE2, 0x82], "max_tokens": 3, "temperature": 0}
+    asked["logit_bias"] = {"172": 100}  # 0xAC, the last byte of a euro sign
+    whole = client.completions.create(**asked).choices[0].text
+    deltas = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(deltas) == whole == "\ufffd\ufffd\ufffd"
+    assert "5" not in deltas[0]
+
+
+def test_curl(running):
+    """What a shell script does: whole, as a stream, wrongly, and gone after a moment."""
+    url = f"{running.url}/v1/completions"
+
+    def curl(body, *options):
+        command = ["curl", "-sS", "-N", *options, "-H", "Content-Type: application/json", "-d", body, url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = json.loads(curl(json.dumps(asked)).stdout)["choices"][0]
+    lines = [line for line in curl(json.dumps(asked | {"stream": True})).stdout.splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1] if line.startswith("data: ")]
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+    assert events[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+    refused = curl("{", "-w", "%{http_code}")
+    assert refused.stdout.endswith("400")
+    assert json.loads(refused.stdout[:-3])["error"]["type"] == "invalid_request_error"
+    undo = running.slow_down(0.05)
+    try:
+        gone = curl(json.dumps(asked | {"max_tokens": 400, "ignore_eos": True, "stream": True}), "--max-time", "0.5")
+        assert gone.returncode == 28  # out of time
+        running.wait(running.is_idle, timeout_s=2)
+    finally:
+        undo()
+
+
+def test_a_crowd_that_comes_and_goes(running):
+    """tests/soak does it for two minutes with 64 clients."""
+    known = {f"{n} {PROMPT}": complete(running, prompt=f"{n} {PROMPT}", max_tokens=12)["choices"] for n in range(4)}
+    tally = asyncio.run(storm(running.port, known, max_tokens=12, clients=12, seconds=1.5))
+    assert tally.right >= 5
+    assert tally.left >= 1
+    assert tally.wrong == []
+
+
 def test_best_of(client):
     """The likeliest per token of those that the same seed writes."""
     asked = {"model": "first", "prompt": PROMPT, "max_tokens": 8, "seed": 5, "logprobs": 0}
@@ -231,7 +279,8 @@ def test_chat(client):
     ask = lambda m: client.chat.completions.create(model="first", messages=m, max_tokens=9, temperature=0)  # noqa: E731
     assert ask(parts).choices[0].message.content == ask(plain).choices[0].message.content
     assert len(client.chat.completions.create(model="first", messages=plain, max_tokens=4, n=3).choices) == 3
-    unbounded = client.chat.completions.create(model="first", messages=plain, logit_bias={"256": -100}, temperature=0)
+    long = [{"role": "user", "content": "Hello " * 78}]
+    unbounded = client.chat.completions.create(model="first", messages=long, logit_bias={"256": -100}, temperature=0)
     assert unbounded.usage.total_tokens == 512 or unbounded.choices[0].finish_reason == "stop"
 
 
@@ -570,7 +619,8 @@ def test_keys_origins_drain_and_failure(folders, tmp_path):
         assert post(running.port, "/v1/completions", {"prompt": "x"}, **allowed)[0] == 503
 
 
-def test_fuzzed_by_its_own_schema(running):
+@pytest.mark.parametrize("examples", [3, pytest.param(100, marks=pytest.mark.soak)])
+def test_fuzzed_by_its_own_schema(running, examples):
     """No answer of the server's is a fault of its own, whatever fits or misses the schema."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, given, settings
@@ -580,7 +630,11 @@ def test_fuzzed_by_its_own_schema(running):
     for operation in (found.ok() for found in schema.get_all_operations()):
 
         @settings(
-            max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy())
         def fuzz(case):
@@ -590,4 +644,4 @@ def test_fuzzed_by_its_own_schema(running):
             assert response.status_code < 500, response.text
 
         fuzz()
-    assert tried > 20
+    assert tried > 4 * examples
