@@ -120,7 +120,7 @@ class _Ring(Function):
         for step in range(num_ranks):
             arrives = pass_on(block, axis) if step < num_ranks - 1 else None
             for queries, keys, part in pairs.seen((rank - step) % num_ranks):
-                found = partial_attention(q[:, queries], *block[:, :, keys], part)
+                found = partial_attention(q[:, queries], block[0, :, keys], block[1, :, keys], part)
                 _merge(o[:, queries], lse[:, :, queries], *found)
             if arrives is not None:
                 block = arrives()
@@ -140,8 +140,10 @@ class _Ring(Function):
             arrives = pass_on(block, ctx.axis) if step < num_ranks - 1 else None
             dblock = torch.zeros(block.shape, dtype=wide, device=q.device)
             for queries, keys, part in ctx.pairs.seen((rank - step) % num_ranks):
-                rows = do[:, queries], q[:, queries], *block[:, :, keys], o[:, queries], lse[:, :, queries]
-                dq_rows, dk_rows, dv_rows = partial_gradients(*rows, part)
+                key_rows, whole = block[:, :, keys], (o[:, queries], lse[:, :, queries])
+                dq_rows, dk_rows, dv_rows = partial_gradients(
+                    do[:, queries], q[:, queries], key_rows[0], key_rows[1], *whole, part
+                )
                 dq[:, queries] += dq_rows
                 dblock[0, :, keys] += dk_rows
                 dblock[1, :, keys] += dv_rows
