@@ -1,13 +1,16 @@
 """The llm commands' configuration: recipes, the check of a combination, the warning before a run that does not fit."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from apps.llm.config import check_combination
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
-from core.config import UserError
+from core.config import UserError, parse
 from core.data import RampConfig
 from core.estimate import decoder_shape, estimate_memory
 from core.mesh import MeshConfig
@@ -26,6 +29,7 @@ def test_the_debug_recipe_runs_on_three_ranks_and_refuses_three_way_tensor_paral
     debug = RECIPES["debug"]()
     assert (debug.model.num_heads, debug.model.num_layers, debug.data.global_batch) == (8, 16, 24)
     assert check_combination(replace(debug, nproc=3)).data_ranks == 3
+    assert check_combination(replace(debug, nproc=3, mesh=MeshConfig(cp=3))).data_ranks == 1
     with pytest.raises(UserError, match=r"8 heads do not divide over tp=3; use tp in {1, 2, 4, 8}"):
         check_combination(replace(debug, nproc=3, mesh=MeshConfig(tp=3)))
 
@@ -47,3 +51,20 @@ def test_a_run_that_does_not_fit_says_what_would() -> None:
     assert line is not None
     assert "--zero 1" in line
     assert "\n" not in line
+
+
+def goes_together() -> Iterator[tuple[str, str, str]]:
+    """(form, option, yes or no) of each cell of the table in docs/parallelism.md."""
+    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    table = text.split("What goes with what", 1)[1].split("\n\n")[1]
+    head, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    for option, *cells in rows:
+        for form, cell in zip(head[1:], cells, strict=True):
+            yield form, option, cell
+
+
+@pytest.mark.parametrize(("form", "option", "cell"), goes_together())
+def test_the_page_says_what_goes_together(form: str, option: str, cell: str) -> None:
+    assert cell in ("yes", "no")
+    with nullcontext() if cell == "yes" else pytest.raises(UserError):
+        check_combination(parse(RECIPES, ["--nproc", "8", *form.split(), *option.split()], "llm", default="debug"))
