@@ -61,11 +61,11 @@ ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """x[rows, inner], w1[outer, inner], w2[inner, outer]."""
+    """x[rows, inner], w1[outer, inner], w2[inner, outer]; by default of sizes that every mesh below divides."""
 
-    rows: int = 4096
-    inner: int = 256
-    outer: int = 512
+    rows: int = 512
+    inner: int = 1024
+    outer: int = 4096
 
 
 def meshes(quick: bool) -> list[tuple[MeshConfig, bool]]:
