@@ -538,7 +538,7 @@ SPECS = (
         inputs=_shard_inputs,
         cases=(
             {"C": 7, "V": 1000, "vocab_start": 200, "behind": 300, "label_smoothing": 0.1, "z_loss": 1e-2},
-            {"C": 5, "V": 8193, "vocab_start": 3},
+            {"C": 5, "V": 20_001, "vocab_start": 3},  # three tiles: the running maximum moves
             {"C": 63, "V": 100, "behind": 100},
             {"C": 1, "V": 1},
             {"C": 0, "V": 7},

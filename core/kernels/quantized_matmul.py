@@ -655,7 +655,7 @@ SPECS = (
         grads=("x",),
         cases=(
             {"M": 1, "N": 63, "K": 1000, "bias": True},
-            {"M": 35, "N": 100, "K": 130, "bias": True},
+            {"M": 140, "N": 100, "K": 130, "bias": True},
             {"M": 3, "N": 1, "K": 1},
             {"M": 0, "N": 3, "K": 4},
             {"M": 2, "N": 3, "K": 0, "bias": True},
@@ -677,7 +677,7 @@ SPECS = (
         inputs=_dynamic_inputs,
         cases=(
             {"M": 1, "N": 63, "K": 1000, "bias": True},
-            {"M": 35, "N": 100, "K": 130, "bias": True, "threshold": 6.0},
+            {"M": 140, "N": 100, "K": 130, "bias": True, "threshold": 6.0},
             {"M": 3, "N": 1, "K": 1},
             {"M": 0, "N": 3, "K": 4, "threshold": 6.0},
             {"M": 2, "N": 3, "K": 0, "bias": True, "threshold": 6.0},
@@ -700,7 +700,7 @@ SPECS = (
         grads=("x",),
         cases=(
             {"M": 1, "N": 63, "K": 1000, "group": 128, "bias": True},
-            {"M": 35, "N": 100, "K": 130, "group": 32, "symmetric": False, "bias": True},
+            {"M": 140, "N": 100, "K": 130, "group": 32, "symmetric": False, "bias": True},
             {"M": 2, "N": 5, "K": 100, "group": 64, "symmetric": False},
             {"M": 3, "N": 1, "K": 1, "group": 32},
             {"M": 0, "N": 3, "K": 4, "group": 64},

@@ -4,6 +4,7 @@ The SPECs' cases are small: there every program has one tile, and what is carrie
 """
 
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,24 +12,23 @@ import torch
 from core.kernels import group_norm, rows, softmax, triangle
 from tests.kernels.test_specs import SPECS, check
 
+FEW_PROGRAMS = [
+    (rows, "PROGRAMS", "bias_gelu", 3, 2),
+    (rows, "PROGRAMS", "gated_residual", 3, 2),
+    (softmax, "PROGRAMS", "softmax", 0, 1),
+    (softmax, "PROGRAMS", "softmax", 0, 2),
+    (group_norm, "_PROGRAMS", "group_norm", 0, 1024),
+    (group_norm, "_PROGRAMS", "group_norm", 2, 1),
+    (group_norm, "_PROGRAMS", "group_norm", 3, 1),
+    (triangle, "_PROGRAMS", "norm_channels_last", 1, 2),
+]
 
-@pytest.mark.parametrize(
-    ("module", "constant", "name", "index", "num_programs"),
-    [
-        (rows, "PROGRAMS", "bias_gelu", 3, 2),
-        (rows, "PROGRAMS", "gated_residual", 3, 2),
-        (softmax, "PROGRAMS", "softmax", 0, 1),
-        (softmax, "PROGRAMS", "softmax", 0, 2),
-        (group_norm, "_PROGRAMS", "group_norm", 0, 1024),
-        (group_norm, "_PROGRAMS", "group_norm", 2, 1),
-        (group_norm, "_PROGRAMS", "group_norm", 3, 1),
-        (triangle, "_PROGRAMS", "norm_channels_last", 1, 2),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_programs_with_many_tiles(
-    module: ModuleType, constant: str, name: str, index: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, constant, num_programs)
-    monkeypatch.setattr(group_norm, "LARGEST_GROUP", 0)
-    check(SPECS[name], SPECS[name].cases[index], torch.float32)
+
+def check_with_programs(module: ModuleType, constant: str, name: str, index: int, num_programs: int) -> None:
+    with patch.object(module, constant, num_programs), patch.object(group_norm, "LARGEST_GROUP", 0):
+        check(SPECS[name], SPECS[name].cases[index], torch.float32)
+
+
+@pytest.mark.parametrize("case", FEW_PROGRAMS, ids=lambda case: f"{case[2]}-{case[3]}-{case[4]}")
+def test_programs_with_many_tiles(case: tuple[ModuleType, str, str, int, int]) -> None:
+    check_with_programs(*case)
