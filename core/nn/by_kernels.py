@@ -13,6 +13,7 @@ reaches a token. Padding together with ALiBi or documents is left to torch's pat
 Shapes: B batch, L length, T = B L, H query heads, J key/value heads, K head size, R = K / 2, D model.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def by_kernels(model: nn.Module) -> nn.Module:
         elif isinstance(module, MLP) and module.gate is not None and module.activation is F.silu:
             _swiglu_by_kernel(module)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1:
-            _norm_by_kernel(module)
+            _norm_by_kernel(module, layer_norm if isinstance(module, nn.LayerNorm) else rms_norm)
     return model
 
 
@@ -62,8 +63,8 @@ def attend_by_kernel(
     assert context is not None
     length = q_BLHK.shape[1]
     begins = context.once(("cu_seqlens",), (documents,), lambda: _begins(documents))
-    packed = (x.flatten(0, 1) for x in (q_BLHK, k_BLJK, v_BLJK))
-    o_THK, _ = attention_varlen(*packed, begins, begins, length, length, causal=True, slopes=slopes)
+    q_THK, k_TJK, v_TJK = (x.flatten(0, 1) for x in (q_BLHK, k_BLJK, v_BLJK))
+    o_THK, _ = attention_varlen(q_THK, k_TJK, v_TJK, begins, begins, length, length, causal=True, slopes=slopes)
     return o_THK.unflatten(0, q_BLHK.shape[:2])
 
 
@@ -90,15 +91,14 @@ def _swiglu_by_kernel(mlp: MLP) -> None:
     mlp.forward = forward
 
 
-def _norm_by_kernel(norm: nn.LayerNorm | nn.RMSNorm) -> None:
-    plain: Any = norm.forward
-    function = layer_norm if isinstance(norm, nn.LayerNorm) else rms_norm
+def _norm_by_kernel(norm: Any, function: Callable[..., Any]) -> None:
+    plain = norm.forward
 
-    def forward(x_BLD: Tensor) -> Tensor:
-        if not runs_kernel(function.__name__, x_BLD):
-            return plain(x_BLD)
-        eps = torch.finfo(x_BLD.dtype).eps if norm.eps is None else norm.eps
-        y = function(x_BLD, norm.weight, getattr(norm, "bias", None), eps)
+    def forward(x: Tensor) -> Tensor:
+        if not runs_kernel(function.__name__, x):
+            return plain(x)
+        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        y = function(x, norm.weight, getattr(norm, "bias", None), eps)
         assert isinstance(y, Tensor)
         return y
 
