@@ -220,7 +220,8 @@ class _Run:
         with torch.device("meta"):
             model = Decoder(config)
         for block in model.blocks:
-            block.attention.attend = attend_both_ways  # pyright: ignore[reportAttributeAccessIssue]
+            attention: Any = block.attention
+            attention.attend = attend_both_ways
         self.vocab_size = config.vocab_size
         self.data: DataParallel = parallelize(
             model,

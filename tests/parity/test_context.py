@@ -13,7 +13,7 @@ from torch import Tensor
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.nn.attention import StepContext
-from core.parallel.recompute import RecomputeConfig
+from core.parallel.recompute import RecomputeConfig, RecomputeMode
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
 from tests.support.training import Case, batch_of, build, difference_from_single, removed
 
@@ -90,7 +90,7 @@ def test_logits_are_those_of_the_whole_sequence_on_every_rank(ranks) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputation_and_accumulation(ranks, mode: str) -> None:
+def test_recomputation_and_accumulation(ranks, mode: RecomputeMode) -> None:
     options = parallel(3, recompute=RecomputeConfig(mode))
     check(ranks, 4, Case(GPT2, mesh=RING, parallel=options, microbatch=4, documents=True))
 
