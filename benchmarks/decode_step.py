@@ -1,0 +1,103 @@
+"""Where a step of decoding goes on a CPU: operators, and the shares of products and attention in the time.
+
+One step of the engine's runner for 1, 8 and 32 sequences of 130 tokens, random weights of a published shape, one
+thread: the number of torch's operators (those inside others too), the processor's time of a step (median), and by
+torch.profiler which of it is in products and in attention. The rest is Python and small operators.
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from apps.serve.runner import Runner, Step
+from benchmarks.result import Measured, Number, Row
+from benchmarks.run import Benchmark, Options, main
+from core.config import run_command
+from core.models import SHAPES, Decoder, DecoderConfig, initialise
+from core.quant import pack, quantize
+
+PAGE_SIZE, LENGTH = 16, 130
+PRODUCTS = (
+    "aten::addmm",
+    "aten::mm",
+    "aten::_int_mm",
+    "aten::_weight_int4pack_mm_for_cpu",
+    "mkldnn::_linear_pointwise",
+)
+ATTENTION = ("aten::_scaled_dot_product_flash_attention_for_cpu",)
+
+
+def runner(shape: DecoderConfig, scheme: str, num_sequences: int) -> Runner:
+    model = Decoder(shape).eval()
+    initialise(model, 0)
+    if scheme != "fp32":
+        quantize(model, scheme, embeddings=True, head=True)
+    if scheme == "int4":
+        pack(model)
+    made = Runner(model, num_sequences * _pages(), PAGE_SIZE, torch.float32)
+    for layer in made.pages:
+        layer.k.normal_()
+        layer.v.normal_()
+    return made
+
+
+def _pages() -> int:
+    return -(-LENGTH // PAGE_SIZE)
+
+
+def step(batch: int) -> Step:
+    """The last token of so many sequences."""
+    tables = [list(range(b * _pages(), (b + 1) * _pages())) for b in range(batch)]
+    slots = [table[(LENGTH - 1) // PAGE_SIZE] * PAGE_SIZE + (LENGTH - 1) % PAGE_SIZE for table in tables]
+    every = list(range(batch))
+    return Step([5] * batch, [LENGTH - 1] * batch, slots, tables, [LENGTH] * batch, [*every, batch], every)
+
+
+def measure(options: Options) -> Measured:
+    names = ["opt_125m", "bloom_560m"] if options.full else ["opt_125m"]
+    shapes = {name: SHAPES[name] for name in names}
+    if options.quick:
+        tiny = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "ffn_dim": 256, "max_length": 256}
+        shapes = {"tiny": replace(SHAPES["opt_125m"], **tiny)}
+    torch.set_num_threads(1)
+    rows = []
+    for name, shape in shapes.items():
+        for scheme in ("fp32", "int8", "int4"):
+            made = runner(shape, scheme, 32)
+            for batch in (1, 8, 32):
+                rows.append(Row({"shape": name, "weights": scheme, "sequences": batch}, _figures(made, step(batch))))
+            del made
+    return Measured(tuple(rows), (), ("1 thread; the processor's own time, not that of the clock",))
+
+
+def _figures(made: Runner, work: Step) -> dict[str, Number]:
+    made.run(work)
+    taken = []
+    for _ in range(5):
+        began = time.process_time()
+        made.run(work)
+        taken.append(time.process_time() - began)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        made.run(work)
+    events = seen.key_averages()
+    whole = sum(event.self_cpu_time_total for event in events)
+
+    def share(names: tuple[str, ...]) -> Number:
+        return Number(100 * sum(e.self_cpu_time_total for e in events if e.key in names) / whole, "%")
+
+    return {
+        "operators": Number(sum(event.count for event in events if "::" in event.key), ""),
+        "cpu_s": Number(statistics.median(taken), "s"),
+        "products": share(PRODUCTS),
+        "attention": share(ATTENTION),
+    }
+
+
+BENCHMARK = Benchmark("decode_step", "A step of decoding", measure)
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda argv: main(argv, only="decode_step"), sys.argv[1:]))

