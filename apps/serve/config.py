@@ -92,10 +92,6 @@ class ServeConfig(HttpConfig):
         self.scheme()
         if self.tp < 1:
             raise UserError(f"tp is {self.tp}; give the number of ranks, at least 1")
-        if self.quantize is not None and self.tp > 1:
-            raise UserError(
-                f"quantize={self.quantize} over tp={self.tp}: quantized weights are not cut; use one of them"
-            )
         if self.tp > 1 and len(self.model) > 1:
             raise UserError(f"{len(self.model)} models over tp={self.tp}; serve one, or start a server for each")
 

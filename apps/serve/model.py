@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.config import EngineConfig
@@ -18,7 +19,7 @@ from core.models import Decoder, DecoderConfig, load_config, load_pretrained, lo
 from core.models.plan import tensor_parallel_plan
 from core.parallel.plan import apply_plan
 from core.precision import compute_dtype
-from core.quant import Scheme, is_quantized, load_quantized
+from core.quant import Scheme, is_quantized, load_quantized, pack, stored_bytes
 from core.runtime import device_bytes
 
 # Of the memory that is free once the weights are there, for pages, where nothing is said.
@@ -85,18 +86,24 @@ def build_engine(
 def _load(
     source: Source, dtype: torch.dtype | None, scheme: Scheme | None, device: str, axis: DeviceMesh | None
 ) -> Decoder:
+    ranks = 1 if axis is None else axis.size()
+
+    def cut(model: nn.Module) -> None:
+        assert axis is not None
+        apply_plan(model, tensor_parallel_plan(source.config), axis)
+
     if scheme is not None or is_quantized(source.folder):
-        if axis is not None and axis.size() > 1:
-            raise UserError("quantized weights are not cut over ranks; use --tp 1, or plain weights")
         chosen = {} if scheme is None else {"embeddings": True, "head": True}
-        model = load_quantized(source.folder, scheme, **chosen, device=device)
+        model = load_quantized(source.folder, scheme, **chosen, device=device, cut=cut if ranks > 1 else None)
         assert isinstance(model, Decoder)
+        if scheme is not None and stored_bytes(model) < _free_bytes(device) // ranks // 2:
+            pack(model)  # int4 for speed, in as much memory again
         return model if dtype is None else model.to(dtype)
-    if axis is None or axis.size() == 1:
+    if ranks == 1:
         return load_pretrained(source.folder, dtype=dtype, device=device)
     with torch.device("meta"):
         model = Decoder(source.config)
-    apply_plan(model, tensor_parallel_plan(source.config), axis)
+    cut(model)
     model.to(dtype or torch.float32).to_empty(device=device)
     load_weights(model, source.config, source.folder)
     return model

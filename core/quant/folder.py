@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.layout import Layout, layout_of
 from core.quant.packed import pack
 from core.quant.quantize import Chosen, choose, parameter_holders, put, quantized, scheme_of
 from core.quant.scheme import Scheme
@@ -139,6 +140,7 @@ def load_quantized(
     architecture: Architecture | None = None,
     device: torch.device | str = "cpu",
     packed: bool | None = None,
+    cut: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """The module of a quantized folder; on the CPU its weights are the mapped files, so that it is there at once.
 
@@ -146,6 +148,8 @@ def load_quantized(
     packed     give 4-bit weights on a CPU their packed form where that is faster, which rounds inputs to bf16: see
                `pack`. By default those of a quantized folder, where that form is then what is in memory; while
                quantizing both would be
+    cut        makes DTensors of the module's parameters, as a plan of tensor parallelism does: of each weight, rounded
+               as a whole, only this rank's part is kept, as a plain parameter
 
     Returns it for inference: in eval mode, nothing requires gradients. Raises UserError for a folder that is foreign,
     truncated or incomplete, for one that is not quantized where no scheme is given, and for a scheme where it is.
@@ -162,10 +166,13 @@ def load_quantized(
         scheme = scheme_of(scheme, group_size, symmetric, threshold)
         model, tensors, found = _opened(folder, architecture, embeddings=embeddings, head=head, skip=skip)
         stream = _quantizing(model, tensors, found, scheme, lambda name, num_bytes: None)
+    if cut is not None:
+        cut(model)
     _fill(model, stream, device)
     _check_whole(model, folder)
     if packed if packed is not None else scheme is None:
-        pack(model, None if scheme is not None else lambda name, weight: _map_again(folder, name, weight))
+        mapped = scheme is None and cut is None
+        pack(model, (lambda name, weight: _map_again(folder, name, weight)) if mapped else None)
     return model.eval()
 
 
@@ -342,11 +349,18 @@ def _fill(model: nn.Module, stream: Iterator[tuple[str, Tensor]], device: torch.
     holders, modules = parameter_holders(model), dict(model.named_modules())
     for name, value in stream:
         if name in holders:
-            put(holders[name], value.to(device))
+            put(holders[name], _own(value, layout_of(model.get_parameter(name))).to(device))
         else:
             prefix, _, attribute = name.rpartition(".")
             modules[prefix]._buffers[attribute] = value.to(device)
         del value
+
+
+def _own(value: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of a tensor."""
+    if not layout.cuts:
+        return value
+    return value.cut(layout.box()) if isinstance(value, QuantizedWeight) else value[layout.box()].clone()
 
 
 def _map_again(folder: Path, name: str, weight: QuantizedWeight) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from core.config import UserError
 from core.kernels.quantized_matmul import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from core.quant.scheme import Scheme
 
@@ -115,6 +116,38 @@ class QuantizedWeight(Tensor):
         return QuantizedWeight(
             self.scheme, parts[0], parts[1], parts[2], tuple(self.shape), dtype or self.dtype, self.transposed
         )
+
+    def cut(self, box: tuple[slice, ...]) -> QuantizedWeight:
+        """Some rows and columns of a matrix [O, I] that stands as it is, as a rank of several holds them.
+
+        Raises UserError for columns that do not begin and end with groups.
+        """
+        assert not self.transposed
+        rows, columns = (slice(*s.indices(n)) for s, n in zip(box, self.shape, strict=True))
+        parts = [None if part is None else part[rows] for part in (self.codes, self.scale, self.zero)]
+        if columns != slice(0, self.num_columns, 1):
+            parts = self._columns(parts, columns)
+        codes, scale, zero = parts
+        assert codes is not None
+        assert scale is not None
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        return QuantizedWeight(self.scheme, codes, scale, zero, shape, self.dtype)
+
+    def _columns(self, parts: list[Tensor | None], columns: slice) -> list[Tensor | None]:
+        codes, scale, zero = parts
+        assert codes is not None
+        assert scale is not None
+        if self.scheme.name != "int4":
+            return [codes[:, columns].contiguous(), scale, zero]
+        group, last = self.scheme.group_size, self.num_columns
+        if columns.start % group or (columns.stop % group and columns.stop != last):
+            raise UserError(
+                f"{last} columns in groups of {group} are not cut at {columns.start} and {columns.stop}, inside a "
+                "group; use a smaller group_size, or fewer ranks"
+            )
+        groups = slice(columns.start // group, -(-columns.stop // group))
+        codes = codes.unflatten(1, (-1, group // 2))[:, groups].flatten(1).contiguous()
+        return [codes, scale[:, groups].contiguous(), None if zero is None else zero[:, groups].contiguous()]
 
     # --- torch's protocols --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The real commands: serve on two ranks, chat and bench against it, and SIGTERM while a text is being written."""
+"""The real commands: serve, on two ranks in 8 bits too, chat and bench against it, and SIGTERM amid a text."""
 
 import json
 import signal
@@ -21,7 +21,8 @@ from tests.unit.serve.test_http import CHAT
 def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, int]]:
     folder = small_model(tmp_path_factory.mktemp("models") / "tiny")
     options = ["--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01", "--device", "cpu"]
-    command = [sys.executable, "-m", "apps.serve", *options, "--tp", str(request.param)]
+    options += ["--tp", "2", "--quantize", "int8"] if request.param == 2 else []
+    command = [sys.executable, "-m", "apps.serve", *options]
     process = subprocess.Popen(
         command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -12,6 +12,7 @@ from core.models import load_weights, save_pretrained
 from core.models.decoder import Decoder
 from core.models.plan import tensor_parallel_plan
 from core.parallel.plan import apply_plan
+from core.quant import Scheme, is_quantized, load_quantized, quantize_folder, stored_bytes
 from tests.support.serving import Letters, greedy, run
 from tests.unit.models.test_pretrained import example, random_decoder
 
@@ -26,12 +27,15 @@ PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 10], [60] * 1
 NEW = 9
 
 
-def engine_of(config, folder, tp, num_pages):
-    if tp == 1:
+def engine_of(config, folder, tp, num_pages, scheme=None):
+    axis = None if tp == 1 else build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
+    if scheme is not None or is_quantized(folder):
+        asked = {} if scheme is None else {"embeddings": True, "head": True}
+        cut = None if axis is None else lambda m: apply_plan(m, tensor_parallel_plan(config), axis)
+        model = load_quantized(folder, scheme, **asked, packed=False, cut=cut)
+    elif tp == 1:
         model = random_decoder(config).float()
-        axis = None
     else:
-        axis = build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
         with torch.device("meta"):
             model = Decoder(config)
         apply_plan(model, tensor_parallel_plan(config), axis)
@@ -43,9 +47,9 @@ def engine_of(config, folder, tp, num_pages):
     )  # fmt: skip
 
 
-def case(config, folder, tp, num_pages):
+def case(config, folder, tp, num_pages, scheme=None):
     """On the first rank what was written, and how often somebody was preempted; the others follow."""
-    engine = engine_of(config, folder, tp, num_pages)
+    engine = engine_of(config, folder, tp, num_pages, scheme)
     if tp > 1 and dist.get_rank() > 0:
         engine.runner.follow()
         return None
@@ -55,7 +59,8 @@ def case(config, folder, tp, num_pages):
     ids = [written.ids(str(n)) for n in range(len(PROMPTS))]
     logprobs = [token.logprob for n in range(len(PROMPTS)) for token in written.tokens[str(n), 0]]
     heads = engine.runner.pages[0].k.shape[2]
-    return ids, logprobs, engine.counts.preemptions, engine.counts.page_copies, heads
+    weights = stored_bytes(engine.runner.model)
+    return ids, logprobs, engine.counts.preemptions, engine.counts.page_copies, heads, weights
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -70,3 +75,21 @@ def test_two_ranks_write_what_one_writes(ranks, name, tmp_path):
         assert found[1] == pytest.approx(logprobs, abs=1e-4)
         assert (found[2] > 0) == (num_pages == 14)
         assert found[4] == config.kv_heads // 2
+
+
+WIDE = {"dim": 128, "ffn_dim": 512, "num_heads": 4, "max_length": 32}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom"])
+def test_two_ranks_write_what_one_writes_of_quantized_weights(ranks, name, scheme, tmp_path):
+    """Rounded as a whole, then cut; while loading, and from a quantized folder."""
+    config, folder = example(name, **WIDE), tmp_path / "plain"
+    save_pretrained(random_decoder(config).float(), config, folder)
+    quantize_folder(folder, tmp_path / "quantized", scheme, embeddings=True, head=True)
+    ids, logprobs, *_, whole = ranks(1).run(case, config, folder, 1, 200, Scheme(scheme))[0]
+    for source, how in ((folder, Scheme(scheme)), (tmp_path / "quantized", None)):
+        found, _ = ranks(2).run(case, config, source, 2, 200, how)
+        assert found[0] == ids
+        assert found[1] == pytest.approx(logprobs, abs=1e-4)
+        assert found[5] < 0.53 * whole

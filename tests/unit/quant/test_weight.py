@@ -135,3 +135,20 @@ def test_schemes_refuse_what_they_do_not_know() -> None:
         with pytest.raises(UserError, match="no description of a scheme"):
             Scheme.from_json(content)
     assert Scheme.from_json(INT4.as_json()) == INT4
+
+
+@pytest.mark.parametrize("scheme", [Scheme("int8"), Scheme("int4", 32), Scheme("int4", 32, symmetric=True)], ids=str)
+def test_parts_of_ranks_make_up_the_whole(scheme: Scheme) -> None:
+    """Rows and columns, the last of them fewer; nothing is rounded again."""
+    weight = weight_of(scheme, (10, 100))
+    assert isinstance(weight, QuantizedWeight)
+    whole = weight.dequantized()
+    for rows in (slice(0, 6), slice(6, 10)):
+        for columns in (slice(0, 64), slice(64, 100), slice(0, 100)):
+            part = weight.cut((rows, columns))
+            assert part.shape == whole[rows, columns].shape
+            assert torch.equal(part.dequantized(), whole[rows, columns])
+            assert part.codes.is_contiguous()
+    if scheme.name == "int4":
+        with pytest.raises(UserError, match="100 columns in groups of 32 are not cut at 0 and 50"):
+            weight.cut((slice(0, 10), slice(0, 50)))
