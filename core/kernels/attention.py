@@ -27,6 +27,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
@@ -152,8 +153,11 @@ def _dot_product(
 ) -> Tensor:  # fmt: skip
     """`attention` by torch's fused operator, what runs on a CPU."""
     B, L, H, _ = q.shape
-    S, J = k.shape[1:3]
+    S = k.shape[1]
     causal = (left, right, offset, L) == (None, 0, 0, S) and bias is None and mask is None and slopes is None
+    if _is_shared(bias, q, k, v, left, right, slopes):
+        assert bias is not None
+        return _with_shared_bias(q, k, v, scale, bias, mask)
     wide = torch.promote_types(q.dtype, torch.float32)
     added = None if causal else _added((B, H, L, S), left, right, offset, bias, mask, slopes, wide, q.device)
     empty = None
@@ -162,11 +166,77 @@ def _dot_product(
         added = added.masked_fill(empty, 0.0)
         if slopes is None:
             added = added.to(q.dtype)
-    o_BHLK = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=added, is_causal=causal, scale=scale,
-        enable_gqa=H != J,
-    )  # fmt: skip
+    o_BHLK = _fused(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), added, causal, scale)
     return (o_BHLK if empty is None else o_BHLK.masked_fill(empty, 0.0)).transpose(1, 2)
+
+
+def _fused(q_BHLK: Tensor, k_BJSK: Tensor, v_BJSK: Tensor, added: Tensor | None, causal: bool, scale: float) -> Tensor:
+    if q_BHLK.is_meta and not torch.is_grad_enabled():
+        # Torch would show the meta device a way with all scores in memory that a CPU does not take.
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHLK, k_BJSK, v_BJSK, 0.0, causal, attn_mask=added, scale=scale
+        )[0]
+    return F.scaled_dot_product_attention(
+        q_BHLK,
+        k_BJSK,
+        v_BJSK,
+        attn_mask=added,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q_BHLK.shape[1] != k_BJSK.shape[1],
+    )
+
+
+def _is_shared(
+    bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, slopes: Tensor | None
+) -> bool:
+    """Whether several sequences share a bias that, joined with the mask, need not be there once for each of them."""
+    if bias is None or slopes is not None or (left, right) != (None, None) or k.shape[1] == 0:
+        return False
+    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+        return False  # it looks into the mask
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias))
+    return not recorded and bias.shape[0] < q.shape[0] and bias.shape[1] in (1, q.shape[2])
+
+
+def _with_shared_bias(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor, mask: Tensor | None) -> Tensor:
+    """`_dot_product` without a gradient: mask and bias are joined once for all sequences of the same mask."""
+    each = q.shape[0] // bias.shape[0]
+    o_BHLK = None
+    for first in range(0, q.shape[0], each):
+        bias_1HLS = bias[first // each : first // each + 1].to(q.dtype)
+        for rows, visible_S in _alike(mask, first, each):
+            added = bias_1HLS if visible_S is None else torch.where(visible_S, bias_1HLS, -math.inf)
+            empty = added.amax(-1, keepdim=True) == -math.inf
+            if not empty.is_meta and bool(empty.any()):
+                added = added.masked_fill(empty, 0.0)
+            q_, k_, v_ = (t[rows].transpose(1, 2) for t in (q, k, v))
+            part = _fused(q_, k_, v_, added, False, scale).masked_fill_(empty, 0.0)
+            del added
+            if part.shape[0] == q.shape[0]:
+                return part.transpose(1, 2)
+            if o_BHLK is None:
+                o_BHLK = part.new_empty(q.shape[0], *part.shape[1:])
+            o_BHLK[rows] = part
+    assert o_BHLK is not None
+    return o_BHLK.transpose(1, 2)
+
+
+def _alike(mask: Tensor | None, first: int, count: int) -> list[tuple[slice | Tensor, Tensor | None]]:
+    """Of the sequences first.. those with one mask, each with that mask [S]; None: every key is visible."""
+    everything = slice(first, first + count)
+    if mask is None:
+        return [(everything, None)]
+    visible = mask[everything] != 0
+    if mask.is_meta:  # nothing can be asked: as if all were alike, and some key hidden
+        return [(everything, visible[0])]
+    if bool(visible.all()):
+        return [(everything, None)]
+    if bool((visible == visible[:1]).all()):
+        return [(everything, visible[0])]
+    masks, which = torch.unique(visible, dim=0, return_inverse=True)
+    rows = (first + (which == number).nonzero()[:, 0] for number in range(len(masks)))
+    return [(at, None if bool(one.all()) else one) for at, one in zip(rows, masks)]
 
 
 def _added(

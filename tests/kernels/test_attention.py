@@ -13,6 +13,7 @@ from core.kernels import attention as kernels
 from core.kernels.attention import attention, attention_varlen, attention_with_lse, reference
 from core.kernels.operator import forced
 from core.kernels.partial_attention import Part, partial_attention, partial_gradients
+from core.metrics import MemoryAccount
 
 SPEC = kernels.SPECS[0]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -157,3 +158,41 @@ def test_packed_sequences_need_their_limits() -> None:
         attention_varlen(
             shaped(4, 2, 8), shaped(4, 2, 8), shaped(4, 2, 8), torch.tensor([0, 1, 4]), torch.tensor([0, 4]), 3, 4
         )
+
+
+@pytest.mark.parametrize("masks", ["none", "all alike", "all visible", "two kinds", "one sees nothing"])
+def test_a_shared_bias_is_joined_with_each_kind_of_mask_once(masks: str) -> None:
+    """What a CPU does without gradients: as the reference, and without a bias for each sequence."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k, v, bias = draw(6, 32, 2, 4), draw(6, 40, 2, 4), draw(6, 40, 2, 4), draw(2, 2, 32, 40)
+    mask = torch.ones(6, 40)
+    if masks == "all alike":
+        mask[:, 5:] = 0
+    if masks in ("two kinds", "one sees nothing"):
+        mask[1:3, 4:] = 0
+    if masks == "one sees nothing":
+        mask[4] = 0
+    given = None if masks == "none" else mask
+    expected, _ = reference(q, k, v, bias=bias, mask=given)
+    with torch.no_grad(), MemoryAccount() as account:
+        account.add([q, k, v, bias, mask])
+        before = account.current_bytes
+        got = attention(q, k, v, bias=bias, mask=given)
+    assert (got - expected).abs().max() < 1e-5
+    assert account.peak_bytes - before < 6 * 2 * 32 * 40 * 4
+
+
+def test_a_shared_bias_has_the_gradients_that_it_had() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 3, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(1, 2, 3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        expected = attention(q, k, v, bias=bias)
+    got = attention(q, k, v, bias=bias)
+    assert (got - expected).abs().max() < 1e-12
+    got.sum().backward()
+    assert bias.grad is not None
