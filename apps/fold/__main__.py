@@ -8,6 +8,7 @@ from core.runtime import leads
 
 COMMANDS = {
     "predict": "structures with confidences for the sequences of a FASTA file",
+    "plan": "whether a prediction fits, how it would be cut, how long a sequence may be",
     "evaluate": "a prediction against an experimental structure",
     "convert": "weights from one format into another",
     "doctor": "compare this installation with a golden run of the original code",

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import Tensor
 
 from apps.fold.features.sequences import Record, read_fasta
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig
+from apps.fold.model.features import Features
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
-from apps.fold.subbatch import free_bytes, plan, slice_operations
+from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.targets import Target, find_target
 from apps.fold.weights.source import WHERE, build, read_weights
 from core.config import UserError, parse
@@ -181,11 +184,42 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
 
 def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
     dtype = compute_dtype(config.precision)
-    iterations = [one.to(config.device, dtype) for one in target.iterations(model.config, seed)]
+    features = target.iterations(model.config, seed)
+    job = job_of(model.config, features, dtype, config.device)
     budget = int(config.memory * 2**30) if config.memory is not None else free_bytes(config.device)
-    slice_operations(model.module, plan(model.config, *iterations[0].sizes(), dtype, budget))
+    plan = plan_subbatches(job, budget)
+    choices = {name: how for name, how in plan.choices.items() if name != HEADS}
+    apply_subbatches(model.module, choices, offload=plan.offload)
     with torch.inference_mode():
-        return folded(target.sequence, model.module(iterations))
+        folding = model.module.fold(OnDevice(features, config.device, dtype))
+        return folded(target.sequence, folding, model.module.heads, plan.choices[HEADS].rows)
+
+
+class OnDevice(Sequence[Features]):
+    """Features that go to the device one iteration at a time, as they are asked for."""
+
+    def __init__(self, features: Sequence[Features], device: str, dtype: torch.dtype):
+        self.features, self.device, self.dtype = features, device, dtype
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index):
+        return self.features[index].to(self.device, self.dtype)
+
+
+def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype, device: str) -> Job:
+    """What is asked of the planner: the sizes of the largest iteration."""
+    sizes = [max(numbers) for numbers in zip(*(one.sizes() for one in features))]
+    hidden = any(bool((mask == 0).any()) for one in features for mask in _masks(one))
+    kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
+    return Job(model, *sizes, dtype=dtype, device=kind, iterations=len(features), hidden=hidden)
+
+
+def _masks(features: Features) -> list[Tensor]:
+    """What attention may hide: rows that are not there, and rows of templates where an angle is not known."""
+    templates = [] if features.templates is None else [features.templates.torsion_mask_BTNA[..., 2]]
+    return [features.mask_BN, features.msa_mask_BSN, features.extra_mask_BEN, *templates]
 
 
 def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, Any], config: PredictConfig) -> None:

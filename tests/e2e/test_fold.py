@@ -134,8 +134,40 @@ def test_a_sequence_that_does_not_fit_is_refused_and_the_others_are_folded(
     options = ("--weights", weights, "--out", tmp_path / "out", "--no-plots", "--memory", 0.5)
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2
-    assert re.search(r"record 1 \(huge\): 60000 residues need [0-9.]+ GiB and there are 0.5", err)
+    assert re.search(
+        r"record 1 \(huge\): 60000 residues with .* need at least [0-9.]+ GiB, and there are 0.50",
+        err,
+    )
     assert (tmp_path / "out" / "small" / "rank_1.cif").is_file()
+
+
+def test_predict_within_a_budget(tmp_path: Path, weights: Path, capsys) -> None:
+    """As much memory as it needs at least, and the same structure."""
+    (tmp_path / "in.fasta").write_text(">a\n" + "MKTAYWCAAG" * 4 + "\n")
+    options = ("--weights", weights, "--no-plots", "--out")
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "free")
+    assert code == 0, err
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "tight", "--memory", 0.0001)
+    assert code == 2
+    least = re.search(r"give --memory ([0-9.]+)", err)
+    assert least is not None
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "tight", "--memory", least[1])
+    assert code == 0, err
+    plddt = [json.loads((tmp_path / n / "a" / "ranking.json").read_text())["predictions"][0] for n in ("free", "tight")]
+    assert plddt[0]["mean_plddt"] == pytest.approx(plddt[1]["mean_plddt"], abs=1e-3)
+    assert plddt[0]["ptm"] == pytest.approx(plddt[1]["ptm"], abs=1e-4)
+
+
+def test_plan(capsys) -> None:
+    code, said, _ = fold(capsys, "plan", "--length", 3000, "--model", "model_5_ptm", "--memory", 40)
+    assert code == 0
+    assert re.search(r"longest sequence: [0-9],[0-9]{3} residues", said)
+    assert "predicted peak" in said
+    assert "blocks.*.pair.outgoing" in said
+    code, _, err = fold(capsys, "plan", "--length", 30_000, "--model", "model_5_ptm", "--memory", 4)
+    assert code == 2
+    assert "30000 residues" in err
+    assert "--memory" in err
 
 
 def test_convert(tmp_path: Path, capsys) -> None:
@@ -171,6 +203,9 @@ def test_recipes(capsys) -> None:
         (("evaluate",), ("--predicted", "--reference")),
         (("evaluate", "--predicted", "/nowhere.cif", "--reference", "/nowhere.pdb"), ("/nowhere.cif",)),
         (("predict", "in.fasta", "--weights", "w", "--memory", 0), ("memory=0",)),
+        (("plan", "--length", 0), ("length=0",)),
+        (("plan", "--model", "model_9"), ("model_9", "model_1")),
+        (("plan", "--model", "model_5", "--templates", 2), ("templates",)),
     ],
 )
 def test_refusals(capsys, arguments: tuple, words: tuple) -> None:

@@ -39,13 +39,12 @@ class Recycled:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What the last iteration gives.
+class Folding:
+    """What the last iteration gives, before the heads read it.
 
     msa_BSND, pair_BNNZ, single_BND    representations; template rows are cut off the MSA
     structure                          frames, torsions and atoms of every layer
     positions_BN373, atom_mask_BN37    atoms of the last layer, Angstrom
-    logits                             of the heads
     """
 
     msa_BSND: Tensor
@@ -54,6 +53,12 @@ class Prediction:
     structure: Structure
     positions_BN373: Tensor
     atom_mask_BN37: Tensor
+
+
+@dataclass(frozen=True)
+class Prediction(Folding):
+    """The same, and the logits of the heads."""
+
     logits: Logits
 
 
@@ -81,58 +86,77 @@ class AlphaFold(nn.Module):
 
     def forward(self, iterations: Sequence[Features]) -> Prediction:
         """One recycling iteration for each element of `iterations` (the same object again, or drawn anew)."""
+        found = self.fold(iterations)
+        logits = self.heads(found.msa_BSND, found.pair_BNNZ, found.single_BND, found.structure.single_BND)
+        return Prediction(**vars(found), logits=logits)
+
+    def fold(self, iterations: Sequence[Features]) -> Folding:
+        """The same without the heads."""
         recycled = None
-        for features in iterations[:-1]:
+        for index in range(len(iterations) - 1):  # one by one: a sequence may fetch them as they are asked for
             with torch.no_grad():
-                msa_BSND, pair_BNNZ, structure, _ = self._iterate(features, recycled)
-                positions = atom37_of_atom14(features.aatype_BN, structure.atom14[-1])
-                recycled = Recycled(msa_BSND[:, 0], pair_BNNZ, pseudo_beta(features.aatype_BN, positions))
-                del msa_BSND, pair_BNNZ, structure
+                recycled = self._recycled(iterations[index], recycled)
         features = iterations[-1]
         msa_BSND, pair_BNNZ, structure, single_BND = self._iterate(features, recycled)
-        return Prediction(
+        return Folding(
             msa_BSND,
             pair_BNNZ,
             single_BND,
             structure,
             atom37_of_atom14(features.aatype_BN, structure.atom14[-1]),
             table(residues.ATOM37_MASK, features.aatype_BN) * features.mask_BN[..., None],
-            self.heads(msa_BSND, pair_BNNZ, single_BND, structure.single_BND),
         )
+
+    def _recycled(self, features: Features, recycled: Recycled | None) -> Recycled:
+        msa_BSND, pair_BNNZ, structure, _ = self._iterate(features, recycled)
+        positions = atom37_of_atom14(features.aatype_BN, structure.atom14[-1])
+        first_row = msa_BSND[:, 0].clone()  # a view would keep the whole MSA
+        return Recycled(first_row, pair_BNNZ, pseudo_beta(features.aatype_BN, positions))
 
     def _iterate(self, features: Features, recycled: Recycled | None) -> tuple[Tensor, Tensor, Structure, Tensor]:
         msa_BSND, pair_BNNZ = self.trunk(features, recycled)
+        msa_BSND = msa_BSND[:, : features.msa_BSNF.shape[1]]
         single_BND = self.single(msa_BSND[:, 0])
         structure = self.structure_module(single_BND, pair_BNNZ, features.aatype_BN, features.mask_BN)
         return msa_BSND, pair_BNNZ, structure, single_BND
 
     def trunk(self, features: Features, recycled: Recycled | None) -> tuple[Tensor, Tensor]:
-        """m[B, S, N, D] and z[B, N, N, Z] after the Evoformer."""
+        """m[B, S + T, N, D] and z[B, N, N, Z] after the Evoformer."""
         pair_mask_BNN = features.mask_BN[:, :, None] * features.mask_BN[:, None]
-        m_BSND, z_BNNZ = self.input_embedder(features)
         if recycled is None:
-            points = torch.zeros(*features.aatype_BN.shape, 3, device=z_BNNZ.device)
-            recycled = Recycled(torch.zeros_like(m_BSND[:, 0]), torch.zeros_like(z_BNNZ), points)
-        first_row, pairs = self.recycling_embedder(recycled.msa_BND, recycled.pair_BNNZ, recycled.pseudo_beta_BN3)
-        m_BSND = torch.cat([m_BSND[:, :1] + first_row[:, None], m_BSND[:, 1:]], 1)
-        z_BNNZ = z_BNNZ + pairs
-        num_rows, msa_mask = m_BSND.shape[1], features.msa_mask_BSN
-        if self.template_embedder is not None and features.templates is not None:
-            m_BSND, z_BNNZ, msa_mask = self._add_templates(
-                self.template_embedder, features.templates, m_BSND, z_BNNZ, msa_mask, pair_mask_BNN
-            )
+            recycled = self.nothing(features)
+        z_BNNZ = self.embed_pairs(features, recycled.pair_BNNZ, recycled.pseudo_beta_BN3)
+        templates = None if self.template_embedder is None else features.templates
+        if self.template_embedder is not None and templates is not None:
+            z_BNNZ = self.template_embedder.pairs(z_BNNZ, templates, pair_mask_BNN)
         extra_BEND = self.extra_embedder(features)
         for block in self.extra_blocks:
             extra_BEND, z_BNNZ = block(extra_BEND, z_BNNZ, features.extra_mask_BEN, pair_mask_BNN)
         del extra_BEND
+        m_BSND, msa_mask = self.embed_msa(features, templates, recycled.msa_BND)
         for block in self.blocks:
             m_BSND, z_BNNZ = block(m_BSND, z_BNNZ, msa_mask, pair_mask_BNN)
-        return m_BSND[:, :num_rows], z_BNNZ
+        return m_BSND, z_BNNZ
 
-    @staticmethod
-    def _add_templates(
-        embedder: TemplateEmbedder, templates: TemplateFeatures, m: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        z = z + embedder.pairs(z, templates, pair_mask)
-        psi_mask_BTN = templates.torsion_mask_BTNA[..., 2]  # psi needs the atoms of one residue only
-        return torch.cat([m, embedder.torsions(templates)], 1), z, torch.cat([mask, psi_mask_BTN.to(mask.dtype)], 1)
+    def nothing(self, features: Features) -> Recycled:
+        """What the first iteration gets from the one before it."""
+        like, (B, N) = features.msa_BSNF, features.aatype_BN.shape
+        row, pairs = like.new_zeros(B, N, self.config.msa_dim), like.new_zeros(B, N, N, self.config.pair_dim)
+        return Recycled(row, pairs, torch.zeros(B, N, 3, device=like.device))
+
+    def embed_pairs(self, features: Features, last_BNNZ: Tensor, pseudo_beta_BN3: Tensor) -> Tensor:
+        """z[B, N, N, Z] of the input and of the last iteration."""
+        return self.input_embedder.pairs(features) + self.recycling_embedder.pairs(last_BNNZ, pseudo_beta_BN3)
+
+    def embed_msa(
+        self, features: Features, templates: TemplateFeatures | None, last_BND: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """m[B, S + T, N, D] and its mask."""
+        m_BSND, mask_BSN = self.input_embedder.rows(features), features.msa_mask_BSN
+        first_row = self.recycling_embedder.msa_norm(last_BND)
+        rows, masks = [m_BSND[:, :1] + first_row[:, None], m_BSND[:, 1:]], [mask_BSN]
+        if self.template_embedder is not None and templates is not None:
+            psi_mask_BTN = templates.torsion_mask_BTNA[..., 2]  # psi needs the atoms of one residue only
+            rows.append(self.template_embedder.torsions(templates))
+            masks.append(psi_mask_BTN.to(mask_BSN.dtype))
+        return torch.cat(rows, 1), torch.cat(masks, 1)

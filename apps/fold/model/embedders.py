@@ -28,22 +28,32 @@ class InputEmbedder(nn.Module):
         self.position = RelativePosition(pair_dim)
 
     def forward(self, features: Features) -> tuple[Tensor, Tensor]:
-        target_BNF = features.target_BNF
-        m_BSND = self.target(target_BNF)[:, None] + self.msa(features.msa_BSNF)
-        z_BNNZ = self.left(target_BNF)[:, :, None] + self.right(target_BNF)[:, None]
-        return m_BSND, z_BNNZ + self.position(features.residue_index_BN)
+        return self.rows(features), self.pairs(features)
+
+    def rows(self, features: Features) -> Tensor:
+        """m[B, S, N, D]."""
+        return self.target(features.target_BNF)[:, None] + self.msa(features.msa_BSNF)
+
+    def pairs(self, features: Features, at: slice = slice(None)) -> Tensor:
+        """The rows `at` of z, [B, I, N, Z]."""
+        target_BNF, index_BN = features.target_BNF, features.residue_index_BN
+        z_BINZ = self.left(target_BNF[:, at])[:, :, None] + self.right(target_BNF)[:, None]
+        return z_BINZ + self.position(index_BN[:, at], index_BN)
 
 
 class RelativePosition(Linear):
-    """A linear map of the one-hot difference of positions, clipped at +-32 (algorithm 4): [B, N] -> [B, N, N, Z]."""
+    """A linear map of the one-hot difference of positions, clipped at +-32 (algorithm 4).
+
+    Positions [B, I] and [B, N] -> [B, I, N, Z].
+    """
 
     def __init__(self, pair_dim: int):
         super().__init__(2 * widths.RELATIVE_POSITIONS + 1, pair_dim)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, others: Tensor) -> Tensor:
         reach = widths.RELATIVE_POSITIONS
-        offset_BNN = (input[:, :, None] - input[:, None]).clamp(-reach, reach) + reach
-        return F.embedding(offset_BNN, self.weight.T) + self.bias  # a one-hot vector picks a column
+        offset_BIN = (input[:, :, None] - others[:, None]).clamp(-reach, reach) + reach
+        return F.embedding(offset_BIN, self.weight.T) + self.bias  # a one-hot vector picks a column
 
 
 class RecyclingEmbedder(nn.Module):
@@ -57,8 +67,12 @@ class RecyclingEmbedder(nn.Module):
 
     def forward(self, m_BND: Tensor, z_BNNZ: Tensor, pseudo_beta_BN3: Tensor) -> tuple[Tensor, Tensor]:
         """m_BND is the last first row, z_BNNZ the last pairs, pseudo_beta_BN3 the last positions in Angstrom."""
-        bins = distance_bins(pseudo_beta_BN3, *widths.RECYCLE_BINS).to(z_BNNZ.dtype)
-        return self.msa_norm(m_BND), self.distance(bins) + self.pair_norm(z_BNNZ)
+        return self.msa_norm(m_BND), self.pairs(z_BNNZ, pseudo_beta_BN3)
+
+    def pairs(self, z_BINZ: Tensor, pseudo_beta_BN3: Tensor, at: slice = slice(None)) -> Tensor:
+        """What is added to the rows `at` of z, of which z_BINZ are the last ones."""
+        bins = distance_bins(pseudo_beta_BN3, *widths.RECYCLE_BINS, at).to(z_BINZ.dtype)
+        return self.distance(bins) + self.pair_norm(z_BINZ)
 
 
 class ExtraEmbedder(nn.Module):
@@ -69,8 +83,12 @@ class ExtraEmbedder(nn.Module):
         self.linear = Linear(widths.EXTRA_DIM, dim)
 
     def forward(self, features: Features) -> Tensor:
-        letters = F.one_hot(features.extra_msa_BEN, 23).to(features.extra_deletion_BEN.dtype)
-        deletions = torch.stack([features.extra_has_deletion_BEN, features.extra_deletion_BEN], -1)
+        return self.sequences(features)
+
+    def sequences(self, features: Features, at: slice = slice(None)) -> Tensor:
+        """The extra rows `at`."""
+        letters = F.one_hot(features.extra_msa_BEN[:, at], 23).to(features.extra_deletion_BEN.dtype)
+        deletions = torch.stack([features.extra_has_deletion_BEN[:, at], features.extra_deletion_BEN[:, at]], -1)
         return self.linear(torch.cat([letters, deletions], -1))
 
 
@@ -94,7 +112,7 @@ class TemplateTorsionEmbedder(nn.Module):
 
 
 class TemplatePairEmbedder(nn.Module):
-    """What templates add to z: their own pair stack, then attention of each pair over them (algorithms 16 and 17).
+    """z and what templates add to it: their own pair stack, then attention of each pair over them (algorithms 16, 17).
 
     The three channels of unit vectors are 0, as they were when the released weights were trained.
     """
@@ -114,36 +132,43 @@ class TemplatePairEmbedder(nn.Module):
         self.attend = attention
 
     def forward(self, z_BNNZ: Tensor, templates: TemplateFeatures, pair_mask_BNN: Tensor) -> Tensor:
-        """The update of z[B, N, N, Z]; 0 where a sequence has no template."""
-        embedded = [self._one(templates, t, pair_mask_BNN) for t in range(templates.mask_BT.shape[1])]
-        t_XTC = torch.stack(embedded, 3).flatten(0, 2)
-        B, N = z_BNNZ.shape[:2]
+        """z[B, N, N, Z] and its update; z where a sequence has no template."""
+        embedded = [self.one(templates, t, pair_mask_BNN) for t in range(templates.mask_BT.shape[1])]
+        return z_BNNZ + self.read(z_BNNZ, torch.stack(embedded, 3), templates.mask_BT)
+
+    def read(self, z_BINZ: Tensor, t_BINTC: Tensor, mask_BT: Tensor) -> Tensor:
+        """The update of some rows of z from the same rows of the templates' pairs, which are normalised here."""
         heads = (self.num_heads, self.head_dim)
-        q = self.query(z_BNNZ).flatten(0, 2)[:, None].unflatten(-1, heads)
-        k, v = self.key_value(t_XTC).unflatten(-1, (2, *heads)).unbind(2)
-        mask_XT = templates.mask_BT[:, None].expand(-1, N * N, -1).flatten(0, 1)
-        update = self.out(self.attend(q, k, v, mask=mask_XT).flatten(1)).view(B, N, N, -1)
-        has_any = (templates.mask_BT.sum(-1) > 0).to(update.dtype)
+        q = self.query(z_BINZ).flatten(0, 2)[:, None].unflatten(-1, heads)
+        k, v = self.key_value(self.norm(t_BINTC).flatten(0, 2)).unflatten(-1, (2, *heads)).unbind(2)
+        mask_XT = mask_BT[:, None].expand(-1, z_BINZ.shape[1] * z_BINZ.shape[2], -1).flatten(0, 1)
+        update = self.out(self.attend(q, k, v, mask=mask_XT).flatten(1)).view_as(z_BINZ)
+        has_any = (mask_BT.sum(-1) > 0).to(update.dtype)
         return update * has_any[:, None, None, None]
 
-    def _one(self, templates: TemplateFeatures, t: int, pair_mask_BNN: Tensor) -> Tensor:
+    def one(self, templates: TemplateFeatures, t: int, pair_mask_BNN: Tensor) -> Tensor:
+        """The pairs [B, N, N, C] of one template."""
+        z_BNNC = self.pairs(templates, t)
+        for block in self.blocks:
+            z_BNNC = block(z_BNNC, pair_mask_BNN)
+        return z_BNNC
+
+    def pairs(self, templates: TemplateFeatures, t: int, at: slice = slice(None)) -> Tensor:
+        """What the stack begins with, of the rows `at`: [B, I, N, C]."""
         dtype = templates.backbone_mask_BTN.dtype
         aatype_BNA = F.one_hot(templates.aatype_BTN[:, t], 22).to(dtype)
         N = aatype_BNA.shape[1]
         beta_mask_BN, backbone_BN = templates.pseudo_beta_mask_BTN[:, t], templates.backbone_mask_BTN[:, t]
-        backbone_BNN1 = (backbone_BN[:, :, None] * backbone_BN[:, None])[..., None]
+        backbone_BIN1 = (backbone_BN[:, at, None] * backbone_BN[:, None])[..., None]
         parts = [
-            distance_bins(templates.pseudo_beta_BTN3[:, t], *widths.TEMPLATE_BINS).to(dtype),
-            (beta_mask_BN[:, :, None] * beta_mask_BN[:, None])[..., None],
-            aatype_BNA[:, None].expand(-1, N, -1, -1),
-            aatype_BNA[:, :, None].expand(-1, -1, N, -1),
-            backbone_BNN1.new_zeros(*backbone_BNN1.shape[:-1], 3),
-            backbone_BNN1,
+            distance_bins(templates.pseudo_beta_BTN3[:, t], *widths.TEMPLATE_BINS, at).to(dtype),
+            (beta_mask_BN[:, at, None] * beta_mask_BN[:, None])[..., None],
+            aatype_BNA[:, None].expand(-1, backbone_BIN1.shape[1], -1, -1),
+            aatype_BNA[:, at, None].expand(-1, -1, N, -1),
+            backbone_BIN1.new_zeros(*backbone_BIN1.shape[:-1], 3),
+            backbone_BIN1,
         ]
-        z_BNNC = self.embed(torch.cat(parts, -1) * backbone_BNN1)
-        for block in self.blocks:
-            z_BNNC = block(z_BNNC, pair_mask_BNN)
-        return self.norm(z_BNNC)
+        return self.embed(torch.cat(parts, -1) * backbone_BIN1)
 
 
 class TemplateEmbedder(nn.Module):

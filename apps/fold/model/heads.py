@@ -84,14 +84,19 @@ def predicted_tm_score(logits: Tensor, mask: Tensor) -> Tensor:
 
     Supplement, 1.9.7; the length in d0 is that of the masked residues, at least 19.
     """
+    aligned = aligned_tm_scores(logits, mask)
+    return (aligned * mask.to(aligned.dtype)).amax(-1)
+
+
+def aligned_tm_scores(logits: Tensor, mask: Tensor) -> Tensor:
+    """Expected TM-score when aligned on each of some residues: logits[.., I, N, X], mask[.., N] -> [.., I]."""
     length = mask.sum(-1).clamp(min=19)
     d0 = 1.24 * (length - 15) ** (1 / 3) - 1.8
     centres = _error_centres(logits)
     terms = 1 / (1 + centres**2 / d0[..., None].to(centres) ** 2)
     expected = (torch.softmax(logits.to(centres.dtype), -1) * terms[..., None, None, :]).sum(-1)
     weights = mask.to(expected.dtype)
-    aligned = (expected * weights[..., None, :]).sum(-1) / (1e-8 + weights.sum(-1, keepdim=True))
-    return (aligned * weights).amax(-1)
+    return (expected * weights[..., None, :]).sum(-1) / (1e-8 + weights.sum(-1, keepdim=True))
 
 
 def max_aligned_error(num_bins: int = 64) -> float:

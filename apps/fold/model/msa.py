@@ -22,13 +22,20 @@ class RowAttentionWithPairBias(nn.Module):
         self.dropout = SharedDropout(dropout)
 
     def forward(self, m_BSND: Tensor, z_BNNZ: Tensor, mask_BSN: Tensor) -> Tensor:
-        bias_BHNN = self.bias(self.pair_norm(z_BNNZ)).permute(0, 3, 1, 2)
-        factor = self.dropout(m_BSND)
-        if factor is not None:
-            factor = factor.expand(-1, m_BSND.shape[1], -1, -1).flatten(0, 1)
-        rows = m_BSND.flatten(0, 1)
-        out = self.attention(self.norm(rows), mask_BSN.flatten(0, 1), bias=bias_BHNN, residual=rows, dropout=factor)
-        return out.view_as(m_BSND)
+        return self.sequences(m_BSND, mask_BSN, self.pair_bias(z_BNNZ), self.dropout(m_BSND))
+
+    def pair_bias(self, z_BINZ: Tensor) -> Tensor:
+        """The bias [B, H, I, N] of some rows of z."""
+        return self.bias(self.pair_norm(z_BINZ)).permute(0, 3, 1, 2)
+
+    def sequences(
+        self, m_BSND: Tensor, mask_BSN: Tensor, bias_BHNN: Tensor, factor_B1ND: Tensor | None = None
+    ) -> Tensor:
+        """m + attention in each of some sequences."""
+        if factor_B1ND is not None:
+            factor_B1ND = factor_B1ND.expand(-1, m_BSND.shape[1], -1, -1).flatten(0, 1)
+        rows, mask = m_BSND.flatten(0, 1), mask_BSN.flatten(0, 1)
+        return self.attention(self.norm(rows), mask, bias=bias_BHNN, residual=rows, dropout=factor_B1ND).view_as(m_BSND)
 
 
 class ColumnAttention(nn.Module):
@@ -76,9 +83,13 @@ class OuterProductMean(nn.Module):
 
     def forward(self, m_BSND: Tensor, z_BNNZ: Tensor, mask_BSN: Tensor) -> Tensor:
         mask_BSN = mask_BSN.to(m_BSND.dtype)
-        n = self.norm(m_BSND)
-        a_BSNC, b_BSNC = self.left(n) * mask_BSN[..., None], self.right(n) * mask_BSN[..., None]
+        a_BSNC, b_BSNC = self.factors(m_BSND, mask_BSN)
         return z_BNNZ + self.update(a_BSNC, b_BSNC, mask_BSN, mask_BSN)
+
+    def factors(self, m_BSND: Tensor, mask_BSN: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b, [B, S, N, C] both."""
+        n = self.norm(m_BSND)
+        return self.left(n) * mask_BSN[..., None], self.right(n) * mask_BSN[..., None]
 
     def update(self, a_BSIC: Tensor, b_BSJC: Tensor, mask_BSI: Tensor, mask_BSJ: Tensor) -> Tensor:
         """What residues I and J add to z: [B, I, J, Z]."""

@@ -39,6 +39,17 @@ class Structure:
     atom14: Tensor
 
 
+@dataclass(frozen=True)
+class Keys:
+    """What every residue offers the others in invariant point attention; points in global coordinates."""
+
+    k_BNHK: Tensor
+    k_BNHP3: Tensor
+    v_BNHK: Tensor
+    v_BNHV3: Tensor
+    mask_BN: Tensor
+
+
 class InvariantPointAttention(nn.Module):
     """Attention whose scores are distances between points that residues carry in their frames (algorithm 22).
 
@@ -67,29 +78,37 @@ class InvariantPointAttention(nn.Module):
 
     def forward(self, s_BND: Tensor, z_BNNZ: Tensor, frames: Frames, mask_BN: Tensor) -> Tensor:
         heads = (self.num_heads, -1)
-        wide = frames.rotation.dtype
         q_BNHK = self.query(s_BND).unflatten(-1, heads)
         k_BNHK, v_BNHK = self.key_value(s_BND).unflatten(-1, heads).split(self.head_dim, -1)
         q_BNHP3 = self._points(self.query_point(s_BND), frames)
         kv_BNHP3 = self._points(self.key_value_point(s_BND), frames)
         k_BNHP3, v_BNHV3 = kv_BNHP3.split([self.query_points, self.value_points], 3)
 
-        scores_BHNN = torch.einsum("bihk,bjhk->bhij", q_BNHK, k_BNHK).to(wide) * math.sqrt(1 / (3 * self.head_dim))
-        gamma_H = F.softplus(self.point_weight.to(wide)) * math.sqrt(1 / (3 * 4.5 * self.query_points))
-        scores_BHNN = scores_BHNN - 0.5 * gamma_H[:, None, None] * _squared_distances(q_BNHP3, k_BNHP3)
-        bias_BHNN = self.bias(z_BNNZ).permute(0, 3, 1, 2).to(wide) * math.sqrt(1 / 3)
-        mask_BNN = mask_BN[:, :, None] * mask_BN[:, None]
-        hidden_B1NN = 1e5 * (mask_BNN.to(wide) - 1)[:, None]
-        weights_BHNN = softmax(scores_BHNN, mask=hidden_B1NN, bias=bias_BHNN)
+        keys = Keys(k_BNHK, k_BNHP3, v_BNHK, v_BNHV3, mask_BN)
+        return self.out(self.gather(q_BNHK, q_BNHP3, frames, mask_BN, z_BNNZ, keys))
 
-        narrow = weights_BHNN.to(v_BNHK.dtype)
-        o_BNHK = torch.einsum("bhij,bjhk->bihk", narrow, v_BNHK)
-        point_BNHV3 = torch.einsum("bhij,bjhvx->bihvx", weights_BHNN, v_BNHV3)
-        local = _per_residue(frames, 2).inverse_apply(point_BNHV3).flatten(2, 3)
+    def gather(
+        self, q_BIHK: Tensor, q_BIHP3: Tensor, frames_BI: Frames, mask_BI: Tensor, z_BINZ: Tensor, keys: "Keys"
+    ) -> Tensor:
+        """What some residues gather from all: [B, I, H (K + 4 V + Z)], before the output's projection."""
+        wide = frames_BI.rotation.dtype
+        scores_BHIN = torch.einsum("bihk,bjhk->bhij", q_BIHK, keys.k_BNHK).to(wide)
+        scores_BHIN = scores_BHIN * math.sqrt(1 / (3 * self.head_dim))
+        gamma_H = F.softplus(self.point_weight.to(wide)) * math.sqrt(1 / (3 * 4.5 * self.query_points))
+        scores_BHIN = scores_BHIN - 0.5 * gamma_H[:, None, None] * _squared_distances(q_BIHP3, keys.k_BNHP3)
+        bias_BHIN = self.bias(z_BINZ).permute(0, 3, 1, 2).to(wide) * math.sqrt(1 / 3)
+        mask_BIN = mask_BI[:, :, None] * keys.mask_BN[:, None]
+        hidden_B1IN = 1e5 * (mask_BIN.to(wide) - 1)[:, None]
+        weights_BHIN = softmax(scores_BHIN, mask=hidden_B1IN, bias=bias_BHIN)
+
+        narrow = weights_BHIN.to(keys.v_BNHK.dtype)
+        o_BIHK = torch.einsum("bhij,bjhk->bihk", narrow, keys.v_BNHK)
+        point_BIHV3 = torch.einsum("bhij,bjhvx->bihvx", weights_BHIN, keys.v_BNHV3)
+        local = _per_residue(frames_BI, 2).inverse_apply(point_BIHV3).flatten(2, 3)
         length = torch.sqrt((local * local).sum(-1) + 1e-8)
-        pair_BNHZ = torch.einsum("bhij,bijz->bihz", narrow, z_BNNZ)
-        points = torch.cat([*local.unbind(-1), length], -1).to(o_BNHK.dtype)
-        return self.out(torch.cat([o_BNHK.flatten(2), points, pair_BNHZ.flatten(2)], -1))
+        pair_BIHZ = torch.einsum("bhij,bijz->bihz", narrow, z_BINZ)
+        points = torch.cat([*local.unbind(-1), length], -1).to(o_BIHK.dtype)
+        return torch.cat([o_BIHK.flatten(2), points, pair_BIHZ.flatten(2)], -1)
 
     def _points(self, x_BNX: Tensor, frames: Frames) -> Tensor:
         """Global points [B, N, H, P, 3] of local ones, which come as all x, then all y, then all z."""

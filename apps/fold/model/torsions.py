@@ -121,12 +121,13 @@ def pseudo_beta(aatype: Tensor, positions: Tensor) -> Tensor:
     return torch.where(is_glycine[..., None], positions[..., residues.CA, :], positions[..., residues.CB, :])
 
 
-def distance_bins(x: Tensor, first: float, last: float, num_bins: int) -> Tensor:
-    """One-hot distances of all pairs of points x[.., N, 3] -> [.., N, N, num_bins]; nearer than `first`: all 0.
+def distance_bins(x: Tensor, first: float, last: float, num_bins: int, at: slice = slice(None)) -> Tensor:
+    """One-hot distances of pairs of points x[.., N, 3] -> [.., I, N, num_bins]; nearer than `first`: all 0.
 
-    Bins begin at num_bins distances from `first` to `last`; the last has no end.
+    at: the points whose distances from all are asked for, I of N. Bins begin at num_bins distances from `first` to
+    `last`; the last has no end.
     """
     lower = torch.linspace(first, last, num_bins, device=x.device, dtype=x.dtype) ** 2
     upper = torch.cat([lower[1:], lower.new_tensor([1e8])])
-    squared = ((x[..., :, None, :] - x[..., None, :, :]) ** 2).sum(-1, keepdim=True)
+    squared = ((x[..., at, None, :] - x[..., None, :, :]) ** 2).sum(-1, keepdim=True)
     return ((squared > lower) & (squared < upper)).to(x.dtype)

@@ -83,16 +83,24 @@ class TriangleAttention(nn.Module):
         return self._around(z_BNNZ, mask_BNN)
 
     def _around(self, z_BNNZ: Tensor, mask_BNN: Tensor) -> Tensor:
-        n = self.norm(z_BNNZ)
-        bias_BHNN = self.bias(n).permute(0, 3, 1, 2)
-        factor = self.dropout(z_BNNZ)
-        if factor is not None:
-            factor = factor.expand(-1, z_BNNZ.shape[1], -1, -1).flatten(0, 1)
+        n_BNNZ = self.norm(z_BNNZ)
+        return self.edges(n_BNNZ, z_BNNZ, mask_BNN, self.pair_bias(n_BNNZ), self.dropout(z_BNNZ))
+
+    def pair_bias(self, n_BINZ: Tensor) -> Tensor:
+        """The bias [B, H, I, N] of some rows of the norm of z (as attention sees it)."""
+        return self.bias(n_BINZ).permute(0, 3, 1, 2)
+
+    def edges(
+        self, n_BINZ: Tensor, z_BINZ: Tensor, mask_BIN: Tensor, bias_BHNN: Tensor, factor_B1NZ: Tensor | None = None
+    ) -> Tensor:
+        """z + attention in each of some rows, of which n is the norm; the bias is that of all rows."""
+        if factor_B1NZ is not None:
+            factor_B1NZ = factor_B1NZ.expand(-1, z_BINZ.shape[1], -1, -1).flatten(0, 1)
         out = self.attention(
-            n.flatten(0, 1),
-            mask_BNN.flatten(0, 1),
+            n_BINZ.flatten(0, 1),
+            mask_BIN.flatten(0, 1),
             bias=bias_BHNN,
-            residual=z_BNNZ.flatten(0, 1),
-            dropout=factor,
+            residual=z_BINZ.flatten(0, 1),
+            dropout=factor_B1NZ,
         )
-        return out.view_as(n)
+        return out.view_as(n_BINZ)

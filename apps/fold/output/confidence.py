@@ -1,4 +1,4 @@
-"""The numbers of a prediction, out of its logits."""
+"""The numbers of a prediction, read by the heads a few rows of pairs at a time."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apps.fold.model import heads
-from apps.fold.model.alphafold import Prediction
+from apps.fold.model.alphafold import Folding
+from apps.fold.model.heads import Heads, plddt
+from apps.fold.subbatch.reading import read_pairs
+from apps.fold.subbatch.slices import every
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,19 @@ class Folded:
         return float(self.plddt.mean())
 
 
-def folded(sequence: str, prediction: Prediction) -> Folded:
-    """The numbers of a prediction with a batch of one."""
-    logits = prediction.logits
-    mask_BN = torch.ones(prediction.single_BND.shape[:2], device=prediction.single_BND.device)
-    pae = ptm = None
-    if logits.pae is not None:
-        pae = _array(heads.predicted_aligned_error(logits.pae))
-        ptm = float(heads.predicted_tm_score(logits.pae, mask_BN))
+def folded(sequence: str, folding: Folding, heads: Heads, rows: int | None = None) -> Folded:
+    """The numbers of a prediction with a batch of one; the heads read `rows` rows of pairs at a time, None: all."""
+    length = folding.pair_BNNZ.shape[1]
+    mask_BN = torch.ones(folding.single_BND.shape[:2], device=folding.single_BND.device)
+    pairs = read_pairs(heads, folding.pair_BNNZ, mask_BN, every(length, rows or length))
     return Folded(
         sequence,
-        _array(prediction.positions_BN373),
-        _array(prediction.atom_mask_BN37),
-        _array(heads.plddt(logits.plddt)),
-        pae,
-        ptm,
-        _array(torch.softmax(logits.distogram.float(), -1)).astype(np.float16),
+        _array(folding.positions_BN373),
+        _array(folding.atom_mask_BN37),
+        _array(plddt(heads.plddt(folding.structure.single_BND))),
+        None if pairs.pae is None else pairs.pae.numpy(),
+        None if pairs.ptm is None else float(pairs.ptm),
+        pairs.distances.numpy(),
     )
 
 

@@ -1,0 +1,107 @@
+"""`fold plan`: whether a prediction fits before it is run, how it would be cut, and how long a sequence may be."""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from apps.fold.model.config import ModelConfig, preset
+from apps.fold.subbatch import Job, Plan, free_bytes, least_bytes, longest, plan_subbatches
+from apps.fold.weights.source import read_weights
+from core.config import UserError, parse
+from core.precision import Precision, compute_dtype
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    length: int | None = None
+    """residues; none: only the longest sequence that fits"""
+    model: str = "model_1_ptm"
+    """a released model (fold recipes), or weights as `fold predict` takes them"""
+    rows: int | None = None
+    """rows of the MSA; by default all that the model takes"""
+    extra_rows: int | None = None
+    """rows of the extra MSA; by default all that the model takes"""
+    templates: int = 0
+    num_recycles: int | None = None
+    precision: Precision = "bf16"
+    device: Literal["cpu", "cuda"] = "cuda"
+    """the kind of device that is planned for; it need not be here"""
+    memory: float | None = None
+    """GiB of the device; by default what a CPU has free here, and 80 for a GPU"""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "memory"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name}={value}; give more than 0")
+        for name in ("rows", "extra_rows", "templates"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(f"{name}={value}; give 0 or more")
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": PlanConfig}, argv, "fold plan", default="default")
+    job, budget = _job(config, config.length or 1), _budget(config)
+    print(
+        f"{config.model}, {job.rows} + {job.extra} rows, {job.templates} templates, {config.precision}, "
+        f"{config.device}, {budget / 2**30:.1f} GiB"
+    )
+    print(f"longest sequence: {longest(job, budget):,} residues, with their pairs on the device")
+    if config.length is not None:
+        plan, least = plan_subbatches(job, budget), least_bytes(job)
+        _show(job, plan, least)
+    return 0
+
+
+def _job(config: PlanConfig, length: int) -> Job:
+    model = _model(config.model)
+    if config.num_recycles is not None:
+        model = replace(model, num_recycles=config.num_recycles)
+    if config.templates and model.templates is None:
+        raise UserError(f"{config.model} takes no templates; leave out --templates")
+    rows = model.max_msa if config.rows is None else config.rows
+    return Job(
+        model,
+        length,
+        max(1, rows),
+        model.max_extra_msa if config.extra_rows is None else config.extra_rows,
+        config.templates,
+        compute_dtype(config.precision),
+        config.device,
+        model.num_recycles + 1,
+    )
+
+
+def _model(name: str) -> ModelConfig:
+    return read_weights(Path(name))[0] if Path(name).exists() else preset(name)
+
+
+def _budget(config: PlanConfig) -> int:
+    if config.memory is not None:
+        return int(config.memory * 2**30)
+    return free_bytes("cpu") if config.device == "cpu" else 80 * 2**30
+
+
+def _show(job: Job, plan: Plan, least: int) -> None:
+    pairs = job.residues**2 * job.config.pair_dim * job.dtype.itemsize
+    table = Table("operation", "how", "peak GiB", "in pair representations")
+    for name, how in plan.choices.items():
+        peak = plan.peaks[name]
+        table.add_row(name, str(how), f"{peak / 2**30:.2f}", f"{peak / pairs:.2f}")
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
+    where = "in host memory" if plan.offload else "on the device"
+    print(f"pair representation: {pairs / 2**30:.2f} GiB, {where}; residuals in place")
+    print(f"predicted peak: {plan.peak_bytes / 2**30:.2f} GiB; the least that would do: {least / 2**30:.2f} GiB")
+    print(f"predicted time: about {_duration(plan.seconds)} (two CPU cores, or one H100)")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,300 @@
+"""What can be cut, and how: for each kind of module the function that does it in slices, and what that costs.
+
+Wrapped are the forwards of modules, or a method that computes a part of one. Parameters keep their names.
+
+    module                        what is cut                                 result
+    AlphaFold.embed_pairs         rows of z                                   over the last iteration's z
+    TemplatePairEmbedder          rows of z, of each template's pairs         over z
+    ExtraEmbedder                 sequences
+    RowAttentionWithPairBias      sequences (the bias: rows of z)             over m
+    Column[Global]Attention       residues                                    over m
+    Transition                    sequences of m, rows of z                   over its input
+    OuterProductMean              rows of z (its factors: sequences)          over z
+    TriangleMultiplication        see products.py                             over z
+    TriangleAttention             rows of z; columns around ending nodes      over z
+    InvariantPointAttention       residues; z is normalised slice by slice
+
+Shapes: B batch, S sequences, N residues, I some of them, D = c_m, Z = c_z, H heads, K head size, C channels.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.attention import GatedAttention
+from apps.fold.model.embedders import ExtraEmbedder, TemplatePairEmbedder
+from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.layers import Transition
+from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
+from apps.fold.model.rigid import Frames
+from apps.fold.model.structure import InvariantPointAttention, Keys
+from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
+from apps.fold.subbatch.products import multiply
+from apps.fold.subbatch.slices import Cuts, How, collect, empty_beside, fetch, put, update
+
+_SMALL = 4  # a row of a bias or of a factor takes less than a quarter of what a row of the operation takes
+
+
+@dataclass(frozen=True)
+class Work:
+    """flops of products (a multiply-add is 2), bytes moved, launches of kernels or operators."""
+
+    flops: float
+    bytes: float
+    launches: float
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of module.
+
+    slot     the attribute of the module that is wrapped
+    run      (module, the attribute as it was, how, cuts, *arguments) -> result
+    length   (module, *arguments) -> what is cut, in rows
+    work     (module, *arguments) -> Work of doing it whole
+    over     which argument the result is written over; None: a tensor of its own
+    """
+
+    slot: str
+    run: Callable[..., Any]
+    length: Callable[..., int]
+    work: Callable[..., Work]
+    over: int | None = 0
+
+
+# --- the MSA ----------------------------------------------------------------------------------------------------------
+
+
+def _row_attention(
+    module: RowAttentionWithPairBias, whole: Any, how: How, cuts: Cuts, m: Tensor, z: Tensor, mask: Tensor
+) -> Tensor:
+    bias_BHNN = _bias(module.pair_bias, how, cuts, z, mask)
+    factor = module.dropout(m)
+
+    def sequences(at: slice) -> Tensor:
+        return module.sequences(m[:, at], mask[:, at], bias_BHNN, factor)
+
+    return update(m, cuts(m.shape[1], how.rows), 1, sequences)
+
+
+def _bias(pair_bias: Callable[[Tensor], Tensor], how: How, cuts: Cuts, z_BNNZ: Tensor, like: Tensor) -> Tensor:
+    """[B, H, N, N], made by slices of rows."""
+    N = z_BNNZ.shape[1]
+    return collect(N, cuts(N, min(N, _SMALL * how.rows), 2), 2, lambda at: pair_bias(fetch(z_BNNZ[:, at], like)))
+
+
+def _column_attention(module: nn.Module, whole: Any, how: How, cuts: Cuts, m: Tensor, mask: Tensor) -> Tensor:
+    return update(m, cuts(m.shape[2], how.rows), 2, lambda at: whole(m[:, :, at], mask[:, :, at]))
+
+
+def _transition(module: Transition, whole: Any, how: How, cuts: Cuts, x: Tensor) -> Tensor:
+    weight = module.up.weight
+    return update(x, cuts(x.shape[1], how.rows), 1, lambda at: whole(fetch(x[:, at], weight)))
+
+
+def _outer_product(
+    module: OuterProductMean, whole: Any, how: How, cuts: Cuts, m: Tensor, z: Tensor, mask: Tensor
+) -> Tensor:
+    mask_BSN, S = mask.to(m.dtype), m.shape[1]
+    a_BSNC, b_BSNC = _factors(module, cuts(S, min(S, _SMALL * how.rows)), m, mask_BSN)
+
+    def rows(at: slice) -> Tensor:
+        added = module.update(a_BSNC[:, :, at], b_BSNC, mask_BSN[:, :, at], mask_BSN)
+        return added.add_(fetch(z[:, at], mask)) if not torch.is_grad_enabled() else z[:, at] + added
+
+    return update(z, cuts(z.shape[1], how.rows), 1, rows)
+
+
+def _factors(module: OuterProductMean, slices: list[slice], m: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b, [B, S, N, C] both, made by slices of sequences."""
+    if torch.is_grad_enabled():
+        a, b = zip(*(module.factors(m[:, at], mask[:, at]) for at in slices))
+        return torch.cat(a, 1), torch.cat(b, 1)
+    shape = (*m.shape[:-1], module.left.out_features)
+    a_BSNC, b_BSNC = (torch.empty(shape, dtype=m.dtype, device=m.device) for _ in range(2))
+
+    def place(at: slice) -> None:
+        a_BSNC[:, at], b_BSNC[:, at] = module.factors(m[:, at], mask[:, at])
+
+    for at in slices:
+        place(at)
+    return a_BSNC, b_BSNC
+
+
+# --- the pairs --------------------------------------------------------------------------------------------------------
+
+
+def _triangle_attention(module: TriangleAttention, whole: Any, how: How, cuts: Cuts, z: Tensor, mask: Tensor) -> Tensor:
+    z_BNNZ, mask_BNN = (z, mask) if module.starting else (z.transpose(1, 2), mask.transpose(1, 2))
+    bias_BHNN = _bias(lambda z_BINZ: module.pair_bias(module.norm(z_BINZ)), how, cuts, z_BNNZ, mask)
+    factor = module.dropout(z_BNNZ)
+
+    def rows(at: slice) -> Tensor:
+        z_BINZ = fetch(z_BNNZ[:, at], mask)
+        return module.edges(module.norm(z_BINZ), z_BINZ, mask_BNN[:, at], bias_BHNN, factor)
+
+    out = update(z_BNNZ, cuts(z.shape[1], how.rows), 1, rows)
+    return out if module.starting else out.transpose(1, 2)
+
+
+def _embed_pairs(
+    model: AlphaFold, whole: Any, how: How, cuts: Cuts, features: Features, last: Tensor, points: Tensor
+) -> Tensor:
+    def rows(at: slice) -> Tensor:
+        added = model.recycling_embedder.pairs(fetch(last[:, at], features.msa_BSNF), points, at)
+        return model.input_embedder.pairs(features, at) + added
+
+    return update(last, cuts(last.shape[1], how.rows), 1, rows)
+
+
+def _template_pairs(
+    module: TemplatePairEmbedder, whole: Any, how: How, cuts: Cuts, z: Tensor, templates: TemplateFeatures,
+    mask: Tensor,
+) -> Tensor:  # fmt: skip
+    N, T = z.shape[1], templates.mask_BT.shape[1]
+    slices, embedded = cuts(N, how.rows), []
+    for t in range(T):
+        t_BNNC = _beside(z, slices, lambda at, t=t: module.pairs(templates, t, at))
+        for block in module.blocks:
+            t_BNNC = block(t_BNNC, mask)
+        embedded.append(t_BNNC)
+
+    def rows(at: slice) -> Tensor:
+        z_BINZ = fetch(z[:, at], mask)
+        t_BINTC = torch.stack([fetch(t_BNNC[:, at], mask) for t_BNNC in embedded], 3)
+        return z_BINZ + module.read(z_BINZ, t_BINTC, templates.mask_BT)
+
+    return update(z, slices, 1, rows)
+
+
+def _beside(z: Tensor, slices: list[slice], part: Callable[[slice], Tensor]) -> Tensor:
+    """The parts side by side along rows, where z lies."""
+    if torch.is_grad_enabled():
+        return torch.cat([part(at) for at in slices], 1)
+    B, N, C = z.shape[0], z.shape[1], part(slice(0, 1)).shape[-1]
+    out = empty_beside(z, B, N, N, C)
+    for at in slices:
+        put(out[:, at], part(at))
+    return out
+
+
+def _extra(module: ExtraEmbedder, whole: Any, how: How, cuts: Cuts, features: Features) -> Tensor:
+    length = features.extra_msa_BEN.shape[1]
+    if length == 0:
+        return whole(features)
+    return collect(length, cuts(length, how.rows, 2), 1, lambda at: module.sequences(features, at))
+
+
+def _gather(
+    module: InvariantPointAttention, whole: Any, how: How, cuts: Cuts, q: Tensor, points: Tensor, frames: Frames,
+    mask: Tensor, z: Tensor, keys: Keys,
+) -> Tensor:  # fmt: skip
+    def residues(at: slice) -> Tensor:
+        z_BINZ = module.normalise(fetch(z[:, at], q))  # pyright: ignore[reportCallIssue]
+        return whole(q[:, at], points[:, at], frames.map(lambda f: f[:, at]), mask[:, at], z_BINZ, keys)
+
+    return collect(q.shape[1], cuts(q.shape[1], how.rows, 2), 1, residues)
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+def _attention_flops(attention: GatedAttention, tokens: float, keys: float) -> float:
+    """Projections of queries, keys, values, gate and output; scores and values. Of a batch with `tokens` queries."""
+    inner = attention.num_heads * attention.head_dim
+    return tokens * (10 * attention.qkv.in_features * inner + 4 * inner * keys)
+
+
+def _row_work(module: RowAttentionWithPairBias, m: Tensor, z: Tensor, mask: Tensor) -> Work:
+    tokens = m.shape[0] * m.shape[1] * m.shape[2]
+    pairs = z.numel() * 2 * module.bias.out_features
+    return Work(_attention_flops(module.attention, tokens, m.shape[2]) + pairs, 8 * _bytes(m) + _bytes(z), 14)
+
+
+def _column_work(module: ColumnAttention | ColumnGlobalAttention, m: Tensor, mask: Tensor) -> Work:
+    tokens, keys = m.shape[0] * m.shape[1] * m.shape[2], m.shape[1]
+    attention = module.attention
+    if isinstance(attention, GatedAttention):
+        return Work(_attention_flops(attention, tokens, keys), 10 * _bytes(m), 12)
+    inner = attention.num_heads * attention.head_dim
+    return Work(tokens * 2 * m.shape[3] * (2 * inner + 2 * attention.head_dim), 8 * _bytes(m), 14)
+
+
+def _transition_work(module: Transition, x: Tensor) -> Work:
+    factor = module.up.out_features // module.up.in_features
+    return Work(4 * x.numel() * module.up.out_features, (4 + 3 * factor) * _bytes(x), 5)
+
+
+def _outer_work(module: OuterProductMean, m: Tensor, z: Tensor, mask: Tensor) -> Work:
+    C, pairs, (B, S, N, D) = module.left.out_features, z.numel() // z.shape[-1], m.shape
+    flops = B * S * N * 4 * D * C + pairs * (2 * S * C * C + 2 * C * C * z.shape[-1])
+    return Work(flops, 2 * _bytes(m) + 3 * _bytes(z) + 3 * pairs * C * C * z.element_size(), 10)
+
+
+def _product_work(module: TriangleMultiplication, z: Tensor, mask: Tensor) -> Work:
+    pairs, C, Z, N = z.numel() // z.shape[-1], module.get_parameter("in_bias").shape[0] // 4, z.shape[-1], z.shape[1]
+    return Work(pairs * (8 * C * Z + 2 * C * N + 2 * C * Z + 2 * Z * Z), 12 * _bytes(z), 12)
+
+
+def _edges_work(module: TriangleAttention, z: Tensor, mask: Tensor) -> Work:
+    pairs = z.numel() // z.shape[-1]
+    flops = _attention_flops(module.attention, pairs, z.shape[1]) + 2 * z.numel() * module.bias.out_features
+    return Work(flops, 10 * _bytes(z), 14)
+
+
+def _embed_work(model: AlphaFold, features: Features, last: Tensor, points: Tensor) -> Work:
+    return Work(2 * last.numel() * model.recycling_embedder.distance.in_features, 8 * _bytes(last), 12)
+
+
+def _template_work(module: TemplatePairEmbedder, z: Tensor, templates: TemplateFeatures, mask: Tensor) -> Work:
+    C, T, pairs = module.embed.out_features, templates.mask_BT.shape[1], z.numel() // z.shape[-1]
+    inner = module.num_heads * module.head_dim
+    flops = pairs * (T * (2 * module.embed.in_features * C + 4 * C * inner + 4 * inner) + 4 * z.shape[-1] * inner)
+    return Work(flops, 3 * _bytes(z) * (1 + T), 20 * (1 + T))
+
+
+def _extra_work(module: ExtraEmbedder, features: Features) -> Work:
+    flops = 2 * features.extra_msa_BEN.numel() * module.linear.weight.numel()
+    return Work(flops, 20 * flops / module.linear.in_features, 5)
+
+
+def _gather_work(
+    module: InvariantPointAttention, q: Tensor, points: Tensor, frames: Frames, mask: Tensor, z: Tensor, keys: Keys
+) -> Work:
+    H, pairs = module.num_heads, z.numel() // z.shape[-1]
+    each = 4 * module.head_dim + 9 * module.query_points + 6 * module.value_points + 4 * z.shape[-1]
+    return Work(pairs * H * each, 4 * _bytes(z) + 40 * pairs * H, 40)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+OPERATIONS: dict[type[nn.Module], Operation] = {
+    AlphaFold: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _embed_work, 1),
+    TemplatePairEmbedder: Operation("forward", _template_pairs, lambda _, z, *rest: z.shape[1], _template_work),
+    ExtraEmbedder: Operation("forward", _extra, lambda _, features: features.extra_msa_BEN.shape[1], _extra_work, None),
+    RowAttentionWithPairBias: Operation("forward", _row_attention, lambda _, m, *rest: m.shape[1], _row_work),
+    ColumnAttention: Operation("forward", _column_attention, lambda _, m, mask: m.shape[2], _column_work),
+    ColumnGlobalAttention: Operation("forward", _column_attention, lambda _, m, mask: m.shape[2], _column_work),
+    Transition: Operation("forward", _transition, lambda _, x: x.shape[1], _transition_work),
+    OuterProductMean: Operation("forward", _outer_product, lambda _, m, z, mask: z.shape[1], _outer_work, 1),
+    TriangleMultiplication: Operation("forward", multiply, lambda _, z, mask: z.shape[1], _product_work),
+    TriangleAttention: Operation("forward", _triangle_attention, lambda _, z, mask: z.shape[1], _edges_work),
+    InvariantPointAttention: Operation("gather", _gather, lambda _, q, *rest: q.shape[1], _gather_work, None),
+}
+
+
+def operations_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Operation]]:
+    """(name, module, operation) of everything in the model that can be cut; one name for all blocks of a stack."""
+    for name, module in model.named_modules():
+        operation = OPERATIONS.get(type(module))
+        if operation is not None:
+            parts = ("*" if part.isdigit() else part for part in name.split("."))
+            yield ".".join(parts) if name else "embed_pairs", module, operation

@@ -1,0 +1,535 @@
+"""Which operation is done in which slices, so that a prediction stays within a budget and takes the least time.
+
+The plan is a pure function of the model's shape, the sizes of the input, the number format, the kind of device and the
+budget. It does not guess what an operation allocates: `core.metrics.MemoryAccount` counts tensors on the meta device.
+
+    1. The model runs once, one block of each stack. It tells what is alive when each operation has its turn, and the
+       most that is alive outside of operations. Residuals are added in place, so neither depends on what is chosen.
+    2. What an operation allocates in slices of some size is counted by doing it, once for each size that is asked for.
+       Of a loop over equal slices one slice is enough, so a plan takes the same time for any length.
+    3. Each operation is done in the way (whole, slices, orders of the triangle product) that takes the least time of
+       those whose peak is within the budget.
+
+If there is none for some operation, z moves to host memory (on a GPU); if that does not help either, the smallest
+budget that would do is named.
+
+Times are FLOPs, bytes and launches over what a machine does a second (`Rates`): they decide between ways, and say
+roughly how long a prediction takes.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import ModelConfig
+from apps.fold.model.embedders import TemplatePairEmbedder
+from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.structure import Structure
+from apps.fold.model.triangle import TriangleMultiplication
+from apps.fold.subbatch.execute import normalise_in_slices, offload_pairs, wrap
+from apps.fold.subbatch.operations import Operation, Work, operations_of
+from apps.fold.subbatch.reading import read_pairs
+from apps.fold.subbatch.slices import Cuts, How, every, first_only
+from apps.fold.weights.table import name_table
+from core.config import UserError
+from core.kernels.operator import forced
+from core.metrics import MemoryAccount
+
+Device = Literal["cpu", "cuda"]
+HEADS = "heads"  # what the heads read of the pairs: no module of the model is wrapped for it
+_TILES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be predicted.
+
+    rows, extra, templates  of the MSA (those of templates not counted), of the extra MSA, templates
+    hidden                  whether some letters of the MSA are masked: attention on a CPU then joins mask and bias
+    """
+
+    config: ModelConfig
+    residues: int
+    rows: int
+    extra: int
+    templates: int = 0
+    dtype: torch.dtype = torch.float32
+    device: Device = "cpu"
+    iterations: int = 4
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does a second: FLOPs of products, bytes of memory, bytes to and from the host; a launch's time."""
+
+    flops: float
+    memory: float
+    host: float
+    launch_s: float
+
+
+RATES: dict[Device, Rates] = {
+    "cpu": Rates(9e10, 1e10, 1e10, 5e-6),  # two cores with AVX-512
+    "cuda": Rates(3e14, 2.5e12, 2.5e10, 5e-6),  # an H100, sustained
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, and what comes of it.
+
+    choices     how each operation is done
+    offload     whether z lies in host memory
+    peak_bytes  the most bytes of tensors alive at once on the device
+    seconds     of one prediction
+    peaks       of each operation, of which `beside` is what was alive before it
+    """
+
+    choices: dict[str, How]
+    offload: bool
+    peak_bytes: int
+    seconds: float
+    peaks: dict[str, int] = field(default_factory=dict)
+    beside: dict[str, int] = field(default_factory=dict)
+
+
+def plan_subbatches(job: Job, budget_bytes: int) -> Plan:
+    """The plan; see the module's docstring.
+
+    Raises UserError when no plan stays within the budget: what the smallest one is that would do.
+    """
+    plan = _planned(job, budget_bytes)
+    if plan.peak_bytes > budget_bytes:
+        raise UserError(
+            f"{job.residues} residues with {job.rows} + {job.extra} rows need at least "
+            f"{_gib_up(plan.peak_bytes)} GiB, and there are {budget_bytes / 2**30:.2f}; "
+            f"give --memory {_gib_up(plan.peak_bytes)}, fewer rows, a narrower --precision or more ranks"
+        )
+    return plan
+
+
+def _gib_up(num_bytes: int) -> str:
+    """In GiB, rounded up, so that the number given back is enough."""
+    return f"{-(-num_bytes * 100 // 2**30) / 100:.2f}"
+
+
+@lru_cache(maxsize=256)
+def _planned(job: Job, budget_bytes: int) -> Plan:
+    """The plan, or, where none is within the budget, the one with the lowest peak."""
+    plan = _Decision(_survey(job, offload=False), budget_bytes).plan()
+    if plan.peak_bytes <= budget_bytes or job.device == "cpu":
+        return plan
+    offloaded = _Decision(_survey(job, offload=True), budget_bytes).plan()
+    return min(plan, offloaded, key=lambda p: p.peak_bytes)
+
+
+def least_bytes(job: Job) -> int:
+    """The smallest budget there is a plan for."""
+    return _planned(job, 0).peak_bytes
+
+
+def longest(job: Job, budget_bytes: int) -> int:
+    """About the most residues for which there is a plan with z on the device, the rest as in the job; 0: none.
+
+    There is a plan for what it returns, and none for a fiftieth more. Memory grows faster than the length and not
+    faster than its square, so a few steps find it.
+    """
+    weights = weights_bytes(job.config, job.dtype)
+    residues = 1024.0
+    for _ in range(8):
+        needed = _least_on_device(replace(job, residues=max(1, int(residues)))) - weights
+        step = max(0.0, (budget_bytes - weights) / max(1, needed)) ** 0.5
+        residues *= step
+        if residues < 1:
+            return 0
+        if abs(step - 1) < 0.002:
+            break
+    found = int(residues)
+    while found > 0 and _least_on_device(replace(job, residues=found)) > budget_bytes:
+        found -= max(1, found // 500)
+    return max(0, found)
+
+
+def _least_on_device(job: Job) -> int:
+    return _Decision(_survey(job, offload=False), 0).plan().peak_bytes
+
+
+# --- one pass over the model ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Turn:
+    """An operation of the model when its turn comes.
+
+    beside  bytes that are alive then
+    """
+
+    module: nn.Module
+    operation: Operation
+    whole: Callable[..., Any]
+    given: tuple[Any, ...]
+    beside: int
+    length: int
+    work: Work
+
+    @property
+    def alike(self) -> Hashable:
+        """Operations that agree in this allocate alike."""
+        module = self.module
+        flags = getattr(module, "outgoing", None), getattr(module, "starting", None)
+        return type(module), flags, tuple(p.shape for p in module.parameters()), _alike(self.given)
+
+
+class _Survey:
+    """What is alive when each operation has its turn, and, asked for, what the operation allocates done some way."""
+
+    def __init__(self, job: Job, offload: bool):
+        config = job.config
+        short = replace(
+            config,
+            evoformer=replace(config.evoformer, num_blocks=min(1, config.evoformer.num_blocks)),
+            extra=replace(config.extra, num_blocks=min(1, config.extra.num_blocks)),
+            structure=replace(config.structure, num_layers=1),
+        )
+        self.job, self.offload = job, offload
+        self.turns: dict[str, _Turn] = {}
+        self.outside = 0  # the most bytes alive outside of all operations
+        self._account = MemoryAccount("meta")
+        self._allocated: dict[Hashable, int] = {}
+        self._measures = False
+        self._left_out = weights_bytes(config, job.dtype) - weights_bytes(short, job.dtype)
+        self._look(short)
+
+    def _look(self, short: ModelConfig) -> None:
+        with torch.device("meta"):
+            model = AlphaFold(short).to(self.job.dtype).eval()
+        if not self.job.hidden:
+            _without_masks(model)
+        for name, module, operation in operations_of(model):
+            wrap(module, operation, partial(self._visit, name, operation))
+        normalise_in_slices(model)
+        if self.offload:
+            offload_pairs(model, _stand_in)
+        features, account = meta_features(self.job), self._account
+        with torch.no_grad(), self._kernels(), account:
+            account.add(model.parameters())
+            account.add(_tensors(features))
+            found = model.fold([features])
+            self._visit_heads(model, found.pair_BNNZ, features.mask_BN)
+        B, N = features.aatype_BN.shape
+        last = B * N * (short.msa_dim * self.job.dtype.itemsize + 12)  # of later iterations: what recycling hands on
+        layers = (self.job.config.structure.num_layers - 1) * _layer_bytes(found.structure)
+        for name, turn in self.turns.items():
+            of_layers = layers if name == HEADS or name.startswith("structure_module") else 0
+            turn.beside += self._left_out + last + of_layers
+        self.outside = max(self.outside, account.peak_bytes) + self._left_out + last + layers
+
+    def _kernels(self):
+        return forced() if self.job.device == "cuda" else nullcontext()
+
+    def _visit(self, name: str, operation: Operation, module: nn.Module, whole: Callable[..., Any], *given: Any) -> Any:
+        """Note the operation, and hand on what it would: nothing is computed where it works in place."""
+        if self._measures:
+            return given[0]  # an operation within an operation has a turn of its own
+        account = self._account
+        self.outside = max(self.outside, account.peak_bytes)
+        turn = _Turn(module, operation, whole, _blank(given), account.current_bytes, operation.length(module, *given),
+                     operation.work(module, *given))  # fmt: skip
+        known = self.turns.get(name)
+        if known is None or known.beside < turn.beside:
+            self.turns[name] = turn
+        if operation.over is None or isinstance(module, TemplatePairEmbedder):
+            result = operation.run(module, whole, How("rows", max(1, turn.length)), every, *given)
+        else:
+            result = given[operation.over]
+        account.peak_bytes = account.current_bytes
+        return result
+
+    def _visit_heads(self, model: AlphaFold, z: Tensor, mask: Tensor) -> None:
+        host = _stand_in if self.job.device == "cuda" else partial(torch.empty, device="meta")
+
+        def read(module: nn.Module, whole: Any, how: How, cuts: Cuts, z: Tensor, mask: Tensor) -> Any:
+            return read_pairs(model.heads, z, mask, cuts(z.shape[1], how.rows), host)
+
+        widths = model.heads.distogram.out_features * (1 if model.heads.pae is None else 2)
+        work = Work(4 * z.numel() * widths, 4 * z.numel() * z.element_size(), 12)
+        operation = Operation("forward", read, lambda _, z, mask: z.shape[1], lambda *_: work)
+        beside = self._account.current_bytes
+        self.turns[HEADS] = _Turn(model.heads, operation, read, _blank((z, mask)), beside, z.shape[1], work)
+
+    def allocates(self, turn: _Turn, how: How) -> int:
+        """The most bytes that the operation has alive at once beyond what was alive before it."""
+        key = turn.alike, how
+        if key not in self._allocated:
+            self._measures = True
+            with torch.no_grad(), self._kernels(), MemoryAccount("meta") as account:
+                account.add(turn.module.parameters())
+                given = _filled(turn.given)
+                account.add(_tensors(given))
+                before = account.peak_bytes = account.current_bytes
+                turn.operation.run(turn.module, turn.whole, how, first_only, *given)
+                self._allocated[key] = account.peak_bytes - before
+            self._measures = False
+        return self._allocated[key]
+
+
+@lru_cache(maxsize=64)
+def _survey(job: Job, offload: bool) -> _Survey:
+    return _Survey(job, offload)
+
+
+# --- the decision -----------------------------------------------------------------------------------------------------
+
+
+class _Decision:
+    def __init__(self, survey: _Survey, budget_bytes: int):
+        self.survey, self.job, self.budget = survey, survey.job, budget_bytes
+
+    def plan(self) -> Plan:
+        choices, peaks, seconds = {}, {}, 0.0
+        for name, turn in self.survey.turns.items():
+            how = choices[name] = self._choose(turn)
+            peaks[name] = turn.beside + self.survey.allocates(turn, how)
+            seconds += self._times(name) * self._seconds(turn, how)
+        peak = max(self.survey.outside, *peaks.values())
+        beside = {name: turn.beside for name, turn in self.survey.turns.items()}
+        return Plan(choices, self.survey.offload, peak, seconds, peaks, beside)
+
+    def _choose(self, turn: _Turn) -> How:
+        """The way within the budget that takes the least time; where there is none, the one that takes least memory."""
+        ways = _ways(turn.module, turn.length)
+        fitting: list[How] = []
+        for way in ways:
+            how = self._largest(turn, way)
+            if how is None:
+                continue
+            fitting.append(how)
+            if how == way[0] and how.method in ("whole", "rows"):
+                break
+            if len(fitting) > 1 and self._seconds(turn, fitting[-1]) > self._seconds(turn, fitting[-2]):
+                break  # more tiles only take longer
+        if fitting:
+            return min(fitting, key=lambda how: self._seconds(turn, how))
+        lowest = ways[-1][-1]
+        for way in reversed(ways[:-1]):
+            if self._at_least(turn, way[-1]) < self.survey.allocates(turn, lowest):
+                lowest = min(lowest, way[-1], key=lambda how: self.survey.allocates(turn, how))
+        return lowest
+
+    def _largest(self, turn: _Turn, way: list[How]) -> How | None:
+        """The first of a way, which goes from large slices to small ones, that is within the budget.
+
+        What is allocated grows evenly with the rows, so two counts say where to look.
+        """
+        room = self.budget - turn.beside
+        if self._at_least(turn, way[-1]) > room:
+            return None
+        largest = self.survey.allocates(turn, way[0])
+        if largest <= room:
+            return way[0]
+        smallest = self.survey.allocates(turn, way[-1])
+        if smallest > room:
+            return None
+        slope = (largest - smallest) / max(1, way[0].rows - way[-1].rows)
+        for how in way[1:]:
+            if smallest + slope * (how.rows - way[-1].rows) <= room and self.survey.allocates(turn, how) <= room:
+                return how
+        return way[-1]
+
+    def _at_least(self, turn: _Turn, how: How) -> int:
+        """A bound from below: the copy, or the pool and the factors of a tile."""
+        if how.method not in ("copy", "cross"):
+            return 0
+        z, size = turn.given[0], self.job.dtype.itemsize
+        wide = turn.module.get_parameter("in_bias").shape[0] // 4
+        if how.method == "copy":
+            return wide * z.shape[1] ** 2 * size
+        tiles = -(-turn.length // how.tile)
+        cells = max((tiles - 1 - t) * (t + 1) for t in range(tiles)) * how.tile**2
+        pool = 0 if self.survey.offload else cells * z.shape[-1]
+        return (pool + 2 * wide * how.tile * z.shape[1]) * size
+
+    def _seconds(self, turn: _Turn, how: How) -> float:
+        """Of doing the operation once."""
+        rates, length, work = RATES[self.job.device], max(1, turn.length), turn.work
+        slices = -(-length // how.rows)
+        flops, moved, launches = work.flops, work.bytes, slices * work.launches
+        pairs = self.job.residues**2 * self.job.config.pair_dim * self.job.dtype.itemsize
+        if how.method in ("copy", "cross"):
+            moved += slices * pairs  # a factor is read for every slice
+        if how.method == "cross":
+            tiles = -(-length // how.tile)
+            again = (tiles - 1) / 2
+            flops *= 1 + again * work_share(self.job.config, length)
+            moved += again * 8 * pairs
+            launches = work.launches * (tiles + 1) * slices
+        link = 2 * pairs / rates.host if self.survey.offload else 0.0
+        return flops / rates.flops + moved / rates.memory + launches * rates.launch_s + link
+
+    def _times(self, name: str) -> int:
+        """How often a prediction does the operation."""
+        config, top = self.job.config, name.partition(".")[0]
+        if name == HEADS:
+            return 1
+        times = {"blocks": config.evoformer.num_blocks, "extra_blocks": config.extra.num_blocks}.get(top, 1)
+        if top == "template_embedder" and ".blocks." in name and config.templates is not None:
+            times = self.job.templates * config.templates.num_blocks
+        if top == "structure_module":
+            times = config.structure.num_layers
+        return times * self.job.iterations
+
+
+def work_share(config: ModelConfig, residues: int) -> float:
+    """The part of a triangle product's FLOPs that are projections of its factors."""
+    pair, product = config.pair_dim, config.evoformer.pair.product_dim
+    projections = 8 * product * pair
+    return projections / (projections + 2 * product * residues + 2 * product * pair + 2 * pair * pair)
+
+
+def _halved(length: int) -> list[int]:
+    sizes = [max(1, length)]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def _rows_ways(length: int) -> list[list[How]]:
+    return [[How("rows", rows) for rows in _halved(length)]]
+
+
+def _ways(module: nn.Module, length: int) -> list[list[How]]:
+    if not isinstance(module, TriangleMultiplication):
+        return _rows_ways(length)
+    copies = [How("copy", rows) for rows in _halved(length)]
+    tiles = sorted({-(-length // number) for number in _TILES if number <= length}, reverse=True)
+    return [[How("whole", length)], copies, *([How("cross", r, tile) for r in _halved(tile)] for tile in tiles)]
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """What a tensor on the meta device was like, without keeping it alive."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _blank(value: Any) -> Any:
+    """The same with blanks in the place of tensors on the meta device."""
+
+    def of(tensor: Tensor) -> Any:
+        return _Blank(tensor.shape, tensor.stride(), tensor.dtype) if tensor.is_meta else tensor
+
+    return _mapped(value, Tensor, of)
+
+
+def _filled(value: Any) -> Any:
+    """The same with new tensors in the place of blanks."""
+
+    def of(blank: _Blank) -> Tensor:
+        return torch.empty_strided(blank.shape, blank.strides, dtype=blank.dtype, device="meta")
+
+    return _mapped(value, _Blank, of)
+
+
+def _mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(one, kind, function) for one in value)
+    if is_dataclass(value) and not isinstance(value, type | _Blank):
+        return replace(value, **{f.name: _mapped(getattr(value, f.name), kind, function) for f in fields(value)})
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from _tensors(getattr(value, f.name))
+
+
+def _alike(value: Any) -> Any:
+    """What a key may be made of."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.device.type
+    if isinstance(value, tuple):
+        return tuple(map(_alike, value))
+    if is_dataclass(value) and not isinstance(value, type | _Blank):
+        return tuple(_alike(getattr(value, f.name)) for f in fields(value))
+    return value
+
+
+def _layer_bytes(structure: Structure) -> int:
+    """What each layer of the structure module leaves."""
+    kept = (structure.backbone, structure.groups, structure.torsions, structure.unnormalized, structure.atom14)
+    return sum(t.numel() * t.element_size() for t in _tensors(kept))
+
+
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Of a tensor in host memory while planning: its shape, and no memory."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def _without_masks(model: nn.Module) -> None:
+    """Where nothing is hidden, attention does not join mask and bias."""
+    for module in model.modules():
+        attend = getattr(module, "attend", None)
+        if attend is not None:
+            module.attend = partial(_unmasked, attend)
+
+
+def _unmasked(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    mask = given.pop("mask", None)
+    return attend(q, k, v, **given, mask=mask if "bias" not in given or given["bias"] is None else None)
+
+
+# --- what is on the device --------------------------------------------------------------------------------------------
+
+
+def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    return sum(prod(entry.shape) for entry in name_table(config)) * dtype.itemsize
+
+
+def meta_features(job: Job) -> Features:
+    """Features of the job's sizes without values."""
+    N, S, E = job.residues, job.rows, job.extra
+    T = job.templates if job.config.templates is not None else 0
+
+    def real(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=job.dtype, device="meta")
+
+    def whole(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.long, device="meta")
+
+    templates = None
+    if T:
+        points = torch.empty(1, T, N, 3, dtype=torch.promote_types(job.dtype, torch.float32), device="meta")
+        templates = TemplateFeatures(
+            whole(1, T, N), real(1, T), points, real(1, T, N), real(1, T, N), real(1, T, N, 7, 2),
+            real(1, T, N, 7, 2), real(1, T, N, 7),
+        )  # fmt: skip
+    return Features(
+        whole(1, N), whole(1, N), real(1, N), real(1, N, 22), real(1, S, N, 49), real(1, S, N), whole(1, E, N),
+        real(1, E, N), real(1, E, N), real(1, E, N), templates,
+    )  # fmt: skip
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """What a device has free, less a tenth for its allocator and for what an operator needs inside."""
+    if torch.device(device).type == "cuda":
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))

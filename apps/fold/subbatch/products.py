@@ -1,0 +1,160 @@
+"""The triangle multiplicative update in place, in two orders. Both give what core's kernel gives, to rounding.
+
+Every result (i, j) needs the old rows i and j whole, so a row must not be written before all others have read it.
+Incoming edges are the same on the transpose with a and b exchanged: with z' = z^T, x'_ji = sum_k b(z'_jk) a(z'_ik). So
+both orders are written for outgoing edges, x_ij = sum_k a_ik b_jk.
+
+`in_copied_order`: 1. b of all rows, slice by slice, into a tensor of z's size
+                   2. slice by slice: a, the product with all of b, the result over z's rows.           2 z in all
+`in_cross_order`:  for each tile t of rows, of T:
+                   1. a and b of the rows of t, which nobody needs in z from now on
+                   2. the cells (t, before t), made in earlier turns, go from the pool to their place
+                   3. for each slice J of the rows t and after it: a and b of J; the cells (t, J) go to their place, the
+                      cells (J, t) into the pool, since others still need the old row J
+                   The pool holds at most (T - 1 - t)(t + 1) of T^2 cells: a quarter of z.             1.25 z in all
+                   Projections are computed (T + 1) / 2 times; nothing is approximated.
+
+Shapes: B batch, N residues, I or J some rows, Z = c_z channels, C channels of the product.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from apps.fold.model.triangle import TriangleMultiplication
+from apps.fold.subbatch.slices import Cuts, How, empty_beside, fetch, put
+from core.kernels.gated_output import gated_residual
+from core.kernels.triangle import gate_channels_first, norm_channels_last, pair_product
+
+A, B = 0, 1
+
+
+class Product:
+    """The steps of `core.kernels.triangle.triangle_multiply`, for some rows at a time."""
+
+    def __init__(self, module: TriangleMultiplication):
+        self.module = module
+        weights, biases = module.get_parameter("in_weight").chunk(4), module.get_parameter("in_bias").chunk(4)
+        self.projections = [
+            (torch.cat([weights[side], weights[side + 2]]), torch.cat([biases[side], biases[side + 2]]))
+            for side in (A, B)
+        ]
+        if not module.outgoing:
+            self.projections.reverse()
+
+    def norm(self, z_BIJZ: Tensor) -> Tensor:
+        weight, bias = self.module.get_parameter("norm_weight"), self.module.get_parameter("norm_bias")
+        return F.layer_norm(z_BIJZ, weight.shape, weight, bias)
+
+    def factor(self, n_BINZ: Tensor, mask_BIN: Tensor, side: int) -> Tensor:
+        """a or b of some rows, channels first: [B, C, I, N]."""
+        h_BINC = F.linear(n_BINZ, *self.projections[side])
+        if h_BINC.shape[-1] % 4:  # the kernel makes two tensors of equal width
+            p, g = h_BINC.chunk(2, -1)
+            return (torch.sigmoid(g) * p * mask_BIN[..., None].to(p.dtype)).movedim(-1, 1).contiguous()
+        return torch.cat(gate_channels_first(h_BINC, mask_BIN), 1)
+
+    def result(self, x_BCIJ: Tensor, z_BIJZ: Tensor, n_BIJZ: Tensor | None = None) -> Tensor:
+        """z and its update, of z's shape, from the product."""
+        weight = self.module.get_parameter
+        y = norm_channels_last(x_BCIJ, weight("product_norm_weight"), weight("product_norm_bias"))
+        del x_BCIJ
+        y = F.linear(y, weight("out_weight"))
+        n = self.norm(z_BIJZ) if n_BIJZ is None else n_BIJZ
+        del n_BIJZ
+        gate = F.linear(n, weight("gate_weight"), weight("gate_bias"))
+        del n
+        return gated_residual(y, gate=gate, bias=weight("out_bias"), residual=z_BIJZ)
+
+
+def multiply(
+    module: TriangleMultiplication, whole: Callable[..., Tensor], how: How, cuts: Cuts, z: Tensor, mask: Tensor
+) -> Tensor:
+    """The update of z[B, N, N, Z], in place where no gradient is recorded; with gradients as the model has it."""
+    if torch.is_grad_enabled():
+        return whole(z, mask)
+    if how.method == "whole":
+        put(z, whole(fetch(z, mask), mask))
+        return z
+    z_BNNZ, mask_BNN = (z, mask) if module.outgoing else (z.transpose(1, 2), mask.transpose(1, 2))
+    (_in_copied_order if how.method == "copy" else _in_cross_order)(Product(module), how, cuts, z_BNNZ, mask_BNN)
+    return z
+
+
+def _factor_of(
+    product: Product, z: Tensor, mask: Tensor, sides: tuple[int, ...], cuts: list[slice], length: int | None = None
+) -> list[Tensor]:
+    """Factors [B, C, I, N] of the rows that `cuts` covers (or of `length` rows), made slice by slice."""
+    first, last = cuts[0].start, cuts[-1].stop if length is None else cuts[0].start + length
+    out: list[Tensor] = []
+
+    def make(at: slice) -> None:
+        n = product.norm(fetch(z[:, at], mask))
+        for number, side in enumerate(sides):
+            factor = product.factor(n, mask[:, at], side)
+            if len(out) < len(sides):
+                shape = (*factor.shape[:2], last - first, factor.shape[3])
+                out.append(factor if factor.shape == shape else factor.new_empty(shape))
+            if out[number] is not factor:
+                out[number][:, :, at.start - first : at.stop - first].copy_(factor)
+
+    for at in cuts:
+        make(at)
+    return out
+
+
+def _in_copied_order(product: Product, how: How, cuts: Cuts, z_BNNZ: Tensor, mask_BNN: Tensor) -> None:
+    slices = cuts(z_BNNZ.shape[1], how.rows, 2)
+    (b_BCNN,) = _factor_of(product, z_BNNZ, mask_BNN, (B,), slices, z_BNNZ.shape[1])
+
+    def rows(at: slice) -> None:
+        z_BINZ = fetch(z_BNNZ[:, at], mask_BNN)
+        n_BINZ = product.norm(z_BINZ)
+        x_BCIN = pair_product(product.factor(n_BINZ, mask_BNN[:, at], A), b_BCNN, outgoing=True)
+        put(z_BNNZ[:, at], product.result(x_BCIN, z_BINZ, n_BINZ))
+
+    for at in slices:
+        rows(at)
+
+
+def _in_cross_order(product: Product, how: How, cuts: Cuts, z_BNNZ: Tensor, mask_BNN: Tensor) -> None:
+    batch, N, _, Z = z_BNNZ.shape
+    tiles, num_tiles = cuts(N, how.tile, 2), -(-N // how.tile)
+    num_cells = max((num_tiles - 1 - t) * (t + 1) for t in range(num_tiles))
+    pool = empty_beside(z_BNNZ, num_cells, batch, how.tile, how.tile, Z)
+    free, waiting = list(range(num_cells)), dict[tuple[int, int], int]()  # (row's tile, column's tile) -> cell
+
+    def cell(number: int, rows: slice, columns: slice) -> Tensor:
+        return pool[number][:, : rows.stop - rows.start, : columns.stop - columns.start]
+
+    for t, at in enumerate(tiles):
+        own = [slice(at.start + s.start, at.start + s.stop) for s in cuts(at.stop - at.start, how.rows, 2)]
+        a_BCIN, b_BCIN = _factor_of(product, z_BNNZ, mask_BNN, (A, B), own, at.stop - at.start)
+        for s, before in enumerate(tiles[:t]):
+            number = waiting.pop((t, s))
+            put(z_BNNZ[:, at, before], cell(number, at, before))
+            free.append(number)
+        for u in range(t, len(tiles)):
+            if u > t:
+                waiting[u, t] = free.pop()
+            for part in cuts(tiles[u].stop - tiles[u].start, how.rows):
+                here = slice(tiles[u].start + part.start, tiles[u].start + part.stop)
+                if u == t:
+                    _cells(product, a_BCIN, b_BCIN[:, :, part], z_BNNZ[:, at, here], None, mask_BNN)
+                    continue
+                a_BCJN, b_BCJN = _factor_of(product, z_BNNZ, mask_BNN, (A, B), [here])
+                _cells(product, a_BCIN, b_BCJN, z_BNNZ[:, at, here], None, mask_BNN)
+                place = cell(waiting[u, t], tiles[u], at)[:, part]
+                _cells(product, a_BCJN, b_BCIN, z_BNNZ[:, here, at], place, mask_BNN)
+                del a_BCJN, b_BCJN
+        del a_BCIN, b_BCIN
+
+
+def _cells(
+    product: Product, a_BCIN: Tensor, b_BCJN: Tensor, z_BIJZ: Tensor, place: Tensor | None, like: Tensor
+) -> None:
+    """New values of the cells z_BIJZ, into `place` or over the old ones."""
+    result = product.result(pair_product(a_BCIN, b_BCJN, outgoing=True), fetch(z_BIJZ, like))
+    put(z_BIJZ if place is None else place, result)

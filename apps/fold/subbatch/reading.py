@@ -1,0 +1,45 @@
+"""What the heads read of the pairs, a few rows at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apps.fold.model.heads import Heads, aligned_tm_scores, predicted_aligned_error
+from apps.fold.subbatch.slices import fetch, put
+
+
+@dataclass(frozen=True)
+class PairNumbers:
+    """What the heads read from pairs, in host memory: distances fp16[N, N, 64], pae fp32[N, N] and ptm, or None."""
+
+    distances: Tensor
+    pae: Tensor | None
+    ptm: Tensor | None
+
+
+def read_pairs(
+    heads: Heads, z_BNNZ: Tensor, mask_BN: Tensor, slices: list[slice], host: Callable[..., Tensor] = torch.empty
+) -> PairNumbers:
+    """The heads on z[1, N, N, Z], slice by slice of rows; no logits of all pairs are ever there.
+
+    host  makes the results' tensors
+    """
+    N = z_BNNZ.shape[1]
+    distances = host((N, N, heads.distogram.out_features), dtype=torch.float16)
+    pae = None if heads.pae is None else host((N, N), dtype=torch.float32)
+    scores = []
+
+    def read(at: slice) -> None:
+        z_BINZ, back_BINZ = fetch(z_BNNZ[:, at], mask_BN), fetch(z_BNNZ[:, :, at], mask_BN).transpose(1, 2)
+        logits = heads.distogram(z_BINZ).add_(heads.distogram(back_BINZ))
+        put(distances[at], torch.softmax(logits.float(), -1)[0])
+        if heads.pae is not None and pae is not None:
+            logits = heads.pae(z_BINZ)
+            put(pae[at], predicted_aligned_error(logits)[0])
+            scores.append(aligned_tm_scores(logits, mask_BN))
+
+    for at in slices:
+        read(at)
+    return PairNumbers(distances, pae, torch.cat(scores, 1).amax() if scores else None)
