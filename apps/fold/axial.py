@@ -1,0 +1,321 @@
+"""The Evoformer over several ranks: the MSA and the pairs sharded along one axis each (core.parallel.axial).
+
+Between operations m is sharded by sequences and z by rows; each operation has whole what it works along:
+
+    row attention             m by sequences; its bias is made by rows of z and gathered
+    column attention          m is switched to residues, and stays so until the block's end
+    MSA transition            either
+    outer product mean        m by residues, z by rows; one factor is gathered. Then m is on its way back
+    outgoing edges            z by rows; one factor is gathered, or without gradients comes in pieces
+    incoming edges            the same on columns: z is switched there and back
+    starting node             z by rows; its bias is gathered
+    ending node               the same on columns
+    transition                either
+    structure module          residues of a rank attend to all; what they gather is joined
+
+A block's all-to-alls: m twice, z four times. Parameters are whole on every rank, and their gradients are sums over the
+axis of what each rank found (`core.parallel.plan.mark_partial`).
+
+`shard_evoformer(model, axis)` wraps a model so; it takes and returns what it did. With `apply_subbatches` before it the
+operations work in slices of what a rank has, in place where no gradient is recorded.
+
+Shapes: B batch, S sequences, N residues, I of these on a rank, D = c_m, Z = c_z, C channels, H heads.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from apps.fold.model.alphafold import AlphaFold, Recycled
+from apps.fold.model.embedders import TemplatePairEmbedder
+from apps.fold.model.evoformer import EvoformerBlock, PairUpdates
+from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.heads import Heads, Logits
+from apps.fold.model.layers import Transition
+from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
+from apps.fold.model.rigid import Frames
+from apps.fold.model.structure import InvariantPointAttention, Keys
+from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
+from apps.fold.subbatch.operations import operations_of
+from apps.fold.subbatch.products import A, B, Product
+from apps.fold.subbatch.slices import How, collect, every, update
+from core.comm.collectives import copy_to, gather_from, join_from, split_to, take_shard
+from core.kernels.gated_output import gated_residual
+from core.kernels.triangle import pair_product
+from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch
+from core.parallel.plan import mark_partial
+
+_ROWS, _COLUMNS = 1, 2  # dims of z[B, I, J, Z], and of m[B, S, N, D]
+
+
+def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, How] | None = None) -> AlphaFold:
+    """Shard what the model computes over the axis; `model.fold` then gives this rank's rows of z, all else whole.
+
+    choices  slices by operation (apps.fold.subbatch); of a rank's rows
+    """
+    hows = choices or {}
+    for name, module, _ in operations_of(model):
+        run = _RUNS.get(type(module))
+        if run is not None:
+            slot = "gather" if isinstance(module, InvariantPointAttention) else "forward"
+            original = getattr(type(module), slot).__get__(module)
+            setattr(module, slot, partial(run, module, original, hows.get(name), axis))
+    for module in model.modules():
+        if isinstance(module, EvoformerBlock):
+            module.forward = partial(_block, module, type(module).forward.__get__(module), axis)
+        if isinstance(module, EvoformerBlock | PairUpdates | TemplatePairEmbedder):
+            _mark(module, axis)
+    model.nothing = partial(_nothing, model, axis)
+    model.embed_pairs = partial(_embed_pairs, model, axis)
+    model.embed_msa = partial(_embed_msa, AlphaFold.embed_msa.__get__(model), axis)
+    model.trunk = partial(_trunk, AlphaFold.trunk.__get__(model), axis)
+    model.extra_embedder.forward = partial(
+        _extra, type(model.extra_embedder).forward.__get__(model.extra_embedder), axis
+    )
+    model.heads.forward = partial(_heads, model.heads, axis)
+    embedder, structure = model.input_embedder, model.structure_module
+    own = (embedder.left, embedder.right, embedder.position, model.recycling_embedder.distance)
+    own += (model.recycling_embedder.pair_norm, structure.pair_norm, structure.attention.bias, structure.attention)
+    for module in (*own, model.heads.distogram, model.heads.pae):
+        if module is not None:
+            mark_partial(module, axis)
+    return model
+
+
+def _mark(module: nn.Module, axis: DeviceMesh) -> None:
+    for child in module.modules():
+        mark_partial(child, axis)
+
+
+def _slices(how: How | None, length: int) -> list[slice]:
+    return every(length, length if how is None else min(length, how.rows)) if length else []
+
+
+def _gathered(x: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
+    """Whole along `dim`, for every rank's own use: gradients are sums."""
+    return gather_from(x, dim, axis).narrow(dim, 0, length)
+
+
+# --- a block ----------------------------------------------------------------------------------------------------------
+
+
+def _block(block: EvoformerBlock, whole: Callable[..., Any], axis: DeviceMesh, m: Tensor, z: Tensor, *masks: Tensor):
+    """m goes back to shards of sequences while the pairs are worked on."""
+    _, z = whole(m, z, *masks)
+    returning: Switch = block.outer_product_mean.__dict__.pop("returning")
+    return returning.finish(), z
+
+
+def _row_attention(
+    module: RowAttentionWithPairBias, whole: Any, how: How | None, axis: DeviceMesh, m: Tensor, z: Tensor, mask: Tensor
+) -> Tensor:
+    bias_BHNN = _gathered(module.pair_bias(z), 2, z.shape[2], axis)
+    mask_BSN, factor = take_shard(mask, 1, axis), module.dropout(m)
+    return update(
+        m, _slices(how, m.shape[1]), 1, lambda at: module.sequences(m[:, at], mask_BSN[:, at], bias_BHNN, factor)
+    )
+
+
+def _column_attention(
+    module: nn.Module, whole: Any, how: How | None, axis: DeviceMesh, m: Tensor, mask: Tensor
+) -> Tensor:
+    m, mask_BSI = switch(m, 1, 2, mask.shape[1], axis), take_shard(mask, 2, axis)
+    return update(m, _slices(how, m.shape[2]), 2, lambda at: whole(m[:, :, at], mask_BSI[:, :, at]))
+
+
+def _transition(module: Transition, whole: Any, how: How | None, axis: DeviceMesh, x: Tensor) -> Tensor:
+    return update(x, _slices(how, x.shape[1]), 1, lambda at: whole(x[:, at]))
+
+
+def _outer_product(
+    module: OuterProductMean, whole: Any, how: How | None, axis: DeviceMesh, m: Tensor, z: Tensor, mask: Tensor
+) -> Tensor:
+    mask_BSN = mask.to(m.dtype)
+    mask_BSI = take_shard(mask_BSN, 2, axis)
+    a_BSIC, b_BSIC = module.factors(m, mask_BSI)
+    module.__dict__["returning"] = begin_switch(m, 2, 1, mask.shape[2], axis)
+    b_BSNC = _gathered(b_BSIC, 2, mask.shape[2], axis)
+
+    def rows(at: slice) -> Tensor:
+        return z[:, at] + module.update(a_BSIC[:, :, at], b_BSNC, mask_BSI[:, :, at], mask_BSN)
+
+    return update(z, _slices(how, z.shape[1]), 1, rows)
+
+
+# --- triangles --------------------------------------------------------------------------------------------------------
+
+
+def _multiply(
+    module: TriangleMultiplication, whole: Any, how: How | None, axis: DeviceMesh, z: Tensor, mask: Tensor
+) -> Tensor:
+    N = mask.shape[1]
+    like = z.new_empty(()).expand(z.shape[0], N, N, z.shape[-1])  # one draw for all ranks
+    factor_B1NZ = module.dropout(like)
+    if module.outgoing:
+        return _edges_product(module, how, axis, z, take_shard(mask, 1, axis), factor_B1NZ)
+    columns = switch(z, _ROWS, _COLUMNS, N, axis).transpose(1, 2)
+    factor = None if factor_B1NZ is None else take_shard(factor_B1NZ, 2, axis).transpose(1, 2)
+    columns = _edges_product(module, how, axis, columns, take_shard(mask.transpose(1, 2), 1, axis), factor)
+    return switch(columns.transpose(1, 2), _COLUMNS, _ROWS, N, axis)
+
+
+def _edges_product(
+    module: TriangleMultiplication, how: How | None, axis: DeviceMesh, z_BINZ: Tensor, mask_BIN: Tensor,
+    dropout: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The product over rows (products.py), of which this rank has some."""
+    product, N = Product(module), z_BINZ.shape[2]
+    recorded = torch.is_grad_enabled()
+    b_BCIN = product.factor(product.norm(z_BINZ), mask_BIN, B)
+    if recorded:
+        b_BCNN = _gathered(b_BCIN, 2, N, axis)
+
+    def rows(at: slice) -> Tensor:
+        z, n = z_BINZ[:, at], product.norm(z_BINZ[:, at])
+        a = product.factor(n, mask_BIN[:, at], A)
+        if recorded:
+            x = pair_product(a, b_BCNN, outgoing=True)
+        else:
+            x = a.new_empty(*a.shape[:3], N)
+            for part, b in pieces(b_BCIN, 2, N, axis):
+                x[..., part] = pair_product(a, b, outgoing=True)
+        if dropout is None:
+            return product.result(x, z, n)
+        factor = dropout if dropout.shape[1] == 1 else dropout[:, at]
+        return gated_residual(product.result(x, z, n) - z, mask=factor, residual=z)
+
+    return update(z_BINZ, _slices(how, z_BINZ.shape[1]), 1, rows)
+
+
+def _triangle_attention(
+    module: TriangleAttention, whole: Any, how: How | None, axis: DeviceMesh, z: Tensor, mask: Tensor
+) -> Tensor:
+    N = mask.shape[1]
+    if not module.starting:
+        z, mask = switch(z, _ROWS, _COLUMNS, N, axis).transpose(1, 2), mask.transpose(1, 2)
+    mask_BIN, factor = take_shard(mask, 1, axis), module.dropout(z)
+    bias_BHNN = _gathered(module.pair_bias(module.norm(z)), 2, N, axis)
+
+    def rows(at: slice) -> Tensor:
+        return module.edges(module.norm(z[:, at]), z[:, at], mask_BIN[:, at], bias_BHNN, factor)
+
+    out = update(z, _slices(how, z.shape[1]), 1, rows)
+    return out if module.starting else switch(out.transpose(1, 2), _COLUMNS, _ROWS, N, axis)
+
+
+# --- before and after the stacks --------------------------------------------------------------------------------------
+
+
+def _padded(x: Tensor, length: int, axis: DeviceMesh) -> Tensor:
+    """x[B, I, ..] with rows of zeros up to a shard's size."""
+    surplus = -(-length // axis.size()) - x.shape[1]
+    return x if surplus == 0 else torch.cat([x, x.new_zeros(x.shape[0], surplus, *x.shape[2:])], 1)
+
+
+def _nothing(model: AlphaFold, axis: DeviceMesh, features: Features) -> Recycled:
+    like, (B, N) = features.msa_BSNF, features.aatype_BN.shape
+    pairs = like.new_zeros(B, -(-N // axis.size()), N, model.config.pair_dim)
+    row = like.new_zeros(B, N, model.config.msa_dim)
+    return Recycled(row, pairs, torch.zeros(B, N, 3, device=like.device))
+
+
+def _embed_pairs(model: AlphaFold, axis: DeviceMesh, features: Features, last: Tensor, points: Tensor) -> Tensor:
+    N = last.shape[2]
+    mine = shard_of(N, axis)
+    count = mine.stop - mine.start
+    rows = model.input_embedder.pairs(features, mine)
+    return _padded(rows + model.recycling_embedder.pairs(last[:, :count], points, mine), N, axis)
+
+
+def _template_pairs(
+    module: TemplatePairEmbedder, whole: Any, how: How | None, axis: DeviceMesh, z: Tensor,
+    templates: TemplateFeatures, mask: Tensor,
+) -> Tensor:  # fmt: skip
+    N, embedded = mask.shape[1], []
+    for t in range(templates.mask_BT.shape[1]):
+        t_BINC = _padded(module.pairs(templates, t, shard_of(N, axis)), N, axis)
+        for block in module.blocks:
+            t_BINC = block(t_BINC, mask)
+        embedded.append(t_BINC)
+
+    def rows(at: slice) -> Tensor:
+        return z[:, at] + module.read(z[:, at], torch.stack([t[:, at] for t in embedded], 3), templates.mask_BT)
+
+    return update(z, _slices(how, z.shape[1]), 1, rows)
+
+
+def _extra(whole: Callable[[Features], Tensor], axis: DeviceMesh, features: Features) -> Tensor:
+    return split_to(whole(features), 1, axis)
+
+
+def _embed_msa(whole: Callable[..., tuple[Tensor, Tensor]], axis: DeviceMesh, *given: Any) -> tuple[Tensor, Tensor]:
+    m_BSND, mask_BSN = whole(*given)
+    return split_to(m_BSND, 1, axis), mask_BSN
+
+
+def _trunk(
+    whole: Callable[..., tuple[Tensor, Tensor]], axis: DeviceMesh, features: Features, recycled: Recycled | None
+) -> tuple[Tensor, Tensor]:
+    m_BSND, z_BINZ = whole(features, recycled)
+    return join_from(m_BSND, 1, axis), z_BINZ
+
+
+def _gather(
+    module: InvariantPointAttention, whole: Any, how: How | None, axis: DeviceMesh, q: Tensor, points: Tensor,
+    frames: Frames, mask: Tensor, z: Tensor, keys: Keys,
+) -> Tensor:  # fmt: skip
+    N, mine = mask.shape[1], shard_of(mask.shape[1], axis)
+    q, points, frames = copy_to(q, axis), copy_to(points, axis), frames.map(lambda f: copy_to(f, axis))
+    keys = replace(
+        keys, **{name: copy_to(getattr(keys, name), axis) for name in ("k_BNHK", "k_BNHP3", "v_BNHK", "v_BNHV3")}
+    )
+    normalise = module.__dict__.get("normalise", lambda z: z)
+
+    def residues(at: slice) -> Tensor:
+        there = slice(mine.start + at.start, mine.start + at.stop)
+        own = frames.map(lambda f: f[:, there])
+        return whole(q[:, there], points[:, there], own, mask[:, there], normalise(z[:, at]), keys)
+
+    count = mine.stop - mine.start
+    if count:
+        found = collect(count, _slices(how, count), 1, residues)
+    else:
+        found = whole(q[:, :1], points[:, :1], frames.map(lambda f: f[:, :1]), mask[:, :1], normalise(z[:, :1]), keys)[
+            :, :0
+        ]
+    return join_from(_padded(found, N, axis), 1, axis).narrow(1, 0, N)
+
+
+def _heads(heads: Heads, axis: DeviceMesh, m: Tensor, z: Tensor, s: Tensor, structure: Tensor) -> Logits:
+    N = z.shape[2]
+
+    def whole(rows_BINX: Tensor) -> Tensor:
+        return join_from(rows_BINX, 1, axis).narrow(1, 0, N)
+
+    half = heads.distogram(z)
+    back = switch(half, _ROWS, _COLUMNS, N, axis).transpose(1, 2)
+    return Logits(
+        plddt=heads.plddt(structure),
+        distogram=whole(half + back),
+        masked_msa=heads.masked_msa(m),
+        experimentally_resolved=heads.experimentally_resolved(s),
+        pae=None if heads.pae is None else whole(heads.pae(z)),
+    )
+
+
+_RUNS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    TemplatePairEmbedder: _template_pairs,
+    RowAttentionWithPairBias: _row_attention,
+    ColumnAttention: _column_attention,
+    ColumnGlobalAttention: _column_attention,
+    Transition: _transition,
+    OuterProductMean: _outer_product,
+    TriangleMultiplication: _multiply,
+    TriangleAttention: _triangle_attention,
+    InvariantPointAttention: _gather,
+}

@@ -1,0 +1,147 @@
+"""Axial parallelism: a tensor with two long dims is sharded along one of them, and switched to the other by all-to-all.
+
+What works along one dim (attention in a row, a product over a row) needs that dim whole and does not care how the other
+one is cut. So a rank keeps some rows of a matrix, works along them, exchanges blocks with the others (`switch`), and
+then has some columns, whole. It never holds more than its share, where tensor or data parallelism would hold it all.
+
+    x[.., X_axial, .., Y, ..] -> switch -> x[.., X, .., Y_axial, ..]
+
+Lengths need not divide: shards have ceil(n / ranks) rows, the last ones are filled with zeros (`core.comm`), and
+whoever makes a dim whole gives its length, so that the filling is cut off again. Gradients go back the same ways.
+
+What all ranks need whole (a bias, one factor of a product) is gathered, or comes in pieces, each on its way while the
+one before it is worked on (`pieces`). A `switch` may be begun early and finished late (`begin_switch`).
+
+Cheng et al. 2022, FastFold, section 4 (dynamic axial parallelism, duality async operation).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard_of(length: int, axis: DeviceMesh) -> slice:
+    """The rows of a dim of `length` that this rank has, without the filling."""
+    rows = -(-length // axis.size())
+    first = min(length, rows * axis.get_local_rank())
+    return slice(first, min(length, first + rows))
+
+
+def switch(x: Tensor, whole: int, shard: int, length: int, axis: DeviceMesh) -> Tensor:
+    """x, sharded along the dim `whole`, becomes whole along it, with `length` rows, and sharded along `shard`."""
+    return begin_switch(x, whole, shard, length, axis).finish()
+
+
+@dataclass
+class Switch:
+    """A switch on its way."""
+
+    x: Tensor
+    whole: int
+    shard: int
+    length: int
+    axis: DeviceMesh
+    work: Any
+
+    def finish(self) -> Tensor:
+        """The result; waits for it."""
+        if self.axis.size() == 1:
+            return self.x
+        return _Finish.apply(self.x, self)  # pyright: ignore[reportReturnType]
+
+
+def begin_switch(x: Tensor, whole: int, shard: int, length: int, axis: DeviceMesh) -> Switch:
+    """As `switch`, but other work may be done until it is finished."""
+    switching = Switch(x, whole, shard, length, axis, None)
+    if axis.size() > 1:
+        switching.x = _Begin.apply(x, switching)  # pyright: ignore[reportAttributeAccessIssue]
+    return switching
+
+
+def _send(x: Tensor, shard: int, axis: DeviceMesh) -> tuple[Tensor, Any]:
+    """Parts of x along `shard`, one for each rank, on their way: [rank, ..] of what the ranks sent."""
+    size = axis.size()
+    surplus = -x.shape[shard] % size
+    if surplus:
+        filling = list(x.shape)
+        filling[shard] = surplus
+        x = torch.cat((x, x.new_zeros(filling)), shard)
+    parts = x.unflatten(shard, (size, -1)).movedim(shard, 0).contiguous()
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.get_group(), async_op=True)
+    return received, (work, parts)  # what is sent has to stay until it is
+
+
+def _joined(received: Tensor, whole: int, length: int) -> Tensor:
+    return received.movedim(0, whole).flatten(whole, whole + 1).narrow(whole, 0, length)
+
+
+class _Begin(Function):
+    @staticmethod
+    def forward(ctx, x, switching):
+        ctx.switching = switching
+        received, switching.work = _send(x, switching.shard, switching.axis)
+        ctx.length = x.shape[switching.shard]
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        # The gradient came as [rank, ..] of what the ranks had sent: it goes back to them, and here its parts join.
+        group = ctx.switching.axis.get_group()
+        back = torch.empty_like(grad)
+        grad = grad.contiguous()
+        dist.all_to_all_single(back.view(-1), grad.view(-1), group=group)
+        return _joined(back, ctx.switching.shard, ctx.length), None
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx, received, switching):
+        work, _ = switching.work
+        work.wait()
+        switching.work = None
+        ctx.switching, ctx.shape = switching, received.shape
+        return _joined(received, switching.whole, switching.length)
+
+    @staticmethod
+    def backward(ctx, grad):
+        size, whole = ctx.shape[0], ctx.switching.whole
+        surplus = size * ctx.shape[whole + 1] - grad.shape[whole]
+        if surplus:
+            filling = list(grad.shape)
+            filling[whole] = surplus
+            grad = torch.cat((grad, grad.new_zeros(filling)), whole)
+        return grad.unflatten(whole, (size, -1)).movedim(whole, 0).contiguous(), None
+
+
+def pieces(x: Tensor, dim: int, length: int, axis: DeviceMesh) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, x of these rows) of every rank's shard, in the same order on all; no gradient.
+
+    The next piece is on its way while the caller works on one, so a rank holds two besides its own.
+    """
+    size, rank, rows = axis.size(), axis.get_local_rank(), x.shape[dim]
+    if size == 1:
+        yield slice(0, length), x
+        return
+    own, group = x.contiguous(), axis.get_group()
+
+    def begin(source: int) -> tuple[Tensor, Any]:
+        piece = own if source == rank else torch.empty_like(own)
+        return piece, dist.broadcast(piece, group_src=source, group=group, async_op=True)
+
+    coming = begin(0)
+    for source in range(size):
+        piece, work = coming
+        work.wait()
+        if source + 1 < size:
+            coming = begin(source + 1)
+        at = slice(min(length, source * rows), min(length, (source + 1) * rows))
+        if at.stop > at.start:
+            yield at, piece.narrow(dim, 0, at.stop - at.start)
+        del piece

@@ -1,0 +1,137 @@
+"""The model over n ranks equals one rank: outputs, gradients, slices in place; and what travels for it is counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apps.fold.axial import shard_evoformer
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import tiny
+from apps.fold.subbatch import How
+from apps.fold.subbatch.operations import operations_of
+from core.comm.collectives import all_reduce
+from core.comm.volume import count_volume
+from core.mesh import MeshConfig, build_mesh
+from core.parallel.axial import pieces, shard_of, switch
+from tests.support.fold import random_features, random_parameters
+
+
+def _model() -> AlphaFold:
+    model = AlphaFold(tiny()).double().eval()
+    model.load_state_dict(random_parameters(tiny()))
+    return model
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    got, expected = got.detach(), expected.detach()
+    return bool((got - expected).abs().max() <= 1e-10 * max(1.0, float(expected.abs().max())))
+
+
+def _all_cases(size: int) -> None:
+    axis = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")["tp"]
+    _switch(axis)
+    _pieces(axis)
+    _prediction(axis)
+    _gradients(axis)
+
+
+def _switch(axis) -> None:
+    """There and back, with lengths that do not divide, and its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 5, 7, 3, generator=generator, dtype=torch.float64)
+    weight = torch.randn(2, 5, 7, 3, generator=generator, dtype=torch.float64)
+    padded = torch.cat([whole, whole.new_zeros(2, -5 % axis.size(), 7, 3)], 1)
+    rows = padded.chunk(axis.size(), 1)[axis.get_local_rank()].clone().requires_grad_()
+    columns = switch(rows, 1, 2, 5, axis)
+    mine = shard_of(7, axis)
+    count = mine.stop - mine.start
+    assert torch.equal(columns[:, :, :count], whole[:, :, mine])
+    assert not columns[:, :, count:].any()
+    (columns[:, :, :count] * weight[:, :, mine]).sum().backward()
+    own = shard_of(5, axis)
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[:, : own.stop - own.start], weight[:, own])
+    back = switch(columns, 2, 1, 7, axis)
+    assert torch.equal(back[:, : own.stop - own.start], whole[:, own])
+
+
+def _pieces(axis) -> None:
+    x = torch.arange(10.0).view(5, 2)
+    rows = -(-5 // axis.size())
+    mine = shard_of(5, axis)
+    own = torch.zeros(rows, 2)
+    own[: mine.stop - mine.start] = x[mine]
+    out = torch.zeros_like(x)
+    for at, piece in pieces(own, 0, 5, axis):
+        out[at] = piece
+    assert torch.equal(out, x)
+
+
+def _prediction(axis) -> None:
+    features = [random_features(7, rows=5, extra=3, templates=2, pad=1).to("cpu", torch.float64)] * 2
+    model = _model()
+    with torch.inference_mode():
+        expected = model.fold(features)
+    names = {name: How("rows", 2) for name, _, _ in operations_of(model)}
+    for choices in ({}, names):
+        sharded = shard_evoformer(_model(), axis, choices)
+        with torch.inference_mode():
+            got = sharded.fold(features)
+        assert _close(got.positions_BN373, expected.positions_BN373)
+        assert _close(got.msa_BSND, expected.msa_BSND)
+        mine = shard_of(8, axis)
+        assert _close(got.pair_BNNZ[:, : mine.stop - mine.start], expected.pair_BNNZ[:, mine])
+
+
+def _gradients(axis) -> None:
+    features = [random_features(7, rows=5, extra=3, templates=2).to("cpu", torch.float64)]
+    results = []
+    for sharded in (False, True):
+        model = _model()
+        if sharded:
+            shard_evoformer(model, axis)
+        prediction = model(features)
+        logits = prediction.logits
+        loss = (prediction.positions_BN373**2).mean() + (logits.distogram**2).mean() + (logits.masked_msa**2).mean()
+        assert logits.pae is not None
+        (loss + (logits.pae**2).mean()).backward()
+        grads = {}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                partial = hasattr(parameter, "partial_over")
+                grads[name] = all_reduce(parameter.grad, axis) if partial else parameter.grad
+        results.append((prediction, grads))
+    (single, expected), (several, got) = results
+    assert _close(several.logits.distogram, single.logits.distogram)
+    assert several.logits.pae is not None
+    assert single.logits.pae is not None
+    assert _close(several.logits.pae, single.logits.pae)
+    assert got.keys() == expected.keys()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    off = {n: float((got[n] - expected[n]).abs().max()) / largest for n in expected}
+    assert max(off.values()) < 1e-10, sorted(off.items(), key=lambda item: -item[1])[:8]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_n_ranks_equal_one(ranks, size: int) -> None:
+    ranks(size).run(_all_cases, size)
+
+
+def _traffic(size: int) -> dict:
+    axis = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")["tp"]
+    config = replace(tiny(templates=False), num_recycles=0)
+    model = shard_evoformer(AlphaFold(config).eval(), axis)
+    features = replace(random_features(8, rows=4, extra=4, templates=0), templates=None)
+    with torch.inference_mode(), count_volume(build_mesh(MeshConfig(tp=size).resolve(size), "cpu")) as volume:
+        model.fold([features])
+    return dict(volume.calls)
+
+
+def test_what_travels(ranks) -> None:
+    """A block: m twice and z four times by all-to-all, three biases and a factor gathered, factors in pieces."""
+    calls = {op: n for (op, _), n in ranks(2).run(_traffic, 2)[0].items()}
+    blocks, layers = 3, 2
+    assert calls["all_to_all"] == 6 * blocks
+    assert calls["all_gather"] == 4 * blocks + layers + 1
+    assert calls["broadcast"] == 2 * 2 * blocks
