@@ -4,11 +4,14 @@ import sys
 from importlib import import_module
 
 from core.config import UserError, run_command
-from core.runtime import leads
+
+WITHOUT_TORCH = ("msa",)
+"""Commands that are never one rank of several, and start in a moment because they import no torch."""
 
 COMMANDS = {
     "predict": "structures with confidences for the sequences of a FASTA file",
     "plan": "whether a prediction fits, how it would be cut, how long a sequence may be",
+    "msa": "alignments of sequences with databases, by jackhmmer",
     "evaluate": "a prediction against an experimental structure",
     "convert": "weights from one format into another",
     "doctor": "compare this installation with a golden run of the original code",
@@ -17,7 +20,13 @@ COMMANDS = {
 
 
 def main() -> int:
-    return run_command(_dispatch, sys.argv[1:], speaks=leads())
+    return run_command(_dispatch, sys.argv[1:], speaks=sys.argv[1:2] in [[c] for c in WITHOUT_TORCH] or _leads())
+
+
+def _leads() -> bool:
+    from core.runtime import leads
+
+    return leads()
 
 
 def _dispatch(argv: list[str]) -> int:

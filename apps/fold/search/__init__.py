@@ -1,0 +1,6 @@
+"""Searching sequence databases for an alignment, by tools that are installed.
+
+database.py   FASTA databases: how many sequences, cut into shards
+jackhmmer.py  one search of one sequence in one shard, and its hits as rows
+jobs.py       all searches of a run, in parallel, each kept by what it depends on
+"""

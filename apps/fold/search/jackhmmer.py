@@ -1,0 +1,101 @@
+"""jackhmmer (HMMER 3): one sequence against one FASTA file, with the original pipeline's options, one iteration.
+
+Its alignment says which columns are the query's (`#=GC RF`); what a hit has between them is lower case in A3M.
+"""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.config import UserError
+
+_OPTIONS = ("--noali", "-N", "1", "--F1", "0.0005", "--F2", "5e-05", "--F3", "5e-07")
+INSTALL = "apt-get install hmmer, or conda install -c bioconda hmmer"
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A row of an alignment: its name with the part of the sequence, its letters as A3M, the sequence's score."""
+
+    name: str
+    row: str
+    score: float
+
+
+def version(program: str) -> str:
+    """What the program says it is.  Raises UserError where it is not installed."""
+    if shutil.which(program) is None:
+        raise UserError(f"there is no {program} on the PATH; {INSTALL}")
+    said = subprocess.run([program, "-h"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return next((line.strip("# ").split(";")[0] for line in said if "HMMER" in line), program)
+
+
+def search(
+    program: str, sequence: str, database: Path, num_sequences: int, e_value: float, threads: int, scratch: Path
+) -> list[Hit]:
+    """The hits of a sequence in a FASTA file, E-values as if it held `num_sequences`.
+
+    Raises UserError with the last that the program said, where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="jackhmmer-", dir=scratch) as folder:
+        query, found, table = (Path(folder, name) for name in ("query.fasta", "found.sto", "found.tbl"))
+        query.write_text(f">query\n{sequence}\n", encoding="ascii")
+        limits = ("-E", str(e_value), "--incE", str(e_value), "-Z", str(num_sequences), "--cpu", str(threads))
+        files = ("-o", "/dev/null", "-A", found, "--tblout", table, query, database)
+        done = subprocess.run(
+            [program, *_OPTIONS, *limits, *files], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        )
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split())[-200:]
+            raise UserError(f"{program} failed on {database} (exit code {done.returncode}): {said}")
+        if not found.exists() or not found.stat().st_size:
+            return []
+        return _hits(found.read_text(encoding="latin-1"), _scores(table.read_text(encoding="latin-1")))
+
+
+def _scores(table: str) -> dict[str, float]:
+    """target -> score of the full sequence."""
+    rows = (line.split() for line in table.splitlines() if line and not line.startswith("#"))
+    return {row[0]: float(row[5]) for row in rows}
+
+
+def _hits(stockholm: str, scores: dict[str, float]) -> list[Hit]:
+    rows: dict[str, list[str]] = {}
+    columns: list[str] = []
+    for line in stockholm.splitlines():
+        if line.startswith("#=GC RF"):
+            columns.append(line.split()[2])
+        elif line and not line.startswith(("#", "//")):
+            name, letters = line.split()
+            rows.setdefault(name, []).append(letters)
+    is_column = [letter not in ".-~" for letter in "".join(columns)]
+    return [
+        Hit(name, _a3m("".join(parts), is_column), scores[name.rpartition("/")[0]])
+        for name, parts in rows.items()
+        if name.rpartition("/")[0] in scores
+    ]
+
+
+def _a3m(letters: str, is_column: list[bool]) -> str:
+    """Columns in upper case, '-' for gaps; insertions in lower case."""
+    parts = []
+    for letter, column in zip(letters, is_column):
+        gap = letter in ".-"
+        if column:
+            parts.append("-" if gap else letter.upper())
+        elif not gap:
+            parts.append(letter.lower())
+    return "".join(parts)
+
+
+def ranked(hits: Iterable[Hit], most: int) -> list[Hit]:
+    """The best hits first, each row once: an order that does not depend on how a database was cut."""
+    return sorted(set(hits), key=lambda hit: (-hit.score, hit.name))[:most]
+
+
+def as_a3m(sequence: str, hits: Iterable[Hit]) -> str:
+    """The alignment, the query first."""
+    return "".join(f">{name}\n{row}\n" for name, row in [("query", sequence), *((h.name, h.row) for h in hits)])

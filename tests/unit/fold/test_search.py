@@ -1,0 +1,172 @@
+"""`fold msa` with the real jackhmmer on a small database: hits, shards, the cache, what is refused."""
+
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apps.fold.features.alignment import check_query, read_alignment
+from apps.fold.msa import main
+from apps.fold.search.database import open_database
+from apps.fold.search.jackhmmer import Hit, _a3m, ranked
+from core.config import UserError
+
+ROOT = Path(__file__).parents[3]
+UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
+CRAMBIN = "TTCCPSIVARSNFNVCRLPGTPEALCATYTGCIIIPGATCPGDYAN"
+LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+
+needs_jackhmmer = pytest.mark.skipif(
+    shutil.which("jackhmmer") is None, reason="no jackhmmer; ends where Debian's hmmer is installed (.ci/run does)"
+)
+
+
+def _database(path: Path, num: int = 60) -> Path:
+    """Random sequences; every fourth is ubiquitin with a quarter of it changed, some with insertions and deletions."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(num):
+        sequence = "".join(draw.choice(LETTERS) for _ in range(90))
+        if number % 4 == 0:
+            like = [draw.choice(LETTERS) if draw.random() < 0.25 else letter for letter in UBIQUITIN]
+            if number % 8 == 0:
+                like.insert(20, "GG")
+            if number % 12 == 0:
+                del like[40:43]
+            sequence = sequence[:10] + "".join(like)
+        lines.append(f">seq{number} of a test\n{sequence[:50]}\n{sequence[50:]}\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def _a3m_rows(path: Path) -> list[tuple[str, str]]:
+    lines = path.read_text().splitlines()
+    return list(zip(lines[::2], lines[1::2]))
+
+
+def test_shards_hold_every_sequence_once_and_none_is_empty(tmp_path: Path) -> None:
+    path = _database(tmp_path / "db.fasta", 11)
+    whole = path.read_text().split(">")[1:]
+    for count in (1, 2, 3, 7, 11):
+        database = open_database(path, count, tmp_path / "cache", "db")
+        assert database.num_sequences == 11
+        parts = [shard.file.read_text().split(">")[1:] for shard in database.shards]
+        assert len(parts) == count
+        assert all(parts)
+        assert [one for part in parts for one in part] == whole
+    with pytest.raises(UserError, match="11 sequences, too few for 12 shards"):
+        open_database(path, 12, tmp_path / "cache", "db")
+
+
+def test_a_database_is_known_by_its_contents(tmp_path: Path) -> None:
+    path = _database(tmp_path / "db.fasta", 5)
+    first = open_database(path, 1, tmp_path / "cache", "db").identity
+    assert open_database(path, 1, tmp_path / "cache", "db").identity == first
+    path.write_text(path.read_text().replace("seq1", "seq9"))
+    assert open_database(path, 1, tmp_path / "cache", "db").identity != first
+    path.write_bytes(b"\x1f\x8b" + b"x" * 9)
+    with pytest.raises(UserError, match="compressed"):
+        open_database(path, 1, tmp_path / "cache", "db")
+    path.write_text("MKT")
+    with pytest.raises(UserError, match="FASTA"):
+        open_database(path, 1, tmp_path / "cache", "db")
+
+
+def test_rows_of_a_stockholm_alignment_as_a3m() -> None:
+    columns = [letter == "x" for letter in "xx..x"]
+    assert _a3m("AC-GT", columns) == "ACgT"
+    assert _a3m("-C..t", columns) == "-CT"
+    hits = [Hit("b/1-2", "AA", 5.0), Hit("a/1-2", "AA", 5.0), Hit("c/1-2", "AA", 9.0), Hit("c/1-2", "AA", 9.0)]
+    assert [hit.name for hit in ranked(hits, 2)] == ["c/1-2", "a/1-2"]
+
+
+@needs_jackhmmer
+def test_searches_find_the_family_and_are_kept(tmp_path: Path, capsys) -> None:
+    database = _database(tmp_path / "family.fasta")
+    (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n>bad\nMK7\n>cram/bin\n{CRAMBIN}\n>again\n{UBIQUITIN}\n")
+    options = [str(tmp_path / "in.fasta"), "--databases", str(database)]
+
+    def run(name: str, *more: str) -> str:
+        assert main([*options, "--out", str(tmp_path / name), "--cache", str(tmp_path / "cache"), *more]) == 2
+        said = capsys.readouterr()
+        assert said.err.count("error:") == 1
+        assert "record 2 (bad)" in said.err
+        return said.out
+
+    assert "2 searches run, 0 known" in run("whole")
+    found = read_alignment(tmp_path / "whole" / "ubi" / "family.a3m")
+    check_query(found, UBIQUITIN, "ubi")
+    rows = _a3m_rows(tmp_path / "whole" / "ubi" / "family.a3m")
+    names = [name[1:].rpartition("/")[0] for name, _ in rows[1:]]
+    assert sorted(names) == sorted(f"seq{number}" for number in range(0, 60, 4))
+    assert found.deletions.max() == 2
+    assert (found.letters == 21).any()
+    assert _a3m_rows(tmp_path / "whole" / "cram_bin" / "family.a3m") == [(">query", CRAMBIN)]
+    assert _a3m_rows(tmp_path / "whole" / "again" / "family.a3m") == rows
+
+    assert "8 searches run, 0 known" in run("shards", "--shards", "4", "--workers", "3")
+    for name in ("ubi", "cram_bin", "again"):
+        whole, parts = (tmp_path / folder / name / "family.a3m" for folder in ("whole", "shards"))
+        assert parts.read_bytes() == whole.read_bytes()
+
+    # Of four shards one is lost, as if the run had been killed in it: only its searches run again.
+    results = sorted((tmp_path / "cache" / "searches").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    results[-1].unlink()
+    assert "1 searches run, 7 known" in run("shards", "--shards", "4")
+    assert "0 searches run, 2 known" in run("whole")
+    assert "2 searches run, 0 known" in run("strict", "--e-value", "1e-30")
+    assert len(_a3m_rows(tmp_path / "strict" / "ubi" / "family.a3m")) < len(rows)
+
+
+@needs_jackhmmer
+def test_without_the_whole_database_s_size_shards_would_find_more(tmp_path: Path) -> None:
+    """That shards give the hits of the whole is due to Z: an E-value is proportional to it."""
+    from apps.fold.search.jackhmmer import search
+
+    database = _database(tmp_path / "family.fasta")
+    found = [len(search("jackhmmer", UBIQUITIN, database, z, 1e-30, 1, tmp_path)) for z in (60, 60_000_000)]
+    assert found[0] > found[1] > 0
+
+
+def test_a_failing_search_stops_only_its_sequence(tmp_path: Path, capsys) -> None:
+    program = tmp_path / "jackhmmer"
+    program.write_text(
+        '#!/bin/sh\nif [ "$1" = -h ]; then echo "# HMMER 9"; exit 0; fi\n'
+        'for last in "$@"; do before=$query; query=$last; done\n'
+        'if grep -q CCPS "$before"; then echo "Fatal: out of luck" >&2; exit 1; fi\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n>crambin\n{CRAMBIN}\n")
+    options = ["--databases", str(_database(tmp_path / "db.fasta", 4)), "--program", str(program)]
+    options += ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    assert main([str(tmp_path / "in.fasta"), *options]) == 2
+    said = capsys.readouterr()
+    assert "record 2 (crambin)" in said.err
+    assert "Fatal: out of luck" in said.err
+    assert _a3m_rows(tmp_path / "out" / "ubi" / "db.a3m") == [(">query", UBIQUITIN)]
+    assert not (tmp_path / "out" / "crambin").exists()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.fasta").write_text(">a\nMKT\n")
+    one = str(tmp_path / "in.fasta")
+    with pytest.raises(UserError, match="needs a FASTA file and databases"):
+        main([one])
+    with pytest.raises(UserError, match="apt-get install hmmer"):
+        main([one, "--databases", one, "--program", "no-such-program"])
+    with pytest.raises(UserError, match="shards=0"):
+        main([one, "--databases", one, "--shards", "0"])
+
+
+def test_the_command_needs_no_torch() -> None:
+    """So that a run that finds everything in its cache takes a moment."""
+    code = "import sys, apps.fold.__main__, apps.fold.msa; sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert done.returncode == 0
