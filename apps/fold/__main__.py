@@ -12,6 +12,7 @@ COMMANDS = {
     "predict": "structures with confidences for the sequences of a FASTA file",
     "plan": "whether a prediction fits, how it would be cut, how long a sequence may be",
     "msa": "alignments of sequences with databases, by jackhmmer",
+    "train": "the model, on structures with alignments",
     "evaluate": "a prediction against an experimental structure",
     "convert": "weights from one format into another",
     "doctor": "compare this installation with a golden run of the original code",

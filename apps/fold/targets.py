@@ -15,8 +15,8 @@ from apps.fold.model.config import ModelConfig
 from apps.fold.model.features import Features, TemplateFeatures
 from core.config import UserError
 
-_ALIGNMENTS = (".a3m", ".sto", ".stockholm", ".fasta", ".aln")
-_STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
+ALIGNMENTS = (".a3m", ".sto", ".stockholm", ".fasta", ".aln")
+STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def find_target(record: Record, msa: Path | None, templates: Path | None, alone:
 
     Raises UserError for files that do not fit the sequence.
     """
-    alignments = _files(msa, record, alone, _ALIGNMENTS, "--msa")
-    structures = _files(templates, record, alone, _STRUCTURES, "--templates")
+    alignments = _files(msa, record, alone, ALIGNMENTS, "--msa")
+    structures = _files(templates, record, alone, STRUCTURES, "--templates")
     read = [read_alignment(path) for path in alignments]
     for path, alignment in zip(alignments, read):
         check_query(alignment, record.sequence, path)

@@ -18,9 +18,12 @@ def plot_loss(
     *,
     series: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     title: str = "",
+    unit: str = "nats per token",
+    counted: str = "tokens",
 ) -> Path:
-    """Draw loss over step, with panels for learning rate, gradient norm and tokens/s where the rows have them.
+    """Draw loss over step, with panels for learning rate, gradient norm and throughput where the rows have them.
 
+    unit, counted  of the loss, and what the throughput counts, for the labels
     series  further points to draw over the loss: label -> [(step, loss), …], such as held-out losses
     Returns the path of the PNG.
     """
@@ -35,9 +38,10 @@ def plot_loss(
         heights = [3.2, 1.0] if panels else [1.0]
         figure = plt.figure(figsize=(9, 5.6 if panels else 4.2), layout="constrained")
         grid = figure.add_gridspec(len(heights), max(1, len(panels)), height_ratios=heights)
-        _draw_loss(figure.add_subplot(grid[0, :]), rows, series or {}, title)
+        _draw_loss(figure.add_subplot(grid[0, :]), rows, series or {}, title, unit)
         for column, key in enumerate(panels):
-            _draw_panel(figure.add_subplot(grid[1, column]), rows, key)
+            label = _PANELS[key].replace("tokens", counted)
+            _draw_panel(figure.add_subplot(grid[1, column]), rows, key, label)
         Path(png).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=150)
         plt.close(figure)
@@ -50,7 +54,7 @@ def _column(rows: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarra
     return np.array([row["step"] for row in rows], dtype=float), np.array(values)
 
 
-def _draw_loss(axes: Any, rows: list[dict[str, Any]], series: Mapping[str, Any], title: str) -> None:
+def _draw_loss(axes: Any, rows: list[dict[str, Any]], series: Mapping[str, Any], title: str, unit: str) -> None:
     steps, losses = _column(rows, "loss")
     window = max(1, len(losses) // 50)
     axes.plot(steps, losses, color="#30638e", alpha=0.3 if window > 1 else 1.0, linewidth=1.0, label="training")
@@ -68,14 +72,14 @@ def _draw_loss(axes: Any, rows: list[dict[str, Any]], series: Mapping[str, Any],
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel=f"loss ({unit})" if unit else "loss", title=title)
     axes.grid(True, which="major", alpha=0.25)
     axes.legend(frameon=False)
 
 
-def _draw_panel(axes: Any, rows: list[dict[str, Any]], key: str) -> None:
+def _draw_panel(axes: Any, rows: list[dict[str, Any]], key: str, label: str) -> None:
     axes.plot(*_column(rows, key), color="#555555", linewidth=1.0)
-    axes.set_title(_PANELS[key], fontsize=9)
+    axes.set_title(label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
     axes.yaxis.get_offset_text().set_fontsize(8)

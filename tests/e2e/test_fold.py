@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from apps.fold.__main__ import _dispatch
+from apps.fold.demo import STRUCTURES
 from apps.fold.model.config import tiny
 from apps.fold.weights.folder import save_folder
 from core.config import run_command
-from tests.support.command import run
+from tests.support.command import losses, run, summary
 from tests.support.fold import GOLDEN, random_parameters
 
 FASTA = ">long one\nMKTAYIAKQRQISFVKSHFSRQ\n>short\nMKTAYWC\n>bad\nMK7\n>with/slash\nMXBGGGAAAA\n"
@@ -215,3 +216,66 @@ def test_refusals(capsys, arguments: tuple, words: tuple) -> None:
     assert err.strip().count("\n") == 0
     for word in words:
         assert word in err
+
+
+def test_train_stop_resume_and_fold_with_what_was_learned(tmp_path: Path, capsys) -> None:
+    """A run that was stopped and continued is the run that was not, to the bit, its averaged weights too."""
+    structures = tmp_path / "structures"
+    structures.mkdir()
+    for path in (STRUCTURES / "1ejg.pdb", STRUCTURES / "1a8o.cif"):
+        (structures / path.name).write_bytes(path.read_bytes())
+    (structures / "damaged.cif").write_text("data_nothing\n")
+    options = ("--recipe", "debug", "--data.structures", structures, "--data.cache", tmp_path / "cache")
+    options += ("--log.no-tensorboard", "--steps", 3, "--num-recycles", 1)
+    code, said, err = fold(capsys, "train", *options, "--out", tmp_path / "whole")
+    assert code == 0, err
+    assert err.count("left out:") == 1
+    assert "damaged.cif" in err
+    assert "2 chains to learn from, 2 of them without an alignment" in said
+    whole = tmp_path / "whole"
+    assert {"config.json", "loss.png", "metrics.jsonl", "model", "summary.json"} <= {p.name for p in whole.iterdir()}
+    assert 0 <= summary(whole)["validation_lddt_ca"] <= 1
+
+    parts = tmp_path / "parts"
+    code, said, err = fold(capsys, "train", *options, "--out", parts, "--stop-after", 2)
+    assert code == 0, err
+    assert "stopped after step 2" in said
+    assert not (parts / "model").exists()
+    code, _, err = fold(capsys, "train", *options, "--out", parts)
+    assert code == 2
+    assert "--resume" in err
+    code, said, err = fold(capsys, "train", *options, "--out", parts, "--resume")
+    assert code == 0, err
+    assert losses(parts) == losses(whole)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parts, whole)]
+    assert weights[0] == weights[1]
+    assert summary(parts)["validation_lddt_ca"] == summary(whole)["validation_lddt_ca"]
+
+    (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
+    options = ("--weights", whole / "model", "--out", tmp_path / "folded", "--no-plots")
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 0, err
+    assert "not for science" not in (tmp_path / "folded" / "a" / "rank_1.cif").read_text()
+    options = ("--recipe", "debug", "--weights", whole / "model", "--steps", 1, "--out", tmp_path / "tuned")
+    code, _, err = fold(capsys, "train", *options, "--data.cache", tmp_path / "cache")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "--data.structures FOLDER"),
+        (("--data.structures", "nowhere"), "no folder of structures at nowhere"),
+        (("--recipe", "debug", "--data.alignments", "nowhere"), "no folder of alignments at nowhere"),
+        (("--recipe", "debug", "--nproc", "3"), "data.global_batch=2 does not divide over 3"),
+        (("--recipe", "debug", "--mesh.tp", "2", "--nproc", "2"), "no tensor parallelism"),
+        (("--recipe", "debug", "--model", "model_1"), "has templates"),
+        (("--recipe", "debug", "--model", "modle"), "modle"),
+        (("--recipe", "debug", "--average", "1.5"), "average=1.5"),
+    ],
+)
+def test_train_refuses_in_one_line(tmp_path: Path, capsys, options: tuple[str, ...], said: str) -> None:
+    code, _, err = fold(capsys, "train", *options, "--out", tmp_path / "run")
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1

@@ -1,14 +1,20 @@
 """Small models and golden runs for the tests of fold."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from apps.fold.features.alignment import Alignment, single_sequence
 from apps.fold.features.arrays import template_features
+from apps.fold.features.entries import Entry
+from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ModelConfig
+from apps.fold.model.config import EvoformerConfig, ModelConfig, tiny
 from apps.fold.model.features import Features
+from apps.fold.training.dataset import Example
 
 GOLDEN = Path(__file__).parents[1] / "data" / "fold" / "mini_model_1_ptm"
 
@@ -74,3 +80,42 @@ def random_features(residues: int, *, rows: int, extra: int, templates: int, see
             padded(at[0], 1, 2), padded(at[1], 1), padded(at[2], 1, 2, value=1.5), padded(atom_mask, 1, 2)
         ),
     )
+
+
+def small_model() -> ModelConfig:
+    """The tiny model as training takes it: no templates, no dropout, one draw of recycling more than none."""
+    model = tiny(templates=False)
+
+    def dry(stack: EvoformerConfig) -> EvoformerConfig:
+        return replace(stack, msa_dropout=0.0, pair=replace(stack.pair, dropout=0.0))
+
+    return replace(
+        model,
+        evoformer=dry(model.evoformer),
+        extra=dry(model.extra),
+        structure=replace(model.structure, dropout=0.0),
+        max_msa=5,
+        max_extra_msa=4,
+    )
+
+
+class Chains:
+    """Five random chains of 7 to 15 residues, with alignments of 1 to 15 rows; some residues were not seen."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, number: int) -> Example:
+        generator = np.random.default_rng(number)
+        length = 7 + 2 * number
+        letters = generator.integers(0, 20, length)
+        sequence = "".join(residues.RESTYPES[letter] for letter in letters)
+        mask = residues.ATOM37_MASK[letters] * (generator.random((length, 1)) < 0.9)
+        positions = generator.normal(0, 6, (length, residues.NUM_ATOM37, 3)).astype(np.float32)
+        index = np.arange(length)
+        entry = Entry(f"chain{number}", sequence, index, positions, mask.astype(np.float32), 2.0)
+        query = single_sequence(sequence)
+        rows = generator.integers(0, 22, (3 * number + 1, length)).astype(np.uint8)
+        deletions = generator.integers(0, 3, rows.shape).astype(np.int32)
+        rows[0], deletions[0] = query.letters[0], 0
+        return Example(entry, Alignment(rows, deletions, ("",) * len(rows)))

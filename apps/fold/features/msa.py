@@ -34,11 +34,13 @@ class Draw:
     order    all rows but the first, in random order
     letters  uint8[centres, N]: the centres' letters, some of them hidden
     extra    numbers of extra rows, in random order; the first of them are taken
+    hidden   bool[centres, N]: which letters are hidden, those that were kept all the same included
     """
 
     order: np.ndarray
     letters: np.ndarray
     extra: np.ndarray
+    hidden: np.ndarray
 
 
 def num_centres(config: ModelConfig, alignment: Alignment) -> int:
@@ -58,7 +60,7 @@ def draw(alignment: Alignment, config: ModelConfig, generator: np.random.Generat
     drawn = (generator.random((len(cumulative), 1)) * cumulative[:, -1:] >= cumulative).sum(-1)
     letters = rows.copy()
     letters[hidden] = drawn
-    return Draw(order, letters, generator.permutation(len(alignment) - count))
+    return Draw(order, letters, generator.permutation(len(alignment) - count), hidden)
 
 
 def _replacements(all_letters: np.ndarray, letters: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -77,6 +79,11 @@ def _profile(letters: np.ndarray) -> np.ndarray:
     N = letters.shape[1]
     counts = np.bincount((np.arange(N) * 22 + letters).ravel(), minlength=N * 22)
     return counts.reshape(N, 22) / len(letters)
+
+
+def true_letters(alignment: Alignment, drawn: Draw) -> np.ndarray:
+    """uint8[centres, N]: the centres' letters as they were before some were hidden."""
+    return alignment.letters[np.concatenate([[0], drawn.order[: len(drawn.letters) - 1]])]
 
 
 def features_of(

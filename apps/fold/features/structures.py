@@ -14,7 +14,7 @@ import numpy as np
 from apps.fold.model import residues
 from core.config import UserError
 
-_SLOTS = {name: slot for slot, name in enumerate(residues.ATOM37)}
+ATOM_SLOTS = {name: slot for slot, name in enumerate(residues.ATOM37)}
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ def _chain(chain) -> Chain | None:
             name = atom.get_name()
             if name == "SE" and sequence[-1] == "M":
                 name = "SD"
-            if name in _SLOTS:
-                positions[row, _SLOTS[name]] = atom.get_coord()
-                mask[row, _SLOTS[name]] = 1
+            if name in ATOM_SLOTS:
+                positions[row, ATOM_SLOTS[name]] = atom.get_coord()
+                mask[row, ATOM_SLOTS[name]] = 1
             if name == "CA":
                 b_factors[row] = atom.get_bfactor()
         if sequence[-1] == "R":
-            _order_arginine(positions[row], mask[row])
+            order_arginine(positions[row], mask[row])
     return Chain(chain.id, "".join(sequence), tuple(numbers), positions, mask, b_factors)
 
 
@@ -92,9 +92,9 @@ def _is_peptide(residue) -> bool:
     return residue.id[0] != "W" and all(name in residue for name in ("N", "CA", "C"))
 
 
-def _order_arginine(positions: np.ndarray, mask: np.ndarray) -> None:
+def order_arginine(positions: np.ndarray, mask: np.ndarray) -> None:
     """By convention NH1 is the nearer one to CD; some files have it the other way."""
-    cd, first, second = (_SLOTS[name] for name in ("CD", "NH1", "NH2"))
+    cd, first, second = (ATOM_SLOTS[name] for name in ("CD", "NH1", "NH2"))
     if mask[[cd, first, second]].all():
         near, far = (np.linalg.norm(positions[slot] - positions[cd]) for slot in (first, second))
         if near > far:

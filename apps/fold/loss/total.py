@@ -53,7 +53,26 @@ def total_loss(
     resolution_B: Tensor,
     config: LossConfig = LossConfig(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, a mean over the batch, and its parts [B] before their weights.
+    """The loss, a mean over the batch, and its parts [B] before their weights; arguments as those of `losses`."""
+    parts = losses(prediction, features, truth, letters_BSN, hidden_BSN, resolution_B, config)
+    return weighted(parts, config).mean(), parts
+
+
+def weighted(parts: dict[str, Tensor], config: LossConfig) -> Tensor:
+    """The weighted sum of the parts, [B]."""
+    return torch.stack([getattr(config, name) * part for name, part in parts.items()]).sum(0)
+
+
+def losses(
+    prediction: Prediction,
+    features: Features,
+    truth: Truth,
+    letters_BSN: Tensor,
+    hidden_BSN: Tensor,
+    resolution_B: Tensor,
+    config: LossConfig = LossConfig(),
+) -> dict[str, Tensor]:
+    """The parts of the loss [B], before their weights.
 
     letters_BSN, hidden_BSN  the MSA's true letters, and 1 where they were hidden
     resolution_B             of the experiment, in Angstrom
@@ -63,9 +82,8 @@ def total_loss(
         suited = renamed(truth, structure.atom14[-1])
     low, high = config.resolution
     precise_B = ((resolution_B >= low) & (resolution_B <= high)).to(structure.atom14.dtype)
-    clamped, unclamped = backbone_fape(structure, truth), backbone_fape(structure, truth, clamp=None)
     parts = {
-        "backbone": (1 - config.unclamped) * clamped + config.unclamped * unclamped,
+        "backbone": backbone_fape(structure, truth, config.unclamped),
         "side_chain": side_chain_fape(structure, suited),
         "chi": chi_loss(structure, truth),
         "angle_norm": angle_norm_loss(structure, features.mask_BN),
@@ -80,4 +98,4 @@ def total_loss(
         parts["violation"] = violation_loss(structure.atom14[-1], features.aatype_BN, features.residue_index_BN)
     if logits.pae is not None:
         parts["pae"] = precise_B * pae_loss(logits.pae, structure, truth)
-    return sum((getattr(config, name) * part).mean() for name, part in parts.items()), parts
+    return parts

@@ -113,16 +113,22 @@ def renamed(truth: Truth, predicted_BNA3: Tensor) -> Truth:
     mask = truth.atom14_mask_BNA
     fixed_mask = (mask * (1 - ambiguous)).flatten(1)
     fixed_true, fixed_predicted = truth.atom14_BNA3.flatten(1, 2), predicted_BNA3.detach().flatten(1, 2)
-    better = torch.zeros_like(aatype, dtype=torch.bool)
-    for b, n in torch.nonzero(ambiguous.any(-1)).tolist():
-        rows = ambiguous[b, n] > 0
-        here = torch.cdist(predicted_BNA3[b, n, rows].detach(), fixed_predicted[b])
-        weights = mask[b, n, rows][:, None] * fixed_mask[b]
-        errors = [
-            (weights * (here - torch.cdist(x[b, n, rows], fixed_true[b])).abs()).sum()
+    row, place = torch.nonzero(ambiguous.any(-1), as_tuple=True)
+    weights_KA1 = (mask * ambiguous)[row, place][..., None]
+
+    def distances(x_BNA3: Tensor, fixed: Tensor) -> Tensor:
+        return torch.cdist(x_BNA3[row, place], fixed[row])
+
+    here = distances(predicted_BNA3.detach(), fixed_predicted)
+    errors_K2 = torch.stack(
+        [
+            ((here - distances(x, fixed_true)).abs() * weights_KA1 * fixed_mask[row, None]).sum((-1, -2))
             for x in (truth.atom14_BNA3, swapped)
-        ]
-        better[b, n] = errors[1] < errors[0]
+        ],
+        -1,
+    )
+    better = torch.zeros_like(aatype, dtype=torch.bool)
+    better[row, place] = errors_K2[:, 1] < errors_K2[:, 0]
     periodic = table(residues.CHI_PI_PERIODIC, aatype, swapped.dtype)
     sign = 1 - 2 * torch.nn.functional.pad(periodic, (residues.CHI1, 0)) * better[..., None]
     turn = torch.stack([torch.ones_like(sign), sign, sign], -1)

@@ -140,3 +140,26 @@ def tiny(templates: bool = True) -> ModelConfig:
         max_msa=16,
         max_extra_msa=32,
     )
+
+
+def demo() -> ModelConfig:
+    """A small model that can learn a few small proteins by heart: less than 3 MB of weights; no templates or extra MSA.
+
+    One layer of the structure module, no dropout and no recycling: it is to learn in minutes what it has seen.
+    """
+    pair = PairConfig(num_heads=2, head_dim=16, product_dim=32, transition_factor=2, dropout=0.0)
+    stack = EvoformerConfig(2, 4, 16, 2, msa_dropout=0.0, outer_dim=8, pair=pair)
+    return ModelConfig(
+        msa_dim=64,
+        pair_dim=32,
+        single_dim=96,
+        extra_dim=16,
+        evoformer=stack,
+        extra=replace(stack, num_blocks=0),
+        templates=None,
+        structure=StructureConfig(96, 1, 4, 16, 4, 8, 3, 64, 2, dropout=0.0),
+        heads=HeadsConfig(plddt_dim=64),
+        num_recycles=0,
+        max_msa=16,
+        max_extra_msa=32,
+    )

@@ -220,7 +220,7 @@ def test_extra_rows_are_limited() -> None:
     alignment = _alignment(rows=100)
     one = draw(alignment, tiny(), np.random.default_rng(0))
     assert features_of("MKTAYIAKQRQ", alignment, one, tiny()).extra_msa_BEN.shape[1] == 32
-    given = Draw(np.arange(1, 100), alignment.letters[:12], np.arange(88))
+    given = Draw(np.arange(1, 100), alignment.letters[:12], np.arange(88), np.zeros((12, 11), bool))
     f = features_of("MKTAYIAKQRQ", alignment, given, tiny())
     assert np.array_equal(f.extra_msa_BEN[0].numpy(), alignment.letters[12 : 12 + 32])
 

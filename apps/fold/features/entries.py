@@ -1,0 +1,168 @@
+"""Experimental structures as training targets: each chain with its whole sequence, seen or not.
+
+An mmCIF file says what was in the crystal (`_entity_poly_seq`) apart from what was seen (`_atom_site`), so unresolved
+residues are there, masked, and the sequence is the one that alignments were made of. A PDB file is taken as it reads:
+the residues that were seen, at the numbers that it gives them.
+
+Of alternate locations the one with the highest occupancy is taken; of several models the first; modified amino acids
+count as their parents (selenomethionine as methionine), others as X.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from apps.fold.features.structures import ATOM_SLOTS, Chain, order_arginine, read_structure
+from apps.fold.model import residues
+from core.config import UserError
+
+_RESOLUTION_NAMES = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_PROTEIN = "polypeptide(L)"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One chain of an experiment, N residues.
+
+    name                      the file's name without ending, _ and the chain
+    index                     positions in the chain, int64[N], rising
+    positions, mask           atom37 in Angstrom, float32[N, 37, 3] and [N, 37]
+    resolution                in Angstrom; 0 where the experiment has none (NMR)
+    """
+
+    name: str
+    sequence: str
+    index: np.ndarray
+    positions: np.ndarray
+    mask: np.ndarray
+    resolution: float
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def num_seen(self) -> int:
+        """Residues whose CA is known."""
+        return int(self.mask[:, residues.CA].sum())
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The protein chains of an mmCIF (.cif, .mmcif) or PDB file.
+
+    Raises UserError when the file cannot be read or holds no protein.
+    """
+    if path.suffix in (".cif", ".mmcif"):
+        found = _entries_of_mmcif(path)
+        if found is not None:
+            return found
+    resolution = _pdb_resolution(path)
+    return [_of_chain(path.stem, chain, resolution) for chain in read_structure(path)]
+
+
+def _of_chain(stem: str, chain: Chain, resolution: float) -> Entry:
+    """A chain as it reads; where its numbers do not rise (insertion codes), residues count on from the last one."""
+    index: list[int] = []
+    for number in chain.numbers:
+        given = int(re.sub(r"[^0-9-]", "", number) or 0)
+        index.append(given if not index or given > index[-1] else index[-1] + 1)
+    return Entry(
+        f"{stem}_{chain.name.strip() or 'A'}",
+        chain.sequence,
+        np.array(index) - index[0],
+        chain.positions,
+        chain.mask,
+        resolution,
+    )
+
+
+def _pdb_resolution(path: Path) -> float:
+    """From REMARK 2; 0 where there is none, and for files that are no PDB."""
+    try:
+        text = path.read_text(encoding="latin-1")
+    except OSError:
+        return 0.0  # read_structure says what is wrong
+    found = re.search(r"^REMARK   2 RESOLUTION\.\s+([0-9.]+) ANGSTROM", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def _entries_of_mmcif(path: Path) -> list[Entry] | None:
+    """None where the file does not say what its chains' sequences are."""
+    from Bio.PDB.MMCIF2Dict import MMCIF2Dict
+
+    if not path.is_file():
+        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
+    try:
+        content = MMCIF2Dict(str(path))
+    except Exception as error:  # the parser raises whatever a damaged line leads to
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} cannot be read as a structure ({reason}); give an mmCIF or PDB file") from error
+    if "_atom_site.label_seq_id" not in content or "_entity_poly_seq.mon_id" not in content:
+        return None
+    resolution = next((r for name in _RESOLUTION_NAMES if (r := _number(content.get(name, ["?"])[0]))), 0.0)
+    sequences = _sequences(content)
+    atoms = _atoms_by_chain(content)
+    try:
+        found = [
+            _entry(path.stem, name, sequences[entity], rows, content, resolution)
+            for (name, entity), rows in atoms.items()
+            if entity in sequences
+        ]
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(f"{path} cannot be read as a structure (its atoms: {error}); give an mmCIF file") from error
+    if not found:
+        raise UserError(f"{path} holds no protein chain")
+    return found
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _sequences(content: dict) -> dict[str, str]:
+    """entity -> one-letter sequence, of the polypeptides; of several residues at one place the first counts."""
+    from Bio.Data.PDBData import protein_letters_3to1_extended as letters
+
+    kinds = dict(zip(content.get("_entity_poly.entity_id", []), content.get("_entity_poly.type", [])))
+    columns = (content[f"_entity_poly_seq.{name}"] for name in ("entity_id", "num", "mon_id"))
+    found: dict[str, dict[int, str]] = {}
+    for entity, number, three in zip(*columns):
+        if kinds.get(entity, _PROTEIN) == _PROTEIN:
+            letter = letters.get(three, "X")
+            found.setdefault(entity, {}).setdefault(int(number), letter if letter in residues.THREE_LETTERS else "X")
+    return {entity: "".join(rows[n] for n in sorted(rows)) for entity, rows in found.items()}
+
+
+def _atoms_by_chain(content: dict) -> dict[tuple[str, str], list[int]]:
+    """(the authors' name of a chain, entity) -> rows of the atoms of its first model that belong to a residue."""
+    site = {name: content[f"_atom_site.{name}"] for name in ("label_seq_id", "label_entity_id")}
+    chains = content.get("_atom_site.auth_asym_id") or content["_atom_site.label_asym_id"]
+    models = content.get("_atom_site.pdbx_PDB_model_num") or ["1"] * len(chains)
+    found: dict[tuple[str, str], list[int]] = {}
+    for row, (number, entity, chain, model) in enumerate(zip(*site.values(), chains, models)):
+        if number not in (".", "?") and model == models[0]:
+            found.setdefault((chain, entity), []).append(row)
+    return found
+
+
+def _entry(stem: str, chain: str, sequence: str, rows: list[int], content: dict, resolution: float) -> Entry:
+    positions = np.zeros((len(sequence), residues.NUM_ATOM37, 3), np.float32)
+    mask = np.zeros((len(sequence), residues.NUM_ATOM37), np.float32)
+    occupancy = np.full(mask.shape, -1.0)
+    numbers, names = content["_atom_site.label_seq_id"], content["_atom_site.label_atom_id"]
+    shares = content.get("_atom_site.occupancy")
+    axes = [content[f"_atom_site.Cartn_{axis}"] for axis in "xyz"]
+    for row in rows:
+        at, name = int(numbers[row]) - 1, names[row].strip('"')
+        slot = ATOM_SLOTS.get("SD" if name == "SE" and sequence[at] == "M" else name)
+        share = 1.0 if shares is None else _number(shares[row])
+        if slot is not None and share > occupancy[at, slot]:
+            occupancy[at, slot], mask[at, slot] = share, 1
+            positions[at, slot] = [float(axis[row]) for axis in axes]
+    for at in np.nonzero(np.array(list(sequence)) == "R")[0]:
+        order_arginine(positions[at], mask[at])
+    return Entry(f"{stem}_{chain}", sequence, np.arange(len(sequence)), positions, mask, resolution)

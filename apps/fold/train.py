@@ -1,0 +1,138 @@
+"""`fold train`: config -> mesh -> model on meta -> materialise -> optimizer -> chains -> fit.
+
+What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), and model/, the
+averaged weights as a folder that `fold predict --weights` takes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import ModelConfig
+from apps.fold.training.average import WeightAverage, parameters_of
+from apps.fold.training.batches import FoldBatches
+from apps.fold.training.config import FoldTrainConfig, check_combination, model_config
+from apps.fold.training.dataset import Dataset, load, prepare, report_refused
+from apps.fold.training.initialise import fill, initialise
+from apps.fold.training.objective import Objective
+from apps.fold.training.recipes import RECIPES
+from apps.fold.training.validation import validation
+from apps.fold.weights.folder import save_folder
+from apps.fold.weights.source import read_weights
+from core.checkpoint import complete_steps
+from core.config import as_json, parse
+from core.mesh import data_axis
+from core.metrics import plot_loss
+from core.optim.build import build_optimizer
+from core.parallel.compose import parallelize
+from core.precision import compute_dtype
+from core.runtime import Runtime, launch, launched, start
+from core.train import checkpoint_path, fit
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 2 when nothing could be trained; files that are left out get a line each."""
+    config = parse(RECIPES, argv, "fold train", default="initial_training")
+    check_combination(config)
+    if config.nproc > 1 and not launched():
+        return _launch(config, argv)
+    train(config)
+    return 0
+
+
+def train(config: FoldTrainConfig) -> dict[str, Any]:
+    """The training run, on every rank.  Returns its summary."""
+    of_weights, values = (None, None) if config.weights is None else read_weights(config.weights)
+    model = model_config(config, of_weights)
+    with start(config.device, config.seed) as runtime:
+        mesh = runtime.mesh(config.mesh, config.zero)
+        chains, heldout = _datasets(config, runtime)
+        write_config(config, runtime)
+        with torch.device("meta"):
+            network = AlphaFold(model)
+        data = parallelize(network, mesh, config, materialise=_materialise(config, values))
+        optimizer = build_optimizer(config.optim, data.masters)
+        average = None if config.average is None else WeightAverage(data, optimizer, config.average)
+        dtype = compute_dtype(config.precision)
+        summary = fit(
+            data,
+            optimizer,
+            FoldBatches(chains, config.data, model, config.seed),
+            Objective(config.loss),
+            config,
+            runtime,
+            evaluate=None
+            if heldout is None
+            else validation(heldout, model, average, data_axis(mesh), runtime.device, dtype),
+            values=as_json(config),
+        )
+        if runtime.leads:
+            report(config, model, summary)
+    return summary
+
+
+def _materialise(config: FoldTrainConfig, values: Mapping[str, torch.Tensor] | None) -> Callable[[nn.Module], None]:
+    if values is not None:
+        return lambda network: fill(network, values)
+    return lambda network: initialise(network, config.seed)
+
+
+def _datasets(config: FoldTrainConfig, runtime: Runtime) -> tuple[Dataset, Dataset | None]:
+    """The chains to learn from and those held out; the ranks share the reading."""
+    data = config.data
+    assert data.structures is not None
+    cache = data.cache or config.out.parent / "chains"
+    folders = [data.structures] + ([data.validation] if data.validation is not None else [])
+    for folder in folders:
+        prepare(folder, data.alignments, data.selection, cache, (runtime.rank, runtime.world_size))
+    if runtime.world_size > 1:
+        dist.barrier()
+    datasets = [load(folder, data.alignments, data.selection, cache) for folder in folders]
+    if runtime.leads:
+        for dataset in datasets:
+            report_refused(dataset)
+        alone = sum(chain.num_rows == 1 for chain in datasets[0].chains)
+        print(f"{len(datasets[0])} chains to learn from, {alone} of them without an alignment")
+    return datasets[0], datasets[1] if data.validation is not None else None
+
+
+def write_config(config: FoldTrainConfig, runtime: Runtime) -> None:
+    """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
+    path = config.out / "config.json"
+    if not runtime.leads or (config.resume is None and complete_steps(config.out / "checkpoints")):
+        return  # a folder that holds a run is refused by `fit`, with its config as it was
+    config.out.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(as_json(config), indent=2) + "\n")
+    aside.replace(path)
+
+
+def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any]) -> None:
+    """What the run left, and what can be done with it next."""
+    plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="chains")
+    if summary["status"] == "stopped" or summary["step"] < config.steps:
+        print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
+        return
+    with torch.device("meta"):
+        names = dict(AlphaFold(model).named_parameters())
+    save_folder(config.out / "model", model, parameters_of(checkpoint_path(config.out), names, config.average))
+    for name in ("loss", "validation_lddt_ca", "validation_plddt", "wall_s"):
+        if summary.get(name) is not None:
+            print(f"{name:24} {summary[name]:,.4g}")
+    print(f"{'curves':24} {config.out / 'loss.png'}")
+    print(f"{'weights':24} {config.out / 'model'}")
+
+
+def _launch(config: FoldTrainConfig, argv: list[str]) -> int:
+    """One process a rank; a run that SIGTERM stopped and that saved has done what it was asked."""
+    summary = config.out / "summary.json"
+    summary.unlink(missing_ok=True)
+    code = launch(config.nproc, "apps.fold", ["train", *argv])
+    if code == 128 + 15 and summary.exists() and json.loads(summary.read_text())["status"] == "stopped":
+        return 0
+    return code

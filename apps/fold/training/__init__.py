@@ -1,0 +1,11 @@
+"""What `fold train` trains on, and how.
+
+config.py      the options of a run
+recipes.py     functions that return them
+dataset.py     a folder of structures and alignments as chains, each read once; a line for each that cannot be used
+batches.py     crops, thinned alignments, draws: what a step learns from, a function of the step and the row alone
+objective.py   a batch through the model to the loss
+initialise.py  parameters from a seed
+average.py     the moving average of the weights
+validation.py  lDDT of held-out chains
+"""

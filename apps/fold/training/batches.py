@@ -1,0 +1,201 @@
+"""What a step learns from: crops of chains, with features that are drawn anew for every recycling iteration.
+
+1. row g = step * global_batch + row of the run is a chain of epoch g // chains, in the epoch's order
+2. blocks of neighbouring rows are deleted from its alignment (supplement, 1.2.6, algorithm 1)
+3. centres, masking, clusters and extra rows as in a prediction (`features.msa`), one draw an iteration
+4. a random stretch of at most `crop` residues (1.2.8)
+5. the rows of a rank are padded to the longest; padding is masked
+
+How many iterations a step has is drawn from the step alone, so all ranks recycle equally often. The draws of a row
+depend on the seed, the step and the row's number in the global batch, not on the mesh; a batch is a function of its
+step, so resuming needs no state.
+
+A batch is a dict of tensors with rows in front. Coordinates are whole thousandths of an Angstrom, the precision of the
+files: what is an integer keeps its value when a run computes in 16 bits.
+
+Shapes: B rows, R iterations, S rows of the MSA, E extra rows, N residues.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apps.fold.features.alignment import Alignment
+from apps.fold.features.msa import Draw, draw, features_of, true_letters
+from apps.fold.features.sequences import residue_types
+from apps.fold.loss.truth import Truth, truth_of_atoms
+from apps.fold.model import residues
+from apps.fold.model.config import ModelConfig
+from apps.fold.model.features import Features
+from apps.fold.training.dataset import Dataset, Example
+from core.config import UserError
+from core.data.batches import rows_of_rank, shuffled
+
+_DELETED_BLOCKS, _DELETED_SHARE = 5, 0.3
+_MILLI = 1000
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How chains become rows."""
+
+    global_batch: int = 128
+    crop: int = 256
+    """residues of a row"""
+    decoys: float = 0.0
+    """share of rows whose sequence is shuffled: they teach only the confidence heads, that an unknown sequence is not
+    to be trusted"""
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1 or self.crop < 8:
+            raise UserError(
+                f"data.global_batch={self.global_batch}, data.crop={self.crop}; "
+                "give at least 1 row, of at least 8 residues"
+            )
+        if not 0 <= self.decoys < 1:
+            raise UserError(f"data.decoys={self.decoys}; give a share from 0 to below 1")
+
+
+class FoldBatches:
+    """Endless shuffled epochs over the chains of a dataset; see the module's docstring."""
+
+    def __init__(self, dataset: Dataset, config: BatchConfig, model: ModelConfig, seed: int):
+        self.dataset, self.config, self.model, self.seed = dataset, config, model, seed
+
+    def num_iterations(self, step: int) -> int:
+        """Of recycling, 1 to num_recycles + 1, alike for all rows of a step (1.10, "N' uniform")."""
+        return int(np.random.default_rng([self.seed % 2**64, step]).integers(self.model.num_recycles + 1)) + 1
+
+    def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
+        rows = rows_of_rank(self.config.global_batch, rank, num_ranks)
+        return stacked([self.row(step, row) for row in rows])
+
+    def row(self, step: int, row: int) -> dict[str, Tensor]:
+        """One row of a step, without the dim of rows."""
+        epoch, place = divmod(step * self.config.global_batch + row, len(self.dataset))
+        number = int(shuffled(np.array([place]), len(self.dataset), self.seed, epoch)[0])
+        generator = np.random.default_rng([self.seed % 2**64, step, row])
+        example = self.dataset[number]
+        taught = generator.random() >= self.config.decoys
+        if not taught:
+            example = shuffled_sequence(example, generator)
+        alignment = delete_blocks(example.alignment, generator)
+        draws = [draw(alignment, self.model, generator) for _ in range(self.num_iterations(step))]
+        made = row_of(replace(example, alignment=alignment), draws, self.model, taught)
+        start = int(generator.integers(max(1, len(example.entry) - self.config.crop + 1)))
+        return cropped(made, start, self.config.crop)
+
+
+def delete_blocks(alignment: Alignment, generator: np.random.Generator) -> Alignment:
+    """The alignment without some blocks of neighbouring rows, related sequences lying together (algorithm 1)."""
+    count = len(alignment)
+    size = int(_DELETED_SHARE * count)
+    starts = generator.integers(count, size=_DELETED_BLOCKS)
+    kept = np.ones(count, bool)
+    for start in starts:
+        kept[start : start + size] = False
+    kept[0] = True
+    if kept.all():
+        return alignment
+    names = tuple(name for name, keep in zip(alignment.names, kept) if keep)
+    return Alignment(alignment.letters[kept], alignment.deletions[kept], names)
+
+
+def shuffled_sequence(example: Example, generator: np.random.Generator) -> Example:
+    """The chain's coordinates with its residues, and the alignment's columns, in another order."""
+    order = generator.permutation(len(example.entry))
+    sequence = "".join(example.entry.sequence[place] for place in order)
+    alignment = example.alignment
+    shuffled = Alignment(alignment.letters[:, order], alignment.deletions[:, order], alignment.names)
+    return Example(replace(example.entry, sequence=sequence), shuffled)
+
+
+def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool = True) -> dict[str, Tensor]:
+    """A chain as tensors of the whole length, one iteration for each draw."""
+    entry, alignment = example.entry, example.alignment
+    made = [features_of(entry.sequence, alignment, one, model) for one in draws]
+    types = np.minimum(residue_types(entry.sequence), residues.UNKNOWN)
+    atom_mask = entry.mask * residues.ATOM37_MASK[types]
+    milli = np.rint(entry.positions.astype(np.float64) * _MILLI * atom_mask[..., None]).astype(np.int32)
+    last = made[-1]
+
+    def each(name: str) -> Tensor:
+        return torch.stack([getattr(features, name)[0] for features in made])
+
+    return {
+        "aatype": last.aatype_BN[0],
+        "residue_index": torch.from_numpy(entry.index.astype(np.int64)),
+        "mask": last.mask_BN[0],
+        "target": last.target_BNF[0],
+        "msa": each("msa_BSNF"),
+        "msa_mask": each("msa_mask_BSN"),
+        "extra_msa": each("extra_msa_BEN"),
+        "extra_has_deletion": each("extra_has_deletion_BEN"),
+        "extra_deletion": each("extra_deletion_BEN"),
+        "extra_mask": each("extra_mask_BEN"),
+        "letters": torch.from_numpy(true_letters(alignment, draws[-1]).astype(np.int64)),
+        "hidden": torch.from_numpy(draws[-1].hidden),
+        "positions_milli": torch.from_numpy(milli),
+        "atom_mask": torch.from_numpy(atom_mask > 0),
+        "resolution_milli": torch.tensor(round(entry.resolution * _MILLI), dtype=torch.int64),
+        "taught": torch.tensor(taught),
+    }
+
+
+# The dims of a row's tensors (without that of rows) that grow with residues, with rows of the MSA, with extra rows.
+_RESIDUE_DIM = {"msa": 2, "msa_mask": 2, "extra_msa": 2, "extra_has_deletion": 2, "extra_deletion": 2, "extra_mask": 2}
+_RESIDUE_DIM |= {"letters": 1, "hidden": 1}
+_RESIDUE_DIM |= dict.fromkeys(("aatype", "residue_index", "mask", "target", "positions_milli", "atom_mask"), 0)
+_PADDING = {"aatype": residues.UNKNOWN}
+
+
+def cropped(row: dict[str, Tensor], start: int, length: int) -> dict[str, Tensor]:
+    """The residues from `start` on, at most `length`."""
+    most = max(0, min(length, len(row["aatype"]) - start))
+    return {n: t.narrow(_RESIDUE_DIM[n], start, most) if n in _RESIDUE_DIM else t for n, t in row.items()}
+
+
+def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Rows below each other, each dim padded to its largest; padding is masked."""
+    return {name: _stack([row[name] for row in rows], _PADDING.get(name, 0)) for name in rows[0]}
+
+
+def _stack(tensors: list[Tensor], value: int) -> Tensor:
+    shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors))]
+    whole = tensors[0].new_full((len(tensors), *shape), value)
+    for row, tensor in zip(whole, tensors):
+        row[tuple(slice(size) for size in tensor.shape)] = tensor
+    return whole
+
+
+def iterations_of(batch: dict[str, Tensor]) -> list[Features]:
+    """The features of every recycling iteration."""
+    return [
+        Features(
+            aatype_BN=batch["aatype"],
+            residue_index_BN=batch["residue_index"],
+            mask_BN=batch["mask"],
+            target_BNF=batch["target"],
+            msa_BSNF=batch["msa"][:, number],
+            msa_mask_BSN=batch["msa_mask"][:, number],
+            extra_msa_BEN=batch["extra_msa"][:, number],
+            extra_has_deletion_BEN=batch["extra_has_deletion"][:, number],
+            extra_deletion_BEN=batch["extra_deletion"][:, number],
+            extra_mask_BEN=batch["extra_mask"][:, number],
+        )
+        for number in range(batch["msa"].shape[1])
+    ]
+
+
+def truth_of(batch: dict[str, Tensor]) -> Truth:
+    """The experiment's atoms, in fp32 or in the features' format where that is wider."""
+    wide = torch.promote_types(batch["mask"].dtype, torch.float32)
+    positions = batch["positions_milli"].to(wide) / _MILLI
+    return truth_of_atoms(batch["aatype"], positions, batch["atom_mask"].to(wide))
+
+
+def resolution_of(batch: dict[str, Tensor]) -> Tensor:
+    """Angstrom [B]."""
+    return batch["resolution_milli"].to(torch.promote_types(batch["mask"].dtype, torch.float32)) / _MILLI

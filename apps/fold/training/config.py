@@ -1,0 +1,118 @@
+"""The options of `fold train`: the training run of core.train, plus a model, chains and a loss."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from apps.fold.loss.total import LossConfig
+from apps.fold.model.config import ModelConfig, demo, preset, tiny
+from apps.fold.training.batches import BatchConfig
+from apps.fold.training.dataset import Selection
+from core.config import UserError
+from core.mesh import MeshConfig
+from core.runtime import launched, world_size
+from core.train import TrainConfig
+
+_OWN_MODELS = {"demo": demo, "debug": lambda: tiny(templates=False)}
+
+
+@dataclass(frozen=True)
+class DataConfig(BatchConfig):
+    """Which chains are learned from, and how they become rows."""
+
+    structures: Path | None = None
+    """a folder of mmCIF (or PDB) files"""
+    alignments: Path | None = None
+    """a folder of NAME_CHAIN.a3m or .sto, or several in NAME_CHAIN/; without: the sequences alone"""
+    validation: Path | None = None
+    """a folder of structures that are held out; their alignments lie among the others"""
+    min_residues: int = 10
+    """chains of which fewer residues were seen are left out"""
+    max_resolution: float = 9.0
+    """structures that are less precise are left out, in Angstrom"""
+    cache: Path | None = None
+    """where what was read is kept, by content; by default chains/ beside --out"""
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(self.min_residues, self.max_resolution)
+
+
+@dataclass(frozen=True)
+class FoldTrainConfig(TrainConfig):
+    """Train the structure predictor on experimental structures."""
+
+    model: str = "model_3_ptm"
+    """a preset without templates (model_3 to model_5, with or without _ptm), or demo or debug; of --weights: theirs"""
+    weights: Path | None = None
+    """start from these (npz, .pt, or a folder of `fold convert` or of a run); without: from --seed"""
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    average: float | None = 0.999
+    """decay of the moving average of the weights, which validates and predicts; None: no average"""
+    num_recycles: int | None = None
+    """recycling iterations at most; a step draws how many. By default the model's"""
+    max_msa: int | None = None
+    """rows of the clustered MSA; by default the model's"""
+    max_extra_msa: int | None = None
+    """rows of the extra MSA; by default the model's"""
+    nproc: int = 1
+    """local ranks to launch; under torchrun leave it at 1"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nproc < 1:
+            raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
+        if self.average is not None and not 0 <= self.average < 1:
+            raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
+        if self.average is not None and self.optim.name != "adamw":
+            raise UserError(
+                f"optim.name={self.optim.name} keeps no average of the weights; use adamw, or --average None"
+            )
+        for name in ("max_msa", "max_extra_msa"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}; give at least 1 row")
+
+
+def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None) -> ModelConfig:
+    """The model of a run: that of its weights, or its preset, with the run's limits.
+
+    Raises UserError for a model with templates, which training does not feed.
+    """
+    if of_weights is not None:
+        model, name = of_weights, str(config.weights)
+    else:
+        name = config.model
+        model = _OWN_MODELS[name]() if name in _OWN_MODELS else preset(name)
+    if model.templates is not None:
+        raise UserError(
+            f"{name} has templates, and training feeds none; use model_3, model_4 or model_5 (or their _ptm forms)"
+        )
+    given = {k: getattr(config, k) for k in ("num_recycles", "max_msa", "max_extra_msa")}
+    return replace(model, **{k: v for k, v in given.items() if v is not None})
+
+
+def ranks_of(config: FoldTrainConfig) -> int:
+    """How many ranks the run will have: those of the launcher that started this process, else --nproc."""
+    if launched():
+        if config.nproc not in (1, world_size()):
+            raise UserError(f"nproc={config.nproc} under a launcher of {world_size()} ranks; leave --nproc out")
+        return world_size()
+    return config.nproc
+
+
+def check_combination(config: FoldTrainConfig) -> MeshConfig:
+    """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
+    if config.data.structures is None:
+        raise UserError("fold train needs --data.structures FOLDER of mmCIF files (--recipe tiny brings its own)")
+    mesh = config.mesh.resolve(ranks_of(config), config.zero)
+    batch, ranks = config.data.global_batch, mesh.data_ranks
+    if batch % ranks:
+        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+        raise UserError(
+            f"data.global_batch={batch} does not divide over {ranks} data-parallel ranks; "
+            f"use one of {{{divisors}}} ranks, or a batch that is a multiple of {ranks}"
+        )
+    if mesh.tp > 1:
+        raise UserError(f"mesh.tp={mesh.tp}: the structure predictor has no tensor parallelism; use mesh.tp=1")
+    return mesh

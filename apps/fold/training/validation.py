@@ -1,0 +1,77 @@
+"""lDDT of chains that a run does not learn from, with the average of its weights."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apps.fold.features.msa import draw
+from apps.fold.loss.heads import lddt
+from apps.fold.model import heads, residues
+from apps.fold.model.config import ModelConfig
+from apps.fold.training.average import WeightAverage
+from apps.fold.training.batches import iterations_of, row_of, stacked, truth_of
+from apps.fold.training.dataset import Dataset
+
+FIGURES = ("validation_lddt_ca", "validation_plddt")
+
+
+def validation(
+    dataset: Dataset,
+    model: ModelConfig,
+    average: WeightAverage | None,
+    axis: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Callable[[nn.Module], Mapping[str, float]]:
+    """model -> means over all chains: lDDT of CA against the experiment, and the lDDT that the model predicts, 0 to 1.
+
+    Whole chains, one after the other, each rank its share; every rank calls the model equally often, since where
+    parameters are sharded a call is a collective.
+    """
+
+    def evaluate(network: nn.Module) -> Mapping[str, float]:
+        if average is None:
+            return _mean(network)
+        with average.in_place():
+            return _mean(network)
+
+    def _mean(network: nn.Module) -> Mapping[str, float]:
+        ranks = axis.size()
+        total = torch.zeros(len(FIGURES), dtype=torch.float64, device=device)
+        for first in range(0, len(dataset), ranks):
+            number = first + axis.get_local_rank()
+            batch = _batch(dataset, min(number, len(dataset) - 1), model, device, dtype, seed)
+            if number < len(dataset):
+                total += _scores(network, batch)
+            else:
+                network(iterations_of(batch))
+        if ranks > 1:
+            dist.all_reduce(total, group=axis.get_group())
+        return dict(zip(FIGURES, (total / len(dataset)).tolist(), strict=True))
+
+    return evaluate
+
+
+def _batch(
+    dataset: Dataset, number: int, model: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int
+) -> dict[str, Tensor]:
+    """One chain, with all recycling iterations; the same draws at every validation."""
+    example = dataset[number]
+    generator = np.random.default_rng([seed, number])
+    draws = [draw(example.alignment, model, generator) for _ in range(model.num_recycles + 1)]
+    batch = stacked([row_of(example, draws, model)])
+    return {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
+
+
+def _scores(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    prediction = network(iterations_of(batch))
+    truth = truth_of(batch)
+    mask_BN = truth.atom37_mask_BN37[..., residues.CA]
+    predicted, true = (x[..., residues.CA, :] for x in (prediction.positions_BN373, truth.atom37_BN373))
+    found = (lddt(predicted, true, mask_BN), heads.plddt(prediction.logits.plddt) / 100)
+    return torch.stack([((x * mask_BN).sum() / mask_BN.sum()).double() for x in found])

@@ -1,0 +1,296 @@
+"""What training learns from, and what it does to a batch: draws, crops, padding, the average, a seed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from apps.fold.features.alignment import Alignment, single_sequence
+from apps.fold.features.entries import read_entries
+from apps.fold.loss.total import LossConfig
+from apps.fold.model import residues
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.training.average import KEY, WeightAverage, averaged
+from apps.fold.training.batches import BatchConfig, FoldBatches, delete_blocks, shuffled_sequence, stacked
+from apps.fold.training.config import FoldTrainConfig, model_config
+from apps.fold.training.dataset import Example, Selection, load, prepare
+from apps.fold.training.initialise import initialise
+from apps.fold.training.objective import Objective
+from apps.fold.training.recipes import RECIPES
+from apps.fold.weights.table import name_table
+from core.config import UserError
+from tests.support.fold import Chains, random_parameters, small_model
+
+DEMO = Path(__file__).parents[3] / "apps" / "fold" / "demo"
+F64 = torch.float64
+
+
+def _batches(**options) -> FoldBatches:
+    return FoldBatches(Chains(), BatchConfig(**{"global_batch": 6, "crop": 9, **options}), small_model(), seed=3)
+
+
+def test_a_row_depends_on_the_step_and_its_number_alone() -> None:
+    batches = _batches()
+    for step in (0, 5):
+        rows = [batches.row(step, row) for row in range(6)]
+        for ranks in (1, 2, 3):
+            for rank in range(ranks):
+                got = batches.batch(step, rank, ranks)
+                want = stacked(rows[rank * 6 // ranks : (rank + 1) * 6 // ranks])
+                assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not torch.equal(batches.row(0, 0)["msa"], batches.row(1, 0)["msa"])
+
+
+def test_recycling_is_drawn_from_the_step_and_takes_every_count() -> None:
+    model = replace(small_model(), num_recycles=3)
+    batches = FoldBatches(Chains(), BatchConfig(global_batch=4, crop=9), model, seed=0)
+    counts = [batches.num_iterations(step) for step in range(60)]
+    assert set(counts) == {1, 2, 3, 4}
+    for step in (0, 1, 2):
+        assert {batches.batch(step, rank, 2)["msa"].shape[1] for rank in (0, 1)} == {counts[step]}
+
+
+def test_every_chain_once_an_epoch_and_crops_are_stretches_of_it() -> None:
+    chains, batches = Chains(), _batches(global_batch=1)
+    seen = []
+    for step in range(2 * len(chains)):
+        row = batches.row(step, 0)
+        index = row["residue_index"].numpy()
+        assert len(index) <= 9
+        assert (np.diff(index) == 1).all()
+        match = [n for n in range(len(chains)) if _is_part(row, index, chains[n])]
+        assert len(match) == 1
+        seen.append(match[0])
+    assert sorted(seen[: len(chains)]) == sorted(seen[len(chains) :]) == list(range(len(chains)))
+
+
+def _is_part(row: dict[str, torch.Tensor], index: np.ndarray, example: Example) -> bool:
+    if index[-1] >= len(example.entry):
+        return False
+    atoms = (example.entry.positions * example.entry.mask[..., None])[index]
+    return np.allclose(row["positions_milli"].numpy() / 1000, atoms, atol=6e-4)
+
+
+def test_what_is_hidden_is_what_may_differ() -> None:
+    batch = _batches().batch(0, 0, 1)
+    shown = batch["msa"][:, -1, :, :, :23].argmax(-1)
+    differs = (shown != batch["letters"]) & (batch["msa_mask"][:, -1] > 0)
+    assert (batch["hidden"] | ~differs).all()
+    share = batch["hidden"].sum() / batch["msa_mask"][:, -1].sum()
+    assert 0.03 < share < 0.35
+    assert differs.sum() > 0.5 * batch["hidden"].sum()
+
+
+def test_padding_changes_nothing() -> None:
+    """A row has the same loss, part by part, alone and beside a longer one with more rows of the MSA."""
+    batches, model = _batches(crop=64), small_model()
+    network = AlphaFold(model).double()
+    network.load_state_dict({k: v.double() for k, v in random_parameters(model).items()})
+    network.eval()
+    rows = [batches.row(0, row) for row in range(4)]
+    assert len({len(row["aatype"]) for row in rows}) > 1
+    assert len({row["letters"].shape[0] for row in rows}) > 1
+    config = LossConfig(experimentally_resolved=0.01, violation=1.0)
+    with torch.no_grad():
+        together = Objective(config).parts(network, _wide(stacked(rows)))
+        for number, row in enumerate(rows):
+            alone = Objective(config).parts(network, _wide(stacked([row])))
+            for name, part in alone.items():
+                assert part.item() == pytest.approx(together[name][number].item(), rel=1e-10, abs=1e-12), name
+
+
+def _wide(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.to(F64) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def test_a_row_counts_by_the_root_of_its_residues_and_decoys_teach_confidence_alone() -> None:
+    model = small_model()
+    network = AlphaFold(model)
+    network.load_state_dict(random_parameters(model))
+    network.eval()
+    batch = stacked([_batches().row(0, 0)])
+    objective = Objective(LossConfig())
+    with torch.no_grad():
+        parts = objective.parts(network, batch)
+        total = sum(getattr(LossConfig(), name) * part.item() for name, part in parts.items())
+        root = batch["mask"].sum().sqrt().item()
+        assert objective(network, batch).item() == pytest.approx(root * total, rel=1e-5)
+        decoy = objective.parts(network, batch | {"taught": torch.tensor([False])})
+    assert {name for name, part in decoy.items() if part.item() != 0} == {"plddt", "pae"}
+
+
+def test_blocks_are_deleted_and_the_query_stays() -> None:
+    letters = np.arange(200, dtype=np.uint8)[:, None].repeat(3, 1) % 21
+    letters[:, 1] = np.arange(200)
+    alignment = Alignment(letters, np.zeros(letters.shape, np.int32), tuple(map(str, range(200))))
+    sizes = []
+    for seed in range(30):
+        left = delete_blocks(alignment, np.random.default_rng(seed))
+        rows = left.letters[:, 1]
+        assert rows[0] == 0
+        assert left.names == tuple(map(str, rows))
+        gone = np.setdiff1d(np.arange(200), rows)
+        runs = np.split(gone, np.nonzero(np.diff(gone) > 1)[0] + 1)
+        assert len(runs) <= 5
+        sizes.append(len(rows))
+    assert 20 < np.mean(sizes) < 80  # of 200, five blocks of 60 leave (1 - 0.3)^5 = 0.17 and what overhangs the end
+    alone = single_sequence("MKT")
+    assert len(delete_blocks(alone, np.random.default_rng(0))) == 1
+
+
+def test_a_shuffled_sequence_keeps_its_letters_and_the_coordinates() -> None:
+    example = Chains()[0]
+    other = shuffled_sequence(example, np.random.default_rng(0))
+    assert sorted(other.entry.sequence) == sorted(example.entry.sequence)
+    assert other.entry.sequence != example.entry.sequence
+    assert np.array_equal(other.alignment.letters[0], single_sequence(other.entry.sequence).letters[0])
+    assert np.array_equal(other.entry.positions, example.entry.positions)
+
+
+def test_parameters_follow_from_the_seed_and_their_names() -> None:
+    models = [AlphaFold(small_model()) for _ in range(3)]
+    for model, seed in zip(models, (1, 1, 2)):
+        torch.manual_seed(len(models))
+        initialise(model, seed)
+    first, again, other = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    differing = {name for name in first if not torch.equal(first[name], other[name])}
+    assert "blocks.0.pair.transition.up.weight" in differing
+    assert len({tuple(first[f"blocks.{n}.pair.transition.up.weight"].flatten()[:3].tolist()) for n in (0, 1)}) == 2
+    weight = first["input_embedder.msa.weight"]
+    assert weight.std().item() == pytest.approx(weight.shape[1] ** -0.5, rel=0.1)
+
+
+def test_the_average_is_that_of_the_weights_there_were() -> None:
+    class Data:
+        def __init__(self, masters):
+            self.masters, self.published = masters, 0
+
+        def publish(self):
+            self.published += 1
+
+    p = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=F64))
+    data = Data({"p": p})
+    optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
+    average = WeightAverage(data, optimizer, 0.8)  # pyright: ignore[reportArgumentType]
+    with average.in_place():
+        assert p.tolist() == [1.0, 2.0]
+    values = []
+    for grad in (1.0, -3.0, 2.0):
+        p.grad = torch.full_like(p, grad)
+        optimizer.step()
+        values.append(p.detach().clone())
+    weights = [0.2 * 0.8**k for k in (2, 1, 0)]
+    expected = sum(w * v for w, v in zip(weights, values)) / sum(weights)
+    state = optimizer.state[p]
+    assert torch.allclose(averaged(state[KEY], state["step"], 0.8), expected, rtol=1e-12)
+    before = p.detach().clone()
+    with average.in_place():
+        assert torch.allclose(p, expected, rtol=1e-12)
+    assert torch.equal(p, before)
+    assert data.published == 4
+
+
+def test_a_folder_of_structures_with_faults(tmp_path: Path) -> None:
+    folder, alignments, cache = tmp_path / "structures", tmp_path / "alignments", tmp_path / "cache"
+    folder.mkdir()
+    alignments.mkdir()
+    (folder / "1ubi.pdb").write_bytes((DEMO / "structures" / "1ubi.pdb").read_bytes())
+    (folder / "1a8o.cif").write_bytes((DEMO / "structures" / "1a8o.cif").read_bytes())
+    (folder / "bad.cif").write_text("nonsense")
+    (folder / "short.pdb").write_text("\n".join((DEMO / "structures" / "1ubi.pdb").read_text().splitlines()[:0]))
+    sequence = read_entries(folder / "1a8o.cif")[0].sequence
+    (alignments / "1a8o_A.a3m").write_text(f">q\n{sequence}\n>other\n{'A' * len(sequence)}\n")
+    (alignments / "1ubi.a3m").write_text(">q\nMKTAYW\n")
+    selection = Selection()
+    for share in ((0, 2), (1, 2)):
+        prepare(folder, alignments, selection, cache, share)
+    dataset = load(folder, alignments, selection, cache)
+    assert [(chain.name, chain.num_rows) for chain in dataset.chains] == [("1a8o_A", 2)]
+    assert len(dataset.refused) == 3
+    assert all("\n" not in line for line in dataset.refused)
+    assert any("1ubi.pdb, chain A" in line and "query of 6 residues" in line for line in dataset.refused)
+    stamps = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npz")}
+    prepare(folder, alignments, selection, cache)
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.npz")} == stamps
+    (alignments / "1ubi.a3m").unlink()  # other contents, another place in the cache
+    prepare(folder, alignments, selection, cache)
+    assert len(load(folder, alignments, selection, cache)) == 2
+    prepare(folder, None, Selection(max_resolution=0.5), cache)
+    with pytest.raises(UserError, match=r"no chain .* can be used"):
+        load(folder, None, Selection(max_resolution=0.5), cache)
+
+
+def test_an_entry_has_its_whole_sequence() -> None:
+    entry = read_entries(DEMO / "structures" / "1a8o.cif")[0]
+    assert entry.resolution == pytest.approx(1.7)
+    assert entry.sequence.startswith("MDIRQGPKEPFRDYVDRFYKTLRAEQASQEVKNWMTETLLVQNANPDCKTILKALGPGATLEEMMTACQG")
+    assert entry.mask[0, residues.ATOM37.index("SD")] == 1  # selenomethionine's selenium
+    assert entry.num_seen == 70
+    pdb = read_entries(DEMO / "structures" / "1ubi.pdb")[0]
+    assert (pdb.name, len(pdb), pdb.resolution) == ("1ubi_A", 76, 1.8)
+
+
+CIF = """data_1abc
+_reflns.d_resolution_high 2.5
+loop_
+_entity_poly.entity_id
+_entity_poly.type
+1 polypeptide(L)
+2 polydeoxyribonucleotide
+loop_
+_entity_poly_seq.entity_id
+_entity_poly_seq.num
+_entity_poly_seq.mon_id
+1 1 GLY
+1 2 MSE
+1 3 ALA
+1 3 SER
+1 4 XYZ
+2 1 DA
+loop_
+_atom_site.label_atom_id
+_atom_site.label_alt_id
+_atom_site.label_comp_id
+_atom_site.label_entity_id
+_atom_site.label_seq_id
+_atom_site.auth_asym_id
+_atom_site.Cartn_x
+_atom_site.Cartn_y
+_atom_site.Cartn_z
+_atom_site.occupancy
+_atom_site.pdbx_PDB_model_num
+CA . MSE 1 2 Q 1.0 2.0 3.0 1.0 1
+SE . MSE 1 2 Q 4.0 5.0 6.0 1.0 1
+CA A ALA 1 3 Q 0.0 0.0 1.0 0.4 1
+CA B ALA 1 3 Q 0.0 0.0 2.0 0.6 1
+P  . DA  2 1 R 7.0 7.0 7.0 1.0 1
+O  . HOH 3 . Q 8.0 8.0 8.0 1.0 1
+CA . MSE 1 2 Q 9.0 9.0 9.0 1.0 2
+"""
+
+
+def test_what_was_not_seen_is_masked_and_the_best_place_counts(tmp_path: Path) -> None:
+    (tmp_path / "1abc.cif").write_text(CIF)
+    (entry,) = read_entries(tmp_path / "1abc.cif")
+    assert (entry.name, entry.sequence, entry.resolution, entry.num_seen) == ("1abc_Q", "GMAX", 2.5, 2)
+    assert entry.mask[0].sum() == entry.mask[3].sum() == 0
+    assert entry.positions[1, residues.CA].tolist() == [1, 2, 3]
+    assert entry.positions[1, residues.ATOM37.index("SD")].tolist() == [4, 5, 6]
+    assert entry.positions[2, residues.CA].tolist() == [0, 0, 2]
+
+
+def test_recipes_are_models_that_training_feeds() -> None:
+    for name, recipe in RECIPES.items():
+        config = recipe()
+        model = model_config(config)
+        assert model.templates is None, name
+        assert name_table(model)
+    assert model_config(RECIPES["initial_training"]()).max_extra_msa == 1024
+    with pytest.raises(UserError, match="has templates"):
+        model_config(FoldTrainConfig(model="model_1_ptm"))
+    with pytest.raises(UserError, match="keeps no average"):
+        FoldTrainConfig(optim=replace(FoldTrainConfig().optim, name="lamb"))
+    assert isinstance(Chains()[0], Example)
