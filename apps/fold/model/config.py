@@ -143,7 +143,7 @@ def tiny(templates: bool = True) -> ModelConfig:
 
 
 def demo() -> ModelConfig:
-    """A small model that can learn a few small proteins by heart: less than 3 MB of weights; no templates or extra MSA.
+    """A small model for a few small proteins: less than 3 MB of weights, no templates, no extra MSA.
 
     One layer of the structure module, no dropout and no recycling: it is to learn in minutes what it has seen.
     """

@@ -1,0 +1,126 @@
+"""n ranks train the structure predictor as one rank does: every ZeRO level, recycling, ragged rows, the average.
+
+In fp64, without dropout (each rank draws its own). The module of a structure layer runs several times in a step. Adam's
+epsilon is large: where all frames are alike the backbone's bias has a gradient of zero, and a small one would turn the
+noise of its rounding into steps.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from apps.fold.loss.total import LossConfig
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.training.average import KEY, WeightAverage
+from apps.fold.training.batches import BatchConfig, FoldBatches
+from apps.fold.training.config import FoldTrainConfig
+from apps.fold.training.initialise import initialise
+from apps.fold.training.objective import Objective
+from apps.fold.training.validation import validation
+from core.layout import full_tensor, layout_of, tag
+from core.mesh import MeshConfig, build_mesh, data_axis
+from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.compose import parallelize
+from core.parallel.recompute import RecomputeConfig
+from core.precision import LossScale
+from core.train import TrainState, num_rows, train_step
+from tests.support.fold import Chains, small_model
+from tests.support.training import LR, largest_difference, removed
+
+TOLERANCE = 1e-10
+STEPS = 3
+HYBRID = MeshConfig(dp_replicate=2, dp_shard=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    zero: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    microbatch: int | None = None
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+
+
+def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Losses, displacements, the average and a validation, whole, on every rank."""
+    model = replace(small_model(), num_recycles=1)
+    config = FoldTrainConfig(
+        zero=case.zero,  # pyright: ignore[reportArgumentType]
+        precision="fp64",
+        mesh=case.mesh,
+        microbatch=case.microbatch,
+        recompute=case.recompute,
+        steps=STEPS,
+        average=0.6,
+        optim=OptimConfig(lr=LR, eps=1e-4, clip_norm=3.0, weight_decay=0.0),
+    )
+    mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
+    axis = data_axis(mesh)
+    with torch.device("meta"):
+        network = AlphaFold(model)
+    data = parallelize(network, mesh, config, materialise=lambda m: initialise(m, 0))
+    optimizer = build_optimizer(config.optim, data.masters)
+    average = WeightAverage(data, optimizer, 0.6)
+    state = TrainState(data, optimizer, LossScale("fp64"), {})
+    chains = Chains()
+    data_config = BatchConfig(global_batch=4, crop=11)
+    candidates = (FoldBatches(chains, data_config, model, seed) for seed in range(9))  # pyright: ignore
+    batches = next(b for b in candidates if {b.num_iterations(step) for step in range(STEPS)} == {1, 2})
+    objective = Objective(LossConfig(violation=0.1, experimentally_resolved=0.01))
+    start = {n: full_tensor(m).clone() for n, m in data.masters.items()}
+    losses = []
+    with removed(*without) if without else nullcontext():
+        for step in range(STEPS):
+            batch = batches.batch(step, axis.get_local_rank(), axis.size())
+            losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
+        evaluate = validation(chains, model, average, axis, torch.device("cpu"), torch.float64)  # pyright: ignore
+        with torch.no_grad():
+            figures = evaluate(data.model)
+    averages = {f"{n} {KEY}": full_tensor(v) for n, m in data.masters.items() for v in [_average(state, n, m)]}
+    displacement = {n: full_tensor(m) - start[n] for n, m in data.masters.items()}
+    return {
+        "losses": [*losses, *figures.values()],
+        "start": start | {name: torch.zeros(()) for name in averages},
+        "displacement": displacement | averages,
+    }
+
+
+def _average(state: TrainState, name: str, master: torch.Tensor) -> torch.Tensor:
+    held = state.optimizer.state.get(master, {}).get(KEY)
+    return tag(torch.zeros_like(master) if held is None else held, layout_of(master))
+
+
+_REFERENCE: dict[str, dict[str, Any]] = {}
+
+
+def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ()) -> tuple[float, str]:
+    if not _REFERENCE:
+        _REFERENCE["one"] = ranks(1).run(run, Case())[0]
+    results = ranks(num_ranks).run(run, case, without)
+    return max(largest_difference(result, _REFERENCE["one"], STEPS) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "case"),
+    [
+        (1, Case(3)),
+        (2, Case(0)),
+        (2, Case(1)),
+        (2, Case(2, microbatch=1)),
+        (2, Case(3)),
+        (2, Case(3, recompute=RecomputeConfig("full"))),
+        (4, Case(1, mesh=HYBRID)),
+    ],
+    ids=["1-zero3", "2-zero0", "2-zero1", "2-zero2-accumulated", "2-zero3", "2-zero3-recomputed", "4-hybrid"],
+)
+def test_ranks_train_as_one(ranks, num_ranks: int, case: Case) -> None:
+    found, where = difference(ranks, num_ranks, case)
+    assert found <= TOLERANCE, f"{where} differs by {found:.3g} from one rank"
+
+
+def test_a_missing_collective_is_seen(ranks) -> None:
+    found, _ = difference(ranks, 2, Case(0), ("core.parallel.data", "all_reduce"))
+    assert not found <= 1e4 * TOLERANCE
