@@ -40,7 +40,21 @@ def test_a_row_depends_on_the_step_and_its_number_alone() -> None:
                 got = batches.batch(step, rank, ranks)
                 want = stacked(rows[rank * 6 // ranks : (rank + 1) * 6 // ranks])
                 assert all(torch.equal(got[name], want[name]) for name in want)
-    assert not torch.equal(batches.row(0, 0)["msa"], batches.row(1, 0)["msa"])
+
+
+def test_a_chain_is_drawn_anew_in_every_step_and_row() -> None:
+    class One(Chains):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, number: int) -> Example:
+            return super().__getitem__(4)
+
+    batches = FoldBatches(One(), BatchConfig(global_batch=2, crop=99), small_model(), seed=3)  # pyright: ignore
+    shown = [batches.row(step, row)["msa"][-1].sum((0, 1)).tolist() for step in range(4) for row in range(2)]
+    hidden = [batches.row(step, row)["hidden"].tolist() for step in range(4) for row in range(2)]
+    assert len({str(one) for one in hidden}) == 8
+    assert len({str(one) for one in shown}) > 4
 
 
 def test_recycling_is_drawn_from_the_step_and_takes_every_count() -> None:
