@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,7 +36,7 @@ from apps.fold.model.alphafold import AlphaFold, Recycled
 from apps.fold.model.embedders import TemplatePairEmbedder
 from apps.fold.model.evoformer import EvoformerBlock, PairUpdates
 from apps.fold.model.features import Features, TemplateFeatures
-from apps.fold.model.heads import Heads, Logits
+from apps.fold.model.heads import Heads, Logits, aligned_tm_scores, predicted_aligned_error
 from apps.fold.model.layers import Transition
 from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
 from apps.fold.model.rigid import Frames
@@ -43,8 +44,9 @@ from apps.fold.model.structure import InvariantPointAttention, Keys
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.products import A, B, Product
+from apps.fold.subbatch.reading import PairNumbers
 from apps.fold.subbatch.slices import How, collect, every, update
-from core.comm.collectives import copy_to, gather_from, join_from, split_to, take_shard
+from core.comm.collectives import all_reduce_max, copy_to, gather_from, join_from, split_to, take_shard
 from core.kernels.gated_output import gated_residual
 from core.kernels.triangle import pair_product
 from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch
@@ -306,6 +308,32 @@ def _heads(heads: Heads, axis: DeviceMesh, m: Tensor, z: Tensor, s: Tensor, stru
         experimentally_resolved=heads.experimentally_resolved(s),
         pae=None if heads.pae is None else whole(heads.pae(z)),
     )
+
+
+def read_shards(heads: Heads, z_BINZ: Tensor, mask_BN: Tensor, axis: DeviceMesh) -> PairNumbers:
+    """As `apps.fold.subbatch.reading.read_pairs`, of a rank's rows; the axis' first rank has all, others theirs."""
+    N, mine = z_BINZ.shape[2], shard_of(z_BINZ.shape[2], axis)
+    half = heads.distogram(z_BINZ)
+    half = half + switch(half, _ROWS, _COLUMNS, N, axis).transpose(1, 2)
+    distances = _on_first(torch.softmax(half.float(), -1)[0].half(), N, axis)
+    if heads.pae is None:
+        return PairNumbers(distances, None, None)
+    logits = heads.pae(z_BINZ)
+    scores = aligned_tm_scores(logits, mask_BN)[:, : mine.stop - mine.start]
+    best = scores.amax() if scores.numel() else scores.new_zeros(())
+    pae = _on_first(predicted_aligned_error(logits)[0], N, axis)
+    return PairNumbers(distances, pae, all_reduce_max(best, axis))
+
+
+def _on_first(rows: Tensor, length: int, axis: DeviceMesh) -> Tensor:
+    """Rows [I, ..] of all ranks on the first one's host, [N, ..]; elsewhere what came in."""
+    own, size = rows.to("cpu").contiguous(), axis.size()
+    if size == 1:
+        return own[:length]
+    leads = axis.get_local_rank() == 0
+    parts = [torch.empty_like(own) for _ in range(size)] if leads else None
+    dist.gather(own, parts, group=axis.get_group(), group_dst=0)
+    return own if parts is None else torch.cat(parts)[:length]
 
 
 _RUNS: dict[type[nn.Module], Callable[..., Tensor]] = {

@@ -24,7 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.features.sequences import Record, read_fasta
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig
@@ -32,11 +34,16 @@ from apps.fold.model.features import Features
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
-from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
+from apps.fold.subbatch import HEADS, How, Job, apply_subbatches, free_bytes, plan_subbatches
+from apps.fold.subbatch.reading import read_pairs
+from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
 from apps.fold.weights.source import WHERE, build, read_weights
+from core.comm.collectives import all_reduce_max
 from core.config import UserError, parse
+from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
+from core.runtime import launch, launched, leads, start, world_size
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,15 @@ class PredictConfig:
     plots: bool = True
     overwrite: bool = False
     """fold records anew whose folders stem from other options or files"""
+    nproc: int = 1
+    """ranks on this machine that share each prediction (axial parallelism); under torchrun leave it out"""
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.memory <= 0:
             raise UserError(f"memory={self.memory}; give GiB")
-        if self.num_seeds < 1:
-            raise UserError(f"num_seeds={self.num_seeds}; give 1 or more")
+        for name in ("num_seeds", "nproc"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}; give 1 or more")
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class Model:
     name: str
     config: ModelConfig
     module: AlphaFold
+    axis: DeviceMesh | None = None
 
 
 @dataclass(frozen=True)
@@ -105,11 +116,25 @@ def main(argv: list[str]) -> int:
         raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --weights W --out DIR")
     if not config.weights:
         raise UserError(f"fold predict needs --weights; {WHERE}")
+    if config.nproc > 1 and not launched():
+        return launch(config.nproc, "apps.fold", ["predict", *argv])
+    if world_size() == 1:
+        return _run(config, None)
+    with start(config.device, config.seed) as runtime:
+        mesh = MeshConfig(tp=runtime.world_size)  # the axis that shards what one sequence computes
+        code = _run(config, runtime.mesh(mesh)["tp"])
+        return code if runtime.leads else 0  # a launcher ends all ranks when one fails, and the first one writes
+
+
+def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
+    """axis: the ranks that share each prediction; its first one writes and speaks."""
+    assert config.input is not None
     records, refused = read_fasta(config.input)
     outcomes = {one.number: Outcome(one.name, 0, f"refused: {one.reason}") for one in refused}
     for one in refused:
-        print(f"error: {config.input}, {one}", file=sys.stderr)
-    models = [_load(path, config) for path in config.weights] if records else []
+        if leads():
+            print(f"error: {config.input}, {one}", file=sys.stderr)
+    models = [_load(path, config, axis) for path in config.weights] if records else []
     config.out.mkdir(parents=True, exist_ok=True)
     with _progress() as progress:
         task = progress.add_task("folding", total=len(records))
@@ -118,20 +143,22 @@ def main(argv: list[str]) -> int:
             _write_summary(config.out / "summary.csv", outcomes)
             progress.advance(task)
     _write_summary(config.out / "summary.csv", outcomes)
-    _print_summary(outcomes)
+    if leads():
+        _print_summary(outcomes)
     return 2 if any(outcome.plddt is None for outcome in outcomes.values()) else 0
 
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(soft_wrap=True, highlight=False), transient=True)
+    return Progress(*columns, console=Console(soft_wrap=True, highlight=False, quiet=not leads()), transient=True)
 
 
-def _load(path: Path, config: PredictConfig) -> Model:
+def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
     model, parameters = read_weights(path)
     if config.num_recycles is not None:
         model = replace(model, num_recycles=config.num_recycles)
-    return Model(path.stem, model, build(model, parameters, compute_dtype(config.precision), config.device))
+    module = build(model, parameters, compute_dtype(config.precision), config.device)
+    return Model(path.stem, model, module, axis)
 
 
 def _attempt(record: Record, models: list[Model], config: PredictConfig, progress: Progress, alone: bool) -> Outcome:
@@ -141,7 +168,8 @@ def _attempt(record: Record, models: list[Model], config: PredictConfig, progres
         return _fold(target, models, config, progress)
     except (UserError, MemoryError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        print(f"error: {config.input}, record {record.number} ({record.name}): {reason}", file=sys.stderr)
+        if leads():
+            print(f"error: {config.input}, record {record.number} ({record.name}): {reason}", file=sys.stderr)
         return Outcome(record.name, len(record.sequence), f"failed: {reason}")
 
 
@@ -166,16 +194,19 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
                 f"{record.name} ({len(record.sequence)} residues), {model.name}, seed {seed}: {said}"
             )
     predictions.sort(key=lambda prediction: -prediction[2].mean_plddt)
+    ranking = [
+        {"rank": rank, "model": model.name, "seed": seed, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
+        for rank, (model, seed, one) in enumerate(predictions, 1)
+    ]
+    done = {"key": key, "name": record.name, "predictions": ranking}
+    if not leads():
+        return _outcome(target, done | {"seconds": round(time.monotonic() - begun, 2)})
     aside = config.out / f".{record.safe_name}.part"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    ranking = []
-    for rank, (model, seed, one) in enumerate(predictions, 1):
-        row = {"rank": rank, "model": model.name, "seed": seed, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
-        ranking.append(row)
-        _write(aside, f"rank_{rank}", one, record, row, config)
-    seconds = time.monotonic() - begun
-    done = {"key": key, "name": record.name, "seconds": round(seconds, 2), "predictions": ranking}
+    for row, (_, _, one) in zip(ranking, predictions):
+        _write(aside, f"rank_{row['rank']}", one, record, row, config)
+    done["seconds"] = round(time.monotonic() - begun, 2)
     (aside / "ranking.json").write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
@@ -187,12 +218,29 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
     features = target.iterations(model.config, seed)
     job = job_of(model.config, features, dtype, config.device)
     budget = int(config.memory * 2**30) if config.memory is not None else free_bytes(config.device)
-    plan = plan_subbatches(job, budget)
-    choices = {name: how for name, how in plan.choices.items() if name != HEADS}
-    apply_subbatches(model.module, choices, offload=plan.offload)
+    mask_BN = features[-1].mask_BN.to(config.device, dtype)
+    iterations = OnDevice(features, config.device, dtype)
     with torch.inference_mode():
-        folding = model.module.fold(OnDevice(features, config.device, dtype))
-        return folded(target.sequence, folding, model.module.heads, plan.choices[HEADS].rows)
+        if model.axis is not None:
+            shard_evoformer(model.module, model.axis, _shares(job, budget, model.axis))
+            folding = model.module.fold(iterations)
+            pairs = read_shards(model.module.heads, folding.pair_BNNZ, mask_BN, model.axis)
+        else:
+            plan = plan_subbatches(job, budget)
+            choices = {name: how for name, how in plan.choices.items() if name != HEADS}
+            apply_subbatches(model.module, choices, offload=plan.offload)
+            folding = model.module.fold(iterations)
+            slices = every(job.residues, plan.choices[HEADS].rows)
+            pairs = read_pairs(model.module.heads, folding.pair_BNNZ, mask_BN, slices)
+        return folded(target.sequence, folding, model.module.heads, pairs)
+
+
+def _shares(job: Job, budget_bytes: int, axis: DeviceMesh) -> dict[str, How]:
+    """Slices of a rank's rows, alike on all: an n-th of what a machine of n times the memory would take at a time."""
+    size = axis.size()
+    least = -int(all_reduce_max(torch.tensor(-float(budget_bytes), dtype=torch.float64), axis))
+    plan = plan_subbatches(job, size * least)
+    return {name: How("rows", max(1, how.rows // size)) for name, how in plan.choices.items()}
 
 
 class OnDevice(Sequence[Features]):
@@ -279,6 +327,8 @@ def _rows(outcomes: dict[int, Outcome]) -> list[list[str]]:
 
 
 def _write_summary(path: Path, outcomes: dict[int, Outcome]) -> None:
+    if not leads():
+        return
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_HEADER, *_rows(outcomes)])
     aside = path.with_name(f".{path.name}.part")

@@ -1,15 +1,21 @@
 """The model over n ranks equals one rank: outputs, gradients, slices in place; and what travels for it is counted."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from apps.fold.axial import shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import tiny
+from apps.fold.predict import main
 from apps.fold.subbatch import How
 from apps.fold.subbatch.operations import operations_of
+from apps.fold.weights.folder import save_folder
 from core.comm.collectives import all_reduce
 from core.comm.volume import count_volume
 from core.mesh import MeshConfig, build_mesh
@@ -116,6 +122,28 @@ def _gradients(axis) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_n_ranks_equal_one(ranks, size: int) -> None:
     ranks(size).run(_all_cases, size)
+
+
+def _predict(folder: str, size: int) -> None:
+    """`fold predict` as one of `size` ranks that a launcher started."""
+    rank = torch.distributed.get_rank()
+    started = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    options = ["--weights", f"{folder}/weights", "--no-plots", "--device", "cpu", "--out", f"{folder}/ranks"]
+    with patch.dict(os.environ, started):
+        assert main([f"{folder}/in.fasta", *options]) == 0
+
+
+def test_predict_over_ranks_writes_what_one_process_does(ranks, tmp_path: Path) -> None:
+    save_folder(tmp_path / "weights", tiny(), random_parameters(tiny()))
+    (tmp_path / "in.fasta").write_text(">a\nMKTAYWCAAGG\n>b\nMKTAY\n")
+    options = ["--weights", str(tmp_path / "weights"), "--no-plots", "--out", str(tmp_path / "one")]
+    assert main([str(tmp_path / "in.fasta"), *options]) == 0
+    ranks(3).run(_predict, str(tmp_path), 3)
+    for name in ("a", "b"):
+        pae = [np.load(tmp_path / which / name / "rank_1_pae.npz")["pae"] for which in ("one", "ranks")]
+        assert pae[0].shape == pae[1].shape
+        assert np.abs(pae[0].astype(float) - pae[1].astype(float)).max() < 1e-3
+        assert (tmp_path / "ranks" / name / "rank_1.cif").is_file()
 
 
 def _traffic(size: int) -> dict:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from apps.fold.model.alphafold import Folding
 from apps.fold.model.heads import Heads, plddt
-from apps.fold.subbatch.reading import read_pairs
-from apps.fold.subbatch.slices import every
+from apps.fold.subbatch.reading import PairNumbers
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,8 @@ class Folded:
         return float(self.plddt.mean())
 
 
-def folded(sequence: str, folding: Folding, heads: Heads, rows: int | None = None) -> Folded:
-    """The numbers of a prediction with a batch of one; the heads read `rows` rows of pairs at a time, None: all."""
-    length = folding.pair_BNNZ.shape[1]
-    mask_BN = torch.ones(folding.single_BND.shape[:2], device=folding.single_BND.device)
-    pairs = read_pairs(heads, folding.pair_BNNZ, mask_BN, every(length, rows or length))
+def folded(sequence: str, folding: Folding, heads: Heads, pairs: PairNumbers) -> Folded:
+    """The numbers of a prediction with a batch of one; `pairs`: what the heads read of its pair representation."""
     return Folded(
         sequence,
         _array(folding.positions_BN373),
