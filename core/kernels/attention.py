@@ -396,15 +396,9 @@ def _scores(
 
 
 @triton.jit
-def _added_of(batch, head, bias, mask, slopes, bias_strides, mask_strides, sharing):
-    """(bias, mask, slope) of one head of one sequence."""
-    if bias is not None:
-        bias += (batch // sharing[0]) * bias_strides[0] + (head // sharing[1]) * bias_strides[1]
-    if mask is not None:
-        mask += batch * mask_strides[0]
-    if slopes is not None:
-        slopes = tl.load(slopes + head)
-    return bias, mask, slopes
+def _shared_at(batch, head, strides, sharing):
+    """Where the bias of one head of one sequence begins."""
+    return (batch // sharing[0]) * strides[0] + (head // sharing[1]) * strides[1]
 
 
 @triton.jit
@@ -449,7 +443,13 @@ def _attention_forward(
     q += batch * q_strides[0] + q_first * q_strides[1] + head * q_strides[2]
     k += batch * k_strides[0] + k_first * k_strides[1] + head // group * k_strides[2]
     v += batch * v_strides[0] + k_first * v_strides[1] + head // group * v_strides[2]
-    bias, mask, slope = _added_of(batch, head, bias, mask, slopes, bias_strides, mask_strides, sharing)
+    if bias is not None:
+        bias += _shared_at(batch, head, bias_strides, sharing)
+    if mask is not None:
+        mask += batch * mask_strides[0]
+    slope = slopes  # no function returns it: Triton 3.6 returns no None
+    if slopes is not None:
+        slope = tl.load(slopes + head)
 
     q_tile = _tile(q, start_m, L, q_strides, K, BLOCK_M, BLOCK_K, True)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -568,7 +568,15 @@ def _attention_dkdv(
         head = kv_head * group + member
         q_head, do_head = q + head * q_strides[2], do + head * do_strides[2]
         lse_head, delta_head = lse + head * lse_strides[1], delta + head * lse_strides[1]
-        bias_head, mask_head, slope = _added_of(batch, head, bias, mask, slopes, bias_strides, mask_strides, sharing)
+        bias_head = bias
+        if bias is not None:
+            bias_head = bias + _shared_at(batch, head, bias_strides, sharing)
+        mask_head = mask
+        if mask is not None:
+            mask_head = mask + batch * mask_strides[0]
+        slope = slopes
+        if slopes is not None:
+            slope = tl.load(slopes + head)
         dk_tile, dv_tile = _dkdv_span(
             dk_tile, dv_tile, k_tile, v_tile, q_head, do_head, lse_head, delta_head, begin, end, start_n,
             L, S, offset, left, right, scale, bias_head, mask_head, slope,
@@ -622,7 +630,13 @@ def _attention_dq(
     v += batch * v_strides[0] + k_first * v_strides[1] + head // group * v_strides[2]
     lse += batch * lse_strides[0] + head * lse_strides[1] + q_first
     delta += batch * lse_strides[0] + head * lse_strides[1] + q_first
-    bias, mask, slope = _added_of(batch, head, bias, mask, slopes, bias_strides, mask_strides, sharing)
+    if bias is not None:
+        bias += _shared_at(batch, head, bias_strides, sharing)
+    if mask is not None:
+        mask += batch * mask_strides[0]
+    slope = slopes  # no function returns it: Triton 3.6 returns no None
+    if slopes is not None:
+        slope = tl.load(slopes + head)
 
     q_tile = _tile(q, start_m, L, q_strides, K, BLOCK_M, BLOCK_K, True)
     do_tile = _tile(do, start_m, L, do_strides, K, BLOCK_M, BLOCK_K, True).to(q_tile.dtype)
@@ -680,7 +694,15 @@ def _attention_dbias(
     for member in range(begin, end):
         batch = tl.cast(bias_batch * sharing[0] + member // sharing[1], tl.int64)
         head = tl.cast(bias_head * sharing[1] + member % sharing[1], tl.int64)
-        bias_at, mask_at, slope = _added_of(batch, head, bias, mask, slopes, bias_strides, mask_strides, sharing)
+        bias_at = bias
+        if bias is not None:
+            bias_at = bias + _shared_at(batch, head, bias_strides, sharing)
+        mask_at = mask
+        if mask is not None:
+            mask_at = mask + batch * mask_strides[0]
+        slope = slopes
+        if slopes is not None:
+            slope = tl.load(slopes + head)
         q_at, do_at = batch * q_strides[0] + head * q_strides[2], batch * do_strides[0] + head * do_strides[2]
         k_at = batch * k_strides[0] + head // group * k_strides[2]
         v_at = batch * v_strides[0] + head // group * v_strides[2]
@@ -949,7 +971,7 @@ _AMD_TILES = {  # 64 KiB of shared memory, twice the registers for a program of 
 _FP32_TILES = {
     ("forward", 64): (32, 32, 4, 2), ("forward", 128): (32, 32, 8, 2), ("forward", 256): (16, 32, 8, 1),
     ("dkdv", 64): (32, 32, 8, 2), ("dkdv", 128): (16, 32, 8, 2), ("dkdv", 256): (16, 16, 8, 1),
-    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (16, 32, 8, 2), ("dq", 256): (16, 32, 8, 1),
+    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (16, 32, 8, 2), ("dq", 256): (16, 16, 8, 1),
     ("dbias", 64): (32, 32, 4, 1), ("dbias", 128): (32, 32, 8, 1), ("dbias", 256): (16, 32, 8, 1),
 }  # fmt: skip
 

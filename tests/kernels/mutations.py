@@ -75,7 +75,7 @@ MUTATIONS = {
         ("_sequence", "offset = S - L", "offset = 0"),
         ("_span", "first + offset - left, 0", "first + offset + BLOCK, 0"),
         ("_scores", "distance <= right", "distance < right"),
-        ("_added_of", "head // sharing[1]", "head * 0"),
+        ("_shared_at", "head // sharing[1]", "head * 0"),
         ("_forward_span", "total * shrink + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
         ("_attention_forward", "top + tl.log2", "top - tl.log2"),
         ("_attention_delta", "total -= tl.load", "total += tl.load"),
