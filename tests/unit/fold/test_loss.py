@@ -113,6 +113,24 @@ def test_fape_against_the_algorithm() -> None:
     assert got.item() == pytest.approx(float(total) / (1e-4 + 19 * 19), rel=1e-10)
 
 
+def test_lddt_by_hand() -> None:
+    """Which pairs count follows from the true distance; an error of 5 Angstrom is beyond every limit."""
+    true, predicted = (torch.tensor([[x, 0.0, 0.0] for x in row], dtype=F64) for row in ((0, 3, 20), (0, 8, 5)))
+    assert lddt(predicted, true, torch.ones(3, dtype=F64)).tolist() == pytest.approx([0, 0, 1], abs=1e-9)
+    near = torch.tensor([[0.0, 0, 0], [4.5, 0, 0], [20, 0, 0]], dtype=F64)
+    assert lddt(near, true, torch.ones(3, dtype=F64)).tolist() == pytest.approx([0.5, 0.5, 1], abs=1e-9)
+
+
+def test_neighbours_in_the_chain_may_be_as_near_as_a_peptide_bond() -> None:
+    aatype, exists = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 14, dtype=F64)
+    exists[0, 0, 2] = exists[0, 1, 0] = 1
+    atoms = torch.zeros(1, 2, 14, 3, dtype=F64)
+    atoms[0, 1, 0, 0] = 1.33
+    assert clashes_between(atoms, exists, aatype, torch.tensor([[0, 1]])).item() == 0
+    apart = clashes_between(atoms, exists, aatype, torch.tensor([[0, 2]])).item()
+    assert apart == pytest.approx(1.7 + 1.55 - 1.5 - 1.33, abs=1e-6)
+
+
 def test_symmetric_side_chains_are_renamed_to_suit() -> None:
     structure = _structure()
     truth = _truth(structure)

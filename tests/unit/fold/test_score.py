@@ -63,6 +63,33 @@ def test_half_a_structure() -> None:
     assert scores.lddt == 1.0
 
 
+def test_gdt_counts_what_lies_within_its_limits() -> None:
+    chain = _chain()
+    direction = np.random.default_rng(1).normal(size=(60, 1, 3))
+    distance = np.repeat([0.0, 3, 6, 12], [36, 8, 8, 8])[:, None, None]
+    moved = chain.positions + distance * direction / np.linalg.norm(direction, axis=-1, keepdims=True)
+    scores = compare(_changed(chain, _turned(moved)), chain)
+    # Shares within 0.5, 1, 2, 4 and 8 Angstrom: 0.6, 0.6, 0.6, 44/60, 52/60.
+    assert scores.gdt_ts == pytest.approx((0.6 + 0.6 + 44 / 60 + 52 / 60) / 4, abs=0.02)
+    assert scores.gdt_ha == pytest.approx((0.6 + 0.6 + 0.6 + 44 / 60) / 4, abs=0.02)
+
+
+def test_tm_score_weighs_distances_by_the_length() -> None:
+    chain = _chain()
+    direction = np.random.default_rng(1).normal(size=(60, 1, 3))
+    distance = np.repeat([0.0, 6], [30, 30])[:, None, None]
+    moved = chain.positions + distance * direction / np.linalg.norm(direction, axis=-1, keepdims=True)
+    d0 = 1.24 * 45 ** (1 / 3) - 1.8
+    expected = 0.5 + 0.5 / (1 + (6 / d0) ** 2)
+    assert compare(_changed(chain, moved), chain).tm_score == pytest.approx(expected, abs=0.01)
+
+
+def test_lddt_of_all_atoms_is_between_residues() -> None:
+    chain = _chain()
+    apart = chain.positions + 12 * np.random.default_rng(2).normal(size=(60, 1, 3))
+    assert compare(_changed(chain, apart), chain).lddt < 0.3
+
+
 def test_two_domains_moved_apart() -> None:
     """RMSD is large; the search finds the superposition of the larger domain."""
     chain = _chain(100)

@@ -161,6 +161,9 @@ def test_a_shuffled_sequence_keeps_its_letters_and_the_coordinates() -> None:
     assert other.entry.sequence != example.entry.sequence
     assert np.array_equal(other.alignment.letters[0], single_sequence(other.entry.sequence).letters[0])
     assert np.array_equal(other.entry.positions, example.entry.positions)
+    row = _batches(decoys=0.99).row(0, 0)
+    assert not row["taught"]
+    assert (row["atom_mask"].numpy() <= residues.ATOM37_MASK[row["aatype"].numpy()]).all()
 
 
 def test_parameters_follow_from_the_seed_and_their_names() -> None:
@@ -278,11 +281,11 @@ _atom_site.occupancy
 _atom_site.pdbx_PDB_model_num
 CA . MSE 1 2 Q 1.0 2.0 3.0 1.0 1
 SE . MSE 1 2 Q 4.0 5.0 6.0 1.0 1
-CA A ALA 1 3 Q 0.0 0.0 1.0 0.4 1
 CA B ALA 1 3 Q 0.0 0.0 2.0 0.6 1
+CA A ALA 1 3 Q 0.0 0.0 1.0 0.4 1
 P  . DA  2 1 R 7.0 7.0 7.0 1.0 1
 O  . HOH 3 . Q 8.0 8.0 8.0 1.0 1
-CA . MSE 1 2 Q 9.0 9.0 9.0 1.0 2
+CA . GLY 1 1 Q 9.0 9.0 9.0 1.0 2
 """
 
 
