@@ -102,9 +102,12 @@ def test_a_decoder_sends_the_closed_form_to_the_byte(ranks, mesh: MeshConfig, co
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
 def test_half_of_the_steps_on_each_of_two_forms(ranks, tmp_path: Path, optim: str) -> None:
-    """A checkpoint of one form goes on as another, ZeRO and the optimizer's factored state included."""
+    """A checkpoint of one form goes on as another, ZeRO and the optimizer's factored state included.
+
+    Without biases in attention: a key's has a true gradient of zero, and Adafactor turns rounding noise into steps.
+    """
     legs = [(8, SQUARE, 1), (8, CUBE, 0), (4, DEEP, 3), (3, MeshConfig(tp=3), 0)]
-    assert resumed_elsewhere(ranks, tmp_path, RAGGED, optim, legs) <= 1e-9
+    assert resumed_elsewhere(ranks, tmp_path, ROTARY, optim, legs) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
