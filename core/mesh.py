@@ -188,12 +188,17 @@ def data_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 def gradient_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks whose gradients are added up: those of `data_axis`, and with context parallelism its ranks, too."""
-    return data_axis(mesh) if mesh["cp"].size() == 1 else flat_axis(mesh, "+".join(GRADIENT_AXES))
+    return flat_axis(mesh, "+".join(GRADIENT_AXES)) if _cuts_sequences(mesh) else data_axis(mesh)
 
 
 def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks over which ZeRO shards: dp_shard, and with context parallelism dp_shard+cp."""
-    return mesh["dp_shard"] if mesh["cp"].size() == 1 else flat_axis(mesh, "dp_shard+cp")
+    return flat_axis(mesh, "dp_shard+cp") if _cuts_sequences(mesh) else mesh["dp_shard"]
+
+
+def _cuts_sequences(mesh: DeviceMesh) -> bool:
+    """Whether there is a cp axis of several ranks; a mesh of somebody else's need not name one."""
+    return "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1
 
 
 def flat_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
