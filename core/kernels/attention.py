@@ -945,7 +945,7 @@ def _blocks(kernel: str, dtype: torch.dtype, K: int, bias: Tensor | None) -> Blo
     table = _FP32_TILES if dtype == torch.float32 else _AMD_TILES if chip().startswith("gfx") else _TILES
     queries, keys, warps, stages = table[kernel, size]
     if table is _FP32_TILES and chip().startswith("gfx"):
-        stages = 1  # loads in flight are held in registers there
+        warps, stages = 4, 1  # loads in flight are held in registers there, and fewer warps have more of these
     if table is _TILES and (kernel, size) == ("dkdv", 128) and chip() == "sm_90":
         keys = 128  # operands stay in shared memory there
     if table is _TILES and kernel == "dq" and chip() == "sm_80":
@@ -969,9 +969,9 @@ _AMD_TILES = {  # 64 KiB of shared memory, twice the registers for a program of 
     ("dbias", 64): (64, 64, 8, 2), ("dbias", 128): (64, 32, 8, 1), ("dbias", 256): (32, 32, 8, 1),
 }  # fmt: skip
 _FP32_TILES = {
-    ("forward", 64): (32, 32, 4, 2), ("forward", 128): (32, 32, 8, 2), ("forward", 256): (16, 32, 8, 1),
-    ("dkdv", 64): (32, 32, 8, 2), ("dkdv", 128): (16, 32, 8, 2), ("dkdv", 256): (16, 16, 8, 1),
-    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (16, 32, 4, 1), ("dq", 256): (16, 16, 8, 1),
+    ("forward", 64): (32, 32, 8, 2), ("forward", 128): (32, 32, 8, 2), ("forward", 256): (16, 32, 4, 1),
+    ("dkdv", 64): (16, 32, 4, 1), ("dkdv", 128): (16, 32, 8, 2), ("dkdv", 256): (16, 16, 8, 1),
+    ("dq", 64): (32, 32, 4, 2), ("dq", 128): (16, 32, 4, 1), ("dq", 256): (16, 16, 4, 1),
     ("dbias", 64): (32, 32, 4, 1), ("dbias", 128): (32, 32, 8, 1), ("dbias", 256): (16, 32, 8, 1),
 }  # fmt: skip
 
