@@ -162,7 +162,9 @@ def test_predict_within_a_budget(tmp_path: Path, weights: Path, capsys) -> None:
 def test_plan(capsys) -> None:
     code, said, _ = fold(capsys, "plan", "--length", 3000, "--model", "model_5_ptm", "--memory", 40)
     assert code == 0
-    assert re.search(r"longest sequence: [0-9],[0-9]{3} residues", said)
+    found = re.search(r"longest sequence: ([0-9,]+) residues", said)
+    assert found
+    assert 10_000 < int(found[1].replace(",", "")) < 12_000  # whose pairs alone are 24 to 34 GiB of the 40
     assert "predicted peak" in said
     assert "blocks.*.pair.outgoing" in said
     code, _, err = fold(capsys, "plan", "--length", 30_000, "--model", "model_5_ptm", "--memory", 4)
