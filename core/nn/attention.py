@@ -82,18 +82,7 @@ def attend(
     context: StepContext | None,
 ) -> Tensor:
     """Causal attention of a whole sequence over itself (`Attend`)."""
-    documents = context.documents_BL if context is not None else None
-    if slopes is None and mask is None and documents is None:
-        return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, None, is_causal=True)
-
-    def build() -> Tensor:
-        visible = visible_keys(q_BLHK.shape[1], k_BLJK.shape[1], mask, documents, q_BLHK.device)
-        return attention_bias(visible, slopes, positions, positions, q_BLHK.dtype)
-
-    num_heads = 0 if slopes is None else slopes.shape[0]
-    inputs = tuple(t for t in (mask, positions) if t is not None)
-    bias = build() if context is None else context.once(("bias", num_heads, q_BLHK.dtype), inputs, build)
-    return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
+    return _attend(q_BLHK, k_BLJK, v_BLJK, slopes, mask, positions, context, causal=True)
 
 
 def attend_both_ways(
@@ -108,16 +97,26 @@ def attend_both_ways(
     context: StepContext | None,
 ) -> Tensor:
     """Attention of a whole sequence over itself, later keys included, as an encoder's (`Attend`)."""
+    return _attend(q_BLHK, k_BLJK, v_BLJK, slopes, mask, positions, context, causal=False)
+
+
+def _attend(
+    q_BLHK: Tensor, k_BLJK: Tensor, v_BLJK: Tensor, slopes: Tensor | None, mask: Tensor | None, positions: Tensor,
+    context: StepContext | None, causal: bool,
+) -> Tensor:  # fmt: skip
     documents = context.documents_BL if context is not None else None
     if slopes is None and mask is None and documents is None:
-        return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, None, is_causal=False)
+        return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, None, is_causal=causal)
 
     def build() -> Tensor:
-        length = q_BLHK.shape[1]
-        visible = visible_keys(length, length, mask, documents, q_BLHK.device, causal=False)
+        visible = visible_keys(q_BLHK.shape[1], k_BLJK.shape[1], mask, documents, q_BLHK.device, causal=causal)
         return attention_bias(visible, slopes, positions, positions, q_BLHK.dtype)
 
-    return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, build(), is_causal=False)
+    num_heads = 0 if slopes is None else slopes.shape[0]
+    inputs = tuple(t for t in (mask, positions) if t is not None)
+    key = ("bias", causal, num_heads, q_BLHK.dtype)
+    bias = build() if context is None else context.once(key, inputs, build)
+    return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
 
 
 def dot_product_attention(
