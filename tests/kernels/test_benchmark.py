@@ -128,7 +128,7 @@ def test_every_family_has_a_size_for_a_cpu() -> None:
         assert 1e6 <= traffic.forward_bytes + traffic.backward_bytes < 200e6, spec.name
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="sizes for a CPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the sizes for a CPU; runs where there is no CUDA device")
 @pytest.mark.parametrize("name", list(specs()))
 def test_every_family_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What --quick runs: rows of every pass, ours and on a CPU SDPA beside it."""

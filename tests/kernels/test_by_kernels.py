@@ -88,7 +88,7 @@ def test_the_same_loss_and_gradients(name: str, what: str, expected: set[str]) -
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * max(float(wanted.abs().max()), 1.0))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="what runs where there is no GPU")
+@pytest.mark.skipif(DEVICE == "cuda", reason="is about the CPU; runs where there is no CUDA device")
 def test_without_a_gpu_nothing_changes() -> None:
     for name in CONFIGS:
         want, found = results(built(name), "plain"), results(by_kernels(built(name)), "plain")
