@@ -28,7 +28,7 @@ from torch import Tensor
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
 from core.comm.volume import Volume, count_volume
-from core.config import UserError
+from core.config import UserError, as_json
 from core.data import Batches, Prefetch
 from core.layout import detached
 from core.mesh import MeshConfig, data_axis, gradient_axis
@@ -40,7 +40,7 @@ from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.compose import ParallelConfig
 from core.parallel.data import DataParallel
 from core.precision import LossScale, LossScaleConfig, compute_dtype
-from core.runtime import Runtime, StopRequest, seed_everything
+from core.runtime import Runtime, StopRequest, launch, seed_everything
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -392,6 +392,30 @@ def checkpoint_path(path: Path) -> Path:
         if steps := complete_steps(folder):
             return steps[max(steps)]
     return path
+
+
+def write_config(config: TrainConfig, runtime: Runtime) -> None:
+    """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
+    path = config.out / "config.json"
+    if not runtime.leads or (config.resume is None and complete_steps(config.out / "checkpoints")):
+        return  # a folder that holds a run is refused by `fit`, with its config as it was
+    config.out.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(as_json(config), indent=2) + "\n")
+    aside.replace(path)
+
+
+def launch_run(out: Path, nproc: int, package: str, arguments: list[str]) -> int:
+    """`python -m package arguments` in one process a rank.  Returns the exit code.
+
+    A run that SIGTERM stopped and that saved, as the summary in `out` says, has done what it was asked.
+    """
+    summary = out / "summary.json"
+    summary.unlink(missing_ok=True)
+    code = launch(nproc, package, arguments)
+    if code == 128 + 15 and summary.exists() and json.loads(summary.read_text())["status"] == "stopped":
+        return 0
+    return code
 
 
 def _run_log(config: TrainConfig, runtime: Runtime, first: int | None) -> RunLog:

@@ -4,7 +4,6 @@ What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoint
 averaged weights as a folder that `fold predict --weights` takes.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,15 +23,14 @@ from apps.fold.training.recipes import RECIPES
 from apps.fold.training.validation import validation
 from apps.fold.weights.folder import save_folder
 from apps.fold.weights.source import read_weights
-from core.checkpoint import complete_steps
 from core.config import as_json, parse
 from core.mesh import data_axis
 from core.metrics import plot_loss
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.precision import compute_dtype
-from core.runtime import Runtime, launch, launched, start
-from core.train import checkpoint_path, fit
+from core.runtime import Runtime, launched, start
+from core.train import checkpoint_path, fit, launch_run, write_config
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +38,7 @@ def main(argv: list[str]) -> int:
     config = parse(RECIPES, argv, "fold train", default="initial_training")
     check_combination(config)
     if config.nproc > 1 and not launched():
-        return _launch(config, argv)
+        return launch_run(config.out, config.nproc, "apps.fold", ["train", *argv])
     train(config)
     return 0
 
@@ -101,17 +99,6 @@ def _datasets(config: FoldTrainConfig, runtime: Runtime) -> tuple[Dataset, Datas
     return datasets[0], datasets[1] if data.validation is not None else None
 
 
-def write_config(config: FoldTrainConfig, runtime: Runtime) -> None:
-    """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
-    path = config.out / "config.json"
-    if not runtime.leads or (config.resume is None and complete_steps(config.out / "checkpoints")):
-        return  # a folder that holds a run is refused by `fit`, with its config as it was
-    config.out.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(as_json(config), indent=2) + "\n")
-    aside.replace(path)
-
-
 def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any]) -> None:
     """What the run left, and what can be done with it next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="chains")
@@ -126,13 +113,3 @@ def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any])
             print(f"{name:24} {summary[name]:,.4g}")
     print(f"{'curves':24} {config.out / 'loss.png'}")
     print(f"{'weights':24} {config.out / 'model'}")
-
-
-def _launch(config: FoldTrainConfig, argv: list[str]) -> int:
-    """One process a rank; a run that SIGTERM stopped and that saved has done what it was asked."""
-    summary = config.out / "summary.json"
-    summary.unlink(missing_ok=True)
-    code = launch(config.nproc, "apps.fold", ["train", *argv])
-    if code == 128 + 15 and summary.exists() and json.loads(summary.read_text())["status"] == "stopped":
-        return 0
-    return code

@@ -1,6 +1,5 @@
 """`llm pretrain`: config -> mesh -> model on meta -> plan -> materialise -> optimizer -> data -> fit."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +14,6 @@ from apps.llm.corpus import Corpus, prepare
 from apps.llm.export import export
 from apps.llm.plan import warning
 from apps.llm.recipes import RECIPES
-from core.checkpoint import complete_steps
 from core.config import UserError, as_json, parse
 from core.data import Batches, EvalBatches, PairBatches, TokenBatches
 from core.mesh import data_axis
@@ -26,8 +24,8 @@ from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
-from core.runtime import Runtime, device_bytes, launch, launched, leads, start
-from core.train import fit
+from core.runtime import Runtime, device_bytes, launched, leads, start
+from core.train import fit, launch_run, write_config
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +37,7 @@ def run(command: str, config: PretrainConfig, argv: list[str], materialise: Call
     """Check, launch the ranks, train.  Returns the exit code."""
     check_combination(config)
     if config.nproc > 1 and not launched():
-        return _launch(command, config, argv)
+        return launch_run(config.out, config.nproc, "apps.llm", [command, *argv])
     if leads() and (line := warning(config, device_bytes(config.device, ranks_of(config)))):
         print(f"warning: {line}", file=sys.stderr)
     corpus = prepare(config.data, config.out.parent / "corpora", progress=show_progress)
@@ -160,17 +158,6 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
     return transformer_flops_per_token(multiplied, model.num_layers, model.num_heads * model.head_size, sequence_length)
 
 
-def write_config(config: PretrainConfig, runtime: Runtime) -> None:
-    """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
-    path = config.out / "config.json"
-    if not runtime.leads or (config.resume is None and complete_steps(config.out / "checkpoints")):
-        return  # a folder that holds a run is refused by `fit`, with its config as it was
-    config.out.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(as_json(config), indent=2) + "\n")
-    aside.replace(path)
-
-
 def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
     """What the run left, and what can be done with it next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
@@ -188,16 +175,6 @@ def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
         print(f"{'Hugging Face folder':24} {export(config.out, config.out / 'hf')}")
     print(f"{'loss curve':24} {config.out / 'loss.png'}")
     print(f"{'metrics':24} {config.out / 'metrics.jsonl'}")
-
-
-def _launch(command: str, config: PretrainConfig, argv: list[str]) -> int:
-    """One process a rank; a run that SIGTERM stopped and that saved has done what it was asked."""
-    summary = config.out / "summary.json"
-    summary.unlink(missing_ok=True)
-    code = launch(config.nproc, "apps.llm", [command, *argv])
-    if code == 128 + 15 and summary.exists() and json.loads(summary.read_text())["status"] == "stopped":
-        return 0
-    return code
 
 
 def show_progress(what: str, num_bytes: int) -> None:
