@@ -1,0 +1,1 @@
+"""Stable Diffusion: pretrain, fine-tune, DreamBooth and sample, with diffusers' and transformers' modules as they are."""
