@@ -1,1 +1,1 @@
-"""Stable Diffusion: pretrain, fine-tune, DreamBooth and sample, with diffusers' and transformers' modules as they are."""
+"""Stable Diffusion: pretrain, fine-tune, DreamBooth, sample; its models are modules of diffusers and transformers."""

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from core.kernels.adafactor import TORCH, Phases
 
-BLOCK_ELEMENTS = 1 << 17
-"""Of a block: G, P and a scratch of that size in fp32 are 1.5 MiB."""
+BLOCK_ELEMENTS = 1 << 18
+"""Of a block, a thread: an operator parts it among them, and a shorter one is over before they have all begun."""
 
 
 def _row_col_sums(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     rows, cols = [], []
+    scratch = _scratch(grads)
     for g in grads:
         if not _blocks_well(g):
             (row,), (col,) = TORCH.row_col_sums([g])
         else:
             row, col = g.new_empty(*g.shape[:-1], 1), g.new_zeros(*g.shape[:-2], 1, g.shape[-1])
-            scratch = _scratch(g)
             for g_RC, row_R1, col_1C in _matrices(g, row, col):
                 for at in _blocks(g_RC):
                     square = _square(g_RC[at], scratch)
@@ -44,19 +44,17 @@ def _row_col_sums(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def _factored_squares(params, grads, row_vars, col_vars, means, eps1: float | None) -> Tensor:
     found = []
+    scratch = _scratch(grads)
     for p, g, row_var, col_var, mean in zip(params, grads, row_vars, col_vars, means):
         lowest = torch.finfo(p.dtype).eps if eps1 is None else eps1
         if not _blocks_well(g, p):
             found.append(TORCH.factored_squares([p], [g], [row_var], [col_var], [mean], lowest)[0])
             continue
         # Sums of blocks in fp64: there may be thousands.
-        of_u = of_p = 0.0
-        scratch = _scratch(g)
-        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var / mean.clamp(min=lowest), col_var):
+        of_u, of_p = 0.0, float(torch.dot(p.view(-1), p.view(-1)))
+        for g_RC, row_R1, col_1C in _matrices(g, row_var / mean.clamp(min=lowest), col_var):
             scales = _scales(row_R1, col_1C, lowest)
             for at in _blocks(g_RC):
-                block = p_RC[at].view(-1)
-                of_p += float(torch.dot(block, block))
                 if scales is None:
                     u = _clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch).view(-1)
                     of_u += float(torch.dot(u, u))
@@ -87,14 +85,14 @@ def _apply(
         torch._foreach_mul_(params, decay)
         torch._foreach_add_(params, updates)
         return
+    scratch = _scratch(grads)
     for index, (p, g) in enumerate(zip(params, grads)):
         lowest = torch.finfo(p.dtype).eps if eps1 is None else eps1
-        if p.ndim < 2 or not _blocks_well(g, p):
+        if not _blocks_well(g, p):
             factors = ([col_vars[index]], [means[index]]) if p.ndim > 1 else ([], [])
             options = (squares[index : index + 1], [sizes[index]], lowest, eps2, d, rho, decay, maximize, seed)
             TORCH.apply([p], [g], [row_vars[index]], *factors, *options)
             continue
-        scratch = _scratch(g)
         row_var = row_vars[index] / means[index].clamp(min=lowest)
         for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var, col_vars[index]):
             _apply_blocks(g_RC, p_RC, row_R1, col_1C, lowest, alphas[index], decay, scratch)
@@ -112,7 +110,7 @@ def _apply_blocks(g_RC, p_RC, row_R1, col_1C, lowest: float, alpha: float, decay
         if scales is None:
             block.add_(_clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch), alpha=alpha)
         else:
-            block.addcmul_(torch.mul(g_RC[at], row_scale[at], out=scratch[: len(block)]), col_scale)
+            block.addcmul_(torch.mul(g_RC[at], row_scale[at], out=_like(block, scratch)), col_scale)
 
 
 BLOCKED = Phases(_row_col_sums, TORCH.update_factors, _factored_squares, _variance_squares, _apply)
@@ -139,7 +137,8 @@ def _blocks_well(*tensors: Tensor) -> bool:
     first = tensors[0]
     many_small = first.ndim > 2 and first.shape[-2:].numel() < BLOCK_ELEMENTS // 16
     fine = all(t.is_contiguous() and t.dtype == first.dtype for t in tensors)
-    return fine and first.dtype in (torch.float32, torch.float64) and first.numel() > 0 and not many_small
+    wide = first.dtype in (torch.float32, torch.float64)
+    return fine and wide and first.ndim > 1 and first.numel() > 0 and not many_small
 
 
 def _matrices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -153,16 +152,22 @@ def _blocks(x_RC: Tensor) -> Iterator[slice]:
 
 
 def _rows_of_block(num_cols: int) -> int:
-    return max(1, BLOCK_ELEMENTS // num_cols)
+    return max(1, BLOCK_ELEMENTS * torch.get_num_threads() // num_cols)
 
 
-def _scratch(x: Tensor) -> Tensor:
-    rows, cols = x.shape[-2:]
-    return x.new_empty(min(rows, _rows_of_block(cols)), cols)
+def _scratch(tensors: Sequence[Tensor]) -> Tensor:
+    """Room for a block of any of them.  One for all: the system hands out memory of this size page by page."""
+    blocked = [t for t in tensors if _blocks_well(t)]
+    most = max((min(t.shape[-2], _rows_of_block(t.shape[-1])) * t.shape[-1] for t in blocked), default=0)
+    return blocked[0].new_empty(most) if blocked else torch.empty(0)
+
+
+def _like(block: Tensor, scratch: Tensor) -> Tensor:
+    return scratch[: block.numel()].view(block.shape)
 
 
 def _square(g: Tensor, scratch: Tensor) -> Tensor:
-    return torch.mul(g, g, out=scratch[: len(g)])
+    return torch.mul(g, g, out=_like(g, scratch))
 
 
 def _scales(row_R1: Tensor, col_1C: Tensor, lowest: float) -> tuple[Tensor, Tensor] | None:
@@ -179,5 +184,5 @@ def _scales(row_R1: Tensor, col_1C: Tensor, lowest: float) -> tuple[Tensor, Tens
 
 def _clamped(g: Tensor, row: Tensor, col: Tensor, lowest: float, scratch: Tensor) -> Tensor:
     """U of a block, in the scratch."""
-    v = torch.mul(row, col, out=scratch[: len(g)])
+    v = torch.mul(row, col, out=_like(g, scratch))
     return v.clamp_(min=max(lowest * lowest, torch.finfo(v.dtype).tiny)).rsqrt_().mul_(g)
