@@ -50,11 +50,13 @@ def _factored_squares(params, grads, row_vars, col_vars, means, eps1: float | No
         if not _blocks_well(g, p):
             found.append(TORCH.factored_squares([p], [g], [row_var], [col_var], [mean], lowest)[0])
             continue
-        # Sums of blocks in fp64: there may be thousands.
-        of_u, of_p = 0.0, float(torch.dot(p.view(-1), p.view(-1)))
-        for g_RC, row_R1, col_1C in _matrices(g, row_var / mean.clamp(min=lowest), col_var):
+        # Sums of blocks in fp64: there may be thousands, and one over a large matrix in fp32 is 2e-4 off.
+        of_u = of_p = 0.0
+        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var / mean.clamp(min=lowest), col_var):
             scales = _scales(row_R1, col_1C, lowest)
             for at in _blocks(g_RC):
+                block = p_RC[at].view(-1)
+                of_p += float(torch.dot(block, block))
                 if scales is None:
                     u = _clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch).view(-1)
                     of_u += float(torch.dot(u, u))

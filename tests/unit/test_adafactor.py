@@ -77,6 +77,19 @@ PAPER: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def test_norms_of_a_large_matrix_are_summed_in_wide() -> None:
+    """One fp32 sum over its elements is 6e-5 off, and the step with it by half of that."""
+    value, grad = draw(0, torch.float32, [(8192, 2048)] * 2)
+    moves = []
+    for dtype in (torch.float32, torch.float64):
+        p = value.to(dtype, copy=True).requires_grad_()
+        p.grad = grad.to(dtype)
+        Adafactor([p]).step()
+        moves.append(p.detach().double() - value)
+    narrow, wide = (x.flatten() for x in moves)
+    assert abs(float(torch.dot(narrow, wide) / torch.dot(wide, wide)) - 1) < 2e-6
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAPER)
 def test_the_papers_convention_is_that_of_transformers(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     from transformers.optimization import Adafactor as Theirs
