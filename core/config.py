@@ -16,6 +16,8 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,3 +142,47 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+@dataclass(frozen=True)
+class App:
+    """`NAME COMMAND …`: what an app's commands are called, and how one is run.
+
+    package   of the app; its last part is NAME
+    commands  name -> what it does; the command is `main` of the package's module of that name, imported only then
+    usage     what stands behind COMMAND in the help
+    bare      (module, line of the help) for arguments that begin with an option; without one they are refused
+    """
+
+    package: str
+    commands: Mapping[str, str]
+    usage: str = "[--option value …]"
+    bare: tuple[str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.package.rpartition(".")[2]
+
+    def run(self, argv: list[str], speaks: bool) -> int:
+        """Run the command that argv names.  Returns its exit code; speaks: see `run_command`."""
+        return run_command(self.dispatch, argv, speaks)
+
+    def dispatch(self, argv: list[str]) -> int:
+        """The same, but mistakes are raised as UserError."""
+        if not argv or argv[0] in ("-h", "--help"):
+            print(self._help())
+            return 0
+        module, rest = argv[0], argv[1:]
+        if self.bare and module.startswith("-"):
+            module, rest = self.bare[0], argv
+        elif module not in self.commands:
+            without = f", or {self.bare[1].partition(':')[0]}" if self.bare else ""
+            raise UserError(
+                f"{self.name} has no command '{module}'; the commands are {', '.join(self.commands)}{without}"
+            )
+        return import_module(f"{self.package}.{module}").main(rest) or 0
+
+    def _help(self) -> str:
+        lines = [self.bare[1]] if self.bare else []
+        lines += [f"{self.name} COMMAND {self.usage}; {self.name} COMMAND --help lists the options", ""]
+        return "\n".join([*lines, *(f"  {name:10} {what}" for name, what in self.commands.items())])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apps.fold.__main__ import _dispatch
+from apps.fold.__main__ import APP
 from apps.fold.demo import STRUCTURES
 from apps.fold.model.config import tiny
 from apps.fold.weights.folder import save_folder
@@ -28,7 +28,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fold(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout, stderr of a command in this process."""
-    code = run_command(_dispatch, [str(a) for a in arguments])
+    code = run_command(APP.dispatch, [str(a) for a in arguments])
     said = capsys.readouterr()
     return code, said.out, said.err
 

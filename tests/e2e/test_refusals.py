@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from apps.llm.__main__ import _dispatch
+from apps.llm.__main__ import APP
 from core.config import run_command
 from tests.support.command import llm
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The line with which a command refuses."""
-    code = run_command(_dispatch, [str(a) for a in arguments])
+    code = run_command(APP.dispatch, [str(a) for a in arguments])
     said = capsys.readouterr().err.strip()
     assert code == 2, said
     assert said.startswith("error: ")

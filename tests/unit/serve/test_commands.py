@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from apps.serve.__main__ import _dispatch
+from apps.serve.__main__ import APP
 from apps.serve.bench import BenchConfig, Served, figures, loads
 from apps.serve.model import find_source, page_bytes
 from apps.serve.plan import PlanConfig, need, weight_bytes
@@ -14,7 +14,7 @@ from tests.support.http_server import small_model
 
 
 def refusal(capsys, *arguments):
-    code = run_command(_dispatch, [str(a) for a in arguments])
+    code = run_command(APP.dispatch, [str(a) for a in arguments])
     said = capsys.readouterr().err.strip()
     assert code == 2, said
     assert said.startswith("error: ")
@@ -44,12 +44,12 @@ def test_pages_of_the_plan():
 
 
 def test_plan_prints(capsys, tmp_path):
-    assert run_command(_dispatch, ["plan", "--shape", "opt_175b"]) == 0
+    assert run_command(APP.dispatch, ["plan", "--shape", "opt_175b"]) == 0
     printed = capsys.readouterr().out
     for word in ("fp16", "int8", "int4", "opt_175b"):
         assert word in printed
     small_model(tmp_path / "tiny")
-    assert run_command(_dispatch, ["plan", "--model", str(tmp_path / "tiny")]) == 0
+    assert run_command(APP.dispatch, ["plan", "--model", str(tmp_path / "tiny")]) == 0
     assert "tiny" in capsys.readouterr().out
 
 

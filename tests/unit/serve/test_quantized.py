@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apps.serve.__main__ import _dispatch
+from apps.serve.__main__ import APP
 from apps.serve.model import build_engine, find_source
 from apps.serve.runner import Runner, Step
 from core.config import run_command
@@ -36,7 +36,7 @@ def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys):
     assert stored_bytes(alone) < 0.4 * stored_bytes(load_plain(folder))
 
     target = tmp_path / f"model-{scheme}"
-    assert run_command(_dispatch, ["quantize", str(folder), str(target), "--scheme", scheme]) == 0
+    assert run_command(APP.dispatch, ["quantize", str(folder), str(target), "--scheme", scheme]) == 0
     assert "of weights in" in capsys.readouterr().out
     assert tokens_of(build_engine(find_source(target), CONFIG, "cpu")) == written_by(load_quantized(target))
 
@@ -62,14 +62,14 @@ def test_refusals(tmp_path, capsys):
         (["quantize", "/nowhere", target], "/nowhere"),
         (["quantize", folder, target, "--scheme", "int8", "--group_size", 32], "group_size is an option of int4"),
     ):
-        assert run_command(_dispatch, [str(a) for a in arguments]) == 2
+        assert run_command(APP.dispatch, [str(a) for a in arguments]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1, said
         if says != "in use":
             assert says in said
     assert not target.exists()
-    assert run_command(_dispatch, ["quantize", str(folder), str(target)]) == 0
-    assert run_command(_dispatch, ["--model", str(target), "--quantize", "int8"]) == 2
+    assert run_command(APP.dispatch, ["quantize", str(folder), str(target)]) == 0
+    assert run_command(APP.dispatch, ["--model", str(target), "--quantize", "int8"]) == 2
     assert "quantized already" in capsys.readouterr().err
 
 
