@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers  # noqa: F401 (its log keeps the stderr of the moment in which it is imported: not a test's)
 
 from apps.serve.__main__ import APP
 from apps.serve.bench import BenchConfig, Served, figures, loads
