@@ -15,22 +15,20 @@ were printed, and the second divided by 50; ours are average over average, and b
 """
 
 import math
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.ranks import device_of_rank, on_ranks
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.comm.volume import count_volume
@@ -55,7 +53,6 @@ PUBLISHED = {
     ("fp16", 8): (0.87, 9.21, 0.75, 16.12),
     ("bf16", 8): (1.31, 27.28, 1.03, 25.01),
 }
-RANK_LIMIT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -219,32 +216,7 @@ def _draw(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tenso
 
 def time_sharded(plan: Plan, num_ranks: int) -> dict[tuple[str, str], dict[str, Any]]:
     """(format, cut) -> what the ranks found: seconds of the slowest, CPU seconds of all, messages and bytes of one."""
-    context = multiprocessing.get_context("forkserver" if not torch.cuda.is_available() else "spawn")
-    if not torch.cuda.is_available():
-        context.set_forkserver_preload(["core.optim", "core.comm.volume"])
-    with tempfile.TemporaryDirectory(prefix="adafactor-benchmark-") as folder:
-        answers = context.SimpleQueue()
-        ranks = [
-            context.Process(target=_rank, args=(rank, num_ranks, plan, str(Path(folder) / "store"), answers))
-            for rank in range(num_ranks)
-        ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + RANK_LIMIT_S
-        found = []
-        try:
-            while len(found) < num_ranks:
-                failed = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-                if failed or time.monotonic() > deadline:
-                    raise UserError(f"rank {failed[0] if failed else '?'} of {num_ranks} failed; no result")
-                if answers.empty():
-                    time.sleep(0.05)
-                else:
-                    found.append(answers.get())
-        finally:
-            for process in ranks:
-                process.join(10 if len(found) == num_ranks else 0)
-                process.kill()
+    found = on_ranks(num_ranks, _of_a_rank, plan, preload=["core.optim", "core.comm.volume"])
     return {
         key: {
             "seconds": [max(each) for each in zip(*(one[key]["seconds"] for one in found))],
@@ -256,13 +228,8 @@ def time_sharded(plan: Plan, num_ranks: int) -> dict[tuple[str, str], dict[str, 
     }
 
 
-def _rank(rank: int, num_ranks: int, plan: Plan, store: str, answers: Any) -> None:
-    torch.set_num_threads(1)
-    on_gpus = torch.cuda.device_count() >= num_ranks
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-    dist.init_process_group(
-        "nccl" if on_gpus else "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
-    )
+def _of_a_rank(plan: Plan) -> dict[tuple[str, str], dict[str, Any]]:
+    device, num_ranks = device_of_rank(), dist.get_world_size()
     mesh = build_mesh(MeshConfig(tp=num_ranks).resolve(num_ranks), device.type)
     found = {}
     for form in plan.formats:
@@ -283,9 +250,7 @@ def _rank(rank: int, num_ranks: int, plan: Plan, store: str, answers: Any) -> No
                 optimizer.step()
             counted = {"messages": volume.total_calls, "bytes": volume.total_bytes}
             found[form, cut] = {"seconds": seconds, "cpu_s": cpu_s / plan.iterations, **counted}
-    answers.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

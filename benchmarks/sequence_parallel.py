@@ -16,24 +16,21 @@ shards parameters and state over the ranks that share sequences, so that all con
 """
 
 import math
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import on_ranks
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.comm.volume import count_volume
-from core.config import UserError, run_command
+from core.config import run_command
 from core.mesh import MeshConfig, build_mesh
 from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
@@ -145,53 +142,23 @@ def _row(size: Size, contender: str, num_ranks: int, figures: dict[str, Any]) ->
 
 def _on_ranks(size: Size, contender: str, num_ranks: int) -> dict[str, Any]:
     """Rank 0's figures, on which all ranks agree."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["core.train", "core.models"])
-    with tempfile.TemporaryDirectory(prefix="sequence-benchmark-") as folder:
-        answers = context.SimpleQueue()
-        ranks = [
-            context.Process(target=_rank, args=(rank, num_ranks, size, contender, str(Path(folder) / "store"), answers))
-            for rank in range(num_ranks)
-        ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + LIMIT_S
-        try:
-            while answers.empty():
-                failed = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-                if failed or time.monotonic() > deadline:
-                    raise UserError(f"rank {failed[0] if failed else '?'} of {num_ranks} failed; no result")
-                time.sleep(0.05)
-            return answers.get()
-        finally:
-            for process in ranks:
-                process.join(10)
-                process.kill()
+    return on_ranks(num_ranks, _of_a_rank, size, contender, preload=["core.train", "core.models"], limit_s=LIMIT_S)[0]
 
 
-def _rank(rank: int, num_ranks: int, size: Size, contender: str, store: str, answers: Any) -> None:
-    torch.set_num_threads(1)
-    # torch 2.13 deprecates names of collectives whose new names 2.11 does not have yet.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+def _of_a_rank(size: Size, contender: str) -> dict[str, Any]:
     plan = TENSOR if contender == "tensor" else tensor_parallel_plan(size.model)
-    run = _Run(size.model, CONTENDERS[contender](num_ranks), plan)
+    run = _Run(size.model, CONTENDERS[contender](dist.get_world_size()), plan)
     longest = _longest(size, run.peak_bytes)
     peak = run.peak_bytes(size.length)
     with count_volume(run.data.mesh) as volume:
         run.step(size.length)
     seconds = [run.seconds(size.length) for _ in range(size.steps)]
-    if rank == 0:
-        answers.put(
-            {
-                "longest": longest,
-                "peak_bytes": peak,
-                "wire_bytes": volume.wire_bytes,
-                "step_s": statistics.median(seconds),
-            }
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "longest": longest,
+        "peak_bytes": peak,
+        "wire_bytes": volume.wire_bytes,
+        "step_s": statistics.median(seconds),
+    }
 
 
 def _longest(size: Size, peak_bytes: Callable[[int], int]) -> int:

@@ -23,12 +23,8 @@ sqrt(P / d) rounds; so does ours. Its parameters are repeated over the depth in 
 """
 
 import math
-import multiprocessing
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.ranks import on_ranks
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from benchmarks.tensor_parallel_bytes import Counts, pair_bytes
@@ -55,7 +52,6 @@ PUBLISHED = {
 }
 # What the leading activation term is a power of, and which.
 EXPONENTS = {"1d": ("P", 0.0), "2d": ("P", -1 / 2), "2.5d": ("dP", -1 / 2), "3d": ("P", -2 / 3)}
-RANK_LIMIT_S = 900
 ITEMSIZE = 4
 
 
@@ -172,39 +168,10 @@ def on_a_fake_group(mesh: MeshConfig, sizes: Sizes) -> Found:
 
 def on_real_ranks(mesh: MeshConfig, sizes: Sizes) -> Found:
     """gloo ranks, all of which have to count the same.  Raises UserError when one fails."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__spec__.name])  # importing torch takes longer than all that is counted
-    with tempfile.TemporaryDirectory(prefix="tensor-parallel-benchmark-") as folder:
-        answers = context.SimpleQueue()
-        arguments = mesh, sizes, str(Path(folder) / "store"), answers
-        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(mesh.tp)]
-        for process in ranks:
-            process.start()
-        deadline, found = time.monotonic() + RANK_LIMIT_S, []
-        try:
-            while len(found) < mesh.tp:
-                failed = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-                if failed or time.monotonic() > deadline:
-                    raise UserError(f"rank {failed[0] if failed else '?'} of {mesh.describe()} failed; no result")
-                if answers.empty():
-                    time.sleep(0.05)
-                else:
-                    found.append(answers.get())
-        finally:
-            for process in ranks:
-                process.join(10 if len(found) == mesh.tp else 0)
-                process.kill()
+    found = on_ranks(mesh.tp, count, mesh, sizes, preload=[__spec__.name])
     if any(one != found[0] for one in found):
         raise UserError(f"the ranks of {mesh.describe()} count differently; no result")
     return found[0]
-
-
-def _rank(rank: int, mesh: MeshConfig, sizes: Sizes, store: str, answers: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=mesh.tp)
-    answers.put(count(mesh, sizes))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
