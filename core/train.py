@@ -4,8 +4,8 @@
 loss. One step is
 
 1. take the batch of this step: a function of the step and the data rank alone, so no mesh changes what is learned from
-2. for each microbatch: forward, loss times its share of the whole batch's weight, backward; nothing is sent before the
-   last
+2. for each microbatch: forward, loss times its share of the whole batch's weight, backward, in the order and on the
+   ranks that the `ParallelModel` decides
 3. complete the gradients; their global norm says whether they are finite and how far they are clipped
 4. the optimizer updates the masters; the parameters take over their values
 5. one row of metrics; a checkpoint, an evaluation, the end when it is time
@@ -38,7 +38,7 @@ from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.compose import ParallelConfig
-from core.parallel.data import DataParallel
+from core.parallel.parallel_model import ParallelModel
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.runtime import Runtime, StopRequest, launch, seed_everything
 
@@ -109,7 +109,7 @@ def num_tokens(batch: dict[str, Tensor]) -> int:
 
 
 def fit(
-    data: DataParallel,
+    data: ParallelModel,
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     loss: Loss,
@@ -195,14 +195,13 @@ def train_step(
     whole_weight = weights.sum()
     if axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
-    shares = (weights / whole_weight).unbind()
-    mean = torch.zeros((), dtype=torch.float64, device=device)
-    for index, (part, share) in enumerate(zip(parts, shares)):
-        with data.microbatch(last=index == len(parts) - 1):
-            value = loss(data.model, part)
-            value = value * share.to(torch.promote_types(value.dtype, torch.float32))
-            (value * scale if scale != 1.0 else value).backward()
-            mean += value.detach()
+
+    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        part, share = microbatch
+        value = loss(data.model, part)
+        return value * share.to(torch.promote_types(value.dtype, torch.float32))
+
+    mean = data.run(list(zip(parts, (weights / whole_weight).unbind())), share_of_loss, scale)
     data.reduce()
     norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
@@ -233,7 +232,7 @@ def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.d
     return [{k: v[start : start + size] for k, v in placed.items()} for start in range(0, rows, size)]
 
 
-def _evaluated(data: DataParallel, evaluate: Evaluate) -> dict[str, float]:
+def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
     modes = [(module, module.training) for module in data.model.modules()]
     data.model.eval()
     with torch.no_grad():
@@ -247,7 +246,7 @@ class TrainState:
     """What a checkpoint keeps: masters and frozen parameters, optimizer, loss scale, buffers, generators, values."""
 
     def __init__(
-        self, data: DataParallel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, values: dict[str, Any]
+        self, data: ParallelModel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, values: dict[str, Any]
     ):
         self.data, self.optimizer, self.loss_scale, self.values = data, optimizer, loss_scale, values
         self.loaded: dict[str, Any] = {}
@@ -438,7 +437,7 @@ class _Meter:
 
     COUNTED = 2
 
-    def __init__(self, data: DataParallel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
+    def __init__(self, data: ParallelModel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
         self.data, self.runtime, self.flops_per_token = data, runtime, flops_per_token
         self.num_devices = data.mesh.size()
         self.account: MemoryAccount | None = None

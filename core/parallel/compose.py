@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.mesh import Zero, tensor_axes
-from core.parallel.data import DataParallel, data_parallel
+from core.parallel.data import data_parallel
+from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import Plan, apply_plan, blocks_of
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.precision import Precision
@@ -51,7 +52,7 @@ def parallelize(
     plan: Plan | None = None,
     context_plan: Plan | None = None,
     materialise: Callable[[nn.Module], None] = lambda model: None,
-) -> DataParallel:
+) -> ParallelModel:
     """Spread any nn.Module over the mesh.
 
     plan         its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank

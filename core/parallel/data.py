@@ -6,14 +6,13 @@
     2     optimizer, gradients               `Replicas`: gradients reduce-scattered and released bucket by bucket
     3     optimizer, gradients, parameters   `FullyShardedReplicas`: torch's FSDP2
 
-Both offer one interface to the training loop. A step is
+Both are a `ParallelModel`. In a step of theirs
 
-    1. accumulate: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the last,
-       unless `reduce_each` says that gradients stay sharded instead.
-    2. `reduce()`: wait for the reductions; every master's `.grad` is the sum over all data-parallel ranks, and over
+    1. `run` accumulates: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the
+       last, unless `reduce_each` says that gradients stay sharded instead.
+    2. `reduce` waits for the reductions; every master's `.grad` is the sum over all data-parallel ranks, and over
        those of context parallelism, which hold other tokens: wherever this file says dp_shard, it is dp_shard+cp there.
-    3. the optimizer updates the masters (local tensors, each tagged with its layout); `release()` drops the gradients.
-    4. `publish()`: the masters' values enter the parameters that the next forward uses.
+    3. `publish` gathers what the optimizer has updated, where it is sharded.
 
 The masters are the parameters themselves where nothing is sharded and the formats agree, views of their rows where
 only the optimizer is sharded, and fp32 copies under bf16 and fp16. Hybrid shard: sharded over dp_shard, alike on
@@ -22,10 +21,11 @@ dp_replicate. Gradients are summed, not averaged: the loss is already divided by
 Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compression.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,20 +37,15 @@ from torch.distributed.tensor import DTensor
 from core.config import UserError
 from core.layout import detached, layout_of, local, tag
 from core.mesh import DATA_AXES, Zero, gradient_axis, shard_axis
+from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 
 BUCKET_BYTES = 32 * 1024 * 1024
 
 
-class DataParallel(ABC):
-    """What the training loop needs of a model spread over the data axes.
-
-    model    the module to call
-    masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout
-    """
-
-    masters: dict[str, Tensor]
+class DataParallel(ParallelModel):
+    """A model spread over the data axes."""
 
     def __init__(
         self,
@@ -79,19 +74,23 @@ class DataParallel(ABC):
     @abstractmethod
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around one microbatch's forward and backward; gradients accumulate, and only the last one communicates."""
+        """Around one microbatch's backward; gradients accumulate, and only the last one communicates."""
         yield
+
+    def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
+        for index, microbatch in enumerate(microbatches):
+            with self.microbatch(last=index == len(microbatches) - 1):
+                value = loss(microbatch)
+                (value * scale if scale != 1.0 else value).backward()
+                total += value.detach()
+        return total
 
     @abstractmethod
     def _finish(self) -> None:
         """Wait for the data-parallel reductions and hand every master its gradient."""
 
-    @abstractmethod
-    def publish(self) -> None:
-        """Bring the masters' values into the parameters of the next forward."""
-
     def reduce(self) -> None:
-        """After the last backward: complete the gradients.  Parameters that took no part have a gradient of zero."""
         self._finish()
         for master in self.masters.values():
             if master.grad is None:
@@ -110,7 +109,6 @@ class DataParallel(ABC):
             grad.copy_(summed.view_as(grad))
 
     def release(self) -> None:
-        """Drop the gradients after the step."""
         for master in self.masters.values():
             master.grad = None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.checkpoint import read_full
 from core.config import UserError
-from core.parallel.data import DataParallel
+from core.parallel.parallel_model import ParallelModel
 
 KEY = "average"
 
@@ -25,7 +25,7 @@ KEY = "average"
 class WeightAverage:
     """Follows an AdamW optimizer over the masters of `data`."""
 
-    def __init__(self, data: DataParallel, optimizer: torch.optim.Optimizer, decay: float):
+    def __init__(self, data: ParallelModel, optimizer: torch.optim.Optimizer, decay: float):
         if not isinstance(optimizer, torch.optim.AdamW):
             raise UserError("the average of the weights goes with --optim.name adamw; use it, or --average None")
         self.data, self.optimizer, self.decay = data, optimizer, decay

@@ -1,0 +1,50 @@
+"""What the training loop needs of a model that is spread over the mesh, however that was done.
+
+A step is
+
+    1. `run`: forward and backward of every microbatch; gradients accumulate
+    2. `reduce`: every master's `.grad` is complete, the sum over all ranks that contribute to it
+    3. the optimizer updates the masters (local tensors, each tagged with its layout); `release` drops the gradients
+    4. `publish`: the masters' values enter the parameters that the next forward uses
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class ParallelModel(ABC):
+    """A model and its masters on this rank.
+
+    model    the module to call; called without gradients it is the whole model on every rank
+    masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout. Every parameter has
+             one, on each rank that holds a part of it
+    """
+
+    model: nn.Module
+    mesh: DeviceMesh
+    masters: dict[str, Tensor]
+
+    @abstractmethod
+    def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
+        """Forward and backward of each microbatch; returns the sum of their losses, alike on all ranks that share data.
+
+        microbatches  at least one; tensors, or containers of tensors
+        loss          microbatch -> its part of the step's loss, a scalar; calls `model`
+        scale         factor of the gradients, not of what is returned (fp64)
+        """
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """After the last backward: complete the gradients.  Parameters that took no part have a gradient of zero."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drop the gradients after the step."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Bring the masters' values into the parameters of the next forward."""
