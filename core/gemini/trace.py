@@ -1,0 +1,117 @@
+"""What one training step asks of memory: the data on which everything about residency is decided.
+
+A step is a list of *moments* in the order in which they run. Each needs some chunks whole on the device, and has
+`other_bytes` there that are not model data: activations, what autograd saved, temporaries, inputs. A *chunk* is a group
+of parameters that move together. Its memory is:
+
+    param_bytes    the buffer with the parameters as the model computes with them. Once a chunk's gradients come, they
+                   take the place of the parameters: there is no second buffer
+    master_bytes   the masters from which the buffer is filled; a chunk that does not learn has none
+    optim_bytes    the optimizer's state, and under gradient accumulation the reduced gradient
+
+The life of a trainable chunk in a step:
+
+    forward …      its parameters are read
+    backward …     they are read again, and gradients are written into their place (`Moment.writes`)
+    reduce         all gradients are there; they go to where its optimizer shard is. Under gradient accumulation the
+                   next microbatch goes on at `forward`, with parameters that are fetched anew
+    update         the optimizer makes new parameters: there, and nowhere else
+
+A chunk that does not learn, and any chunk in evaluation, is only read. Sharded over ranks, param_bytes are those of the
+gathered chunk, which is what the device must hold; master_bytes and optim_bytes are this rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MomentKind = Literal["forward", "backward", "reduce", "update"]
+
+
+@dataclass(frozen=True)
+class ChunkInfo:
+    """One chunk: `index` is its place in `Trace.chunks`."""
+
+    index: int
+    param_bytes: int
+    master_bytes: int
+    optim_bytes: int
+    trainable: bool
+
+    @property
+    def shard_bytes(self) -> int:
+        """What the optimizer keeps of the chunk."""
+        return self.master_bytes + self.optim_bytes
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of the step in which the needed chunks do not change.
+
+    kind         "forward", "backward" (recomputed forwards are part of it), "reduce" or "update", see the module
+    name         the module's or the chunk's, to be read by people
+    chunks       those that must be whole on the device; at a reduce or an update the one that it is about
+    other_bytes  the most that is on the device at once beside model data while the moment lasts
+    seconds      how long it computes when everything is there; an update's are found from the speed of its side
+    writes       chunks into which the moment puts gradients: from here to its reduce a chunk is no copy of anything
+    """
+
+    kind: MomentKind
+    name: str
+    chunks: tuple[int, ...]
+    other_bytes: int
+    seconds: float
+    writes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step: moments in order, chunks by index.
+
+    Raises ValueError where it is none: chunks that are not numbered in order, a moment of an unknown chunk, gradients
+    of one that does not learn, a chunk that is used after its update, updated without a reduce, or not updated after
+    one.
+    """
+
+    moments: tuple[Moment, ...]
+    chunks: tuple[ChunkInfo, ...]
+
+    def __post_init__(self) -> None:
+        indices = [chunk.index for chunk in self.chunks]
+        if indices != list(range(len(indices))):
+            raise ValueError(f"chunks are numbered 0, 1, 2, …, and these {indices}")
+        reduced: set[int] = set()
+        updated: set[int] = set()
+        for moment in self.moments:
+            self._require_legal(moment, reduced, updated)
+            if moment.kind == "reduce":
+                reduced.update(moment.chunks)
+            elif moment.kind == "update":
+                updated.update(moment.chunks)
+        if reduced - updated:
+            raise ValueError(f"chunk {min(reduced - updated)} is reduced and then not updated")
+
+    def _require_legal(self, moment: Moment, reduced: set[int], updated: set[int]) -> None:
+        where, ends = f"{moment.kind} {moment.name}", moment.kind in ("reduce", "update")
+        if ends and len(moment.chunks) != 1:
+            raise ValueError(f"{where}: it is about one chunk, not {len(moment.chunks)}")
+        for chunk in (*moment.chunks, *moment.writes):
+            if not 0 <= chunk < len(self.chunks):
+                raise ValueError(f"{where}: there is no chunk {chunk}")
+            if chunk in updated:
+                raise ValueError(f"{where}: chunk {chunk} has been updated before")
+            if (ends or chunk in moment.writes) and not self.chunks[chunk].trainable:
+                raise ValueError(f"{where}: chunk {chunk} does not learn")
+            if moment.kind == "update" and chunk not in reduced:
+                raise ValueError(f"{where}: chunk {chunk} has not been reduced")
+
+    @property
+    def model_bytes(self) -> int:
+        """All model data: buffers, masters, optimizer state."""
+        return sum(chunk.param_bytes + chunk.shard_bytes for chunk in self.chunks)
+
+    @property
+    def other_peak_bytes(self) -> int:
+        """The most that is ever on the device beside model data."""
+        return max((moment.other_bytes for moment in self.moments), default=0)
