@@ -1,0 +1,422 @@
+"""A Stable Diffusion pipeline: three modules as diffusers and transformers have them, a tokenizer, a noise schedule.
+
+`load_pipeline` reads a diffusers folder; nothing comes from a network, and nothing in a file is executed (safetensors
+only). `save_pipeline` writes one that `StableDiffusionPipeline.from_pretrained` loads, aside and renamed when whole.
+
+transformers 5 names the text encoder's tensors without the prefix `text_model.` that every checkpoint before it has.
+Folders are read with or without, and written with it, which transformers 4 and 5 both load.
+
+Shapes: B images, H x W pixels, h x w latents (a pixel size over the VAE's factor), C latent channels, L tokens of a
+prompt, D width of the text encoder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import __version__ as diffusers_version
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from core.config import UserError
+from core.weights import Weights, read_json, write_json
+
+PredictionType = Literal["epsilon", "v_prediction", "sample"]
+BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
+Spacing = Literal["leading", "trailing", "linspace"]
+
+TEXT_PREFIX = "text_model."
+INDEX = "model_index.json"
+# Component -> stem of its files of weights.
+_STEMS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
+_COMPONENTS = {
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "scheduler": ["diffusers", "DDIMScheduler"],
+}
+# Names of the VAE's attention before diffusers 0.13.
+_FORMER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+
+@dataclass(frozen=True)
+class NoiseScheduleConfig:
+    """The noise a model was trained with, by the names of diffusers' schedulers; defaults are Stable Diffusion's."""
+
+    prediction_type: PredictionType = "epsilon"
+    num_train_timesteps: int = 1000
+    beta_start: float = 0.00085
+    beta_end: float = 0.012
+    beta_schedule: BetaSchedule = "scaled_linear"
+    rescale_betas_zero_snr: bool = False
+    """the last timestep is pure noise (Lin et al. 2024, arXiv:2305.08891, algorithm 1)"""
+    timestep_spacing: Spacing = "leading"
+    """which timesteps a sampler takes (the same, table 2)"""
+    steps_offset: int = 1
+    set_alpha_to_one: bool = False
+    """the last step of a sampler ends at no noise; otherwise at that of timestep 0"""
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("prediction_type", PredictionType),
+            ("beta_schedule", BetaSchedule),
+            ("timestep_spacing", Spacing),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                raise UserError(f"{name} is {getattr(self, name)!r}; known are {', '.join(get_args(kind))}")
+
+    @staticmethod
+    def from_json(stored: Mapping[str, Any]) -> NoiseScheduleConfig:
+        """A scheduler_config.json; what it leaves out is as in diffusers' scheduler of its class.
+
+        Raises UserError for what no sampler here knows.
+        """
+        kind = stored.get("_class_name", "DDIMScheduler")
+        absent = {
+            "prediction_type": "epsilon",
+            "beta_start": 0.0001,
+            "beta_end": 0.02,
+            "beta_schedule": "linear",
+            "timestep_spacing": "leading"
+            if kind in ("DDIMScheduler", "PNDMScheduler", "DDPMScheduler")
+            else "linspace",
+            "steps_offset": 0,
+            "set_alpha_to_one": kind == "DDIMScheduler",
+        }
+        if stored.get("trained_betas") is not None:
+            raise UserError("the scheduler has trained_betas, a schedule of its own; give one with a beta_schedule")
+        names = {f.name for f in dataclasses.fields(NoiseScheduleConfig)}
+        return NoiseScheduleConfig(**(absent | {name: value for name, value in stored.items() if name in names}))
+
+    def to_json(self) -> dict[str, Any]:
+        """For scheduler_config.json, as diffusers' DDIMScheduler; its other schedulers load from it too."""
+        return {
+            "_class_name": "DDIMScheduler",
+            "_diffusers_version": diffusers_version,
+            **dataclasses.asdict(self),
+            "clip_sample": False,
+            "trained_betas": None,
+        }
+
+
+@dataclass
+class Pipeline:
+    """What makes pictures of prompts. The modules may be changed, cast, quantized or moved as any module."""
+
+    unet: UNet2DConditionModel
+    vae: AutoencoderKL
+    text_encoder: CLIPTextModel
+    tokenizer: CLIPTokenizer
+    schedule: NoiseScheduleConfig
+
+    @property
+    def prediction_type(self) -> PredictionType:
+        return self.schedule.prediction_type
+
+    @property
+    def scaling_factor(self) -> float:
+        """Latents of the VAE, times this, are what the U-Net sees."""
+        return self.vae.config.scaling_factor
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a latent's side."""
+        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    @property
+    def latent_channels(self) -> int:
+        return self.vae.config.latent_channels
+
+    @property
+    def image_size(self) -> int:
+        """Side of the pictures it was trained on, in pixels."""
+        return self.unet.config.sample_size * self.factor
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipeline:
+        """Move or cast the three modules, as `nn.Module.to`."""
+        for module in self.modules.values():
+            module.to(*args, **kwargs)
+        return self
+
+    def tokenize(self, prompts: Sequence[str]) -> Tensor:
+        """Token ids int64 [B, L], cut and filled up to the tokenizer's length."""
+        length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
+        return self.tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        ).input_ids
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Tensor:
+        """Text embeddings [B, L, D]: the last hidden state after its norm."""
+        return self.text_encoder(self.tokenize(prompts).to(self.text_encoder.device))[0]
+
+    def check(self, origin: object) -> Pipeline:
+        """Raises UserError unless the parts fit each other."""
+        latents, text = self.latent_channels, self.text_encoder.config.hidden_size
+        unet = self.unet.config
+        if (unet.in_channels, unet.out_channels) != (latents, latents):
+            raise UserError(
+                f"{origin}: the U-Net takes {unet.in_channels} channels and makes {unet.out_channels}, the VAE's "
+                f"latents have {latents}; give a text-to-image model (those for inpainting have 9) with its own VAE"
+            )
+        if unet.cross_attention_dim != text:
+            raise UserError(
+                f"{origin}: the U-Net reads texts of width {unet.cross_attention_dim}, the text encoder makes {text}; "
+                "give the text encoder it was trained with (768 in v1, 1024 in v2)"
+            )
+        return self
+
+
+# --- modules from their configurations --------------------------------------------------------------------------------
+
+
+def build_unet(config: Mapping[str, Any]) -> UNet2DConditionModel:
+    return UNet2DConditionModel.from_config(dict(config))
+
+
+def build_vae(config: Mapping[str, Any]) -> AutoencoderKL:
+    return AutoencoderKL.from_config(dict(config))
+
+
+def build_text_encoder(config: Mapping[str, Any]) -> CLIPTextModel:
+    return CLIPTextModel(CLIPTextConfig.from_dict(dict(config)))
+
+
+_BUILD = {"unet": build_unet, "vae": build_vae, "text_encoder": build_text_encoder}
+
+
+def build_filled(
+    component: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, origin: object
+) -> Any:
+    """The module `component` of a configuration with these weights, copied and cast; none is initialised twice.
+
+    Raises UserError for a configuration that makes no module, and unless names and shapes agree exactly.
+    """
+    try:
+        with torch.device("meta"):
+            module = _BUILD[component](config)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{origin}: its config.json makes no {component} ({_first_line(error)})") from error
+    check_names(
+        origin,
+        {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()},
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+    )
+    module.load_state_dict({name: tensors[name].to(dtype, copy=True) for name in tensors}, assign=True)
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            assert name.endswith("position_ids"), name  # CLIP's, which is not stored
+            module.get_submodule(name.rpartition(".")[0]).position_ids = torch.arange(buffer.shape[1])[None]
+    return module.eval()
+
+
+def check_names(origin: object, expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises UserError unless both hold the same names with the same shapes."""
+    missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
+    other = [name for name in sorted(set(expected) & set(given)) if tuple(given[name]) != tuple(expected[name])]
+    said = [f"lacks {some(missing)}"] if missing else []
+    said += [f"holds {some(unknown)}, which the model has not"] if unknown else []
+    said += [f"has {other[0]} of shape {list(given[other[0]])} and not {list(expected[other[0]])}"] if other else []
+    if said:
+        raise UserError(f"{origin} {'; '.join(said)}; give the whole weights of the model that its config names")
+
+
+def some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load_pipeline(path: str | Path, dtype: torch.dtype = torch.float32) -> Pipeline:
+    """The pipeline of a diffusers folder, its modules in eval mode on the CPU.
+
+    Raises UserError for a folder of something else, of another model than Stable Diffusion v1 or v2, for one that is
+    incomplete or truncated, and for parts that do not fit each other.
+    """
+    folder = Path(path)
+    if not (folder / INDEX).is_file():
+        raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion")
+    index = read_json(folder / INDEX)
+    for component, named in _COMPONENTS.items():
+        given = index.get(component)
+        if component != "scheduler" and given != named and not (component == "tokenizer" and _is_tokenizer(given)):
+            raise UserError(
+                f"{folder} is a {index.get('_class_name')} whose {component} is {_class_of(given)}; "
+                f"Stable Diffusion v1 and v2 have a {named[1]}"
+            )
+    return Pipeline(
+        **{component: _load_module(folder / component, component, dtype) for component in _STEMS},
+        tokenizer=_load_tokenizer(folder / "tokenizer"),
+        schedule=NoiseScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json")),
+    ).check(folder)
+
+
+def _is_tokenizer(given: Any) -> bool:
+    return given == ["transformers", "CLIPTokenizerFast"]
+
+
+def _class_of(given: Any) -> str:
+    return str(given[-1]) if isinstance(given, list) and given and given[-1] else "missing"
+
+
+def _load_module(folder: Path, component: str, dtype: torch.dtype) -> Any:
+    config = read_json(folder / "config.json")
+    tensors = present_names(component, Weights(folder, _stem_in(folder, _STEMS[component]), hold=False))
+    return build_filled(component, config, tensors, dtype, folder)
+
+
+def _stem_in(folder: Path, stem: str) -> str:
+    """The plain weights, or else those of the variant fp16."""
+    for found in (stem, f"{stem}.fp16"):
+        if any((folder / f"{found}{end}").is_file() for end in (".safetensors", ".safetensors.index.json")):
+            return found
+    if any(folder.glob(f"{stem}*.bin")) or any(folder.glob("pytorch_model*.bin")):
+        raise UserError(f"{folder} holds pickled weights (.bin) only; give a folder with {stem}.safetensors")
+    raise UserError(f"{folder} holds no {stem}.safetensors; give a complete diffusers folder")
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """A mapping under other names; each tensor is read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]):
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def present_names(component: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors under the names that the installed libraries give them, whatever they are called in older folders."""
+    if component == "text_encoder":
+        stored = [name for name in tensors if not name.endswith("embeddings.position_ids")]
+        return _Renamed(tensors, {name.removeprefix(TEXT_PREFIX): name for name in stored})
+    if component == "vae":
+        return _Renamed(tensors, {_present_attention(name): name for name in tensors})
+    return tensors
+
+
+def _present_attention(name: str) -> str:
+    before, dot, kind = name.rpartition(".")
+    stem, _, last = before.rpartition(".")
+    known = ".mid_block.attentions." in f".{name}" and last in _FORMER_ATTENTION
+    return f"{stem}.{_FORMER_ATTENTION[last]}{dot}{kind}" if known else name
+
+
+def _load_tokenizer(folder: Path) -> CLIPTokenizer:
+    try:
+        return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder} holds no CLIP tokenizer ({_first_line(error)}); copy the folder again") from error
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def save_pipeline(pipeline: Pipeline, out: str | Path, dtype: torch.dtype | None = None, replace: bool = False) -> Path:
+    """Write a diffusers folder, aside and then renamed.
+
+    dtype    of the weights in the files; by default each module's own
+    replace  an earlier pipeline in `out`, whose other files stay. Until all is in place the folder holds no
+             model_index.json, so that nothing loads a mixture
+
+    Returns `out`. Raises UserError where `out` holds something and `replace` is not asked for.
+    """
+    out = Path(out)
+    check_free(out, replace)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        for component, module in pipeline.modules.items():
+            _save_module(component, module, aside / component, dtype)
+        _save_tokenizer(pipeline.tokenizer, aside / "tokenizer")
+        (aside / "scheduler").mkdir()
+        write_json(aside / "scheduler" / "scheduler_config.json", pipeline.schedule.to_json())
+        write_json(aside / INDEX, _index())
+        _put(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out
+
+
+def check_free(out: Path, replace: bool = False) -> None:
+    """Raises UserError unless a pipeline may be written there."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; name a folder to write")
+    if not replace and out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists already; choose another folder, or remove it")
+
+
+def _index() -> dict[str, Any]:
+    return {
+        "_class_name": "StableDiffusionPipeline",
+        "_diffusers_version": diffusers_version,
+        **_COMPONENTS,
+        "safety_checker": [None, None],
+        "feature_extractor": [None, None],
+        "requires_safety_checker": False,
+    }
+
+
+def _put(aside: Path, out: Path) -> None:
+    if not out.exists():
+        os.replace(aside, out)
+        return
+    (out / INDEX).unlink(missing_ok=True)
+    for component in _COMPONENTS:
+        shutil.rmtree(out / component, ignore_errors=True)
+        os.replace(aside / component, out / component)
+    os.replace(aside / INDEX, out / INDEX)
+
+
+def _save_module(component: str, module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    folder.mkdir()
+    prefix = TEXT_PREFIX if component == "text_encoder" else ""
+    tensors = {f"{prefix}{name}": _stored(tensor, dtype) for name, tensor in module.state_dict().items()}
+    save_file(tensors, folder / f"{_STEMS[component]}.safetensors", metadata={"format": "pt"})
+    if component == "text_encoder":
+        config = {
+            name: value for name, value in module.config.to_dict().items() if name not in ("dtype", "torch_dtype")
+        }
+        write_json(folder / "config.json", config | {"architectures": ["CLIPTextModel"]})
+    else:
+        module.save_config(folder)
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+
+
+def _save_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """With vocab.json and merges.txt too, which transformers 4 reads."""
+    tokenizer.save_pretrained(folder)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"], ensure_ascii=False), encoding="utf-8")
