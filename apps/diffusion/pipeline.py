@@ -12,14 +12,13 @@ prompt, D width of the text encoder.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -28,12 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from apps.diffusion.noise import Prediction, ScheduleConfig
 from core.config import UserError
 from core.weights import Weights, read_json, write_json
-
-PredictionType = Literal["epsilon", "v_prediction", "sample"]
-BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
-Spacing = Literal["leading", "trailing", "linspace"]
 
 TEXT_PREFIX = "text_model."
 INDEX = "model_index.json"
@@ -50,66 +46,6 @@ _COMPONENTS = {
 _FORMER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-@dataclass(frozen=True)
-class NoiseScheduleConfig:
-    """The noise a model was trained with, by the names of diffusers' schedulers; defaults are Stable Diffusion's."""
-
-    prediction_type: PredictionType = "epsilon"
-    num_train_timesteps: int = 1000
-    beta_start: float = 0.00085
-    beta_end: float = 0.012
-    beta_schedule: BetaSchedule = "scaled_linear"
-    rescale_betas_zero_snr: bool = False
-    """the last timestep is pure noise (Lin et al. 2024, arXiv:2305.08891, algorithm 1)"""
-    timestep_spacing: Spacing = "leading"
-    """which timesteps a sampler takes (the same, table 2)"""
-    steps_offset: int = 1
-    set_alpha_to_one: bool = False
-    """the last step of a sampler ends at no noise; otherwise at that of timestep 0"""
-
-    def __post_init__(self) -> None:
-        for name, kind in (
-            ("prediction_type", PredictionType),
-            ("beta_schedule", BetaSchedule),
-            ("timestep_spacing", Spacing),
-        ):
-            if getattr(self, name) not in get_args(kind):
-                raise UserError(f"{name} is {getattr(self, name)!r}; known are {', '.join(get_args(kind))}")
-
-    @staticmethod
-    def from_json(stored: Mapping[str, Any]) -> NoiseScheduleConfig:
-        """A scheduler_config.json; what it leaves out is as in diffusers' scheduler of its class.
-
-        Raises UserError for what no sampler here knows.
-        """
-        kind = stored.get("_class_name", "DDIMScheduler")
-        absent = {
-            "prediction_type": "epsilon",
-            "beta_start": 0.0001,
-            "beta_end": 0.02,
-            "beta_schedule": "linear",
-            "timestep_spacing": "leading"
-            if kind in ("DDIMScheduler", "PNDMScheduler", "DDPMScheduler")
-            else "linspace",
-            "steps_offset": 0,
-            "set_alpha_to_one": kind == "DDIMScheduler",
-        }
-        if stored.get("trained_betas") is not None:
-            raise UserError("the scheduler has trained_betas, a schedule of its own; give one with a beta_schedule")
-        names = {f.name for f in dataclasses.fields(NoiseScheduleConfig)}
-        return NoiseScheduleConfig(**(absent | {name: value for name, value in stored.items() if name in names}))
-
-    def to_json(self) -> dict[str, Any]:
-        """For scheduler_config.json, as diffusers' DDIMScheduler; its other schedulers load from it too."""
-        return {
-            "_class_name": "DDIMScheduler",
-            "_diffusers_version": diffusers_version,
-            **dataclasses.asdict(self),
-            "clip_sample": False,
-            "trained_betas": None,
-        }
-
-
 @dataclass
 class Pipeline:
     """What makes pictures of prompts. The modules may be changed, cast, quantized or moved as any module."""
@@ -118,10 +54,10 @@ class Pipeline:
     vae: AutoencoderKL
     text_encoder: CLIPTextModel
     tokenizer: CLIPTokenizer
-    schedule: NoiseScheduleConfig
+    schedule: ScheduleConfig
 
     @property
-    def prediction_type(self) -> PredictionType:
+    def prediction_type(self) -> Prediction:
         return self.schedule.prediction_type
 
     @property
@@ -266,7 +202,7 @@ def load_pipeline(path: str | Path, dtype: torch.dtype = torch.float32) -> Pipel
     return Pipeline(
         **{component: _load_module(folder / component, component, dtype) for component in _STEMS},
         tokenizer=_load_tokenizer(folder / "tokenizer"),
-        schedule=NoiseScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json")),
+        schedule=ScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json")),
     ).check(folder)
 
 

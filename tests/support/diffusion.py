@@ -4,10 +4,9 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTokenizer
 
+from apps.diffusion.noise import Prediction, ScheduleConfig
 from apps.diffusion.pipeline import (
-    NoiseScheduleConfig,
     Pipeline,
-    PredictionType,
     build_text_encoder,
     build_unet,
     build_vae,
@@ -17,7 +16,7 @@ from apps.diffusion.shapes import SD_V1, SD_V2
 _WORDS = ("photo", "dog", "red", "circle", "of", "on", "star")
 
 
-def narrow_pipeline(seed: int = 0, v2: bool = False, prediction_type: PredictionType | None = None) -> Pipeline:
+def narrow_pipeline(seed: int = 0, v2: bool = False, prediction_type: Prediction | None = None) -> Pipeline:
     """8.6 M parameters for 64 px; 686 tensors in the U-Net, 248 in the VAE, 12 (v2: 23) blocks of text.
 
     v2               OpenCLIP's depth and activation, heads of a fixed size, linear projections, v-prediction
@@ -36,7 +35,7 @@ def narrow_pipeline(seed: int = 0, v2: bool = False, prediction_type: Prediction
         text_encoder = build_text_encoder(shape.text_encoder | text | ids)
     modules = (unet.eval(), vae.eval(), text_encoder.eval())
     prediction_type = prediction_type or shape.schedule.prediction_type
-    return Pipeline(*modules, tokenizer, NoiseScheduleConfig(prediction_type=prediction_type))
+    return Pipeline(*modules, tokenizer, ScheduleConfig(prediction_type=prediction_type))
 
 
 def narrow_tokenizer(max_length: int = 77) -> CLIPTokenizer:

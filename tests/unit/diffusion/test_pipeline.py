@@ -9,7 +9,8 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from apps.diffusion.pipeline import NoiseScheduleConfig, load_pipeline, save_pipeline
+from apps.diffusion.noise import ScheduleConfig
+from apps.diffusion.pipeline import load_pipeline, save_pipeline
 from apps.diffusion.shapes import SHAPES, meta_modules
 from core.config import UserError
 from tests.support.diffusion import narrow_pipeline
@@ -158,7 +159,7 @@ def test_what_a_scheduler_leaves_out_is_as_in_diffusers():
     from diffusers import DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler
 
     for kind in (DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler):
-        full, ours = kind().config, NoiseScheduleConfig.from_json({"_class_name": kind.__name__})
+        full, ours = kind().config, ScheduleConfig.from_json({"_class_name": kind.__name__})
         for name in ("prediction_type", "beta_start", "beta_end", "beta_schedule", "timestep_spacing", "steps_offset"):
             assert getattr(ours, name) == full[name], (kind, name)
         assert ours.set_alpha_to_one == full.get("set_alpha_to_one", False)
