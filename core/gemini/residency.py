@@ -1,0 +1,266 @@
+"""Where each chunk lives, and every move of a step: a pure function of the trace, the budget and the bandwidths.
+
+Policies (the literature says placement policy):
+
+    auto      Some chunks are resident: they never leave the device, and neither do their masters and optimizer state,
+              so they cost no traffic and the device updates them. All others live on the host, which updates them; what
+              room is left keeps their buffers between uses, farthest next use first to go, or fetches them ahead. How
+              many are resident, and how much is left for fetching ahead, is what makes the step shortest; among equally
+              short steps, the one that moves least.
+    static    Resident chunks as above; the others leave after each use. For steps in which the order of use varies.
+    cpu       Every chunk lives on the host, and leaves after each use.
+
+Where everything fits, everything is resident, but for `cpu`. No plan exceeds its budget: what is not needed at once
+(keeping, fetching ahead) is planned only where there is room, and a budget in which a single moment does not fit is
+refused with the smallest that would do.
+
+What is not planned: a third tier, updates of which the device does a part and the host the rest of one chunk, and
+streaming optimizer state through the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from core.config import UserError
+from core.gemini.lifetimes import Lifetimes, keep
+from core.gemini.timeline import Bandwidth, Move, Timeline, run
+from core.gemini.trace import Trace
+
+Policy = Literal["auto", "static", "cpu"]
+
+BOUNDS = {
+    "compute": "computing",
+    "to_device": "copies to the device",
+    "to_host": "copies to the host",
+    "host_update": "updates on the host",
+}
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """What a runtime executes in each step.
+
+    moves              moves[k], in order, come before moment k of the trace; moves[-1] after the last one
+    start              chunks whose buffers are on the device when a step begins, and when it ends
+    resident           chunks that are always on the device, with masters and optimizer state
+    device_updated     those of them that learn; the host updates all others
+    device_bytes       at each moment, everything on the device; device_peak_bytes is the most of it
+    host_bytes         at most: parameters, a gradient, masters and optimizer state of what is not resident
+    to_device_bytes, to_host_bytes    over the link in a step
+    step_s             predicted; busy_s is how long each of "compute", "to_device", "to_host" and "host_update" works
+    """
+
+    policy: Policy
+    budget_bytes: int
+    moves: tuple[tuple[Move, ...], ...]
+    start: frozenset[int]
+    resident: frozenset[int]
+    device_updated: frozenset[int]
+    device_bytes: tuple[int, ...]
+    host_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
+    step_s: float
+    busy_s: dict[str, float]
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max(self.device_bytes, default=0)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Over the link in a step, both ways."""
+        return self.to_device_bytes + self.to_host_bytes
+
+    @property
+    def bound(self) -> str:
+        """What works longest in a step: one of the keys of `busy_s`."""
+        return max(self.busy_s, key=lambda name: self.busy_s[name])
+
+    def describe(self) -> str:
+        """The plan in one line."""
+        num_chunks = len({move.chunk for moves in self.moves for move in moves} | self.start)
+        return (
+            f"{len(self.resident)} chunks live on the device, {num_chunks - len(self.resident)} on the host "
+            f"({_gib(self.host_bytes)}); {_gib(self.moved_bytes)} moved a step, at most {_gib(self.device_peak_bytes)} "
+            f"of {_gib(self.budget_bytes)} on the device; a step takes about {self.step_s:.3g} s, bound by "
+            f"{BOUNDS[self.bound]}"
+        )
+
+
+def smallest_budget(trace: Trace) -> int:
+    """Bytes of the device without which some moment of the trace does not fit, whatever else leaves."""
+    lifetimes = Lifetimes(trace)
+    return int(lifetimes.occupied(frozenset()).max(initial=0))
+
+
+def plan_residency(
+    trace: Trace,
+    budget_bytes: int,
+    bandwidth: Bandwidth,
+    policy: Policy = "auto",
+    host_budget_bytes: int | None = None,
+) -> ResidencyPlan:
+    """Decide where chunks live and when they move.  Raises UserError when a budget is too small for any plan."""
+    if policy not in get_args(Policy):
+        raise UserError(f"no residency policy '{policy}'; the policies are {', '.join(get_args(Policy))}")
+    least = smallest_budget(trace)
+    if budget_bytes < least:
+        raise UserError(
+            f"a budget of {_gib(budget_bytes)} on the device is too small for this model and batch; "
+            f"give at least {_gib(least, up=True)}, or a smaller batch, or recompute activations"
+        )
+    search = _Search(trace, budget_bytes, bandwidth, keeps=policy == "auto", host_budget_bytes=host_budget_bytes)
+    resident, timeline = search.nothing_resident() if policy == "cpu" else search.best()
+    host_bytes = _host_bytes(trace, resident)
+    if host_budget_bytes is not None and host_bytes > host_budget_bytes:
+        raise UserError(
+            f"{_gib(host_bytes, up=True)} of model data do not fit beside the device's, and the host has "
+            f"{_gib(host_budget_bytes)}; give the device a larger budget, or take more ranks or a smaller model"
+        )
+    return ResidencyPlan(
+        policy=policy,
+        budget_bytes=budget_bytes,
+        moves=timeline.moves,
+        start=timeline.start,
+        resident=resident,
+        device_updated=frozenset(c for c in resident if trace.chunks[c].trainable),
+        device_bytes=timeline.device_bytes,
+        host_bytes=host_bytes,
+        to_device_bytes=timeline.to_device_bytes,
+        to_host_bytes=timeline.to_host_bytes,
+        step_s=timeline.step_s,
+        busy_s=timeline.busy_s,
+    )
+
+
+def _host_bytes(trace: Trace, resident: frozenset[int]) -> int:
+    """Parameters, masters, optimizer state, and of what learns a gradient."""
+    away = [chunk for chunk in trace.chunks if chunk.index not in resident]
+    return sum(c.param_bytes * (2 if c.trainable else 1) + c.shard_bytes for c in away)
+
+
+def _gib(num_bytes: float, up: bool = False) -> str:
+    """With three digits behind the point; rounded up, so that a number given back is enough."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 / 10 else (2**20, "MiB")
+    return f"{-(-num_bytes * 1000 // unit) / 1000 if up else num_bytes / unit:.3f} {name}"
+
+
+_Choice = tuple[frozenset[int], int]  # resident chunks, slack in chunks
+
+
+class _Search:
+    """Looks for the resident chunks and the slack that make the step shortest, by walking through the step of each."""
+
+    GRID = 8  # sizes of a resident set that are tried before those around the best
+    SLACKS = (0, 1, 2, 3, 4, 6, 8)  # in chunks of the largest size
+    FEW = 12  # chunks: so few are tried one by one, in and out
+
+    def __init__(
+        self, trace: Trace, budget_bytes: int, bandwidth: Bandwidth, keeps: bool, host_budget_bytes: int | None
+    ):
+        self.trace, self.budget_bytes, self.bandwidth, self.keeps = trace, budget_bytes, bandwidth, keeps
+        self.host_budget_bytes = host_budget_bytes
+        self.lifetimes = Lifetimes(trace)
+        self.largest_bytes = max((chunk.param_bytes for chunk in trace.chunks), default=0)
+        self.walked: dict[tuple[frozenset[int], int], Timeline | None] = {}
+        first = self.walk(frozenset(), 0)
+        assert first is not None
+        self.unit_s = first.step_s / 10_000 or 1.0
+
+    def walk(self, resident: frozenset[int], slack: int) -> Timeline | None:
+        """The step with these resident chunks and `slack` chunks' room for fetching ahead; None: it does not fit."""
+        key = resident, slack
+        if key not in self.walked:
+            kept = keep(self.lifetimes, resident, self.budget_bytes, slack * self.largest_bytes)
+            if kept is not None and not self.keeps:
+                kept = frozenset(gap for gap in kept if gap.end == gap.start + 1)
+            timeline = None
+            if kept is not None:
+                timeline = run(self.lifetimes, resident, kept, self.budget_bytes, self.bandwidth)
+            self.walked[key] = timeline
+        return self.walked[key]
+
+    def nothing_resident(self) -> tuple[frozenset[int], Timeline]:
+        timeline = self.walk(frozenset(), 0)
+        assert timeline is not None
+        return frozenset(), timeline
+
+    def best(self) -> tuple[frozenset[int], Timeline]:
+        """Everything if it fits. Sizes on a grid, then around the best; the slack; of few chunks each in and out."""
+        everything = frozenset(range(len(self.trace.chunks)))
+        timeline = self.walk(everything, 0)
+        if timeline is not None:
+            return everything, timeline
+        best: _Choice = frozenset(), 0
+        for chunks in self._preferences():
+            best = self._better(best, ((frozenset(chunks[:n]), s) for n in self._grid(len(chunks)) for s in (0, 2)))
+            width = max(1, len(chunks) // self.GRID)
+            while width := width // 2 if width > 1 else 0:
+                best = self._better(best, self._around(best, chunks, width))
+        best = self._better(best, ((best[0], s) for s in self.SLACKS))
+        if len(self.trace.chunks) <= self.FEW:
+            while (better := self._better(best, self._neighbours(best))) != best:
+                best = better
+        timeline = self.walk(*best)
+        assert timeline is not None
+        return best[0], timeline
+
+    def _better(self, best: _Choice, tried: Iterable[_Choice]) -> _Choice:
+        return min((best, *tried), key=lambda choice: self._cost(*choice))
+
+    def _cost(self, resident: frozenset[int], slack: int) -> tuple[float, ...]:
+        """What the host cannot hold; then the time, in steps too small to matter; then bytes."""
+        timeline = self.walk(resident, slack)
+        if timeline is None:
+            return (float("inf"),)
+        beyond = 0
+        if self.host_budget_bytes is not None:
+            beyond = max(0, _host_bytes(self.trace, resident) - self.host_budget_bytes)
+        return beyond, round(timeline.step_s / self.unit_s), timeline.moved_bytes, timeline.step_s, len(resident)
+
+    def _preferences(self) -> list[list[int]]:
+        """Orders in which chunks become resident, each cut to those that fit together."""
+        used = {c: place for place, needs in reversed(list(enumerate(self.lifetimes.needs))) for c in needs}
+        by_use = sorted(used, key=lambda c: used[c])
+        saved = dict.fromkeys(used, 0)
+        for gap in self.lifetimes.gaps:
+            saved[gap.chunk] += gap.cost_bytes
+        size = {c: self.trace.chunks[c].param_bytes + self.trace.chunks[c].shard_bytes for c in used}
+        by_gain = sorted(by_use, key=lambda c: -saved[c] / max(1, size[c]))
+        orders = [by_use] if by_gain == by_use else [by_use, by_gain]
+        return [self._fitting(order) for order in orders]
+
+    def _fitting(self, chunks: list[int]) -> list[int]:
+        room = self.budget_bytes - self.lifetimes.occupied(frozenset())
+        fitting = []
+        for chunk in chunks:
+            info = self.trace.chunks[chunk]
+            takes = [info.shard_bytes + (0 if chunk in needs else info.param_bytes) for needs in self.lifetimes.needs]
+            if (room >= takes).all():
+                room = room - takes
+                fitting.append(chunk)
+        return fitting
+
+    def _grid(self, most: int) -> list[int]:
+        return sorted({round(most * i / self.GRID) for i in range(self.GRID + 1)})
+
+    def _around(self, best: _Choice, chunks: list[int], width: int) -> Iterator[_Choice]:
+        resident, slack = best
+        for n in (len(resident) - width, len(resident) + width):
+            if 0 <= n <= len(chunks) and resident <= frozenset(chunks[: max(n, len(resident))]):
+                yield frozenset(chunks[:n]), slack
+
+    def _neighbours(self, best: _Choice) -> Iterator[_Choice]:
+        resident, slack = best
+        every = frozenset(range(len(self.trace.chunks)))
+        for chunk in every:
+            yield resident ^ {chunk}, slack
+        for out in resident:
+            for new in every - resident:
+                yield resident ^ {out, new}, slack
+        for other in self.SLACKS:
+            yield resident, other
