@@ -8,6 +8,7 @@ from core.runtime import leads
 APP = App(
     "apps.diffusion",
     {
+        "sample": "pictures of prompts",
         "recipes": "the models that have a name",
     },
 )

@@ -216,7 +216,7 @@ def _class_of(given: Any) -> str:
 
 def _load_module(folder: Path, component: str, dtype: torch.dtype) -> Any:
     config = read_json(folder / "config.json")
-    tensors = present_names(component, Weights(folder, _stem_in(folder, _STEMS[component]), hold=False))
+    tensors = present_names(component, Weights(folder, _stem_in(folder, _STEMS[component])))
     return build_filled(component, config, tensors, dtype, folder)
 
 

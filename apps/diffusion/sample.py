@@ -1,0 +1,178 @@
+"""`diffusion sample`: pictures of prompts, as PNGs that tell how they were made.
+
+    diffusion sample --weights DIR --prompt "a red circle" "a blue star" --images 4 --out pictures
+
+Pictures are numbered on from those that the folder holds. Each appears when it is whole.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from apps.diffusion.attention import AttentionName, set_attention
+from apps.diffusion.generate import Job, Sampling, generate, picture_size, sampler_of
+from apps.diffusion.images import grid, save_png, to_pil
+from apps.diffusion.pipeline import Pipeline, load_pipeline
+from core.config import UserError, parse
+from core.precision import COMPUTE_DTYPE, bf16_units
+
+
+@dataclass(frozen=True)
+class SampleConfig(Sampling):
+    """Draw pictures."""
+
+    weights: Path | None = None
+    """a diffusers folder"""
+    prompt: tuple[str, ...] = ()
+    """one or several"""
+    prompts: Path | None = None
+    """or a text file with a prompt a line"""
+    out: Path = Path("pictures")
+    """folder of the PNGs"""
+    images: int = 1
+    """pictures of each prompt"""
+    seed: int = 0
+    """of the first picture of each prompt; the next ones count up"""
+    batch: int = 4
+    """pictures that are drawn at once"""
+    grid: bool = False
+    """also grid.png with all of them"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto: bf16 where the device multiplies it, otherwise fp32"""
+    device: str = "auto"
+    attention: AttentionName = "flash"
+    """sliced needs less memory where a device has no flash kernel"""
+    vae_tile: int | None = None
+    """decode in overlapping tiles of so many pixels: less memory for large pictures"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("images", "batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; give at least 1")
+        if not 0 <= self.seed < 2**63 - self.images:
+            raise UserError(f"seed is {self.seed}; give 0 or more, below 2^63")
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": SampleConfig}, argv, "diffusion sample", default="default")
+    jobs = jobs_of(config)
+    if config.weights is None:
+        raise UserError("no weights; give --weights DIR, a diffusers folder")
+    device = device_of(config.device)
+    pipeline = load_pipeline(config.weights, dtype_of(config.precision, device)).to(device)
+    prepare(pipeline, config)
+    for line in cut_prompts(pipeline, [config.negative, *(job.prompt for job in jobs)]):
+        print(line, file=sys.stderr)
+    first = next_number(config.out)
+    names = []
+    for number, (job, picture) in enumerate(_with_progress(pipeline, jobs, config), first):
+        names.append(config.out / f"{number:05d}-{job.seed}.png")
+        save_png(to_pil(picture), names[-1], settings_of(pipeline, config, job))
+    if config.grid:
+        save_grid(names, config.out / "grid.png", columns=config.images if config.images > 1 else None)
+    print(f"{config.out}: {len(names)} pictures, {names[0].name} to {names[-1].name}")
+    return 0
+
+
+def jobs_of(config: SampleConfig) -> list[Job]:
+    """Raises UserError for no prompt, and for an empty one."""
+    prompts = list(config.prompt)
+    if config.prompts is not None:
+        try:
+            prompts += config.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {config.prompts} ({error}); give a text file with a prompt a line") from error
+    if not prompts:
+        raise UserError('no prompt; say what to draw, --prompt "a red circle" or --prompts FILE')
+    for index, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise UserError(f"prompt {index + 1} of {len(prompts)} is empty; say what to draw")
+    return [Job(prompt, config.seed + i) for prompt in prompts for i in range(config.images)]
+
+
+def device_of(name: str) -> torch.device:
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError:
+        raise UserError(f"no device {name!r}; give cpu, cuda or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name} was asked for, and torch sees no CUDA device; give --device cpu")
+    return device
+
+
+def dtype_of(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" and bf16_units(device) else torch.float32
+    return COMPUTE_DTYPE[precision]
+
+
+def prepare(pipeline: Pipeline, config: SampleConfig) -> None:
+    """Attention, tiles and memory layout.  Raises UserError for sizes that the model has not."""
+    picture_size(pipeline, config)
+    sampler_of(pipeline, config)
+    for module in (pipeline.unet, pipeline.vae):
+        set_attention(module, config.attention)
+        module.to(memory_format=torch.channels_last)
+    if config.vae_tile is not None:
+        tile_vae(pipeline, config.vae_tile)
+
+
+def tile_vae(pipeline: Pipeline, pixels: int) -> None:
+    """Let the VAE decode tiles of so many pixels that overlap by a quarter."""
+    least = 8 * pipeline.factor
+    if pixels < least or pixels % pipeline.factor:
+        raise UserError(f"vae_tile is {pixels}; give a multiple of {pipeline.factor} from {least} on, such as 512")
+    pipeline.vae.enable_tiling()
+    pipeline.vae.tile_sample_min_size = pixels
+    pipeline.vae.tile_latent_min_size = pixels // pipeline.factor
+
+
+def cut_prompts(pipeline: Pipeline, prompts: list[str]) -> list[str]:
+    """A line for each prompt that is longer than the text encoder reads."""
+    length = min(pipeline.tokenizer.model_max_length, pipeline.text_encoder.config.max_position_embeddings)
+    counts = {prompt: len(pipeline.tokenizer(prompt).input_ids) for prompt in dict.fromkeys(prompts)}
+    return [
+        f"a prompt has {count} tokens and the text encoder reads {length}; its end is left out: {prompt[:60]!r} …"
+        for prompt, count in counts.items()
+        if count > length
+    ]
+
+
+def next_number(folder: Path) -> int:
+    """One after the highest number of the PNGs there."""
+    numbers = [int(path.name[:5]) for path in folder.glob("*.png") if path.name[:5].isdigit()]
+    return max(numbers, default=-1) + 1
+
+
+def settings_of(pipeline: Pipeline, config: SampleConfig, job: Job) -> dict[str, Any]:
+    """What it takes to draw the picture again."""
+    height, width = picture_size(pipeline, config)
+    settings = {field.name: getattr(config, field.name) for field in fields(Sampling)}
+    settings |= {"prompt": job.prompt, "seed": job.seed, "height": height, "width": width, "size": f"{width}x{height}"}
+    return settings | {"weights": str(config.weights), "precision": str(pipeline.unet.dtype).removeprefix("torch.")}
+
+
+def save_grid(names: list[Path], path: Path, columns: int | None = None) -> None:
+    from PIL import Image
+
+    pictures = []
+    for name in names:
+        with Image.open(name) as picture:
+            pictures.append(picture.copy())
+    save_png(grid(pictures, columns), path)
+
+
+def _with_progress(pipeline: Pipeline, jobs: list[Job], config: SampleConfig) -> Iterator[Any]:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"{len(jobs)} pictures", total=len(jobs) * config.steps)
+        yield from generate(
+            pipeline, jobs, config, config.batch, on_step=lambda pictures: progress.advance(task, pictures)
+        )
