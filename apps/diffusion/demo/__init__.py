@@ -1,0 +1,11 @@
+"""The embedded default: a small, real pipeline, the drawn pictures it is trained on, and the proof that it learns.
+
+drawing.py      one picture: a coloured shape on a ground, antialiased
+captions.py     what is drawn and how it is said: words, combinations, those held out, the new subject
+pictures.py     folders and batches of pictures, all from a seed
+sizes.py        the modules of the tiny pipeline, its tokenizer and schedule
+autoencoder.py  the training of its VAE
+prepare.py      what its U-Net's training starts from: pictures, the VAE, a U-Net and a text encoder to train
+detector.py     says shape, colour, ground and whether it is the subject; trained on what the VAE makes of pictures
+metrics.py      the figures: attributes right, subject seen, class drift, leak, the VAE's ceiling
+"""

@@ -1,0 +1,117 @@
+"""Training the tiny VAE by core's `fit`: squared error of the reconstruction, and a light pull to a standard normal.
+
+    loss = mean((D(mu + sigma * noise) - x)^2) + kl_weight * mean(KL(N(mu, sigma^2) || N(0, 1)))
+
+Kingma and Welling 2014, arXiv:1312.6114, section 3. No perceptual or adversarial term: at this size, and of pictures
+without texture, the squared error leaves little to wish for; how little, the demo's reconstruction ceiling says.
+
+Shapes: B pictures, C = 4 channels and h = w = 8 of latents; pixels from -1 to 1.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+
+from apps.diffusion.demo.pictures import pixels_of, varied_drawings
+from apps.diffusion.demo.sizes import LATENT_CHANNELS, LATENT_SIZE, tiny_vae
+from core.checkpoint import CheckpointConfig
+from core.data import GlobalBatches
+from core.optim.build import OptimConfig, build_optimizer
+from core.optim.schedule import ScheduleConfig
+from core.parallel.compose import parallelize
+from core.runtime import seed_everything, start
+from core.train import TrainConfig, fit, write_config
+
+
+@dataclass(frozen=True)
+class AutoencoderConfig(TrainConfig):
+    """A training run of the tiny VAE."""
+
+    global_batch: int = 8
+    num_pictures: int = 4096
+    kl_weight: float = 1e-4
+
+
+def autoencoder(out: Path, steps: int = 1500) -> AutoencoderConfig:
+    """The run that the committed VAE is of."""
+    return AutoencoderConfig(
+        steps=steps,
+        out=out,
+        optim=OptimConfig(
+            lr=2e-3,
+            betas=(0.9, 0.99),
+            weight_decay=0.0,
+            schedule=ScheduleConfig(shape="cosine", warmup_steps=min(50, steps // 4), final=0.0),
+        ),
+        checkpoint=CheckpointConfig(every=500, keep=1),
+    )
+
+
+class Autoencoding(nn.Module):
+    """The loss of a VAE as one module's forward, so that whoever shards or hooks it sees one call."""
+
+    def __init__(self, vae: AutoencoderKL, kl_weight: float):
+        super().__init__()
+        self.vae, self.kl_weight = vae, kl_weight
+        # It begins with little noise (sigma = e^-3), or the decoder would first learn that latents say nothing.
+        bias = cast(Tensor, vae.quant_conv.bias)
+        bias.data[LATENT_CHANNELS:] = -6.0
+
+    def forward(self, pixels_B3HW: Tensor, noise_BChw: Tensor) -> Tensor:
+        posterior = self.vae.encode(pixels_B3HW).latent_dist
+        decoded_B3HW = self.vae.decode(posterior.mean + posterior.std * noise_BChw).sample
+        kl = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).mean()
+        return nn.functional.mse_loss(decoded_B3HW, pixels_B3HW) + self.kl_weight * kl
+
+
+def train_autoencoder(config: AutoencoderConfig) -> tuple[AutoencoderKL, dict[str, Any]]:
+    """The trained VAE, its scaling factor set, and the run's summary with its PSNR on pictures it has not seen."""
+    pixels_N3HW = pixels_of(varied_drawings(config.num_pictures, config.seed))
+
+    def batch(step: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        rows = torch.randint(len(pixels_N3HW), (config.global_batch,), generator=generator)
+        shape = (config.global_batch, LATENT_CHANNELS, LATENT_SIZE, LATENT_SIZE)
+        return {"pixels": pixels_N3HW[rows], "noise": torch.randn(shape, generator=generator)}
+
+    with start(config.device, config.seed) as runtime:
+        mesh = runtime.mesh(config.mesh, config.zero)
+        write_config(config, runtime)
+        seed_everything(config.seed)
+        model = Autoencoding(tiny_vae(), config.kl_weight)
+        model.to(runtime.device, memory_format=torch.channels_last)  # a fifth faster on a CPU
+        data = parallelize(model, mesh, config)
+        optimizer = build_optimizer(config.optim, data.masters)
+
+        def loss(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+            return module(rows["pixels"], rows["noise"])
+
+        summary = fit(data, optimizer, GlobalBatches(batch), loss, config, runtime)
+    vae = model.vae.eval().cpu()
+    vae.register_to_config(scaling_factor=scaling_factor(vae, pixels_N3HW[1:1024:2]))
+    heldout = pixels_of(varied_drawings(512, config.seed + 1)[1::2])
+    return vae, summary | {"heldout_psnr_db": psnr_db(reconstruct(vae, heldout), heldout)}
+
+
+@torch.no_grad()
+def scaling_factor(vae: AutoencoderKL, pixels_B3HW: Tensor) -> float:
+    """1 / the standard deviation of sampled latents, to four digits (Rombach et al. 2022, appendix G)."""
+    posterior = vae.encode(pixels_B3HW).latent_dist
+    spread = (posterior.mean.var() + posterior.var.mean()).sqrt()
+    return float(f"{1 / float(spread):.4g}")
+
+
+@torch.no_grad()
+def reconstruct(vae: AutoencoderKL, pixels_B3HW: Tensor, rows: int = 64) -> Tensor:
+    """Pictures as the VAE gives them back (from the mean of the posterior), clamped to -1 … 1."""
+    parts = [vae.decode(vae.encode(part).latent_dist.mean).sample.clamp(-1, 1) for part in pixels_B3HW.split(rows)]
+    return torch.cat(parts)
+
+
+def psnr_db(given_B3HW: Tensor, wanted_B3HW: Tensor) -> float:
+    """Peak signal-to-noise ratio of pictures from -1 to 1."""
+    return float(10 * torch.log10(4.0 / (given_B3HW - wanted_B3HW).square().mean()))

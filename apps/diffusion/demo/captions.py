@@ -1,0 +1,119 @@
+"""What is drawn and how it is said: "a red star on a white ground", and shorter captions that leave some of it open.
+
+Five shapes, six colours and four grounds are 120 things; every eighth is held out of training, so that what is drawn
+of those was composed. The subject that DreamBooth teaches is a star like no other: teal, and upside down.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from apps.diffusion.demo.drawing import Colour, Drawing
+
+COLOURS: dict[str, Colour] = {
+    "red": (215, 35, 35),
+    "orange": (250, 135, 20),
+    "yellow": (245, 220, 40),
+    "green": (40, 150, 50),
+    "blue": (35, 65, 220),
+    "purple": (135, 40, 175),
+}
+GROUNDS: dict[str, Colour] = {
+    "white": (245, 245, 245),
+    "black": (12, 12, 12),
+    "gray": (128, 128, 128),
+    "pink": (250, 185, 205),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross")
+
+SUBJECT_WORD = "sks"
+SUBJECT_COLOUR: Colour = (0, 165, 165)
+SUBJECT_CLASS = "star"
+SEEN_GROUNDS = ("white", "black")
+"""grounds of the four pictures of the subject"""
+UNSEEN_GROUNDS = ("gray", "pink")
+
+# How often a caption says: all of it; shape and colour; shape and ground; the shape alone.
+_SAID = {(True, True): 0.7, (True, False): 0.1, (False, True): 0.12, (False, False): 0.08}
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A shape of a colour on a ground, by their words; a word that is None is left open."""
+
+    shape: str
+    colour: str | None = None
+    ground: str | None = None
+
+
+def things() -> list[Thing]:
+    """All 120, in a fixed order."""
+    return [Thing(shape, colour, ground) for shape in SHAPES for colour in COLOURS for ground in GROUNDS]
+
+
+def is_held_out(thing: Thing) -> bool:
+    """Whether the thing is kept out of training; each of its words, and each pair of them, is in other things."""
+    shape, colour, ground = SHAPES.index(thing.shape), [*COLOURS].index(thing.colour), [*GROUNDS].index(thing.ground)
+    return (2 * shape + 3 * colour + 5 * ground) % 8 == 0
+
+
+def caption(thing: Thing) -> str:
+    """Thing in words."""
+    first = thing.colour or thing.shape
+    article = "an" if first[0] in "aeiou" else "a"
+    colour = f"{thing.colour} " if thing.colour else ""
+    ground = f" on a {thing.ground} ground" if thing.ground else ""
+    return f"{article} {colour}{thing.shape}{ground}"
+
+
+def subject_prompt(ground: str | None = None) -> str:
+    return f"a {SUBJECT_WORD} {SUBJECT_CLASS}" + (f" on a {ground} ground" if ground else "")
+
+
+def words() -> list[str]:
+    """Every word that prompts may hold, for the tokenizer."""
+    return ["a", "an", "on", "of", "photo", "shape", "ground", SUBJECT_WORD, *SHAPES, *COLOURS, *GROUNDS]
+
+
+def drawing_of(thing: Thing, rng: np.random.Generator) -> Drawing:
+    """One of the many pictures of a thing: place, size, tilt and shade vary a little."""
+    assert thing.colour is not None
+    assert thing.ground is not None
+    return _varied(Drawing(thing.shape, COLOURS[thing.colour], GROUNDS[thing.ground]), rng)
+
+
+def drawing_of_subject(ground: str, rng: np.random.Generator) -> Drawing:
+    return _varied(Drawing(SUBJECT_CLASS, SUBJECT_COLOUR, GROUNDS[ground], turn_deg=180.0), rng)
+
+
+def _varied(drawing: Drawing, rng: np.random.Generator) -> Drawing:
+    x, y = rng.uniform(0.44, 0.56, size=2)
+    return replace(
+        drawing,
+        colour=_shade(drawing.colour, rng),
+        ground=_shade(drawing.ground, rng),
+        centre=(float(x), float(y)),
+        radius=float(rng.uniform(0.25, 0.32)),
+        turn_deg=drawing.turn_deg + float(rng.uniform(-6.0, 6.0)),
+    )
+
+
+def _shade(colour: Colour, rng: np.random.Generator) -> Colour:
+    red, green, blue = np.clip(np.array(colour) + rng.integers(-8, 9, size=3), 0, 255).tolist()
+    return red, green, blue
+
+
+def training_samples(seed: int) -> Iterator[tuple[str, Drawing]]:
+    """Endless (caption, drawing), each thing that is not held out equally often; what is said of it is drawn too."""
+    rng = np.random.default_rng(seed)
+    known = [thing for thing in things() if not is_held_out(thing)]
+    said, share = list(_SAID), list(_SAID.values())
+    while True:
+        for index in rng.permutation(len(known)):
+            thing = known[index]
+            says_colour, says_ground = said[rng.choice(len(said), p=share)]
+            open_thing = Thing(
+                thing.shape, thing.colour if says_colour else None, thing.ground if says_ground else None
+            )
+            yield caption(open_thing), drawing_of(thing, rng)

@@ -1,0 +1,125 @@
+"""The modules of the tiny pipeline: Stable Diffusion's own classes, for pictures of 32 x 32 pixels.
+
+The VAE makes 8 x 8 latents of 4 channels of them, as far as that of Stable Diffusion goes in channels, and half as far
+in size. The tokenizer is CLIP's byte-level BPE whose merges are learned from the words of the captions alone: each is
+one token, and any other text is spelled.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from apps.diffusion.noise import ScheduleConfig
+
+PIXELS = 32
+LATENT_CHANNELS, LATENT_SIZE = 4, 8
+PROMPT_TOKENS = 16
+_WIDTH = 64
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+
+
+def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKL:
+    """[B, 3, 32, 32] <-> [B, 4, 8, 8]"""
+    vae = AutoencoderKL(
+        block_out_channels=(16, 32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=2,  # groups of few channels would normalise plain colours away
+        sample_size=PIXELS,
+        scaling_factor=scaling_factor,
+        mid_block_add_attention=False,
+        force_upcast=False,
+    )
+    begin_as_identity(vae)
+    return vae
+
+
+def tiny_unet() -> UNet2DConditionModel:
+    unet = UNet2DConditionModel(
+        sample_size=LATENT_SIZE,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        block_out_channels=(48, 96),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=_WIDTH,
+        attention_head_dim=4,  # the number of heads, as in Stable Diffusion v1
+        norm_num_groups=8,
+    )
+    begin_as_identity(unet)
+    return unet
+
+
+@torch.no_grad()
+def begin_as_identity(module: nn.Module) -> None:
+    """First values with which a deep, narrow network learns from its first steps: signals keep their variance along the
+    shortcuts, each residual block begins as the identity, and a U-Net begins by predicting nothing.
+
+    torch's own values shrink a signal threefold with each convolution and add biases, in which it is soon lost.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(part.weight, nonlinearity="linear")
+            if part.bias is not None:
+                part.bias.zero_()
+    for part in module.modules():
+        if isinstance(part, ResnetBlock2D):
+            part.conv2.weight.zero_()
+        if isinstance(part, Transformer2DModel):
+            part.proj_out.weight.zero_()
+    if isinstance(module, UNet2DConditionModel):
+        module.conv_out.weight.zero_()
+
+
+def tiny_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=_WIDTH,
+        intermediate_size=4 * _WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=PROMPT_TOKENS,
+        projection_dim=_WIDTH,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModel(config)
+
+
+def tiny_schedule() -> ScheduleConfig:
+    """That of Stable Diffusion, with the velocity as the target: few steps of training go further with it."""
+    return ScheduleConfig(prediction_type="v_prediction")
+
+
+def write_tokenizer(words: Sequence[str], folder: Path) -> CLIPTokenizer:
+    """The tokenizer's folder: vocab.json and merges.txt as CLIP has them.  Returns what transformers loads of it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.BpeTrainer(
+        vocab_size=10_000, min_frequency=1, end_of_word_suffix="</w>", initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(sorted(words), trainer)
+    merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    entries = [*alphabet, *(f"{letter}</w>" for letter in alphabet), *("".join(pair) for pair in merges), _START, _END]
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), _END) | {"bos_token": _START}
+    settings = special | {"model_max_length": PROMPT_TOKENS, "tokenizer_class": "CLIPTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
