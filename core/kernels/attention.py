@@ -157,7 +157,7 @@ def _dot_product(
     causal = (left, right, offset, L) == (None, 0, 0, S) and bias is None and mask is None and slopes is None
     if _is_shared(bias, q, k, v, left, right, slopes):
         assert bias is not None
-        return _with_shared_bias(q, k, v, scale, bias, mask)
+        return (_recorded if _records(q, k, v, bias) else _with_shared_bias)(q, k, v, scale, bias, mask)
     wide = torch.promote_types(q.dtype, torch.float32)
     added = None if causal else _added((B, H, L, S), left, right, offset, bias, mask, slopes, wide, q.device)
     empty = None
@@ -195,8 +195,32 @@ def _is_shared(
         return False
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
         return False  # it looks into the mask
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias))
-    return not recorded and bias.shape[0] < q.shape[0] and bias.shape[1] in (1, q.shape[2])
+    if bias.shape[0] == q.shape[0] or bias.shape[1] not in (1, q.shape[2]):
+        return False
+    if not _records(q, k, v, bias):
+        return True
+    # Torch's operator is more exact in 16 bits; and keys that the bias hides might leave a query without any.
+    plain = q.dtype in (torch.float32, torch.float64) and not q.is_meta and k.shape[2] == q.shape[2]
+    return plain and bias.requires_grad and not bool((bias == -math.inf).any())
+
+
+def _records(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _recorded(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor, mask: Tensor | None) -> Tensor:
+    """`_dot_product` for a gradient, as plain as it goes, the bias added without a copy for each sequence.
+
+    Where a bias wants a gradient, torch's operator keeps all scores, too, and goes over them a dozen times.
+    """
+    q_BHLK, k_BHSK, v_BHSK = ((t * scale if t is q else t).transpose(1, 2) for t in (q, k, v))
+    scores_ABHLS = (q_BHLK @ k_BHSK.mT).unflatten(0, (bias.shape[0], -1)) + bias[:, None]
+    if mask is None or bool(mask.all()):
+        return (torch.softmax(scores_ABHLS.flatten(0, 1), -1) @ v_BHSK).transpose(1, 2)
+    hidden_B11S = (mask == 0)[:, None, None]
+    empty_B111 = hidden_B11S.all(-1, keepdim=True)
+    scores_BHLS = scores_ABHLS.flatten(0, 1).masked_fill(hidden_B11S & ~empty_B111, -math.inf)
+    return (torch.softmax(scores_BHLS, -1) @ v_BHSK).masked_fill(empty_B111, 0.0).transpose(1, 2)
 
 
 def _with_shared_bias(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor, mask: Tensor | None) -> Tensor:

@@ -186,13 +186,26 @@ def test_a_shared_bias_is_joined_with_each_kind_of_mask_once(masks: str) -> None
     assert account.peak_bytes - before < 6 * 2 * 32 * 40 * 4
 
 
-def test_a_shared_bias_has_the_gradients_that_it_had() -> None:
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("masks", ["none", "all visible", "two kinds", "one sees nothing", "hidden by the bias"])
+def test_a_shared_bias_has_the_gradients_of_the_reference(masks: str, heads: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(4, 3, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    bias = torch.randn(1, 2, 3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    with torch.no_grad():
-        expected = attention(q, k, v, bias=bias)
-    got = attention(q, k, v, bias=bias)
-    assert (got - expected).abs().max() < 1e-12
-    got.sum().backward()
-    assert bias.grad is not None
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v, bias = draw(6, 5, 2, 4), draw(6, 7, 2, 4), draw(6, 7, 2, 4), draw(2, heads, 5, 7)
+    mask = torch.ones(6, 7)
+    if masks in ("two kinds", "one sees nothing"):
+        mask[1:3, 4:] = 0
+    if masks == "one sees nothing":
+        mask[4] = 0
+    if masks == "hidden by the bias":
+        bias[1, :, 2] = bias[0, :, 1, 3:] = -torch.inf
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    given = None if masks == "none" else mask
+    found, (expected, _) = (f(q, k, v, bias=bias, mask=given) for f in (attention, reference))
+    torch.testing.assert_close(found, expected)
+    do = torch.randn_like(expected)
+    for got, want in zip(torch.autograd.grad(found, leaves, do), torch.autograd.grad(expected, leaves, do)):
+        torch.testing.assert_close(got, want)
