@@ -229,6 +229,29 @@ def _chain(aatype: Tensor) -> Tensor:
     return atoms_of_frames(aatype, frames_of_torsions(aatype, backbone, trans))
 
 
+@pytest.mark.parametrize(
+    ("distance", "number"),
+    [(1e-6, 1), (0.499, 1), (0.501, 2), (15.499, 31), (15.501, 32), (30.999, 62), (31.001, 63), (500.0, 63)],
+)
+def test_an_aligned_error_counts_in_the_bin_of_the_original(distance: float, number: int) -> None:
+    """Edges every half Angstrom from 0 to 31, as `sum(error > edges)`: bin 0 is that of a residue in its own frame."""
+    structure = _structure()
+    truth, j = _truth(structure), 3
+    shift = torch.zeros(1, 1, N, 3, dtype=F64)
+    shift[..., j, :] = distance * _rotations(1, 5)[0, 0]
+    backbone = Frames(structure.backbone.rotation, structure.backbone.translation + shift)
+    expected = 1 - torch.eye(N, dtype=torch.long)[None]  # rounding is an error, too
+    expected[:, j] = expected[:, :, j] = number
+    expected[:, j, j] = 0
+    moved = expected * ((torch.arange(N) == j)[:, None] | (torch.arange(N) == j))
+    logits = 100 * torch.nn.functional.one_hot(expected, 64).double()
+    assert pae_loss(logits, replace(structure, backbone=backbone), truth).item() < 1e-6
+    for off in (-1, 1):
+        if 0 <= number + off < 64:
+            wrong = 100 * torch.nn.functional.one_hot(expected + off * (moved > 0), 64).double()
+            assert pae_loss(wrong, replace(structure, backbone=backbone), truth).item() > 1
+
+
 def test_violations() -> None:
     aatype = torch.tensor([[residues.RESTYPES.index(c) for c in "AAAAA"]])
     index, exists = torch.arange(5)[None], table(residues.ATOM14_MASK, aatype, F64)
