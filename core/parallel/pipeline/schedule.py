@@ -1,0 +1,341 @@
+"""Pipeline schedules: which rank computes what, in which order. Pure data: no tensor, no process, no model.
+
+    schedule("1f1b", num_ranks=2, num_microbatches=3).ranks
+    ((F(0, 0), F(1, 0), B(0, 0), F(2, 0), B(1, 0), B(2, 0)),      rank 0: stage 0
+     (F(0, 1), B(0, 1), F(1, 1), B(1, 1), F(2, 1), B(2, 1)))      rank 1: stage 1
+
+An action is of a microbatch on a stage. F is its forward and B its backward; schedules of zero bubble split B into I,
+the gradient of the stage's input, for which another stage waits, and W, the gradients of its weights, for which nobody
+does, so that W can fill what would be a bubble.
+
+    gpipe        all forwards, then all backwards (Huang et al. 2019, GPipe, section 2.3)
+    1f1b         as many forwards as there are stages behind, then a forward and a backward in turn: the same bubble,
+                 activations of at most as many microbatches as stages (Narayanan et al. 2021, Megatron-LM, 2.2.1)
+    interleaved  1f1b with several stages a rank, dealt out in rounds: the bubble is divided by their number, the
+                 messages are multiplied by it (Narayanan et al. 2021, section 2.2.2)
+    zb-h1        1f1b with W put off, on rank r by r microbatches: a third of the bubble, and on every rank the memory
+                 of 1f1b's first (Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3)
+    zbv          two stages a rank, the first on the way there and the second on the way back (a V): with F, I and W of
+                 equal cost only the start is idle; the memory of 1f1b (Qi et al. 2023, section 6)
+
+`simulate` runs a schedule on a clock. It raises where ranks would wait for one another for ever.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Literal
+
+from core.config import UserError
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
+SPLIT_BACKWARD = ("zb-h1", "zbv")
+MICROBATCHES_PER_STAGE = 4
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How a step goes through the stages of --mesh.pp ranks."""
+
+    schedule: ScheduleName = "1f1b"
+    """order of forwards and backwards: gpipe, 1f1b, interleaved, or without most of the bubble zb-h1 and zbv"""
+    microbatches: int | None = None
+    """microbatches of a step on one rank; None: as --microbatch cuts the rows, or else four a stage"""
+    chunks: int = 2
+    """stages of one rank under interleaved; zbv has two, the others one"""
+    split: tuple[int, ...] = ()
+    """blocks of each stage, first to last; empty: balanced by cost"""
+    cost: Literal["estimated", "measured"] = "estimated"
+    """what stages are balanced by: FLOPs of blocks, embedding and head, or their times on this machine at the start"""
+
+    def __post_init__(self) -> None:
+        if self.microbatches is not None and self.microbatches < 1:
+            raise UserError(f"pipeline.microbatches={self.microbatches}; give a positive number")
+        if self.chunks < 2:
+            raise UserError(
+                f"pipeline.chunks={self.chunks}: interleaved has at least 2 stages a rank; "
+                "give 2 or more, or use --pipeline.schedule 1f1b"
+            )
+        if any(blocks < 1 for blocks in self.split):
+            raise UserError(f"pipeline.split={_spaced(self.split)}: every stage has at least one block")
+
+    @property
+    def stages_per_rank(self) -> int:
+        return {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)
+
+    def microbatch_rows(self, rows: int, num_ranks: int) -> list[int]:
+        """Rows of each microbatch of a rank's `rows`: as many as asked for, as far as there are rows, nearly equal."""
+        number = min(rows, self.microbatches or MICROBATCHES_PER_STAGE * num_ranks)
+        return [rows // number + (index < rows % number) for index in range(number)]
+
+    def check_stages(self, num_ranks: int, num_blocks: int) -> None:
+        """Raises UserError where the blocks do not make the stages."""
+        stages = num_ranks * self.stages_per_rank
+        if stages > num_blocks:
+            most = num_blocks // self.stages_per_rank
+            fits = f"use mesh.pp={most} or less" if most > 1 else "use fewer stages"
+            raise UserError(
+                f"mesh.pp={num_ranks} with pipeline.schedule={self.schedule} makes {stages} stages, and the model has "
+                f"{num_blocks} blocks; {fits}"
+            )
+        if self.split and (len(self.split) != stages or sum(self.split) != num_blocks):
+            raise UserError(
+                f"pipeline.split={_spaced(self.split)} is {len(self.split)} stages of {sum(self.split)} blocks, and "
+                f"there are {stages} stages and {num_blocks} blocks; give {stages} numbers that add up to {num_blocks}"
+            )
+
+
+def _spaced(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+class Kind(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHTS = "W"
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    kind: Kind
+    microbatch: int
+    stage: int
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.microbatch}, {self.stage})"
+
+    @property
+    def passes_on_gradients(self) -> bool:
+        """Whether the stage before can go on from here."""
+        return self.kind in (Kind.BACKWARD, Kind.INPUT)
+
+    @property
+    def releases(self) -> bool:
+        """Whether the microbatch's activations can go after it."""
+        return self.kind in (Kind.BACKWARD, Kind.WEIGHTS)
+
+
+def F(microbatch: int, stage: int = 0) -> Action:
+    return Action(Kind.FORWARD, microbatch, stage)
+
+
+def B(microbatch: int, stage: int = 0) -> Action:
+    return Action(Kind.BACKWARD, microbatch, stage)
+
+
+def I(microbatch: int, stage: int = 0) -> Action:  # noqa: E743  # the papers' letter
+    return Action(Kind.INPUT, microbatch, stage)
+
+
+def W(microbatch: int, stage: int = 0) -> Action:
+    return Action(Kind.WEIGHTS, microbatch, stage)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """ranks: the actions of each rank, in order; owners: the rank of each stage."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    owners: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.owners)
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
+
+
+@lru_cache
+def schedule(name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
+    """The schedule of a step.  chunks: stages of a rank under `interleaved`."""
+    per_rank = {
+        "gpipe": _gpipe,
+        "1f1b": _one_f_one_b,
+        "interleaved": lambda ranks, rank, number: _interleaved(ranks, rank, number, chunks),
+        "zb-h1": _zb_h1,
+        "zbv": _zbv,
+    }[name]
+    ranks = tuple(tuple(per_rank(num_ranks, rank, num_microbatches)) for rank in range(num_ranks))
+    return Schedule(ranks, owners(name, num_ranks, chunks))
+
+
+def owners(name: ScheduleName, num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """The rank of each stage: round after round, in a V there and back."""
+    rounds = range(num_ranks)
+    if name == "zbv":
+        return (*rounds, *reversed(rounds))
+    return tuple(rounds) * (chunks if name == "interleaved" else 1)
+
+
+def _gpipe(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+    yield from (F(n, rank) for n in range(num_microbatches))
+    yield from (B(n, rank) for n in range(num_microbatches))
+
+
+def _one_f_one_b(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+    forwards = [F(n, rank) for n in range(num_microbatches)]
+    backwards = [B(n, rank) for n in range(num_microbatches)]
+    return _in_turn(forwards, backwards, num_ranks - 1 - rank)
+
+
+def _interleaved(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
+    """Groups of `num_ranks` microbatches go through all chunks of a rank; a last group that is smaller has gaps."""
+    starts = range(0, num_microbatches, num_ranks)
+    groups = [range(start, start + num_ranks) for start in starts]
+    forwards = [F(n, c * num_ranks + rank) for group in groups for c in range(chunks) for n in group]
+    backwards = [B(n, c * num_ranks + rank) for group in groups for c in reversed(range(chunks)) for n in group]
+    ahead = (chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank)
+    # What is left out is all of a microbatch, so whatever was in time for the others still is.
+    return (action for action in _in_turn(forwards, backwards, ahead) if action.microbatch < num_microbatches)
+
+
+def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
+    """`ahead` forwards, then a forward and a backward in turn as long as there are both."""
+    yield from forwards[:ahead]
+    rest = forwards[ahead:]
+    for index, backward in enumerate(backwards):
+        yield from rest[index : index + 1]
+        yield backward
+
+
+def _zb_h1(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+    forwards = [F(n, rank) for n in range(num_microbatches)]
+    inputs = [I(n, rank) for n in range(num_microbatches)]
+    for action in _in_turn(forwards, inputs, num_ranks - 1 - rank):
+        yield action
+        if action.kind is Kind.INPUT and action.microbatch >= rank:
+            yield W(action.microbatch - rank, rank)
+    yield from (W(n, rank) for n in range(max(0, num_microbatches - rank), num_microbatches))
+
+
+def _zbv(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+    """Counted for enough microbatches to fill the pipeline; those that there are not are left out."""
+    number = max(num_microbatches, 2 * num_ranks - 1)
+    there, back = rank, 2 * num_ranks - 1 - rank
+    behind = num_ranks - rank
+    to_there = [(Kind.FORWARD, there)]
+    whole_there = [(Kind.INPUT, there), (Kind.WEIGHTS, there)]
+    whole_back = [(Kind.FORWARD, back), (Kind.INPUT, back), (Kind.WEIGHTS, back)]
+    order = (
+        to_there * (2 * behind - 1)
+        + [(Kind.FORWARD, back), *to_there] * rank
+        + whole_back * behind
+        + [*to_there, *whole_there, *whole_back] * (number - 2 * num_ranks + rank + 1)
+        + [*whole_there, *whole_back] * (behind - 1)
+        + [(Kind.INPUT, there), (Kind.INPUT, back)] * rank
+        + whole_there * behind
+        + [(Kind.WEIGHTS, back)] * rank
+        + [(Kind.WEIGHTS, there)] * rank
+    )
+    counts: dict[tuple[Kind, int], int] = {}
+    for kind, stage in order:
+        microbatch = counts.setdefault((kind, stage), 0)
+        counts[kind, stage] += 1
+        if microbatch < num_microbatches:
+            yield Action(kind, microbatch, stage)
+
+
+# --- on a clock -------------------------------------------------------------------------------------------------------
+
+
+def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
+    """The actions whose results an action takes; `split`: the backward is I and W."""
+    n, stage = action.microbatch, action.stage
+    if action.kind is Kind.FORWARD:
+        return [F(n, stage - 1)] if stage else []
+    if action.kind is Kind.WEIGHTS:
+        return [I(n, stage)]
+    behind = [I(n, stage + 1) if split else B(n, stage + 1)] if stage < num_stages - 1 else []
+    return [F(n, stage), *behind]
+
+
+Times = dict[Action, tuple[float, float]]
+
+
+def simulate(of: Schedule, cost: Callable[[Action], float], message: float = 0.0) -> Times:
+    """Begin and end of every action when each begins as soon as its rank is free and what it needs is there.
+
+    cost     action -> how long it takes
+    message  how long a result takes to another rank
+    Raises ValueError, with what each rank waits for, where nobody can go on.
+    """
+    split = any(action.kind is Kind.INPUT for actions in of.ranks for action in actions)
+    times: Times = {}
+    free, position = [0.0] * len(of.ranks), [0] * len(of.ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(of.ranks):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                needed = needs(action, of.num_stages, split)
+                if not all(before in times for before in needed):
+                    break
+                there = [times[before][1] + message * (of.owners[before.stage] != rank) for before in needed]
+                begin = max([free[rank], *there])
+                free[rank] = begin + cost(action)
+                times[action] = begin, free[rank]
+                position[rank] += 1
+                moved = True
+    stuck = [actions[p] for actions, p in zip(of.ranks, position, strict=True) if p < len(actions)]
+    if stuck:
+        raise ValueError(f"no rank can go on; they are at {stuck}")
+    return times
+
+
+def bubble_fraction(of: Schedule, times: Times) -> float:
+    """The share of all ranks' time, from the first beginning to the last end, in which they do nothing."""
+    span = max(end for _, end in times.values()) - min(begin for begin, _ in times.values())
+    busy = sum(end - begin for begin, end in times.values())
+    return 1 - busy / (span * len(of.ranks))
+
+
+def bubble_in_theory(
+    name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2, backward: float = 2.0
+) -> float:
+    """The published bubble as a share of the step, of stages of equal cost and messages that take no time.
+
+    backward  cost of B = I + W in units of F, I and W alike
+    With fewer microbatches than ranks, or under interleaved no multiple of them, a schedule may idle for longer; under
+    zbv with fewer than twice the ranks, or where a backward is not two forwards.
+    """
+    step = num_microbatches * (1 + backward)
+    idle = {
+        "gpipe": 1 + backward,
+        "1f1b": 1 + backward,
+        "interleaved": (1 + backward) / chunks,
+        "zb-h1": 1.0,
+        "zbv": 0.5,
+    }[name] * (num_ranks - 1)
+    return idle / (step + idle)
+
+
+def most_in_flight(actions: Sequence[Action], weight: Callable[[int], float] = lambda stage: 1.0) -> float:
+    """The most that forwards have left for backwards at a time; weight: of the activations of a stage's microbatch."""
+    held = most = 0.0
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            held += weight(action.stage)
+        most = max(most, held)
+        if action.releases:
+            held -= weight(action.stage)
+    return most
+
+
+def in_flight_in_theory(name: ScheduleName, num_ranks: int, num_microbatches: int, rank: int, chunks: int = 2) -> int:
+    """The published peak of a rank: microbatches of a stage, of which interleaved and zbv have several a rank.
+
+    Of interleaved and zbv with at least as many (twice as many) microbatches as ranks.
+    """
+    all_of_them = num_microbatches * {"interleaved": chunks, "zbv": 2}.get(name, 1)
+    limit = {
+        "gpipe": num_microbatches,
+        "1f1b": num_ranks - rank,
+        "interleaved": (chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank) + 1,
+        "zb-h1": num_ranks,
+        "zbv": 2 * num_ranks,
+    }[name]
+    return min(all_of_them, limit)
