@@ -30,7 +30,6 @@ from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_
 from core.comm.volume import Volume, count_volume
 from core.config import UserError, as_json
 from core.data import Batches, Prefetch
-from core.layout import detached
 from core.mesh import MeshConfig, data_axis, gradient_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.optim.build import OptimConfig
@@ -38,7 +37,7 @@ from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.compose import ParallelConfig
-from core.parallel.parallel_model import ParallelModel
+from core.parallel.parallel_model import ParallelModel, Sample
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.runtime import Runtime, StopRequest, launch, seed_everything
 
@@ -136,6 +135,7 @@ def fit(
     # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens.
     seed_everything(config.seed + gradient_axis(data.mesh).get_local_rank())
     with ExitStack() as stack:
+        data.prepare(optimizer, _sample(data, batches, loss, config))
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
         stack.callback(checkpointer.close)
         first = resume(state, checkpointer, config)
@@ -188,7 +188,7 @@ def train_step(
     stop_requested  asked at the end of the step, on every rank; one that says yes stops all (`state.stopping`)
     """
     data, axis = state.data, data_axis(state.data.mesh)
-    device = next(iter(data.masters.values())).device
+    device = data.device
     scale = state.loss_scale.factor
     parts = _microbatches(batch, config, device)
     weights = torch.stack([weight(part).to(device, torch.float64) for part in parts])
@@ -232,6 +232,17 @@ def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.d
     return [{k: v[start : start + size] for k, v in placed.items()} for start in range(0, rows, size)]
 
 
+def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConfig) -> Sample:
+    """The loss of the run's first microbatch on this rank, for who wants to see a step before it runs."""
+
+    def draw() -> Callable[[torch.nn.Module], Tensor]:
+        axis = data_axis(data.mesh)
+        part = _microbatches(batches.batch(0, axis.get_local_rank(), axis.size()), config, data.device)[0]
+        return lambda model: loss(model, part)
+
+    return draw
+
+
 def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
     modes = [(module, module.training) for module in data.model.modules()]
     data.model.eval()
@@ -259,8 +270,7 @@ class TrainState:
 
         optim  parameter -> its optimizer's tensors; by default as they are now
         """
-        frozen = {n: p for n, p in self.data.model.named_parameters() if not p.requires_grad}
-        found = {f"model/{name}": detached(parameter) for name, parameter in frozen.items()}
+        found = {f"model/{name}": parameter for name, parameter in self.data.frozen.items()}
         found |= {f"model/{name}": master for name, master in self.data.masters.items()}
         persistent = self.data.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}
@@ -453,7 +463,7 @@ class _Meter:
         with ExitStack() as stack:
             if self.dispatch and len(self.times) == self.COUNTED - 1:
                 self.volume = stack.enter_context(count_volume(self.data.mesh))
-                if self.runtime.device.type == "cpu":
+                if self.runtime.device.type == "cpu" and self.data.device_peak_bytes is None:
                     self.account = stack.enter_context(MemoryAccount())
                     self.account.add(self.data.model.parameters())
                     self.account.add(self.data.masters.values())
@@ -468,7 +478,7 @@ class _Meter:
         row: dict[str, float] = {"tokens_per_s": tokens / elapsed, "step_s": elapsed}
         if self.flops_per_token:
             row |= {"mfu": share} if (share := self._mfu(tokens / elapsed)) is not None else {}
-        if self.account is not None or self.runtime.device.type == "cuda":
+        if self.account is not None or self.data.device_peak_bytes or self.runtime.device.type == "cuda":
             row["memory_bytes"] = self._memory()
         return row
 
@@ -476,7 +486,7 @@ class _Meter:
         return mfu(tokens_per_s, self.flops_per_token or 0.0, self.peak, self.num_devices)
 
     def _memory(self) -> int:
-        return peak_bytes(self.runtime.device, self.account)
+        return self.data.device_peak_bytes or peak_bytes(self.runtime.device, self.account)
 
     def summary(self, step: int, num_steps: int, state: TrainState) -> dict[str, Any]:
         """What the run came to; peaks are those of the rank that needed most."""
@@ -500,4 +510,5 @@ class _Meter:
             "num_ranks": self.num_devices,
             "device": self.runtime.device.type,
             "wall_s": time.perf_counter() - self.begin,
+            **self.data.figures(),
         }

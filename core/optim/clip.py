@@ -19,15 +19,15 @@ def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
     """
     masters = list(masters)
     total = torch.zeros((), dtype=masters[0].dtype, device=masters[0].device)
-    by_copies: dict[int, list[Tensor]] = {}
+    found: dict[tuple[int, torch.device], list[Tensor]] = {}  # by how many ranks hold the same, and where it lies
     for master in masters:
         if master.grad is not None and master.numel():
             layout = layout_of(master)
             copies = mesh.size() // math.prod(map(layout.axis_size, layout.axes()))
-            by_copies.setdefault(copies, []).append(master.grad)
-    for copies, grads in by_copies.items():
+            found.setdefault((copies, master.device), []).append(master.grad)
+    for (copies, _), grads in found.items():
         squares = torch.stack(torch._foreach_norm(grads)).square().sum()
-        total += squares.to(total.dtype) / copies
+        total += squares.to(total) / copies
     if mesh.size() > 1:
         dist.all_reduce(total)
     return total.sqrt()

@@ -1,11 +1,12 @@
 """The one place that knows the order in which the forms of parallelism are applied to a model.
 
-    tensor and sequence  ->  context  ->  activation checkpointing  ->  compile  ->  data parallel (ZeRO)
-        ->  materialise
+    tensor and sequence  ->  context  ->  activation checkpointing  ->  compile
+        ->  data parallel (ZeRO) or Gemini  ->  materialise
 
 Tensor parallelism decides what a rank's parameters are, so it comes first; context parallelism cuts the sequence that
 the model is given and what attention sees of it; checkpointing wraps the blocks' forwards with the collectives in them;
-what is compiled is the block as it then stands; data parallelism shards and hooks what the others left. Values come
+what is compiled is the block as it then stands; data parallelism shards and hooks what the others left (the config's
+`spread` says how). Values come
 last, when every rank knows its shard, so no rank ever holds a model that was not meant for it.
 """
 
@@ -43,6 +44,12 @@ class ParallelConfig:
         if self.reduce_each and self.zero < 2:
             raise UserError(f"reduce_each with zero={self.zero} keeps whole gradients all the same; use --zero 2 or 3")
 
+    def spread(
+        self, model: nn.Module, mesh: DeviceMesh, materialise: Callable[[nn.Module], None] = lambda model: None
+    ) -> ParallelModel:
+        """What comes last: shard the model over the data axes, give it memory and values."""
+        return data_parallel(model, mesh, self.zero, self.precision, materialise, self.reduce_each)
+
 
 def parallelize(
     model: nn.Module,
@@ -73,4 +80,4 @@ def parallelize(
     if config.compile:
         for block in blocks_of(model):
             block.compile()
-    return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each)
+    return config.spread(model, mesh, materialise)

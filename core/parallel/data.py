@@ -39,6 +39,7 @@ from core.layout import detached, layout_of, local, tag
 from core.mesh import DATA_AXES, Zero, gradient_axis, shard_axis
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
+from core.parallel.rows import own_rows, paired_rows, row_length
 from core.precision import Precision, compute_dtype, master_dtype
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -167,7 +168,7 @@ class Replicas(DataParallel):
         master = local(source).detach().to(self.reduce_dtype).contiguous()
         if self.shard_axis is not None and master.ndim:
             layout = layout.cut(self.mesh, (self.shard_axis.mesh_dim_names or ("",))[0])
-            master = _own_rows(master, self.shard_axis)
+            master = own_rows(master, self.shard_axis)
             if dtype != self.reduce_dtype:
                 master = master.clone()  # own memory, so that the whole value can go
         self.masters[names[0]] = tag(master, layout).requires_grad_()
@@ -248,7 +249,7 @@ class _Bucket:
         self.ranks = self.axis.size() if self.axis is not None else 1
         self.device = local(owner.parameters[names[0]]).device
         # Elements of one rank's rows of each parameter, and where they begin among a rank's elements.
-        self.lengths = {n: _row_length(local(owner.parameters[n]), self.ranks) for n in names}
+        self.lengths = {n: row_length(local(owner.parameters[n]), self.ranks) for n in names}
         self.offsets = dict(zip(names, accumulate([0, *self.lengths.values()])))
         self.total = sum(self.lengths.values())
         self.waiting_for = set(names)
@@ -272,7 +273,7 @@ class _Bucket:
     def add(self, name: str, grad: Tensor) -> None:
         """Accumulate one microbatch's gradient into the message, in the reduction's format."""
         first = name not in self.filled
-        for slot, rows in _pair(self._slots(self._buffer(), name), grad):
+        for slot, rows in paired_rows(self._slots(self._buffer(), name), grad):
             slot.copy_(rows) if first else slot.add_(rows)
         self.filled.add(name)
         self.waiting_for.discard(name)
@@ -335,35 +336,8 @@ class _Bucket:
         whole = torch.empty(self.ranks, self.total, dtype=dtype, device=self.device)
         dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
         for name, parameter in parameters.items():
-            for slot, rows in _pair(self._slots(whole, name), parameter):
+            for slot, rows in paired_rows(self._slots(whole, name), parameter):
                 rows.copy_(slot)
-
-
-def _row_length(whole: Tensor, ranks: int) -> int:
-    """Elements of one rank's share of dim 0; a scalar is everybody's."""
-    return -(-whole.shape[0] // ranks) * whole.shape[1:].numel() if whole.ndim else 1
-
-
-def _pair(slots: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views (slot, rows of `whole`) of equal shape: one pair where the rows divide evenly, else one pair a rank."""
-    ranks = slots.shape[0]
-    if whole.ndim == 0:
-        yield from ((slot.view(()), whole) for slot in slots)
-        return
-    rows = -(-whole.shape[0] // ranks)
-    if rows * ranks == whole.shape[0]:
-        parts = whole.unflatten(0, (ranks, rows))
-        yield slots.view(parts.shape), parts
-        return
-    for slot, part in zip(slots, whole.split(rows)):  # fewer parts than slots where the rows run out
-        yield slot[: part.numel()].view(part.shape), part
-
-
-def _own_rows(whole: Tensor, axis: DeviceMesh) -> Tensor:
-    """This rank's rows of dim 0, cut as torch.chunk and DTensor cut: a view, perhaps empty."""
-    rows = -(-whole.shape[0] // axis.size())
-    start = min(axis.get_local_rank() * rows, whole.shape[0])
-    return whole[start : start + rows]
 
 
 # --- ZeRO 3 -----------------------------------------------------------------------------------------------------------
@@ -444,7 +418,7 @@ def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     value = local(parameter.detach())
     if not parameter.is_floating_point() or (parameter.dtype == dtype and value.is_contiguous()):
         return parameter
-    return _with_local(parameter, value.to(dtype).contiguous())
+    return with_local(parameter, value.to(dtype).contiguous())
 
 
 def widen_buffers(model: nn.Module) -> None:
@@ -474,12 +448,12 @@ def allocate(model: nn.Module, device: str) -> None:
     for names in parameter_names(model):
         parameter = model.get_parameter(names[0])
         if parameter.is_meta:
-            real = _with_local(parameter, torch.empty_like(local(parameter.detach()), device=device))
+            real = with_local(parameter, torch.empty_like(local(parameter.detach()), device=device))
             for name in names:
                 set_parameter(model, name, real)
 
 
-def _with_local(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+def with_local(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter like `parameter` whose local tensor is `value`."""
     if isinstance(parameter, DTensor):
         mesh, placements, shape, stride = (

@@ -9,11 +9,16 @@ A step is
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from core.layout import detached
+
+Sample = Callable[[], Callable[[nn.Module], Tensor]]
 
 
 class ParallelModel(ABC):
@@ -27,6 +32,31 @@ class ParallelModel(ABC):
     model: nn.Module
     mesh: DeviceMesh
     masters: dict[str, Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; what it is given must lie there."""
+        return next(iter(self.masters.values())).device
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """name -> local tensor, tagged with its layout, of every parameter that is not trained."""
+        return {n: detached(p) for n, p in self.model.named_parameters() if not p.requires_grad}
+
+    @property
+    def device_peak_bytes(self) -> int | None:
+        """The most bytes that were on the device at once, where this keeps the account of them; else None."""
+        return None
+
+    def figures(self) -> Mapping[str, Any]:
+        """What a run's summary says of it, alike on every rank."""
+        return {}
+
+    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample) -> None:  # noqa: B027
+        """Before the first step and before the optimizer has state: what a step will look like.
+
+        sample  draws a microbatch, and returns the function model -> loss of it
+        """
 
     @abstractmethod
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
