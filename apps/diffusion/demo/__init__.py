@@ -8,4 +8,5 @@ autoencoder.py  the training of its VAE
 prepare.py      what its U-Net's training starts from: pictures, the VAE, a U-Net and a text encoder to train
 detector.py     says shape, colour, ground and whether it is the subject; trained on what the VAE makes of pictures
 metrics.py      the figures: attributes right, subject seen, class drift, leak, the VAE's ceiling
+sheet.py        before and after, side by side
 """

@@ -36,7 +36,7 @@ class AutoencoderConfig(TrainConfig):
     kl_weight: float = 1e-4
 
 
-def autoencoder(out: Path, steps: int = 1500) -> AutoencoderConfig:
+def autoencoder(out: Path, steps: int = 1000) -> AutoencoderConfig:
     """The run that the committed VAE is of."""
     return AutoencoderConfig(
         steps=steps,

@@ -7,33 +7,49 @@
 Each is skipped where it is there whole; the VAE's run goes on where it was stopped.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from apps.diffusion.demo.autoencoder import AutoencoderConfig, train_autoencoder
+from apps.diffusion.demo.autoencoder import AutoencoderConfig, autoencoder, train_autoencoder
 from apps.diffusion.demo.captions import words
 from apps.diffusion.demo.pictures import write_training_folder
 from apps.diffusion.demo.sizes import tiny_schedule, tiny_text_encoder, tiny_unet, write_tokenizer
 from apps.diffusion.pipeline import INDEX, Pipeline, save_pipeline
+from core.config import UserError, run_command
 
 NUM_PICTURES = 4096
+TINY = Path("runs/tiny")
 
 
-def prepare(out: Path, autoencoder: AutoencoderConfig, num_pictures: int = NUM_PICTURES) -> tuple[Path, Path]:
-    """The folders of pictures and of the pipeline to start from; all that is random in them is of `autoencoder.seed`.
+def prepare(out: Path, config: AutoencoderConfig, num_pictures: int = NUM_PICTURES) -> tuple[Path, Path]:
+    """The folders of pictures and of the pipeline to start from; all that is random in them is of `config.seed`.
 
-    autoencoder  the VAE's run; its folder becomes OUT/vae-run
+    config  the VAE's run; its folder becomes OUT/vae-run
     """
-    pictures = write_training_folder(out / "pictures", num_pictures, autoencoder.seed)
+    pictures = write_training_folder(out / "pictures", num_pictures, config.seed)
     start = out / "start"
     if not (start / INDEX).exists():
-        vae, summary = train_autoencoder(replace(autoencoder, out=out / "vae-run", resume="auto"))
+        vae, summary = train_autoencoder(replace(config, out=out / "vae-run", resume="auto"))
         print(f"the VAE gives pictures back at {summary['heldout_psnr_db']:.1f} dB")
         tokenizer = write_tokenizer(words(), out / "tokenizer")
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(autoencoder.seed)
+            torch.manual_seed(config.seed)
             unet, text_encoder = tiny_unet(), tiny_text_encoder(tokenizer)
-        save_pipeline(Pipeline(unet, vae, text_encoder, tokenizer, tiny_schedule()), start)
+        save_pipeline(Pipeline(unet, vae, text_encoder, tokenizer, tiny_schedule()), start, torch.float16)
     return pictures, start
+
+
+def main(argv: list[str]) -> int:
+    """`python -m apps.diffusion.demo.prepare`: into the folder that the recipe `tiny` reads."""
+    if argv:
+        raise UserError(f"apps.diffusion.demo.prepare takes no options, and was given {' '.join(argv)}")
+    for folder in prepare(TINY, autoencoder(TINY / "vae-run")):
+        print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -9,14 +9,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from apps.diffusion.initialise import begin_as_identity
 from apps.diffusion.noise import ScheduleConfig
 
 PIXELS = 32
@@ -59,27 +56,6 @@ def tiny_unet() -> UNet2DConditionModel:
     )
     begin_as_identity(unet)
     return unet
-
-
-@torch.no_grad()
-def begin_as_identity(module: nn.Module) -> None:
-    """First values with which a deep, narrow network learns from its first steps: signals keep their variance along the
-    shortcuts, each residual block begins as the identity, and a U-Net begins by predicting nothing.
-
-    torch's own values shrink a signal threefold with each convolution and add biases, in which it is soon lost.
-    """
-    for part in module.modules():
-        if isinstance(part, nn.Conv2d | nn.Linear):
-            nn.init.kaiming_normal_(part.weight, nonlinearity="linear")
-            if part.bias is not None:
-                part.bias.zero_()
-    for part in module.modules():
-        if isinstance(part, ResnetBlock2D):
-            part.conv2.weight.zero_()
-        if isinstance(part, Transformer2DModel):
-            part.proj_out.weight.zero_()
-    if isinstance(module, UNet2DConditionModel):
-        module.conv_out.weight.zero_()
 
 
 def tiny_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:

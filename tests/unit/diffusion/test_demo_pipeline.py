@@ -1,0 +1,74 @@
+"""What the embedded pipeline is made of, and what its training starts from."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from apps.diffusion.demo import autoencoder, captions, prepare, sizes
+from apps.diffusion.demo.sheet import before_and_after
+from apps.diffusion.pipeline import load_pipeline
+
+MOST_BYTES = 6_000_000
+
+
+def test_training_starts_from_what_follows_from_a_seed(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        autoencoder.autoencoder(tmp_path, steps=2), num_pictures=16, global_batch=2, device="cpu"
+    )
+    pictures, start = prepare.prepare(tmp_path / "one", config, num_pictures=6)
+    assert len(list(pictures.glob("*.png"))) == 6
+    files = {path.relative_to(start): path.read_bytes() for path in start.rglob("*") if path.is_file()}
+    assert sum(map(len, files.values())) < MOST_BYTES
+    assert prepare.prepare(tmp_path / "one", config, num_pictures=6) == (pictures, start), "what is there stays"
+    _, again = prepare.prepare(tmp_path / "two", config, num_pictures=6)
+    assert files == {path.relative_to(again): path.read_bytes() for path in again.rglob("*") if path.is_file()}
+    pipeline = load_pipeline(start)
+    assert pipeline.image_size == sizes.PIXELS
+    assert pipeline.prediction_type == "v_prediction"
+    plain = StableDiffusionPipeline.from_pretrained(start, local_files_only=True)
+    plain.set_progress_bar_config(disable=True)
+    painted = plain(["a red star"], num_inference_steps=2, output_type="pt").images
+    assert painted.shape == (1, 3, sizes.PIXELS, sizes.PIXELS)
+
+
+def test_a_network_that_begins_as_identity_passes_signals_and_predicts_nothing() -> None:
+    torch.manual_seed(0)
+    unet, vae = sizes.tiny_unet(), sizes.tiny_vae()
+    latents, text = torch.randn(2, 4, 8, 8), torch.randn(2, sizes.PROMPT_TOKENS, 64)
+    with torch.no_grad():
+        assert not unet(latents, torch.tensor(500), text).sample.any()
+        spread = [
+            hidden.std().item()
+            for hidden in _outputs(vae.decoder.up_blocks, lambda: vae.decode(torch.randn(2, 4, 8, 8)))
+        ]
+    assert all(0.3 < one < 3 for one in spread), f"nothing fades or swells on the way: {spread}"
+
+
+def _outputs(blocks: torch.nn.ModuleList, run) -> list[torch.Tensor]:
+    """What each block gives while `run` runs."""
+    seen: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda module, args, output: seen.append(output)) for block in blocks]
+    run()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_the_sheet_has_each_prompt_before_and_after(tmp_path: Path) -> None:
+    (tmp_path / "subject").mkdir()
+    Image.new("RGB", (32, 32), "teal").save(tmp_path / "subject" / "0.png")
+    prompts = [captions.subject_prompt("white"), "a red star"]
+    before = [Image.new("RGB", (32, 32), colour) for colour in ("red", "red", "blue", "blue")]
+    after = [Image.new("RGB", (32, 32), colour) for colour in ("lime", "lime", "black", "black")]
+    sheet = before_and_after(tmp_path / "subject", prompts, before, after)
+    counts = {colour: count for count, colour in sheet.getcolors(1 << 16)}
+    area = 96 * 96
+    assert counts[(0, 128, 128)] == area
+    for colour in ((255, 0, 0), (0, 0, 255), (0, 255, 0)):
+        assert counts[colour] == 2 * area
+    pixel = sheet.getpixel((20, 2 * (96 + 4 + 18)))
+    assert pytest.approx(pixel) == (255, 0, 0), "before stands at the left"
