@@ -7,16 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from benchmarks import evoformer, tensor_parallel, train
 from benchmarks import run as runner
-from benchmarks import tensor_parallel, train
 from benchmarks.contenders import CONTENDERS, Turn, batch_of
 from benchmarks.result import Measured, Number, Row, Target, beginning, read, result_of, show, validate, write
 from benchmarks.serving import peer
 from benchmarks.tensor_parallel_bytes import pair_bytes
 from core.config import UserError
 
+DATA = Path(__file__).parents[1] / "data" / "fold"
 ROW = Row({"model": "tiny", "ranks": 2, "contender": "ours"}, {"throughput": Number(1234.5, "tokens/s")})
 MEASURED = Measured((ROW,), (Target("ours / theirs", 1.3, 1.2),), ("a note",), {"deepspeed": "0.1"})
 
@@ -221,3 +223,19 @@ def test_an_engine_that_is_not_there_is_named(tmp_path: Path) -> None:
         peer("CTranslate2 int8", Path(sys.executable), tmp_path, tmp_path),
     ):
         raise AssertionError("it does not get here")
+
+
+def test_the_evoformers_contenders_have_one_weight_each_and_are_compared_before_they_are_timed() -> None:
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    names = json.loads((DATA / "openfold_model_1_ptm.json").read_text())
+    prefix = "evoformer.blocks.0."
+    expected = {n.removeprefix("evoformer."): tuple(s) for n, s in names.items() if n.startswith(prefix)}
+    state = evoformer.openfold_state(evoformer.blocks_of(1, cpu, fp32))
+    assert {name: tuple(value.shape) for name, value in state.items()} == expected
+    inputs = evoformer.inputs_of(3, 7, cpu, fp32)
+    with torch.no_grad():
+        ours = evoformer.run_blocks(evoformer.blocks_of(1, cpu, fp32), inputs)
+        plain = evoformer.run_blocks(evoformer.as_written(evoformer.blocks_of(1, cpu, fp32)), inputs)
+    evoformer.require_equal("reference", plain, ours, fp32)
+    with pytest.raises(UserError, match="reference computes another z than ours"):
+        evoformer.require_equal("reference", (ours[0], 1.001 * ours[1]), ours, fp32)

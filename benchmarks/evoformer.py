@@ -1,0 +1,303 @@
+"""The Evoformer block: time of forward and of forward with backward, and memory, beside the algorithms as written.
+
+The published micro-benchmark: batch 1, c_m 256, c_z 128, an MSA of 128 rows x 256 residues, 12 blocks, fp32 and bf16. A
+CPU takes minutes for 12 blocks, so there one is timed, at that size and at 32 x 128, unless --full is given; the time
+of a block is what is reported.
+
+ours       EvoformerBlock with what the device has: kernels on a GPU, torch's fused attention on a CPU
+reference  the same block by torch's plain operators: attention with all its logits in memory
+OpenFold   its EvoformerBlock, by --peers-python, an interpreter that finds it (benchmarks/evoformer_peer.py):
+               PYTHONPATH=CHECKOUT python -m benchmarks.evoformer --peers-python PYTHON
+
+All have the same weights. A contender whose outputs differ from ours is not timed.
+
+Memory: the peak of a forward without gradients beside weights and inputs, in units of z (2 c_z residues^2 bytes in
+bf16), from tensors without contents on the meta device; of ours whole and in the slices of a plan.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from apps.fold.model.attention import GatedAttention
+from apps.fold.model.config import ModelConfig, preset
+from apps.fold.model.evoformer import EvoformerBlock
+from apps.fold.model.layers import LayerNorm
+from apps.fold.model.triangle import TriangleMultiplication
+from apps.fold.subbatch import Job, least_bytes, plan_subbatches
+from apps.fold.weights.table import name_table
+from benchmarks.result import ROOT, Measured, Number, Row, Target
+from benchmarks.run import Benchmark, Options, main
+from core.config import UserError, run_command
+from core.kernels.gated_output import output_reference
+from core.kernels.triangle import reference as triangle_reference
+from core.metrics import MemoryAccount
+
+NUM_BLOCKS = 12
+ROWS, RESIDUES = 128, 256
+SMALL = (32, 128)
+LENGTHS = (256, 512, 1024, 2048, 4096)
+OPENFOLD = "OpenFold"
+# Largest difference of an output, relative to its largest element: fp32 sums in another order, and bf16's 8 bits.
+AGREE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def config_of() -> ModelConfig:
+    """Released widths."""
+    return preset("model_5_ptm")
+
+
+def blocks_of(count: int, device: torch.device, dtype: torch.dtype) -> nn.ModuleList:
+    """Blocks with random values in every parameter: what begins as 0 would make all outputs alike."""
+    model = config_of()
+    blocks = nn.ModuleList(EvoformerBlock(model.msa_dim, model.pair_dim, model.evoformer) for _ in range(count))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in blocks.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.5 * noise / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else 1 + 0.1 * noise)
+    return blocks.to(device, dtype).eval()
+
+
+def inputs_of(rows: int, residues: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """m, z and their masks, of a batch of one."""
+    model, generator = config_of(), torch.Generator(device).manual_seed(1) if device.type != "meta" else None
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    m, z = drawn(1, rows, residues, model.msa_dim), drawn(1, residues, residues, model.pair_dim)
+    return m, z, m.new_ones(1, rows, residues), z.new_ones(1, residues, residues)
+
+
+def as_written(blocks: nn.ModuleList) -> nn.ModuleList:
+    """The blocks with the references of the kernels in place of the kernels."""
+    for module in blocks.modules():
+        if isinstance(module, GatedAttention):
+            module.forward = partial(_attention, module)
+        elif isinstance(module, TriangleMultiplication):
+            module.forward = partial(_triangle, module)
+        elif isinstance(module, LayerNorm):
+            module.forward = nn.LayerNorm.forward.__get__(module)
+    return blocks
+
+
+def _attention(
+    module: GatedAttention,
+    x: Tensor,
+    mask: Tensor,
+    *,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    dropout: Tensor | None = None,
+) -> Tensor:
+    q, k, v = module.qkv(x).unflatten(-1, (3, module.num_heads, module.head_dim)).transpose(1, 3).unbind(2)
+    scores_XHLS = q @ k.mT * module.head_dim**-0.5
+    if bias is not None:
+        scores_XHLS = scores_XHLS + bias.repeat_interleave(len(x) // len(bias), 0)
+    scores_XHLS = scores_XHLS + 1e9 * (mask[:, None, None] - 1)
+    o = (torch.softmax(scores_XHLS, -1) @ v).transpose(1, 2).flatten(2)
+    return output_reference(o, module.gate(x), module.out_weight, module.out_bias, residual=residual, mask=dropout)
+
+
+def _triangle(module: TriangleMultiplication, z: Tensor, mask: Tensor) -> Tensor:
+    return triangle_reference(z, mask, outgoing=module.outgoing, residual=z, **dict(module.named_parameters()))
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def run_blocks(blocks: nn.ModuleList, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    m, z, *masks = inputs
+    for block in blocks:
+        m, z = block(m, z, *masks)
+    return m, z
+
+
+def forward(blocks: nn.ModuleList, inputs: Inputs) -> None:
+    with torch.inference_mode():
+        run_blocks(blocks, inputs)
+
+
+def forward_backward(blocks: nn.ModuleList, inputs: Inputs) -> None:
+    m, z = run_blocks(blocks, (inputs[0].requires_grad_(), inputs[1].requires_grad_(), *inputs[2:]))
+    (m.float().mean() + z.float().mean()).backward()
+    blocks.zero_grad()
+    for x in inputs[:2]:
+        x.grad = None
+        x.requires_grad_(False)
+
+
+WORK: dict[str, Callable[[nn.ModuleList, Inputs], None]] = {
+    "forward": forward,
+    "forward and backward": forward_backward,
+}
+
+
+def seconds(run: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """The least of `repeats`, after one that is not counted."""
+    found = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        found.append(time.perf_counter() - began)
+    return min(found[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(options: Options) -> Measured:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count = 1 if options.quick or (device.type == "cpu" and not options.full) else NUM_BLOCKS
+    sizes = [(4, 16)] if options.quick else [(ROWS, RESIDUES), SMALL]  # the larger first: an allocator's memory grows
+    dtypes = [torch.float32] if options.quick else [torch.float32, torch.bfloat16]
+    repeats = 1 if options.quick else 5
+    rows: list[Row] = []
+    times: dict[tuple[str, str, tuple[int, int], torch.dtype], float] = {}
+    for size in sizes:
+        for dtype in dtypes:
+            for (contender, work), taken in _times(count, size, dtype, device, repeats, options.peers_python).items():
+                times[contender, work, size, dtype] = taken
+                rows.append(_row(contender, work, size, dtype, taken))
+    rows += [_memory(residues) for residues in ((64,) if options.quick else LENGTHS)]
+    targets = () if options.quick else _targets(times, device)
+    notes = [f"{count} block(s) in a row; seconds of one, the least of {repeats} after a first one."]
+    if options.peers_python is None:
+        notes.append("OpenFold is not here: --peers-python names an interpreter that finds it.")
+    return Measured(tuple(rows), targets, tuple(notes))
+
+
+def _row(contender: str, work: str, size: tuple[int, int], dtype: torch.dtype, taken: float) -> Row:
+    case: dict[str, str | int] = {"contender": contender, "rows": size[0], "residues": size[1]}
+    return Row(case | {"work": work, "format": _format(dtype)}, {"block": Number(1e3 * taken, "ms")})
+
+
+def _format(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+
+def _times(
+    count: int, size: tuple[int, int], dtype: torch.dtype, device: torch.device, repeats: int, python: Path | None
+) -> dict[tuple[str, str], float]:
+    """(contender, work) -> seconds of a block."""
+    inputs, found = inputs_of(*size, device, dtype), {}
+    expected = None
+    for name, change in (("ours", lambda blocks: blocks), ("reference", as_written)):
+        blocks = change(blocks_of(count, device, dtype))
+        with torch.inference_mode():
+            got = run_blocks(blocks, inputs)
+        expected = got if expected is None else expected
+        require_equal(name, got, expected, dtype)
+        for work, run in WORK.items():
+            found[name, work] = seconds(partial(run, blocks, inputs), device, repeats) / count
+        del blocks
+    if python is not None:
+        assert expected is not None
+        for work, taken in openfold(python, count, inputs, expected, repeats).items():
+            found[OPENFOLD, work] = taken / count
+    return found
+
+
+def require_equal(name: str, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Raises UserError where m or z differs."""
+    for what, mine, theirs in zip("mz", got, expected):
+        off = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        if not off <= AGREE[dtype]:
+            raise UserError(f"{name} computes another {what} than ours ({off:.1e} of its largest element); not timed")
+
+
+def openfold(
+    python: Path, count: int, inputs: Inputs, expected: tuple[Tensor, Tensor], repeats: int
+) -> dict[str, float]:
+    """work -> seconds of all blocks, in OpenFold's process."""
+    device, dtype = inputs[0].device, inputs[0].dtype
+    with tempfile.TemporaryDirectory() as folder:
+        task = Path(folder) / "task.pt"
+        state = openfold_state(blocks_of(count, torch.device("cpu"), torch.float32))
+        cpu = [x.detach().cpu() for x in inputs]
+        torch.save({"state": state, "inputs": cpu, "outputs": None}, task)
+        arguments = [str(task), str(count), str(device), _format(dtype), str(repeats), str(torch.get_num_threads())]
+        done = subprocess.run(
+            [str(python), "-m", "benchmarks.evoformer_peer", *arguments],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise UserError(f"{python} could not run OpenFold's block: {(done.stderr.strip() or '?').splitlines()[-1]}")
+        outputs = torch.load(task, weights_only=True)["outputs"]
+        require_equal(OPENFOLD, outputs, (expected[0].cpu(), expected[1].cpu()), dtype)
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def openfold_state(blocks: nn.ModuleList) -> dict[str, Tensor]:
+    """OpenFold's state dict of these blocks."""
+    model = config_of()
+    table = name_table(replace(model, evoformer=replace(model.evoformer, num_blocks=len(blocks))))
+    parameters = {f"blocks.{name}": p.detach() for name, p in blocks.named_parameters()}
+    found = {}
+    for entry in table:
+        if entry.name in parameters:
+            parts = parameters.pop(entry.name).split([source.our_shape[0] for source in entry.sources])
+            found |= {s.openfold.removeprefix("evoformer."): p for s, p in zip(entry.sources, parts)}
+    assert not parameters, f"no name of OpenFold's for {sorted(parameters)}"
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _memory(residues: int) -> Row:
+    """Peaks in units of z, of ours whole, of the reference, and of plans with and without much room."""
+    z = 2 * config_of().pair_dim * residues**2
+    device = torch.device("meta")
+    numbers = {}
+    for name, change in (("ours, whole", lambda blocks: blocks), ("reference", as_written)):
+        blocks, inputs = change(blocks_of(1, device, torch.bfloat16)), inputs_of(ROWS, residues, device, torch.bfloat16)
+        with torch.no_grad(), MemoryAccount("meta") as account:
+            account.add([*blocks.parameters(), *inputs])
+            before = account.current_bytes
+            run_blocks(blocks, inputs)
+        numbers[f"{name}, beside"] = Number((account.peak_bytes - before) / z, "z")
+    job = Job(config_of(), residues, ROWS, 1024, dtype=torch.bfloat16, device="cuda")
+    for name, budget in (("fastest plan", 10**13), ("least", least_bytes(job))):
+        plan = plan_subbatches(job, budget)
+        beside = max(plan.peaks[n] - plan.beside[n] for n in plan.choices if n.startswith("blocks."))
+        numbers[f"{name}, beside"] = Number(beside / z, "z")
+    return Row({"rows": ROWS, "residues": residues, "work": "memory", "format": "bf16"}, numbers)
+
+
+def _targets(times: dict, device: torch.device) -> tuple[Target, ...]:
+    """Ratios of times, so that 1 or more is met."""
+    large, small, fp32, bf16 = (ROWS, RESIDUES), SMALL, torch.float32, torch.bfloat16
+    ratio = statistics.mean(times["reference", work, large, fp32] / times["ours", work, large, fp32] for work in WORK)
+    found = [Target("reference / ours, 128 x 256, fp32", 1.0, ratio)]
+    if (OPENFOLD, "forward", small, fp32) in times:
+        theirs, mine = (times[name, "forward", small, fp32] for name in (OPENFOLD, "ours"))
+        found.append(Target("OpenFold / ours, forward, 32 x 128, fp32", 1.5, theirs / mine))
+    if device.type == "cuda":
+        for work, wanted_ms in (("forward", 2.5), ("forward and backward", 8.0)):
+            taken = 1e3 * times["ours", work, large, bf16]
+            found.append(Target(f"{wanted_ms:g} ms / ours, {work}, 128 x 256, bf16", 1.0, wanted_ms / taken))
+    return tuple(found)
+
+
+BENCHMARK = Benchmark("evoformer", "The Evoformer block", measure)
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda argv: main(argv, only="evoformer"), sys.argv[1:]))
