@@ -51,7 +51,8 @@ class Moment:
 
     kind         "forward", "backward" (recomputed forwards are part of it), "reduce" or "update", see the module
     name         the module's or the chunk's, to be read by people
-    chunks       those that must be whole on the device; at a reduce or an update the one that it is about
+    chunks       those that must be whole on the device; at a reduce or an update the first is the one that it is about,
+                 and at a reduce others may be in use meanwhile
     other_bytes  the most that is on the device at once beside model data while the moment lasts
     seconds      how long it computes when everything is there; an update's are found from the speed of its side
     writes       chunks into which the moment puts gradients: from here to its reduce a chunk is no copy of anything
@@ -86,7 +87,7 @@ class Trace:
         for moment in self.moments:
             self._require_legal(moment, reduced, updated)
             if moment.kind == "reduce":
-                reduced.update(moment.chunks)
+                reduced.add(moment.chunks[0])
             elif moment.kind == "update":
                 updated.update(moment.chunks)
         if reduced - updated:
@@ -94,14 +95,15 @@ class Trace:
 
     def _require_legal(self, moment: Moment, reduced: set[int], updated: set[int]) -> None:
         where, ends = f"{moment.kind} {moment.name}", moment.kind in ("reduce", "update")
-        if ends and len(moment.chunks) != 1:
+        if (ends and not moment.chunks) or (moment.kind == "update" and len(moment.chunks) > 1):
             raise ValueError(f"{where}: it is about one chunk, not {len(moment.chunks)}")
+        learns = {*moment.writes, *moment.chunks[:ends]}
         for chunk in (*moment.chunks, *moment.writes):
             if not 0 <= chunk < len(self.chunks):
                 raise ValueError(f"{where}: there is no chunk {chunk}")
             if chunk in updated:
                 raise ValueError(f"{where}: chunk {chunk} has been updated before")
-            if (ends or chunk in moment.writes) and not self.chunks[chunk].trainable:
+            if chunk in learns and not self.chunks[chunk].trainable:
                 raise ValueError(f"{where}: chunk {chunk} does not learn")
             if moment.kind == "update" and chunk not in reduced:
                 raise ValueError(f"{where}: chunk {chunk} has not been reduced")

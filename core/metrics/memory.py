@@ -55,6 +55,9 @@ class MemoryAccount(TorchDispatchMode):
     the `with` is still subtracted from `current_bytes`. One thread at a time may be inside.
     """
 
+    # Every other subclass of Tensor holds plain ones, and its operators come here once more with those.
+    _plain_types: tuple[type, ...] = (Tensor, torch.nn.Parameter)
+
     def __init__(self, device_type: str = "cpu"):
         super().__init__()
         self.device_type = device_type
@@ -82,7 +85,8 @@ class MemoryAccount(TorchDispatchMode):
 
         def noted_resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize_(self, size)
-            account._note(self)
+            if self.device.type == account.device_type:
+                account._note(self)
             return result
 
         torch.UntypedStorage.resize_ = noted_resize_
@@ -94,7 +98,7 @@ class MemoryAccount(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, Tensor) and t not in (Tensor, torch.nn.Parameter) for t in types):
+        if any(issubclass(t, Tensor) and t not in self._plain_types for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors((args, tuple((kwargs or {}).values()), result)):
@@ -111,8 +115,6 @@ class MemoryAccount(TorchDispatchMode):
         key, num_bytes = id(storage), storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[1] == num_bytes:
-            return
-        if storage.device.type != self.device_type:
             return
         reference = weakref.ref(storage, lambda _: self._forget(key)) if known is None else known[0]
         self._alive[key] = (reference, num_bytes)

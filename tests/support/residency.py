@@ -40,8 +40,8 @@ def traces(draw: st.DrawFn, most_chunks: int = 6, uniform: bool = False) -> Trac
         for i, used in enumerate(backward):
             add("backward", used, [c for c in used if c in learning and draw(st.booleans())])
             for c in used:
-                if last.get(c) == i:
-                    add("reduce", [c])
+                if last.get(c) == i:  # what comes later in this backward may be in use already
+                    add("reduce", [c, *draw(st.sampled_from([[], [o for o in backward[-1][:1] if o != c]]))])
         for c in learning:
             if c not in last:
                 add("reduce", [c])
@@ -139,7 +139,7 @@ class Replay:
         for chunk in moment.writes:
             self.buffers[chunk] = "gradients"
         if moment.kind == "reduce":
-            (chunk,) = chunks
+            chunk = moment.chunks[0]
             if chunk in self.plan.resident:
                 self.buffers[chunk] = "parameters"  # under accumulation filled again from the masters beside it
             else:
@@ -149,7 +149,7 @@ class Replay:
 
     def _is_reduced_again(self, chunk: int, moment: Moment) -> bool:
         k = next(i for i, m in enumerate(self.trace.moments) if m is moment)
-        return any(m.kind == "reduce" and chunk in m.chunks for m in self.trace.moments[k + 1 :])
+        return any(m.kind == "reduce" and chunk == m.chunks[0] for m in self.trace.moments[k + 1 :])
 
 
 def replay(trace: Trace, plan: ResidencyPlan, num_steps: int = 3) -> Replayed:
@@ -187,9 +187,9 @@ def least(trace: Trace, budget_bytes: int, resident: frozenset[int]) -> float:
                         continue
                     written = sum(size[c] for c in before - now if holds[c] == "gradients")
                     moved = cost + written + sum(size[c] for c in now - before)
-                    if moment.kind == "reduce" and needs:
-                        moved += sum(size[c] for c in needs)
-                        now = now - needs
+                    if moment.kind == "reduce" and moment.chunks[0] in needs:
+                        moved += size[moment.chunks[0]]
+                        now = now - {moment.chunks[0]}
                     after[frozenset(now)] = min(moved, after.get(frozenset(now), float("inf")))
             for c in moment.writes:
                 holds[c] = "gradients"

@@ -1,0 +1,495 @@
+"""One step of any module on fake tensors, before anything is allocated: what it needs at each moment.
+
+1. Every parameter and buffer gets a stand-in without memory; the step runs on those, forward and backward.
+2. Hooks cut it into *stretches*: where a module begins and ends (also recomputed in the backward), where its outputs'
+   gradients come and its inputs' are done, where a parameter's gradient is there. In between, which parameters are in
+   use does not change. A module's are its own, and those that its forward reads of modules it does not call.
+3. A dispatch mode sees every operator: which storages are alive that are not parameters (`core.metrics.MemoryAccount`),
+   and how long it takes, by its FLOPs or the bytes that it touches, whichever is longer.
+4. `StepTrace.on_chunks` says what that means once parameters lie in chunks: the `Trace` that residency is planned on.
+5. The first real step corrects it (`corrected`).
+
+A gradient counts as other memory from when autograd has made it until it is put into its chunk.
+
+Where a model looks at values (`if mask.any()`, experts that take what a router gives them), there are no values to look
+at. If it has its parameters, the step then runs for real where they are; else that is an error. Not seen: memory inside
+one operator, what a collective needs, and updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from core.config import UserError
+from core.gemini.trace import ChunkInfo, Moment, MomentKind, Trace
+from core.metrics import MemoryAccount
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the device does in a second: of matrix products and the like, and of memory traffic."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of the step in which the parameters in use do not change.
+
+    begins       a module's forward or backward begins with it; else it is what remains of the one before
+    parameters   in use, by name
+    writes       whose gradients are there at its end
+    other_bytes  the most at once beside parameters
+    """
+
+    kind: MomentKind
+    name: str
+    begins: bool
+    parameters: frozenset[str]
+    writes: tuple[str, ...]
+    other_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step by parameters.
+
+    order  of first use; those that are never used come last
+    reads  module -> parameters that its forward uses beside its own, since it does not call the modules that own them
+    """
+
+    microbatches: tuple[tuple[Stretch, ...], ...]
+    order: tuple[str, ...]
+    reads: dict[str, tuple[str, ...]]
+
+    def on_chunks(self, chunks: Sequence[ChunkInfo], parameters: Sequence[Sequence[str]]) -> Trace:
+        """The step by chunks, `parameters[i]` being the names in chunk i.
+
+        A moment begins with each forward or backward of a module that uses parameters, and is named as that; and when
+        a chunk has all its gradients, or its backward has ended without them: this reduce is named as the first and
+        last parameter of the chunk. Chunks are updated in order of first use.
+        """
+        return _OnChunks(chunks, parameters).trace(self.microbatches)
+
+
+def trace_step(
+    model: nn.Module,
+    step: Callable[[nn.Module], Tensor],
+    speed: Speed,
+    device: torch.device | str = "cpu",
+    num_microbatches: int = 1,
+    units: Mapping[str, Collection[str]] | None = None,
+) -> StepTrace:
+    """Trace `num_microbatches` times `step(model)`, the loss of one microbatch, and its backward if it has one.
+
+    units  module -> parameters that are in use while its forward or backward runs; by default every module and its own
+
+    The model may lie on the meta device; it, its gradients and the random state are left as they were.
+    Raises UserError where the model looks at values and has none, and where it uses a parameter outside of any module.
+    """
+    device = torch.device(device)
+    mode = FakeTensorMode()
+    try:
+        with mode, _stand_ins(model, lambda tensor: _fake(mode, tensor, device)):
+            return _record(model, step, _Recorder(model, speed, device.type, units, mode), num_microbatches)
+    except UserError:
+        raise
+    except Exception as error:
+        # Operators that need values, or that fake tensors do not know, fail in many ways; what is wrong with the model
+        # itself fails again for real.
+        if any(tensor.is_meta or not _has_memory(tensor) for tensor in model.parameters()):
+            said = next(iter(str(error).splitlines()), "")
+            raise UserError(
+                f"the model's step cannot be foreseen without values ({type(error).__name__}: {said}); give the model "
+                "its parameters before it is traced, or see that it runs"
+            ) from error
+    with torch.random.fork_rng(), _stand_ins(model, _copy):
+        return _record(model, step, _Recorder(model, speed, device.type, units), num_microbatches)
+
+
+def corrected(trace: Trace, measured: Sequence[tuple[int, float]]) -> Trace:
+    """The trace with (other_bytes, seconds) of each moment as a real step had them.
+
+    Raises ValueError where the step had another number of moments: it was another step than the one that was traced.
+    """
+    if len(measured) != len(trace.moments):
+        raise ValueError(f"{len(measured)} moments were measured, and {len(trace.moments)} were traced")
+    pairs = zip(trace.moments, measured, strict=True)
+    return Trace(tuple(replace(m, other_bytes=other, seconds=seconds) for m, (other, seconds) in pairs), trace.chunks)
+
+
+# --- stand-ins --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Parameters and buffers are others inside; what was one tensor under several names stays one."""
+    made: dict[int, Tensor] = {}
+    originals: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for module in model.modules():
+            for owned in (module._parameters, module._buffers):
+                for name, tensor in owned.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        stand_in = make(tensor)
+                        if isinstance(tensor, nn.Parameter):
+                            stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+                        made[id(tensor)] = stand_in
+                    originals.append((owned, name, tensor))
+        for owned, name, tensor in originals:
+            owned[name] = made[id(tensor)]
+        yield
+    finally:
+        for owned, name, tensor in originals:
+            owned[name] = tensor
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
+    if hasattr(tensor, "__tensor_flatten__"):  # DTensor and its kind
+        return mode.from_tensor(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return all(storage.nbytes() for storage in _storages(tensor)) and (tensor.numel() < 2 or any(tensor.stride()))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Parameters are only read; buffers may be written."""
+    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+
+# --- recording --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module: which parameters it uses, and how its backward is recognised to be over."""
+
+    name: str
+    own: frozenset[str]
+    others: set[str] = field(default_factory=set)
+    has_input_gradients: bool = False
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        return self.own | self.others
+
+
+@dataclass
+class _Cut:
+    """A stretch as it is recorded; a call's other parameters may be known only later."""
+
+    kind: MomentKind
+    begun: _Call | None
+    calls: tuple[_Call, ...]
+    written: frozenset[str]
+    writes: tuple[str, ...]
+    other_bytes: int
+    seconds: float
+
+    def stretch(self) -> Stretch:
+        parameters = frozenset().union(*(call.parameters for call in self.calls)) - self.written
+        begun = self.begun if self.begun is not None and self.begun.parameters else None
+        name = begun.name if begun else ""
+        return Stretch(self.kind, name, begun is not None, parameters, self.writes, self.other_bytes, self.seconds)
+
+
+def _record(
+    model: nn.Module, step: Callable[[nn.Module], Tensor], recorder: _Recorder, num_microbatches: int
+) -> StepTrace:
+    with torch.compiler.set_stance("force_eager"), recorder.hooks(), recorder:
+        recorder.add(model.buffers())
+        for _ in range(num_microbatches):
+            loss = step(model)
+            if loss.requires_grad:
+                loss.backward()
+            del loss
+            recorder.finish()
+    return recorder.result()
+
+
+class _Recorder(MemoryAccount):
+    """Sees operators as a dispatch mode and modules through hooks, and cuts the step wherever parameters come or go."""
+
+    _plain_types = (*MemoryAccount._plain_types, FakeTensor)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        speed: Speed,
+        device_type: str,
+        units: Mapping[str, Collection[str]] | None = None,
+        fake: FakeTensorMode | None = None,
+    ):
+        super().__init__(device_type)
+        self.model, self.speed, self.units, self.fake = model, speed, units, fake
+        self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # what the step brings along, and its fake
+        self.parameters = dict(model.named_parameters())
+        self.names = {id(p): name for name, p in self.parameters.items()}
+        # Storages are told apart by identity, so these are kept alive.
+        self.storages = {id(s): (s, n) for n, p in self.parameters.items() for s in _storages(p)}
+        self.calls: list[_Call] = []  # forwards that run, outermost first
+        self.backwards: list[_Call] = []  # calls whose backward runs
+        self.recomputed: list[_Call] = []  # forwards that run again inside a backward
+        self.written: set[str] = set()  # parameters whose gradients have been made in this backward
+        self.begun: _Call | None = None  # since the last cut
+        self.cuts: list[_Cut] = []
+        self.microbatches: list[list[_Cut]] = []
+        self.seconds = 0.0
+        self.reads: dict[str, set[str]] = {}
+
+    # Operators.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.fake is not None:
+            args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented:
+            return result
+        inputs, outputs = _tensors_of((args, kwargs)), _tensors_of(result)
+        for tensor in inputs:
+            known = self.storages.get(id(tensor.untyped_storage()))
+            if known is not None:
+                self._use(known[1])
+        self.seconds += _seconds(func, args, kwargs or {}, result, inputs, outputs, self.speed)
+        return result
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        if self.fake is None or isinstance(tensor, FakeTensor) or hasattr(tensor, "__tensor_flatten__"):
+            return tensor
+        if id(tensor) not in self.twins:
+            self.twins[id(tensor)] = tensor, self.fake.from_tensor(tensor)
+        return self.twins[id(tensor)][1]
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self.storages:
+            super()._note(storage)
+
+    def _use(self, name: str) -> None:
+        """A parameter is read: by a module that owns it, or by one that does not call its owner."""
+        if _in_backward() and not self.recomputed:
+            return
+        running = self.recomputed or self.calls
+        if any(name in call.parameters for call in running):
+            return
+        if not running:
+            raise UserError(
+                f"{name} is used outside of any module's forward, where it cannot be fetched; use it inside of the "
+                "model's"
+            )
+        running[-1].others.add(name)
+        self.reads.setdefault(running[-1].name, set()).add(name)
+
+    # Modules.
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        handles = []
+        try:
+            for name, module in self.model.named_modules():
+                own = frozenset(self.names[id(p)] for p in module._parameters.values() if p is not None)
+                if self.units is not None:
+                    if name not in self.units:
+                        continue
+                    own = frozenset(self.units[name])
+                begin, end = self._hooks_of(name, own)
+                handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+                handles.append(module.register_forward_hook(end, with_kwargs=True, always_call=True))
+            for name, parameter in self.parameters.items():
+                if parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks_of(self, name: str, own: frozenset[str]) -> tuple[Callable[..., None], Callable[..., None]]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            call = _Call(name, own)
+            self._cut()
+            self.begun = call
+            (self.recomputed if _in_backward() else self.calls).append(call)
+            for tensor in _tensors_of((args, kwargs)):
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    call.has_input_gradients = True
+                    tensor.register_hook(lambda _: self._end_backward(call))
+
+        def end(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            running = self.recomputed if _in_backward() else self.calls
+            if not running:  # the forward was given up before its hook for the beginning
+                return
+            self._cut()
+            call = running.pop()
+            if call.parameters:
+                for tensor in _tensors_of(result):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda _: self._begin_backward(call))
+
+        return begin, end
+
+    def _begin_backward(self, call: _Call) -> None:
+        if call not in self.backwards:
+            self._cut()
+            self.begun = call
+            self.backwards.append(call)
+
+    def _end_backward(self, call: _Call) -> None:
+        if call in self.backwards:
+            self._cut()
+            self.backwards.remove(call)
+
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        def put_away(parameter: Tensor) -> None:
+            self._cut(writes=(name,))
+            self.written.add(name)
+            parameter.grad = None
+            for call in list(self.backwards):
+                trained = {n for n in call.parameters if self.parameters[n].requires_grad}
+                if not call.has_input_gradients and trained <= self.written:
+                    self.backwards.remove(call)
+
+        return put_away
+
+    def finish(self) -> None:
+        """A microbatch is over."""
+        self._cut()
+        self.microbatches.append(self.cuts)
+        self.cuts = []
+        for found in (self.calls, self.recomputed, self.backwards, self.written):
+            found.clear()
+
+    def _cut(self, writes: tuple[str, ...] = ()) -> None:
+        """What ran since the last cut is a stretch."""
+        is_backward = _in_backward() or (bool(self.cuts) and self.cuts[-1].kind == "backward")
+        calls = (*self.calls, *self.recomputed, *self.backwards)
+        written = frozenset(self.written)
+        kind: MomentKind = "backward" if is_backward else "forward"
+        self.cuts.append(_Cut(kind, self.begun, calls, written, writes, self.peak_bytes, self.seconds))
+        self.peak_bytes, self.seconds, self.begun = self.current_bytes, 0.0, None
+
+    def result(self) -> StepTrace:
+        microbatches = tuple(tuple(cut.stretch() for cut in cuts) for cuts in self.microbatches)
+        place = {name: index for index, name in enumerate(self.parameters)}
+        used: dict[str, None] = {}
+        for stretch in (stretch for stretches in microbatches for stretch in stretches):
+            used |= dict.fromkeys(sorted(stretch.parameters, key=place.__getitem__))
+        order = (*used, *(name for name in self.parameters if name not in used))
+        return StepTrace(microbatches, order, {name: tuple(sorted(found)) for name, found in self.reads.items()})
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor.untyped_storage()]
+    inner = [getattr(tensor, name) for name in flatten()[0]]
+    return [storage for part in inner if isinstance(part, Tensor) for storage in _storages(part)]
+
+
+def _seconds(
+    func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor], speed: Speed
+) -> float:
+    """By FLOPs or by the bytes read and written, whichever takes longer; views and questions take none."""
+    if not outputs or _is_view(func):
+        return 0.0
+    count = flop_registry.get(getattr(func, "_overloadpacket", None))
+    flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+    return max(flops / speed.flops_per_s, sum(t.nbytes for t in (*inputs, *outputs)) / speed.bytes_per_s)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    returned = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+# --- by chunks --------------------------------------------------------------------------------------------------------
+
+
+def _from_first_beginning(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
+    """What comes before the first module begins is counted with it."""
+    first = next((i for i, stretch in enumerate(stretches) if stretch.begins), 0)
+    before, begins = stretches[:first], stretches[first]
+    other_bytes = max([begins.other_bytes, *(stretch.other_bytes for stretch in before)])
+    seconds = begins.seconds + sum(stretch.seconds for stretch in before)
+    return [replace(begins, other_bytes=other_bytes, seconds=seconds), *stretches[first + 1 :]]
+
+
+class _OnChunks:
+    """Stretches by parameters -> moments by chunks, with the reduces and updates that a runtime puts between them."""
+
+    def __init__(self, chunks: Sequence[ChunkInfo], parameters: Sequence[Sequence[str]]):
+        self.chunks = tuple(chunks)
+        self.chunk_of = {name: index for index, names in enumerate(parameters) for name in names}
+        self.names = parameters
+        self.moments: list[Moment] = []
+
+    def trace(self, microbatches: Sequence[Sequence[Stretch]]) -> Trace:
+        learns = any(stretch.writes for stretches in microbatches for stretch in stretches)
+        for stretches in map(_from_first_beginning, microbatches):
+            waiting = {c.index: set(self.names[c.index]) for c in self.chunks if c.trainable and learns}
+            for stretch in stretches:
+                self._add(stretch)
+                for name in stretch.writes:
+                    self._write(name, waiting, stretch.other_bytes)
+            for chunk in waiting:  # some of its parameters got no gradient: it reduces with zeros for those
+                self._reduce(chunk, stretches[-1].other_bytes)
+        return Trace((*self.moments, *(self._updates() if learns else ())), self.chunks)
+
+    def _add(self, stretch: Stretch) -> None:
+        writes = {self.chunk_of[name] for name in stretch.writes}
+        used = {self.chunk_of[name] for name in stretch.parameters} | writes
+        last = self.moments[-1] if self.moments else None
+        if last is None or stretch.begins or (last.kind == "reduce" and last.chunks[0] in used):
+            last = Moment(stretch.kind, stretch.name, (), 0, 0.0)
+            self.moments.append(last)
+        self.moments[-1] = replace(
+            last,
+            chunks=(*last.chunks, *sorted(used.difference(last.chunks))),
+            other_bytes=max(last.other_bytes, stretch.other_bytes),
+            seconds=last.seconds + stretch.seconds,
+            writes=tuple(sorted({*last.writes, *writes})),
+        )
+
+    def _write(self, name: str, waiting: dict[int, set[str]], other_bytes: int) -> None:
+        chunk = self.chunk_of[name]
+        # Under a reentrant checkpoint a parameter that is used twice gets two gradients: the chunk reduces once more.
+        left = waiting.setdefault(chunk, set(self.names[chunk]))
+        left.discard(name)
+        if not left:
+            del waiting[chunk]
+            self._reduce(chunk, other_bytes)
+
+    def _reduce(self, chunk: int, other_bytes: int) -> None:
+        self.moments.append(Moment("reduce", self._name(chunk), (chunk,), other_bytes, 0.0))
+
+    def _updates(self) -> Iterator[Moment]:
+        used = dict.fromkeys(chunk for moment in self.moments for chunk in moment.chunks)
+        for chunk in used:
+            if self.chunks[chunk].trainable:
+                yield Moment("update", self._name(chunk), (chunk,), 0, 0.0)
+
+    def _name(self, chunk: int) -> str:
+        return " … ".join(dict.fromkeys((self.names[chunk][0], self.names[chunk][-1])))
