@@ -5,4 +5,6 @@ tracer     that of any module, found on fake tensors before anything is allocate
 residency  where each chunk lives and every move of a step: a pure function of the trace, the budget, the bandwidths
     lifetimes    which buffers stay between two uses
     timeline     the moves that follow, their bytes and seconds
+search     the chunk size, by planning the step of each candidate
+figure     memory over a step, planned beside measured
 """

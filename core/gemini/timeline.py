@@ -42,7 +42,7 @@ class Move(NamedTuple):
 class Bandwidth:
     """Bytes a second.
 
-    to_device, to_host            of the link
+    to_device, to_host            of the link; `latency_s` is what each copy takes beside its bytes
     host_update, device_update    of masters and optimizer state, when that side's optimizer runs over them
     """
 
@@ -50,6 +50,7 @@ class Bandwidth:
     to_host: float
     host_update: float
     device_update: float
+    latency_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class _Walk:
         moves.append(Move(kind, chunk))
         self.on_device.add(chunk)
         num_bytes = self.chunks[chunk].param_bytes
-        seconds = num_bytes / self.bandwidth.to_device
+        seconds = self.bandwidth.latency_s + num_bytes / self.bandwidth.to_device
         self.link_in = self.ready[chunk] = max(self.link_in, issue, self.ready[chunk]) + seconds
         self.busy["to_device"] += seconds
         self.in_bytes += num_bytes
@@ -226,7 +227,7 @@ class _Walk:
 
     def _to_host(self, num_bytes: int) -> float:
         """Start a copy; when it will have arrived."""
-        seconds = num_bytes / self.bandwidth.to_host
+        seconds = self.bandwidth.latency_s + num_bytes / self.bandwidth.to_host
         self.link_out = max(self.link_out, self.now) + seconds
         self.busy["to_host"] += seconds
         self.out_bytes += num_bytes

@@ -1,0 +1,106 @@
+"""Memory over one step, tier by tier, as a PNG: what was planned, and beside it what a real step had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.gemini.residency import ResidencyPlan
+from core.gemini.trace import Trace
+
+_COLOURS = {
+    "resident chunks": "#00798c",
+    "buffers that come and go": "#66a182",
+    "activations and temporaries": "#edae49",
+    "parameters": "#66a182",
+    "masters and optimizer state": "#00798c",
+    "gradients": "#edae49",
+}
+_KINDS = {"forward": "#ffffff", "backward": "#eeeeee", "reduce": "#eeeeee", "update": "#dfe7ef"}
+
+
+def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.ndarray]]:
+    """tier -> kind -> [moment] bytes, as the plan has them."""
+    chunks, num_moments = trace.chunks, len(trace.moments)
+    away = [chunk for chunk in chunks if chunk.index not in plan.resident]
+    resident = sum(chunks[c].param_bytes + chunks[c].shard_bytes for c in plan.resident)
+    others = np.array([moment.other_bytes for moment in trace.moments])
+    gradients = np.zeros(num_moments, dtype=np.int64)
+    for chunk in away:
+        reduces, updates = (
+            [k for k, m in enumerate(trace.moments) if m.kind == kind and m.chunks[0] == chunk.index]
+            for kind in ("reduce", "update")
+        )
+        for update in updates:
+            gradients[reduces[0] : update + 1] += chunk.param_bytes
+    return {
+        "device": {
+            "resident chunks": np.full(num_moments, resident),
+            "buffers that come and go": np.array(plan.device_bytes) - resident - others,
+            "activations and temporaries": others,
+        },
+        "host": {
+            "masters and optimizer state": np.full(num_moments, sum(chunk.shard_bytes for chunk in away)),
+            "parameters": np.full(num_moments, sum(chunk.param_bytes for chunk in away)),
+            "gradients": gradients,
+        },
+    }
+
+
+def draw_memory(
+    png: str | Path,
+    trace: Trace,
+    plan: ResidencyPlan,
+    measured_device_bytes: Sequence[int] | None = None,
+    measured_host_bytes: Sequence[int] | None = None,
+) -> Path:
+    """Draw the step that was planned as areas, and a measured one as lines; both moment by moment.
+
+    measured_…  everything on that tier at each moment of the trace
+
+    Returns the path of the PNG. Raises ValueError where a measured step has another number of moments.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = {"device": measured_device_bytes, "host": measured_host_bytes}
+    for tier, found in measured.items():
+        if found is not None and len(found) != len(trace.moments):
+            raise ValueError(f"{len(found)} moments of the {tier} were measured, and {len(trace.moments)} traced")
+    planned = planned_memory(trace, plan)
+    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, panels = plt.subplots(2, 1, figsize=(9, 6), sharex=True, layout="constrained")
+        for axes, tier in zip(panels, planned, strict=True):
+            _draw_tier(axes, trace, tier, planned[tier], measured[tier])
+        panels[0].axhline(plan.budget_bytes / 2**30, color="#d1495b", linewidth=1.2, label="budget")
+        for axes in panels:
+            axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        panels[1].set_xlabel("moments of a step: forward, backward (grey), update (blue)")
+        figure.suptitle(plan.describe(), fontsize=7)
+        Path(png).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=150)
+        plt.close(figure)
+    return Path(png)
+
+
+def _draw_tier(
+    axes: Any, trace: Trace, tier: str, planned: dict[str, np.ndarray], measured: Sequence[int] | None
+) -> None:
+    edges = np.arange(len(trace.moments) + 1)
+    for k, moment in enumerate(trace.moments):
+        axes.axvspan(k, k + 1, color=_KINDS[moment.kind], linewidth=0, zorder=0)
+    below = np.zeros(len(trace.moments))
+    for kind, num_bytes in planned.items():
+        top = below + num_bytes / 2**30
+        axes.stairs(top, edges, baseline=below, fill=True, color=_COLOURS[kind], label=kind, zorder=1)
+        below = top
+    if measured is not None:
+        axes.stairs(np.array(measured) / 2**30, edges, baseline=None, color="#222222", linewidth=1.2, label="measured")
+    axes.set_ylabel(f"{tier}, GiB")
+    axes.set_xlim(0, max(1, len(trace.moments)))
+    axes.set_ylim(bottom=0)

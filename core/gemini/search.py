@@ -1,0 +1,115 @@
+"""How large a chunk is to be: found by planning the step of each candidate.
+
+Small chunks waste a latency on every copy, and large ones come and go with parameters that nobody needs yet: they hold
+the budget's rest together in too few pieces, and the smallest budget in which a step fits grows with them. What is best
+follows from the model, the budget and the machine, so nobody is asked: every candidate is packed, its step is planned
+as it will run, and the shortest step wins; of equally short ones, the one that moves least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.gemini.residency import Policy, ResidencyPlan, plan_residency, smallest_budget
+from core.gemini.timeline import Bandwidth
+from core.gemini.trace import ChunkInfo, Trace
+from core.gemini.tracer import StepTrace
+
+PIECES = (4, 8, 16, 32, 64, 128)
+"""Candidates: the budget, and the model's parameters, in so many chunks."""
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter before it has a chunk. buffer_bytes are its part of the buffer, padding included; see `ChunkInfo`."""
+
+    name: str
+    buffer_bytes: int
+    master_bytes: int
+    optim_bytes: int
+    trainable: bool
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """parameters[i] are the names in chunk i; the trace and the plan are those of the step on these chunks."""
+
+    chunk_bytes: int
+    parameters: tuple[tuple[str, ...], ...]
+    trace: Trace
+    plan: ResidencyPlan
+
+
+def packed(parameters: Sequence[ParameterInfo], chunk_bytes: int) -> list[list[ParameterInfo]]:
+    """In the given order, into chunks of at most `chunk_bytes`; a larger parameter has a chunk of its own.
+
+    Those of one dtype that learn, and those that do not, have chunks apart.
+    """
+    chunks: list[list[ParameterInfo]] = []
+    filling: dict[tuple[str, bool], tuple[list[ParameterInfo], int]] = {}
+    for parameter in parameters:
+        kind = parameter.dtype, parameter.trainable
+        chunk, room = filling.get(kind, ([], 0))
+        if not chunk or room < parameter.buffer_bytes:
+            chunk, room = [], chunk_bytes
+            chunks.append(chunk)
+        chunk.append(parameter)
+        filling[kind] = chunk, room - parameter.buffer_bytes
+    return chunks
+
+
+def choose_chunk_size(
+    parameters: Sequence[ParameterInfo],
+    step: StepTrace,
+    budget_bytes: int,
+    bandwidth: Bandwidth,
+    policy: Policy = "auto",
+) -> Chunking:
+    """The chunk size with the shortest planned step, with its chunks and plan.
+
+    parameters  in order of use (`StepTrace.order`)
+
+    Raises UserError, with the smallest budget that would do, where no candidate's step fits.
+    """
+    tried = [_on_chunks(parameters, step, size) for size in _candidates(parameters, budget_bytes)]
+    fitting = [found for found in tried if smallest_budget(found[2]) <= budget_bytes]
+    if not fitting:
+        fitting = [min(tried, key=lambda found: smallest_budget(found[2]))]
+    chunkings = [
+        Chunking(size, names, trace, plan_residency(trace, budget_bytes, bandwidth, policy))
+        for size, names, trace in fitting
+    ]
+    shortest_s = min(found.plan.step_s for found in chunkings)
+    # A thousandth of a step is less than the prediction is good for.
+    as_short = [found for found in chunkings if found.plan.step_s <= 1.001 * shortest_s]
+    return min(as_short, key=lambda found: (found.plan.moved_bytes, len(found.parameters)))
+
+
+def _candidates(parameters: Sequence[ParameterInfo], budget_bytes: int) -> list[int]:
+    """Sizes that lead to different chunks, smallest first."""
+    total = sum(parameter.buffer_bytes for parameter in parameters)
+    sizes = {max(1, whole // pieces) for whole in (total, budget_bytes) for pieces in PIECES}
+    different: dict[tuple[int, ...], int] = {}
+    for size in sorted(sizes):
+        different.setdefault(tuple(map(len, packed(parameters, size))), size)
+    return list(different.values())
+
+
+def _on_chunks(
+    parameters: Sequence[ParameterInfo], step: StepTrace, chunk_bytes: int
+) -> tuple[int, tuple[tuple[str, ...], ...], Trace]:
+    chunks = packed(parameters, chunk_bytes)
+    infos = [
+        ChunkInfo(
+            index,
+            sum(p.buffer_bytes for p in chunk),
+            sum(p.master_bytes for p in chunk),
+            sum(p.optim_bytes for p in chunk),
+            chunk[0].trainable,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    names = tuple(tuple(p.name for p in chunk) for chunk in chunks)
+    return chunk_bytes, names, step.on_chunks(infos, names)
