@@ -63,7 +63,7 @@ def tiny_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
         vocab_size=len(tokenizer),
         hidden_size=_WIDTH,
         intermediate_size=4 * _WIDTH,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         max_position_embeddings=PROMPT_TOKENS,
         projection_dim=_WIDTH,

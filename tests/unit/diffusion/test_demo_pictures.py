@@ -41,7 +41,7 @@ def test_captions_are_true_of_what_is_drawn() -> None:
             other = np.asarray(draw(alone, 32))[..., 0] > 127
             overlap[shape] = (seen & other).sum() / (seen | other).sum()
         assert max(overlap, key=overlap.__getitem__) == shapes[0], (text, overlap)
-        assert overlap[shapes[0]] > 0.9
+        assert overlap[shapes[0]] > 0.8
 
 
 def test_outlines_are_antialiased_upright_and_turn_clockwise() -> None:

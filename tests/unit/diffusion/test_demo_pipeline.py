@@ -70,5 +70,5 @@ def test_the_sheet_has_each_prompt_before_and_after(tmp_path: Path) -> None:
     assert counts[(0, 128, 128)] == area
     for colour in ((255, 0, 0), (0, 0, 255), (0, 255, 0)):
         assert counts[colour] == 2 * area
-    pixel = sheet.getpixel((20, 2 * (96 + 4 + 18)))
+    pixel = sheet.getpixel((20, (96 + 4 + 18) + 18 + 48))
     assert pytest.approx(pixel) == (255, 0, 0), "before stands at the left"
