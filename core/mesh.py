@@ -55,14 +55,11 @@ class MeshConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"mesh.{name}={value}: an axis has at least 1 rank; give a positive number")
-        for name, what in (
-            ("pp", "pipeline"),
-            ("ep", "expert"),
-        ):
+        for name, what in (("ep", "expert"),):
             if getattr(self, name) != 1:
                 raise UserError(
                     f"mesh.{name}={getattr(self, name)}: {what} parallelism is not built yet; "
-                    f"use mesh.{name}=1 and dp_replicate, dp_shard, cp or tp"
+                    f"use mesh.{name}=1 and dp_replicate, dp_shard, cp, tp or pp"
                 )
         if (self.cp_mode == "mixed") != (self.cp_ulysses > 1) or self.cp % self.cp_ulysses:
             raise UserError(
@@ -194,6 +191,11 @@ def gradient_axis(mesh: DeviceMesh) -> DeviceMesh:
 def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks over which ZeRO shards: dp_shard, and with context parallelism dp_shard+cp."""
     return flat_axis(mesh, "dp_shard+cp") if _cuts_sequences(mesh) else mesh["dp_shard"]
+
+
+def pipeline_ranks(mesh: DeviceMesh) -> int:
+    """Ranks of the pp axis, which hold different parameters; a mesh of somebody else's need not name one."""
+    return mesh["pp"].size() if "pp" in (mesh.mesh_dim_names or ()) else 1
 
 
 def _cuts_sequences(mesh: DeviceMesh) -> bool:

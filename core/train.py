@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
 from core.comm.volume import Volume, count_volume
@@ -93,6 +94,19 @@ class TrainConfig(ParallelConfig):
             )
         if self.evaluate_every < 0:
             raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
+        self.check_pipeline(self.mesh.pp)
+        if self.microbatch is not None and self.pipeline.microbatches is not None:
+            raise UserError(
+                f"microbatch={self.microbatch} and pipeline.microbatches={self.pipeline.microbatches} both say how "
+                "rows are cut; give one of them"
+            )
+
+    def microbatch_rows(self, rows: int) -> list[int]:
+        """How many of a rank's rows each microbatch takes."""
+        if self.microbatch is None and self.mesh.pp > 1:
+            return self.pipeline.microbatch_rows(rows, self.mesh.pp)
+        size = min(self.microbatch or rows, rows)
+        return [min(size, rows - start) for start in range(0, rows, size)]
 
 
 def num_rows(batch: dict[str, Tensor]) -> Tensor:
@@ -132,8 +146,8 @@ def fit(
     """
     state = TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}))
     axis = data_axis(data.mesh)
-    # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens.
-    seed_everything(config.seed + gradient_axis(data.mesh).get_local_rank())
+    # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens and stages.
+    seed_everything(config.seed + _drawing_rank(data.mesh))
     with ExitStack() as stack:
         data.prepare(optimizer, _sample(data, batches, loss, config))
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
@@ -224,12 +238,18 @@ def train_step(
 
 
 def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.device) -> list[dict[str, Tensor]]:
-    """The rank's rows in pieces of at most `microbatch`, on the device, floating tensors in the compute format."""
+    """The rank's rows in microbatches, on the device, floating tensors in the compute format."""
     dtype = compute_dtype(config.precision)
     placed = {k: v.to(device, dtype if v.is_floating_point() else None, non_blocking=True) for k, v in batch.items()}
-    rows = len(next(iter(placed.values())))
-    size = config.microbatch or rows
-    return [{k: v[start : start + size] for k, v in placed.items()} for start in range(0, rows, size)]
+    sizes = config.microbatch_rows(len(next(iter(placed.values()))))
+    pieces = {k: v.split(sizes) for k, v in placed.items()}
+    return [{k: v[index] for k, v in pieces.items()} for index in range(len(sizes))]
+
+
+def _drawing_rank(mesh: DeviceMesh) -> int:
+    """A number for each rank's random draws: alike where ranks compute the same, of the same rows and stages."""
+    axis = gradient_axis(mesh)
+    return mesh.get_local_rank("pp") * axis.size() + axis.get_local_rank()
 
 
 def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConfig) -> Sample:

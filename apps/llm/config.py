@@ -64,6 +64,8 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     mesh = config.mesh.resolve(ranks_of(config), config.zero)
     check_heads_of(config.model, mesh)
+    if mesh.pp > 1:
+        config.pipeline.check_stages(mesh.pp, config.model.num_layers)
     if config.optim.name == "muon" and mesh.tp > 1:
         raise UserError(
             f"optim.name=muon needs whole matrices on every rank, and mesh.tp={mesh.tp} cuts them; "

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -10,7 +11,17 @@ from rich.table import Table
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.recipes import RECIPES
 from core.config import UserError, parse
-from core.estimate import Machine, RunShape, decoder_shape, estimate_memory, estimate_time, require_fit
+from core.estimate import (
+    Machine,
+    ModelShape,
+    RunShape,
+    decoder_shape,
+    draw_timelines,
+    estimate_memory,
+    estimate_time,
+    require_fit,
+    simulated_timeline,
+)
 from core.metrics import peak_flops
 from core.metrics.throughput import gpu_peak_flops
 from core.precision import compute_dtype
@@ -35,17 +46,31 @@ def main(argv: list[str]) -> int:
             f"({time.compute_s:.3g} s computing, {time.communication_s:.3g} s communicating), "
             f"{time.tokens_per_s:,.0f} tokens/s, {config.steps:,} steps in {_duration(config.steps * time.step_s)}"
         )
+    if device.timeline is not None:
+        console.print(draw_step(config, model, run, machine, device.timeline))
     if device.memory_gb is not None:
         require_fit(model, run, round(device.memory_gb * 1e9))
         console.print(f"fits {device.memory_gb:g} GB")
     return 0
 
 
+def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine: Machine | None, png: Path) -> str:
+    """Draw a step of the pipeline as its stages are estimated.  Returns a line that says what it shows."""
+    if run.pp == 1:
+        raise UserError("--timeline draws the stages of a pipeline, and mesh.pp=1 has none; add --mesh.pp 2 or more")
+    timeline = simulated_timeline(model, run, machine or Machine(1.0, bandwidth=float("inf"), utilisation=1.0))
+    of = f"{config.pipeline.schedule}, {run.pp} ranks, {run.num_microbatches} microbatches"
+    draw_timelines(png, {f"{of}, simulated": timeline}, "s" if machine is not None else "FLOPs")
+    return (
+        f"{of}: bubble {timeline.bubble:.1%} as the stages are estimated, {timeline.theory:.1%} in theory "
+        f"(stages of equal cost); drawn in {png}"
+    )
+
+
 def run_shape(config: PretrainConfig) -> RunShape:
     """How a run of this configuration cuts model and batch."""
     mesh = check_combination(config)
-    rows = config.data.global_batch // mesh.data_ranks
-    microbatch = min(config.microbatch or rows, rows)
+    microbatches = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
     assert mesh.dp_replicate is not None
     assert mesh.dp_shard is not None
     return RunShape(
@@ -59,11 +84,12 @@ def run_shape(config: PretrainConfig) -> RunShape:
         tp_mode=mesh.tp_mode,
         tp_depth=mesh.tp_depth,
         pp=mesh.pp,
+        pipeline=config.pipeline,
         zero=config.zero,
         recompute=config.recompute.mode,
         recompute_every=config.recompute.every,
-        microbatch_size=microbatch,
-        num_microbatches=-(-rows // microbatch),
+        microbatch_size=max(microbatches),
+        num_microbatches=len(microbatches),
         reduce_each=config.reduce_each,
         sequence_length=config.data.sequence_length,
     )
@@ -85,11 +111,14 @@ def _device_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options.add_argument("--memory_gb", "--memory-gb", type=float)
     options.add_argument("--bandwidth_gb_s", "--bandwidth-gb-s", type=float, default=25.0)
     options.add_argument("--utilisation", type=float, default=0.4)
+    options.add_argument("--timeline", type=Path)
     if "-h" in argv or "--help" in argv:
         print(
-            "llm plan [--gpu NAME] [--memory_gb N] [--bandwidth_gb_s 25] [--utilisation 0.4] and the options of "
-            "llm pretrain:\n  --gpu  a name such as A100 or H100, for the time of a step; this machine's by default\n"
+            "llm plan [--gpu NAME] [--memory_gb N] [--bandwidth_gb_s 25] [--utilisation 0.4] "
+            "[--timeline FILE.png] and the options of llm pretrain:\n"
+            "  --gpu  a name such as A100 or H100, for the time of a step; this machine's by default\n"
             "  --memory_gb  say whether the run fits a device of that size, and what would\n"
+            "  --timeline  with --mesh.pp: draw the stages' step, with its bubble beside the published one\n"
         )
     try:
         return options.parse_known_args(argv)

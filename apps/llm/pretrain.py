@@ -12,18 +12,22 @@ from torch import Tensor, nn
 from apps.llm.config import PretrainConfig, check_combination, ranks_of
 from apps.llm.corpus import Corpus, prepare
 from apps.llm.export import export
-from apps.llm.plan import warning
+from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
 from core.config import UserError, as_json, parse
 from core.data import Batches, EvalBatches, PairBatches, TokenBatches
+from core.estimate import decoder_shape, stage_costs
 from core.mesh import data_axis
 from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import context_parallel_plan, tensor_parallel_plan
+from core.models.measured_costs import measured_costs
+from core.models.plan import context_parallel_plan, pipeline_plan, tensor_parallel_plan
 from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
+from core.parallel.pipeline.split import Costs
+from core.precision import compute_dtype
 from core.runtime import Runtime, device_bytes, launched, leads, start
 from core.train import fit, launch_run, write_config
 
@@ -65,6 +69,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             config,
             plan=tensor_parallel_plan(config.model, config.mesh.tp_mode),
             context_plan=context_parallel_plan(config.mesh),
+            pipeline_plan=pipeline_plan(block_costs(config, runtime)),
             materialise=materialise,
         )
         optimizer = build_optimizer(config.optim, data.masters)
@@ -83,6 +88,18 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         if runtime.leads:
             corpus.tokenizer.save(config.out / "tokenizer")
     return summary
+
+
+def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
+    """What stages are balanced by, alike on every rank."""
+    run = run_shape(config)
+    if run.pp == 1 or config.pipeline.cost == "estimated":
+        return stage_costs(decoder_shape(config.model), run)
+    dtype = compute_dtype(config.precision)
+    measured = measured_costs(config.model, run.microbatch_size, run.sequence_length, dtype, runtime.device)
+    views = [measured]
+    dist.broadcast_object_list(views, src=0)
+    return views[0]
 
 
 def take_kernels(model: Decoder, runtime: Runtime) -> None:

@@ -4,9 +4,12 @@ shape    what is estimated: ModelShape (weights, what a block keeps for its back
          optimizer, mesh, ZeRO level, checkpointing, batch)
 memory   estimate_memory: bytes per rank, by kind and by phase of the step; require_fit: a clear refusal
 time     estimate_time: compute at an assumed utilisation, communication by volume, pipeline bubble
+pipeline stage_costs, which balance the stages; simulated_timeline: the step of a pipeline on a clock; draw_timelines
 """
 
+from core.estimate.draw import draw_timelines
 from core.estimate.memory import MemoryEstimate, estimate_memory, gigabytes, require_fit
+from core.estimate.pipeline import Timeline, simulated_timeline, stage_costs, timeline_of
 from core.estimate.shape import (
     BlockShape,
     HeadShape,
@@ -28,11 +31,16 @@ __all__ = [
     "ModelShape",
     "RunShape",
     "TimeEstimate",
+    "Timeline",
     "Weight",
     "decoder_shape",
+    "draw_timelines",
     "estimate_memory",
     "estimate_time",
     "gigabytes",
     "megatron_block",
     "require_fit",
+    "simulated_timeline",
+    "stage_costs",
+    "timeline_of",
 ]

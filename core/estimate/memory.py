@@ -30,10 +30,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from core.config import UserError
+from core.estimate.pipeline import StagesOf, run_schedule, stages_of
 from core.estimate.shape import ModelShape, RunShape, Weight
 from core.kernels.cross_entropy import cut
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
+from core.parallel.pipeline.schedule import most_in_flight
 from core.precision import compute_dtype
 
 
@@ -73,8 +75,9 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def estimate_memory(model: ModelShape, run: RunShape) -> MemoryEstimate:
-    """The estimate for the rank that needs most (with pipeline stages: the fullest stage, scheduled 1F1B)."""
-    return max((_stage_memory(model, run, stage) for stage in range(run.pp)), key=lambda m: m.peak_bytes)
+    """The estimate for the rank that needs most: of a pipeline, with the microbatches that its schedule keeps."""
+    stages = stages_of(model, run)
+    return max((_rank_memory(model, run, stages, rank) for rank in range(run.pp)), key=lambda m: m.peak_bytes)
 
 
 def require_fit(model: ModelShape, run: RunShape, device_bytes: int) -> MemoryEstimate:
@@ -112,15 +115,16 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
         if run.cp_exchange == 1 and cp <= run.sequence_length:
             yield f"--mesh.cp {cp}", replace(run, cp=cp)
     for pp in (2 * run.pp, 4 * run.pp, 8 * run.pp):
-        if pp <= model.num_blocks:
-            yield f"--mesh.pp {pp}", replace(run, pp=pp)
+        if pp * run.pipeline.stages_per_rank <= model.num_blocks:
+            yield f"--mesh.pp {pp}", replace(run, pp=pp, pipeline=replace(run.pipeline, split=()))
 
 
-def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimate:
-    weights = _stage_weights(model, run.pp, stage)
-    state, grads = _state_bytes(model, weights, run), _gradient_bytes(model, weights, run)
-    head = _head_bytes(model, run, stage)
-    kept, recomputed = _block_activations(model, run, stage)
+def _rank_memory(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) -> MemoryEstimate:
+    own = [w for w in model.weights if stages.rank_of(w.block) == rank]
+    weights = own + _copies(model, stages, rank)
+    state, grads = _state_bytes(model, weights, own, run), _gradient_bytes(model, weights, run)
+    head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
+    kept, recomputed = _block_activations(model, run, stages, rank)
     block = model.block
     input_bytes, everything, working = (
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
@@ -158,17 +162,12 @@ def _stage_memory(model: ModelShape, run: RunShape, stage: int) -> MemoryEstimat
 # --- what lies on a rank ----------------------------------------------------------------------------------------------
 
 
-def _stage_of(block: int, num_blocks: int, pp: int) -> int:
-    """The stage of a block; what lies before the blocks is on the first, what lies behind them on the last."""
-    return min(max(block, 0), num_blocks - 1) * pp // num_blocks
-
-
-def _stage_weights(model: ModelShape, pp: int, stage: int) -> list[Weight]:
-    weights = [w for w in model.weights if _stage_of(w.block, model.num_blocks, pp) == stage]
+def _copies(model: ModelShape, stages: StagesOf, rank: int) -> list[Weight]:
+    """A tied head's weight where the embedding is on another rank, which then has its optimizer state."""
     head = model.head
-    if pp > 1 and stage == pp - 1 and head is not None and head.tied:
-        weights.append(Weight((head.vocab_size, head.width), model.num_blocks, tp_dim=0))
-    return weights
+    if head is None or not head.tied or stages.owners[-1] != rank or stages.owners[0] == rank:
+        return []
+    return [Weight((head.vocab_size, head.width), model.num_blocks, tp_dim=0)]
 
 
 def _num_local(weights: list[Weight], run: RunShape, shard: int = 1) -> int:
@@ -190,10 +189,11 @@ class _State:
     resident: int
 
 
-def _state_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _State:
+def _state_bytes(model: ModelShape, weights: list[Weight], own: list[Weight], run: RunShape) -> _State:
+    """own: the weights that the optimizer of this rank updates."""
     whole, sharded = _num_local(weights, run), _num_local(weights, run, run.shard_ranks)
     width, wide = run.width_bytes, run.wide_bytes
-    state = _optimizer_bytes(model, weights, run)
+    state = _optimizer_bytes(model, own, run)
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
     if run.zero == 3:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
@@ -297,21 +297,25 @@ def _sent_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
 # --- activations and the head -----------------------------------------------------------------------------------------
 
 
-def _block_activations(model: ModelShape, run: RunShape, stage: int) -> tuple[float, float]:
-    """(kept by all blocks of the stage, beyond that at the worst moment of the way back by recomputing one)."""
+def _block_activations(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) -> tuple[float, float]:
+    """(kept by all blocks of a rank, beyond that at the worst moment of the way back by recomputing one)."""
     block = model.block
     input_bytes, everything, selective = (
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective)
     )
     kept_if_recomputed = input_bytes + (selective if run.recompute == "selective" else 0)
     again = max(0.0, input_bytes + everything - kept_if_recomputed)
-    kept = worst = 0.0
-    for index in range(model.num_blocks):
-        if _stage_of(index, model.num_blocks, run.pp) == stage:
+    kept_by, beyond = {}, 0.0
+    for stage in stages.own(rank):
+        kept = worst = 0.0
+        for index in stages.ranges[stage]:
             kept += kept_if_recomputed if run.recomputes(index) else input_bytes + everything
             worst = max(worst, kept + (again if run.recomputes(index) else 0))
-    num_in_flight = min(run.num_microbatches, run.pp - stage)
-    return num_in_flight * kept, worst - kept
+        kept_by[stage], beyond = kept, max(beyond, worst - kept)
+    if run.pp == 1:
+        return sum(kept_by.values()), beyond
+    actions = run_schedule(run).ranks[rank]
+    return most_in_flight(actions, lambda stage: kept_by[stage]), beyond
 
 
 @dataclass(frozen=True)
@@ -328,9 +332,9 @@ class _Head:
     tied_gradient: float = 0
 
 
-def _head_bytes(model: ModelShape, run: RunShape, stage: int) -> _Head:
+def _head_bytes(model: ModelShape, run: RunShape, has_head: bool) -> _Head:
     head = model.head
-    if head is None or stage < run.pp - 1:
+    if head is None or not has_head:
         return _Head()
     width, wide, rows = run.width_bytes, run.wide_bytes, -(-head.vocab_size // run.tp)
     dtype = compute_dtype(run.precision)

@@ -20,6 +20,7 @@ from core.mesh import TpMode
 from core.models.decoder import Decoder, DecoderConfig
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
+from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeMode
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -133,6 +134,7 @@ class RunShape:
     optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all
     cp_exchange        of the cp ranks, those that exchange heads (Ulysses); rings go across them
     tp_mode, tp_depth  how tp ranks share the model: see `core.mesh.MeshConfig`
+    pipeline           schedule and split of the blocks over the pp ranks
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
     recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
@@ -151,6 +153,7 @@ class RunShape:
     tp_depth: int = 1
     sequence_parallel: bool = True
     pp: int = 1
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     zero: int = 0
     recompute: RecomputeMode = "none"
     recompute_every: int = 1

@@ -2,14 +2,15 @@
 
 Assumptions: the model's products run at `utilisation` of the device's peak; nothing overlaps, so the sum is an upper
 bound; a ring moves (n - 1) / n of the bytes for a reduce-scatter or an all-gather and twice that for an all-reduce
-(Rajbhandari et al. 2020, section 7); each axis has the same bandwidth; 1F1B idles (pp - 1) / microbatches of its work
-(Narayanan et al. 2021, section 2.2). Pipeline sends and latencies are not counted.
+(Rajbhandari et al. 2020, section 7); each axis has the same bandwidth; a pipeline idles as its schedule does
+with stages of equal cost (`core.estimate.pipeline` simulates what they cost). Latencies are not counted.
 """
 
 from dataclasses import dataclass
 
 from core.estimate.shape import ModelShape, RunShape
 from core.metrics import transformer_flops_per_token
+from core.parallel.pipeline.schedule import bubble_in_theory
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,12 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     tokens = run.tokens * run.num_microbatches
     compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
     sent = _data_parallel_bytes(model, run) + _tensor_parallel_bytes(model, run) + _context_parallel_bytes(model, run)
-    communication_s = sent / machine.bandwidth
-    bubble_s = (run.pp - 1) / run.num_microbatches * compute_s
+    communication_s = (sent + _pipeline_bytes(model, run)) / machine.bandwidth
+    again = 1.0 if run.recompute == "full" else 0.0
+    bubble = bubble_in_theory(
+        run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, backward=2.0 + again
+    )
+    bubble_s = bubble / (1 - bubble) * compute_s
     return TimeEstimate(compute_s, communication_s, bubble_s, tokens * run.num_data_ranks * run.cp)
 
 
@@ -89,6 +94,14 @@ def _context_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     passed = (run.cp // run.cp_exchange - 1) * 2 * keys * (2 * run.width_bytes + run.wide_bytes)
     exchanged = _ring(run.cp_exchange) * 4 * (queries + keys) * run.width_bytes
     return tokens * (passed + exchanged)
+
+
+def _pipeline_bytes(model: ModelShape, run: RunShape) -> float:
+    """Sent by one rank: activations to the next stage, gradients to the one before, of each of its stages."""
+    if run.pp == 1:
+        return 0.0
+    messages = 2 * run.pipeline.stages_per_rank * run.num_microbatches
+    return messages * run.tokens * model.dim * run.width_bytes / run.tp
 
 
 def _grid_elements(model: ModelShape, run: RunShape) -> float:

@@ -1,4 +1,4 @@
-"""How the decoder is cut: over tensor-parallel ranks, and over context-parallel ranks.
+"""How the decoder is cut: over tensor-parallel ranks, over context-parallel ranks, and into pipeline stages.
 
 1d        Megatron's pairs of linear layers, with the sequence sharded in between
 2d, 2.5d  every weight and activation on two axes of a grid
@@ -12,6 +12,7 @@ from core.models.decoder import DecoderConfig
 from core.nn.mlp import is_gated
 from core.parallel import grid, sequence, tensor2d, tensor3d
 from core.parallel.context import shard_sequence
+from core.parallel.pipeline.split import ALIKE, Costs, PipelinePlan
 from core.parallel.plan import Plan
 from core.parallel.ring import attend_by_ring
 from core.parallel.tensor1d import check_heads, shard_heads
@@ -120,3 +121,8 @@ def context_parallel_plan(mesh: MeshConfig, *, causal: bool = True) -> Plan:
     }
     zigzag = causal and mesh.cp_mode != "ulysses"
     return {"": shard_sequence(zigzag), "blocks.*.attention": attend[mesh.cp_mode]}
+
+
+def pipeline_plan(costs: Costs = ALIKE) -> PipelinePlan:
+    """The plan of any decoder over the pp axis; norm, head and loss are on the last stage, behind the blocks."""
+    return PipelinePlan("blocks", before=("embedding",), costs=costs)

@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import layout_of
+from core.mesh import pipeline_ranks
 
 
 @torch.no_grad()
 def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
     """The 2-norm of all gradients together, a scalar alike on every rank; one all-reduce over the whole mesh.
 
-    Each rank adds the squares of what it holds, divided by how many ranks hold the same.
+    Each rank adds the squares of what it holds, divided by how many ranks hold the same: none of another stage of a
+    pipeline, each of whose parameters is a master on one stage.
     """
     masters = list(masters)
     total = torch.zeros((), dtype=masters[0].dtype, device=masters[0].device)
@@ -23,7 +25,7 @@ def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
     for master in masters:
         if master.grad is not None and master.numel():
             layout = layout_of(master)
-            copies = mesh.size() // math.prod(map(layout.axis_size, layout.axes()))
+            copies = mesh.size() // pipeline_ranks(mesh) // math.prod(map(layout.axis_size, layout.axes()))
             found.setdefault((copies, master.device), []).append(master.grad)
     for (copies, _), grads in found.items():
         squares = torch.stack(torch._foreach_norm(grads)).square().sum()

@@ -1,13 +1,13 @@
 """The one place that knows the order in which the forms of parallelism are applied to a model.
 
-    tensor and sequence  ->  context  ->  activation checkpointing  ->  compile
+    tensor and sequence  ->  context  ->  pipeline stages  ->  activation checkpointing  ->  compile
         ->  data parallel (ZeRO) or Gemini  ->  materialise
 
 Tensor parallelism decides what a rank's parameters are, so it comes first; context parallelism cuts the sequence that
-the model is given and what attention sees of it; checkpointing wraps the blocks' forwards with the collectives in them;
-what is compiled is the block as it then stands; data parallelism shards and hooks what the others left (the config's
-`spread` says how). Values come
-last, when every rank knows its shard, so no rank ever holds a model that was not meant for it.
+the model is given and what attention sees of it; a pipeline leaves a rank the parameters of its stages; checkpointing
+wraps the blocks' forwards with the collectives in them; what is compiled is the block as it then stands; data
+parallelism shards and hooks what the others left (the config's `spread` says how). Values come last, when every rank
+knows its shard, so no rank ever holds a model that was not meant for it.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.mesh import Zero, tensor_axes
-from core.parallel.data import data_parallel
+from core.parallel.data import DataParallel, data_parallel
 from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.run import Pipeline
+from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig
+from core.parallel.pipeline.split import PipelinePlan
+from core.parallel.pipeline.stages import cut_into_stages
 from core.parallel.plan import Plan, apply_plan, blocks_of
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.precision import Precision
@@ -39,6 +43,8 @@ class ParallelConfig:
     """activation checkpointing"""
     compile: bool = False
     """torch.compile each block"""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """how a step goes through the stages of --mesh.pp ranks"""
 
     def __post_init__(self) -> None:
         if self.reduce_each and self.zero < 2:
@@ -46,9 +52,30 @@ class ParallelConfig:
 
     def spread(
         self, model: nn.Module, mesh: DeviceMesh, materialise: Callable[[nn.Module], None] = lambda model: None
-    ) -> ParallelModel:
+    ) -> DataParallel:
         """What comes last: shard the model over the data axes, give it memory and values."""
         return data_parallel(model, mesh, self.zero, self.precision, materialise, self.reduce_each)
+
+    def check_pipeline(self, num_ranks: int) -> None:
+        """Raises UserError for what does not go with a pipeline of that many ranks, 1 being none."""
+        name = self.pipeline.schedule
+        if num_ranks == 1:
+            if self.pipeline != PipelineConfig():
+                raise UserError(
+                    "pipeline options with mesh.pp=1: there are no stages; leave --pipeline.* out, or use --mesh.pp 2"
+                )
+            return
+        for option, given, why in (
+            ("zero=3", self.zero == 3, "parameters are let go before their gradients are computed"),
+            ("compile", self.compile, "a compiled block computes both parts of its backward at once"),
+            ("recompute.mode", self.recompute.mode != "none", "blocks would be computed again for every weight"),
+        ):
+            if given and name in SPLIT_BACKWARD:
+                nearest = "--zero 2" if option == "zero=3" else f"no {option}"
+                raise UserError(
+                    f"{option} with pipeline.schedule={name}: {why}; use --pipeline.schedule 1f1b or interleaved, "
+                    f"or {nearest}"
+                )
 
 
 def parallelize(
@@ -58,14 +85,16 @@ def parallelize(
     *,
     plan: Plan | None = None,
     context_plan: Plan | None = None,
+    pipeline_plan: PipelinePlan | None = None,
     materialise: Callable[[nn.Module], None] = lambda model: None,
 ) -> ParallelModel:
     """Spread any nn.Module over the mesh.
 
-    plan         its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank
-    context_plan its context parallelism; without one the cp axis must have one rank
-    materialise  fills the parameters and buffers of a model built on the meta device, each rank its shard. The
-                 replicas of a model that has values take those of the first
+    plan           its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank
+    context_plan   its context parallelism; without one the cp axis must have one rank
+    pipeline_plan  its blocks and what comes before them; without one the pp axis must have one rank
+    materialise    fills the parameters and buffers of a model built on the meta device, each rank its shard. The
+                   replicas of a model that has values take those of the first
     """
     tp, cp = tensor_axes(mesh), mesh["cp"]
     if plan is not None and tp.size() > 1:
@@ -76,8 +105,17 @@ def parallelize(
         apply_plan(model, context_plan, cp)
     elif cp.size() > 1:
         raise UserError(f"mesh.cp={cp.size()} without a plan: say how the sequence is cut, or use mesh.cp=1")
+    config.check_pipeline(mesh["pp"].size())
+    if pipeline_plan is None and mesh["pp"].size() > 1:
+        raise UserError(
+            f"mesh.pp={mesh['pp'].size()} without a plan: say which modules are the model's blocks, or use mesh.pp=1"
+        )
+    stages = None
+    if pipeline_plan is not None and mesh["pp"].size() > 1:
+        stages = cut_into_stages(model, pipeline_plan, mesh["pp"], config.pipeline)
     apply_recompute(model, config.recompute)
     if config.compile:
         for block in blocks_of(model):
             block.compile()
-    return config.spread(model, mesh, materialise)
+    data = config.spread(model, mesh, materialise)
+    return data if stages is None else Pipeline(data, stages, config.pipeline)

@@ -88,8 +88,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def set_parameter(model: nn.Module, name: str, value: nn.Parameter) -> None:
-    """Put `value` where the parameter of that dotted name stands."""
+def set_parameter(model: nn.Module, name: str, value: nn.Parameter | None) -> None:
+    """Put `value` where the parameter of that dotted name stands; None: it is gone, and its module stays."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path).register_parameter(leaf, value)
 

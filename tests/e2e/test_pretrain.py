@@ -1,6 +1,7 @@
 """The real commands on real text: train, stop, resume on other meshes, evaluate, generate, export, fine-tune."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -100,6 +101,16 @@ def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_ran
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
 
 
+def test_stages_learn_what_one_rank_learns_and_go_on_as_others(one_rank: Path, pretrain, tmp_path: Path) -> None:
+    """Two ranks of two stages each, twice; then three of unequal length, which evaluate and export."""
+    turn = ("--nproc", 4, "--mesh.pp", 2, "--zero", 1, "--pipeline.schedule", "zbv", "--pipeline.microbatches", 5)
+    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 5, *turn)
+    pretrain(out, "--steps", 10, "--resume", "--nproc", 3, "--mesh.pp", 3, "--pipeline.cost", "measured")
+    assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
+    assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
+    assert (out / "hf" / "model.safetensors").exists()
+
+
 def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path: Path) -> None:
     done = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "apps.llm", "pretrain"),
@@ -158,6 +169,16 @@ def test_sigterm_saves_and_exits_0(corpora: Path, tmp_path: Path, num_ranks: int
     assert process.wait(60) == 0, process.stderr and process.stderr.read().decode()
     assert summary(out)["status"] == "stopped"
     assert max(complete_steps(out / "checkpoints")) == metrics(out)[-1]["step"]
+
+
+def test_a_stage_that_dies_brings_the_job_down(corpora: Path, tmp_path: Path) -> None:
+    """Within 10 s; the ranks that wait for it, and those that wait for these, do not wait on."""
+    process = _started(corpora, tmp_path / "run", "--nproc", 4, "--mesh.pp", 4)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if b"apps.llm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    assert process.wait(10) not in (0, 2)
 
 
 def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 """On several ranks a real step allocates what the estimator says, and each ZeRO level what its formula says."""
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.estimate import RunShape, decoder_shape, estimate_memory
+from core.estimate.pipeline import stages_of
 from core.layout import local
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.compose import ParallelConfig, parallelize
+from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from tests.support.accounted import accounted_peak_bytes
 
 MODEL = DecoderConfig(vocab_size=2048, dim=256, num_layers=6, num_heads=4, ffn_dim=1024, max_length=64)
@@ -47,6 +52,18 @@ def test_estimate(ranks, precision: str, tp: int, zero: int, num_microbatches: i
     if zero == 2:  # gloo copies a message, here all gradients, while it reduces and scatters it; NCCL does not
         expected = max(expected, estimate.phases["gradients"] + 4 * MODEL.num_parameters() // tp)
     assert expected == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_estimate_of_stages(ranks, schedule: ScheduleName) -> None:
+    """The fullest rank, with what its schedule keeps of twelve microbatches; the tied head's weight is there twice."""
+    pipeline = PipelineConfig(schedule)
+    run = RunShape(pp=2, pipeline=pipeline, microbatch_size=4, num_microbatches=12, sequence_length=MODEL.max_length)
+    shape = decoder_shape(MODEL, device_type="cpu")
+    given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
+    parallel = ParallelConfig(pipeline=given)
+    measured = max(ranks(2).run(peak, MeshConfig(pp=2), parallel, 4, run.num_microbatches))
+    assert estimate_memory(shape, run).peak_bytes == pytest.approx(measured, rel=0.1)
 
 
 def state_bytes(parallel: ParallelConfig) -> dict[str, int]:

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import tensor_parallel_plan
+from core.models.plan import pipeline_plan, tensor_parallel_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.compose import ParallelConfig, parallelize
 
@@ -17,15 +17,15 @@ def accounted_peak_bytes(
     with torch.device("meta"):
         decoder = Decoder(model)
     plan = tensor_parallel_plan(model)
-    data = parallelize(decoder, mesh, parallel, plan=plan, materialise=lambda m: initialise(m, 0))
+    data = parallelize(
+        decoder, mesh, parallel, plan=plan, pipeline_plan=pipeline_plan(), materialise=lambda m: initialise(m, 0)
+    )
     del decoder
     optimizer = build_optimizer(OptimConfig(), data.masters)
     ids = torch.randint(model.vocab_size, (rows, length))
 
     def step() -> None:
-        for index in range(num_microbatches):
-            with data.microbatch(last=index == num_microbatches - 1):
-                data.model(ids, targets=ids).backward()
+        data.run([ids] * num_microbatches, lambda ids: data.model(ids, targets=ids))
         data.reduce()
         optimizer.step()
         data.release()

@@ -10,7 +10,7 @@ from core.mesh import MeshConfig, data_axis
 from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
 from core.train import train_step
-from tests.support.training import Case, batch_of, build, loss, weight
+from tests.support.training import Case, batch_of, build, loss, of_all_stages, weight
 
 STEPS_OF_A_LEG = 2
 
@@ -28,7 +28,7 @@ def leg(case: Case, folder: Path, first: int, last: int) -> dict[str, torch.Tens
         train_step(state, mine, loss, weight, config, step)
     state.save(checkpointer, last)
     checkpointer.close()
-    return {name: full_tensor(master) for name, master in state.data.masters.items()}
+    return of_all_stages({n: full_tensor(master) for n, master in state.data.masters.items()}, state.data.mesh)
 
 
 def resumed_elsewhere(

@@ -11,6 +11,7 @@ from core.layout import full_tensor
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.parallel.compose import parallelize
+from core.parallel.pipeline.split import PipelinePlan
 from core.parallel.plan import Plan
 from core.parallel.tensor1d import colwise, rowwise
 from core.precision import LossScale
@@ -69,7 +70,8 @@ def build(config: TrainConfig, model: nn.Module | None = None) -> TrainState:
     with start("cpu", config.seed) as runtime:
         mesh = runtime.mesh(config.mesh, config.zero)
         plan = PLAN if config.mesh.tp > 1 else None
-        data = parallelize(Small() if model is None else model, mesh, config, plan=plan)
+        model = Small() if model is None else model
+        data = parallelize(model, mesh, config, plan=plan, pipeline_plan=PipelinePlan("blocks"))
         optimizer = build_optimizer(config.optim, data.masters)
         return TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), {})
 

@@ -9,12 +9,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import context_parallel_plan, tensor_parallel_plan
+from core.models.plan import context_parallel_plan, pipeline_plan, tensor_parallel_plan
 from core.nn.attention import StepContext
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
@@ -78,13 +79,19 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         model = Decoder(case.model)
     plan, context_plan = tensor_parallel_plan(case.model, case.mesh.tp_mode), context_parallel_plan(config.mesh)
     data = parallelize(
-        model, mesh, config, plan=plan, context_plan=context_plan, materialise=lambda m: initialise(m, case.seed)
+        model,
+        mesh,
+        config,
+        plan=plan,
+        context_plan=context_plan,
+        pipeline_plan=pipeline_plan(),
+        materialise=lambda m: initialise(m, case.seed),
     )
     return TrainState(data, build_optimizer(config.optim, data.masters), LossScale(config.precision), {}), config
 
 
 def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Losses, and per parameter its start and its displacement, whole, on every rank.
+    """Losses, the last of them an evaluation's, and per parameter its start and displacement, whole, on every rank.
 
     without  collectives that are left out, to show that their absence is seen: `removed` explains the names
     """
@@ -97,9 +104,31 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
         for step in range(case.steps):
             mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, step).items()}
             losses.append(train_step(state, mine, loss, weight, config, step)["loss"])
+    losses.append(evaluated(state, mine))
     displacement = {n: full_tensor(m) - start[n] for n, m in state.data.masters.items()}
     held = {n: layout_of(m).local_shape() for n, m in state.data.masters.items()}
-    return {"losses": losses, "start": start, "displacement": displacement, "held": held}
+    found = {"start": start, "displacement": displacement, "held": held}
+    return {"losses": losses} | {what: of_all_stages(own, state.data.mesh) for what, own in found.items()}
+
+
+def evaluated(state: TrainState, mine: dict[str, torch.Tensor]) -> float:
+    """The loss of the last batch without gradients, by a call of the model as it is, which every rank makes."""
+    axis = data_axis(state.data.mesh)
+    with torch.no_grad():
+        both = torch.stack((loss(state.data.model, mine).double() * weight(mine), weight(mine)))
+    dist.all_reduce(both, group=axis.get_group())
+    return float(both[0] / both[1])
+
+
+def of_all_stages(own: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """What the masters of all pipeline stages come to; each is on one."""
+    if mesh["pp"].size() == 1:
+        return own
+    parts: list[Any] = [None] * mesh["pp"].size()
+    dist.all_gather_object(parts, own, group=mesh["pp"].get_group())
+    whole = {name: value for part in parts for name, value in part.items()}
+    assert len(whole) == sum(map(len, parts)), "a parameter has a master on two stages"
+    return whole
 
 
 @contextmanager

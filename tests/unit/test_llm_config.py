@@ -43,6 +43,15 @@ def test_every_stage_of_a_growing_batch_has_to_divide() -> None:
         check_combination(growing)
 
 
+def test_stages_are_checked_and_counted() -> None:
+    debug = replace(RECIPES["debug"](), nproc=4, mesh=MeshConfig(pp=4))
+    run = run_shape(debug)
+    assert (run.pp, run.num_microbatches, run.microbatch_size) == (4, 16, 2)
+    assert run_shape(replace(debug, microbatch=5)).num_microbatches == 5
+    with pytest.raises(UserError, match="makes 17 stages, and the model has 16 blocks"):
+        check_combination(replace(debug, nproc=17, mesh=MeshConfig(pp=17)))
+
+
 def test_a_run_that_does_not_fit_says_what_would() -> None:
     config = replace(RECIPES["gpt2_xl"](), nproc=8, zero=0, precision="bf16")
     needed = estimate_memory(decoder_shape(config.model), run_shape(config)).peak_bytes
@@ -54,13 +63,14 @@ def test_a_run_that_does_not_fit_says_what_would() -> None:
 
 
 def goes_together() -> Iterator[tuple[str, str, str]]:
-    """(form, option, yes or no) of each cell of the table in docs/parallelism.md."""
+    """(form, option, yes or no) of each cell of the tables in docs/parallelism.md."""
     text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
-    table = text.split("What goes with what", 1)[1].split("\n\n")[1]
-    head, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    for option, *cells in rows:
-        for form, cell in zip(head[1:], cells, strict=True):
-            yield form, option, cell
+    for after in text.split("What goes with what")[1:]:
+        table = after.split("\n\n")[1]
+        head, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        for option, *cells in rows:
+            for form, cell in zip(head[1:], cells, strict=True):
+                yield form, option, cell
 
 
 @pytest.mark.parametrize(("form", "option", "cell"), goes_together())

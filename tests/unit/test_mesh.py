@@ -25,11 +25,12 @@ from core.mesh import AXES, MeshConfig, build_mesh, data_axis
         (MeshConfig(cp=2), 6, 0, 3, 1),
         (MeshConfig(cp=2), 2, 3, 1, 1),
         (MeshConfig(cp=2, tp=2), 8, 1, 1, 2),
+        (MeshConfig(pp=2, tp=2), 8, 0, 2, 1),
     ],
 )
 def test_open_sizes_take_the_ranks_that_remain(mesh, world_size, zero, replicate, shard) -> None:
     resolved = mesh.resolve(world_size, zero)
-    assert resolved.sizes() == (1, replicate, shard, mesh.cp, mesh.tp)
+    assert resolved.sizes() == (mesh.pp, replicate, shard, mesh.cp, mesh.tp)
     assert resolved.data_ranks == replicate * shard
     assert resolved.resolve(world_size, zero) == resolved
 
@@ -58,7 +59,6 @@ def test_refusals_say_what_would_work(mesh: MeshConfig, world_size: int, zero, s
     [
         ({"tp": 0}, "mesh.tp=0: an axis has at least 1 rank"),
         ({"dp_shard": -2}, "mesh.dp_shard=-2"),
-        ({"pp": 2}, "mesh.pp=2: pipeline parallelism is not built yet; use mesh.pp=1"),
         ({"tp": 6, "tp_mode": "2d"}, "mesh.tp=6 with tp_mode=2d: the ranks must be a square; use mesh.tp=4 or 9, or"),
         ({"tp": 2, "tp_mode": "2d"}, "the ranks must be a square; use mesh.tp=4, or --mesh.tp_mode 1d"),
         (

@@ -1,0 +1,120 @@
+"""A pipeline before it runs: what its stages cost, which blocks they get, and the step on a clock.
+
+A stage costs what its blocks cost; the first also the embedding, the last the head. Head and loss are one module whose
+forward makes the gradients already (`core.kernels.cross_entropy`), so all of it is in the last stage's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.metrics import transformer_flops_per_token
+from core.parallel.pipeline.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Times,
+    bubble_fraction,
+    bubble_in_theory,
+    owners,
+    schedule,
+    simulate,
+)
+from core.parallel.pipeline.split import Costs, split_by_cost, stage_ranges
+
+if TYPE_CHECKING:
+    from core.estimate.shape import ModelShape, RunShape
+    from core.estimate.time import Machine
+
+
+@dataclass(frozen=True)
+class StagesOf:
+    """Blocks and rank of each stage of a run."""
+
+    ranges: tuple[range, ...]
+    owners: tuple[int, ...]
+
+    def own(self, rank: int) -> list[int]:
+        """The stages of a rank."""
+        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
+
+    def rank_of(self, block: int) -> int:
+        """The rank of a block; what lies before the blocks (-1) is on the first stage, what lies behind on the last."""
+        stage = next((s for s, blocks in enumerate(self.ranges) if block < blocks.stop), len(self.ranges) - 1)
+        return self.owners[stage]
+
+
+def stage_costs(model: ModelShape, run: RunShape) -> Costs:
+    """FLOPs a token, forward and backward, of blocks, embedding and head: what stages are balanced by."""
+    head = model.head.vocab_size * model.head.width if model.head is not None else 0
+    multiplied = max(model.num_matmul_parameters - head, 0) // model.num_blocks
+    one = transformer_flops_per_token(multiplied, 1, model.block.scores_dim, run.sequence_length)
+    if not one:  # of a model whose products are not given
+        return Costs((1.0,) * model.num_blocks)
+    # Looking up and adding up rows: three operations an element, where a product has thousands.
+    return Costs((one,) * model.num_blocks, before=3.0 * model.dim, behind=6.0 * head)
+
+
+def stages_of(model: ModelShape, run: RunShape) -> StagesOf:
+    """As the run will have them, where its split is given or estimated."""
+    owner_of = owners(run.pipeline.schedule, run.pp, run.pipeline.chunks) if run.pp > 1 else (0,)
+    split = run.pipeline.split or split_by_cost(model.num_blocks, len(owner_of), stage_costs(model, run))
+    return StagesOf(tuple(stage_ranges(split)), owner_of)
+
+
+def run_schedule(run: RunShape) -> Schedule:
+    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of a pipeline: when each action began and ended, and the share of time in which ranks idle.
+
+    theory  the published bubble of stages of equal cost
+    """
+
+    schedule: Schedule
+    times: Times
+    bubble: float
+    theory: float
+
+    @property
+    def step_s(self) -> float:
+        return max(end for _, end in self.times.values()) - min(begin for begin, _ in self.times.values())
+
+
+def timeline_of(run: RunShape, of: Schedule, times: Times) -> Timeline:
+    """times: measured or simulated."""
+    pipeline = run.pipeline
+    again = 1.0 if run.recompute == "full" else 0.0
+    theory = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, backward=2.0 + again)
+    return Timeline(of, times, bubble_fraction(of, times), theory)
+
+
+def simulated_timeline(model: ModelShape, run: RunShape, machine: Machine) -> Timeline:
+    """The step of a run whose stages take their FLOPs' time, and messages their bytes'."""
+    of = run_schedule(run)
+    message_s = run.tokens * model.dim * run.width_bytes / run.tp / machine.bandwidth
+    return timeline_of(run, of, simulate(of, _seconds(model, run, machine), message_s))
+
+
+def _seconds(model: ModelShape, run: RunShape, machine: Machine) -> Callable[[Action], float]:
+    stages, costs = stages_of(model, run), stage_costs(model, run)
+    second = machine.peak_flops * machine.utilisation * run.tp / run.tokens
+
+    def seconds(action: Action) -> float:
+        blocks, last = stages.ranges[action.stage], len(stages.ranges) - 1
+        third = sum(costs.blocks[index] for index in blocks) / 3
+        embedding = costs.before / 3 if action.stage == 0 else 0.0
+        if action.kind is Kind.FORWARD:
+            return (third + embedding + (costs.behind if action.stage == last else 0.0)) / second
+        if action.kind is Kind.INPUT:
+            return third / second
+        if action.kind is Kind.WEIGHTS:
+            return (third + 2 * embedding) / second
+        again = sum(costs.blocks[index] for index in blocks if run.recompute == "full" and run.recomputes(index)) / 3
+        return (2 * third + 2 * embedding + again) / second
+
+    return seconds

@@ -1,0 +1,360 @@
+"""The executor of pipeline schedules: one for all of them, in training and in evaluation.
+
+`Pipeline` is a `ParallelModel` around that of data parallelism: it runs the actions that `.schedule` lists, with the
+exchanges that `.messages` puts between them, on the stages that `.stages` makes of the model.
+
+    run      for each step of this rank: compute an action on what was received, or exchange what was planned
+    reduce   data parallelism's reductions; then what the copies of a shared parameter (a tied head) have gathered is
+             added on the rank that owns it. Only there it has a master, and so optimizer state, a place in the norm of
+             the gradients and in checkpoints
+    publish  data parallelism's; then the owner's values go to the copies
+
+The shape of an activation may be another in every microbatch: the first time that tensors of some shapes come as a
+microbatch, the sender says what shape follows, and from then on both sides know. Gradients have the shape of what they
+belong to.
+
+Why not the runtime of torch.distributed.pipelining (2.11 to 2.13): its stages infer one shape at the first step and
+hold every microbatch to it; they take their module's outputs and a loss of them, where here head and loss are one
+module and each loss is weighted by its microbatch; its split backward goes past the hooks of parameters. What it has in
+common with this file is what follows from the schedules.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from core.layout import local
+from core.parallel.data import DataParallel
+from core.parallel.parallel_model import ParallelModel, Sample
+from core.parallel.pipeline.backward import SplitBackward
+from core.parallel.pipeline.messages import Exchange, Message, with_messages
+from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, Schedule, schedule
+from core.parallel.pipeline.stages import StageEnd, Stages, check_activation
+
+_MOST_UNFINISHED = 4  # sends that may be on their way before the oldest is waited for: they hold on to what they send
+_FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST_DIMS = 7
+
+Key = tuple[bool, int, int]
+"""(forward?, cut between stages, microbatch) of what is passed on."""
+
+
+@dataclass
+class _Held:
+    """What the backward of a microbatch on a stage needs of its forward."""
+
+    output: Tensor
+    entrance: Tensor | None
+    split: SplitBackward | None = None
+
+
+class Pipeline(ParallelModel):
+    """A model in stages over the pp axis; `inner` spreads the stages of this rank over the data axes.
+
+    observe  called after each action with it and the seconds (`time.perf_counter`) at which it began and ended
+    """
+
+    def __init__(self, inner: DataParallel, stages: Stages, config: PipelineConfig):
+        self.model, self.mesh, self.inner, self.stages, self.config = inner.model, inner.mesh, inner, stages, config
+        self.axis = self.mesh["pp"]
+        self.group = self.axis.get_group()
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.rank = stages.rank
+        self.masters = {n: m for n, m in inner.masters.items() if stages.shared.get(n, [self.rank])[0] == self.rank}
+        self.observe: Callable[[Action, float, float], None] | None = None
+        self._shapes: dict[tuple[int, Any], tuple[torch.dtype, tuple[int, ...]]] = {}
+        stages.evaluate = self._evaluate
+        stages.leave_before_the_loss()
+        # NCCL wants all ranks of a group in its first message, and stages talk to their neighbours only.
+        dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.group)
+        self._publish_shared()
+
+    @property
+    def device_peak_bytes(self) -> int | None:
+        return self.inner.device_peak_bytes
+
+    def figures(self) -> Mapping[str, Any]:
+        return self.inner.figures()
+
+    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample) -> None:
+        self.inner.prepare(optimizer, sample)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return schedule(self.config.schedule, self.axis.size(), num_microbatches, self.config.chunks)
+
+    def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
+        of = self.schedule(len(microbatches))
+        step = _Step(self, of, microbatches, loss, scale)
+        for what in with_messages(of)[self.rank]:
+            if isinstance(what, Action):
+                step.compute(what)
+            else:
+                step.exchange(what)
+        step.finish()
+        dist.all_reduce(step.total, group=self.group)
+        return step.total
+
+    # --- parameters that stages share ---------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        self.inner.reduce()
+        for name, (owner, *copies) in self._shared():
+            if self.rank in (owner, *copies):
+                gradient = self.inner.masters[name].grad
+                assert gradient is not None
+                self._sum_on_owner(gradient, owner, copies)
+
+    def _sum_on_owner(self, gradient: Tensor, owner: int, copies: list[int]) -> None:
+        if self.rank != owner:
+            dist.send(gradient.contiguous(), self.ranks[owner], self.group)
+            return
+        for copy in copies:
+            other = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            dist.recv(other, self.ranks[copy], self.group)
+            gradient += other
+
+    def release(self) -> None:
+        self.inner.release()
+
+    def publish(self) -> None:
+        self.inner.publish()
+        self._publish_shared()
+
+    @torch.no_grad()
+    def _publish_shared(self) -> None:
+        for name, (owner, *copies) in self._shared():
+            if self.rank not in (owner, *copies):
+                continue
+            value = local(self.model.get_parameter(name))
+            if not value.numel():
+                continue
+            if self.rank == owner:
+                for copy in copies:
+                    dist.send(value.contiguous(), self.ranks[copy], self.group)
+            else:
+                received = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                dist.recv(received, self.ranks[owner], self.group)
+                value.copy_(received)
+
+    def _shared(self) -> list[tuple[str, list[int]]]:
+        """In an order that all ranks have."""
+        return sorted(self.stages.shared.items())
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The whole model's forward, without gradients: the ranks take their stages in turn, and all get its result."""
+        assert not torch.is_grad_enabled(), "a pipelined model is called by itself only without gradients"
+        owners, out = self.stages.owners, None
+        for stage, owner in enumerate(owners):
+            if owner != self.rank:
+                continue
+            if stage > 0 and owners[stage - 1] != self.rank:
+                out = self._receive(self.ranks[owners[stage - 1]])
+            with self.stages.computing(stage, out):
+                out = check_activation(self.stages.compute(*args, **kwargs))
+            if stage < len(owners) - 1 and owners[stage + 1] != self.rank:
+                self._send(out, self.ranks[owners[stage + 1]])
+        return self._broadcast(out, owners[-1])
+
+    def _send(self, x: Tensor, peer: int) -> None:
+        dist.send(_description(x), peer, self.group)
+        dist.send(x.contiguous(), peer, self.group)
+
+    def _receive(self, peer: int) -> Tensor:
+        x = self._described(lambda description: dist.recv(description, peer, self.group))
+        dist.recv(x, peer, self.group)
+        return x
+
+    def _broadcast(self, x: Tensor | None, owner: int) -> Tensor:
+        def description_of(description: Tensor) -> None:
+            if self.rank == owner:
+                assert x is not None
+                description.copy_(_description(x))
+            dist.broadcast(description, self.ranks[owner], self.group)
+
+        whole = self._described(description_of)
+        if self.rank == owner:
+            assert x is not None
+            whole.copy_(x)
+        dist.broadcast(whole, self.ranks[owner], self.group)
+        return whole
+
+    def _described(self, fill: Callable[[Tensor], Any]) -> Tensor:
+        """An empty tensor of the shape and format that `fill` writes into a description."""
+        description = torch.empty(_MOST_DIMS + 2, dtype=torch.int64, device=self.mesh.device_type)
+        fill(description)
+        dtype, shape = _read(description)
+        return torch.empty(shape, dtype=dtype, device=self.mesh.device_type)
+
+
+class _Step:
+    """One call of `Pipeline.run`: what was received and computed, and is still needed."""
+
+    def __init__(
+        self, pipeline: Pipeline, of: Schedule, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float
+    ):
+        self.pipeline, self.stages, self.of = pipeline, pipeline.stages, of
+        self.microbatches, self.loss, self.scale = microbatches, loss, scale
+        self.signatures = [tuple(tuple(t.shape) for t in tree_leaves(m) if isinstance(t, Tensor)) for m in microbatches]
+        self.total = torch.zeros((), dtype=torch.float64, device=pipeline.mesh.device_type)
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.passed: dict[Key, Tensor] = {}  # results of this rank that a stage waits for, here or elsewhere
+        self.coming: dict[Key, tuple[Tensor, list[dist.Work]]] = {}
+        self.sent: list[tuple[list[dist.Work], Tensor]] = []
+        self.last = [action for action in of.ranks[pipeline.rank] if action.releases][-1]
+
+    def compute(self, action: Action) -> None:
+        begin = time.perf_counter()
+        key = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            self.held[key] = self._forward(action)
+        elif action.kind is Kind.BACKWARD:
+            self._backward(action, self.held.pop(key))
+        elif action.kind is Kind.INPUT:
+            self._input(action, self.held[key])
+        else:
+            with self.pipeline.inner.microbatch(last=action == self.last):
+                split = self.held.pop(key).split
+                assert split is not None
+                split.weights()
+        if self.pipeline.observe is not None:
+            if self.total.is_cuda:
+                torch.cuda.synchronize()
+            self.pipeline.observe(action, begin, time.perf_counter())
+
+    def _forward(self, action: Action) -> _Held:
+        stage, microbatch = action.stage, action.microbatch
+        received = self._take((True, stage - 1, microbatch)).requires_grad_() if stage else None
+        with self.stages.computing(stage, received):
+            try:
+                value = self.loss(self.microbatches[microbatch])
+            except StageEnd as end:
+                output = check_activation(end.activation)
+                self._pass((True, stage, microbatch), output.detach())
+                return _Held(output, self.stages.entrance)
+            entrance = self.stages.entrance
+        assert stage == self.of.num_stages - 1, f"the loss of stage {stage} was computed without calling the model"
+        self.total += value.detach()
+        return _Held(value * self.scale if self.scale != 1.0 else value, entrance)
+
+    def _gradient(self, action: Action) -> Tensor | None:
+        """What the next stage has sent of this one's output; None on the last, whose output is the loss."""
+        return self._take((False, action.stage, action.microbatch)) if action.stage < self.of.num_stages - 1 else None
+
+    def _backward(self, action: Action, held: _Held) -> None:
+        gradient = self._gradient(action)
+        if held.output.requires_grad:
+            with self.pipeline.inner.microbatch(last=action == self.last):
+                held.output.backward(gradient)
+        if action.stage:
+            assert held.entrance is not None
+            found = held.entrance.grad
+            self._pass_gradient(action, torch.zeros_like(held.entrance) if found is None else found)
+
+    def _input(self, action: Action, held: _Held) -> None:
+        assert held.entrance is not None, "the first block was given no tensor"
+        held.split = SplitBackward(held.output, self._gradient(action), held.entrance)
+        gradient = held.split.input()
+        if action.stage:
+            self._pass_gradient(action, gradient)
+
+    def _pass_gradient(self, action: Action, gradient: Tensor) -> None:
+        self._pass((False, action.stage - 1, action.microbatch), gradient)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _pass(self, key: Key, tensor: Tensor) -> None:
+        self.passed[key] = tensor
+
+    def _take(self, key: Key) -> Tensor:
+        if key in self.passed:
+            return self.passed.pop(key).detach()
+        tensor, works = self.coming.pop(key)
+        for work in works:
+            work.wait()
+        return tensor
+
+    def exchange(self, messages: Exchange) -> None:
+        """Hand over all messages of a moment; only those that come are waited for, and only when they are used."""
+        keys = [(m.is_forward, m.cut, m.action.microbatch) for m in messages]
+        mine = [m.sender == self.pipeline.rank for m in messages]
+        self._agree_on_shapes(messages)
+        tensors = [
+            self.passed.pop(key).contiguous() if sends else self._empty(message)
+            for key, sends, message in zip(keys, mine, messages)
+        ]
+        works = self._post(list(zip(messages, tensors)))
+        for index, (key, sends, tensor) in enumerate(zip(keys, mine, tensors)):
+            own = [works[index]] if len(works) == len(messages) else works
+            if sends:
+                self.sent.append((own, tensor))
+            else:
+                self.coming[key] = tensor, own
+        self._wait_for_sends(_MOST_UNFINISHED)
+
+    def _post(self, messages: list[tuple[Message, Tensor]]) -> list[dist.Work]:
+        operations = []
+        for message, tensor in messages:
+            sends = message.sender == self.pipeline.rank
+            peer = self.pipeline.ranks[message.receiver if sends else message.sender]
+            operations.append(dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer, self.pipeline.group))
+        return dist.batch_isend_irecv(operations)
+
+    def _agree_on_shapes(self, messages: Exchange) -> None:
+        """What microbatches of shapes that are new are to look like between two stages, said by the sender."""
+        new: dict[tuple[int, Any], tuple[Message, Tensor]] = {}
+        for message in messages:
+            kind = message.cut, self.signatures[message.action.microbatch]
+            if not message.is_forward:
+                continue
+            known = self.pipeline._shapes.get(kind)
+            if message.sender == self.pipeline.rank:
+                output = self.passed[True, message.cut, message.action.microbatch]
+                own = output.dtype, tuple(output.shape)
+                assert known in (None, own), f"alike microbatches have activations {known} and {own} behind a stage"
+                description = _description(output)
+            else:
+                description = torch.empty(_MOST_DIMS + 2, dtype=torch.int64, device=self.total.device)
+            if known is None and kind not in new:
+                new[kind] = message, description
+        if not new:
+            return
+        for work in self._post(list(new.values())):
+            work.wait()
+        for kind, (_, description) in new.items():
+            self.pipeline._shapes[kind] = _read(description)
+
+    def _empty(self, message: Message) -> Tensor:
+        dtype, shape = self.pipeline._shapes[message.cut, self.signatures[message.action.microbatch]]
+        return torch.empty(shape, dtype=dtype, device=self.total.device)
+
+    def _wait_for_sends(self, most: int) -> None:
+        while len(self.sent) > most:
+            works, _ = self.sent.pop(0)
+            for work in works:
+                work.wait()
+
+    def finish(self) -> None:
+        """Everything computed, used and sent."""
+        self._wait_for_sends(0)
+        left = [*self.held, *self.passed, *self.coming]
+        assert not left, f"a step of the pipeline has left {left} behind"
+
+
+def _description(x: Tensor) -> Tensor:
+    """Format and shape of a tensor, as a tensor."""
+    assert x.ndim <= _MOST_DIMS, f"{x.ndim} dims between two stages; at most {_MOST_DIMS} are sent"
+    padding = [0] * (_MOST_DIMS - x.ndim)
+    return torch.tensor([_FORMATS.index(x.dtype), x.ndim, *x.shape, *padding], dtype=torch.int64, device=x.device)
+
+
+def _read(description: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    dtype, ndim, *sizes = description.tolist()
+    return _FORMATS[dtype], tuple(sizes[:ndim])

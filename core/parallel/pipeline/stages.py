@@ -1,0 +1,202 @@
+"""The stages of a model on one rank, without a second forward.
+
+`Stages` leaves every module in its place and takes the parameters away that no stage of this rank has, so names stay.
+While a stage computes, everything before its first block is replaced by modules that give back what was received, and
+the first block behind its last one by a module that ends the forward: what a model, a style or a loss does behind the
+blocks belongs to the last stage, whatever it is. Ids, positions, masks and targets are known to every stage, because
+the ranks of a pipeline read the same rows; only the tensor that blocks hand on travels.
+
+Called while no stage computes (an evaluation), the model is the whole model on every rank: the ranks take their stages
+in turn, and all get what the last one returns.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.config import UserError
+from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig, owners
+from core.parallel.pipeline.split import PipelinePlan, split_by_cost, stage_ranges
+from core.parallel.plan import parameter_names, set_parameter
+
+
+def cut_into_stages(model: nn.Module, plan: PipelinePlan, axis: DeviceMesh, config: PipelineConfig) -> "Stages":
+    """Take from the model what other ranks of the axis have.
+
+    Raises UserError for a plan that does not fit the model, and for more stages than blocks.
+    """
+    num_blocks = len(_blocks_of(model, plan))
+    config.check_stages(axis.size(), num_blocks)
+    owner_of = owners(config.schedule, axis.size(), config.chunks)
+    split = config.split or split_by_cost(num_blocks, len(owner_of), plan.costs)
+    stages = Stages(model, plan, owner_of, split, axis.get_local_rank())
+    if config.schedule in SPLIT_BACKWARD:
+        stages.note_entrance()
+    return stages
+
+
+def _blocks_of(model: nn.Module, plan: PipelinePlan) -> nn.ModuleList:
+    """Raises UserError where the plan names what the model has not."""
+    known = dict(model.named_modules())
+    for name in (plan.blocks, *plan.before):
+        if name not in known or (name == plan.blocks and not isinstance(known[name], nn.ModuleList)):
+            children = ", ".join(list(dict(model.named_children()))[:8])
+            raise UserError(
+                f"the pipeline's plan names '{name}', which is no {'module' if name not in known else 'module list'} "
+                f"of the model; the model's modules are {children}, …"
+            )
+    blocks = known[plan.blocks]
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
+class StageEnd(Exception):
+    """Raised where the forward of a stage ends that is not the last; carries what the next stage takes."""
+
+    def __init__(self, activation: Any):
+        super().__init__("the forward of this stage ends here")
+        self.activation = activation
+
+
+class _Received(nn.Module):
+    """In the place of what comes before a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Tensor | None:
+        return self.activation
+
+
+class _End(nn.Module):
+    """In the place of the block behind a stage."""
+
+    def forward(self, activation: Any, *_: Any, **__: Any) -> Any:
+        raise StageEnd(activation)
+
+
+class Stages:
+    """Which parts of `model` this rank has, and the switch between them.
+
+    owners     rank (on the pp axis) of each stage
+    ranges     blocks of each stage
+    own        the stages of this rank
+    current    the stage that computes; None: none
+    entrance   the tensor that its blocks go on from, as far as the backward needs it
+    shared     name -> the ranks that hold it, owner first, of the parameters that stages of several ranks share
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: PipelinePlan, owner_of: tuple[int, ...], split: tuple[int, ...], rank: int
+    ):
+        self.model, self.plan, self.owners, self.rank = model, plan, owner_of, rank
+        self.blocks = _blocks_of(model, plan)
+        self.ranges = stage_ranges(split)
+        self.own = [stage for stage, owner in enumerate(owner_of) if owner == rank]
+        self.current: int | None = None
+        self.entrance: Tensor | None = None
+        self._received, self._end = _Received(), _End()
+        self._slots = self._find_slots()
+        self.shared: dict[str, list[int]] = {}
+        self._drop_what_others_have()
+        self._inner = model.forward
+        model.forward = self._forward
+        self.evaluate: Callable[..., Any] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.owners)
+
+    def _find_slots(self) -> list[tuple[nn.Module, str, nn.Module]]:
+        """(parent, name in it, module) of what comes before the blocks, and of the blocks."""
+        found = []
+        for name in [*self.plan.before, *(f"{self.plan.blocks}.{index}" for index in range(len(self.blocks)))]:
+            parent, _, leaf = name.rpartition(".")
+            found.append((self.model.get_submodule(parent), leaf, self.model.get_submodule(name)))
+        return found
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter, by its name."""
+        if any(name.startswith(f"{before}.") for before in self.plan.before):
+            return 0
+        if not name.startswith(f"{self.plan.blocks}."):
+            return self.num_stages - 1
+        block = int(name.removeprefix(f"{self.plan.blocks}.").split(".")[0])
+        return next(stage for stage, blocks in enumerate(self.ranges) if block in blocks)
+
+    def _drop_what_others_have(self) -> None:
+        """Parameters of other ranks' stages; and the buffers of modules that have lost their parameters."""
+        for names in parameter_names(self.model):
+            holders = list(dict.fromkeys(self.owners[self.stage_of(name)] for name in names))
+            if self.rank not in holders:
+                for name in names:
+                    set_parameter(self.model, name, None)
+                    self.model.get_submodule(name.rpartition(".")[0])._buffers.clear()
+            elif len(holders) > 1:
+                self.shared[names[0]] = holders
+
+    def note_entrance(self) -> None:
+        """From now on `entrance` is known on the first stage, too: what its first block is given."""
+
+        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if self.current == 0 and args and isinstance(args[0], Tensor):
+                self.entrance = args[0]
+
+        self.blocks[0].register_forward_pre_hook(note)
+
+    @contextmanager
+    def computing(self, stage: int, received: Tensor | None) -> Iterator[None]:
+        """The model is this stage, and goes on from `received`, the activations of the one before."""
+        assert self.current is None, f"stage {self.current} is computing"
+        blocks, first_block = self.ranges[stage], len(self.plan.before)
+        self.current, self.entrance, self._received.activation = stage, received, received
+        for index, (parent, leaf, _) in enumerate(self._slots):
+            if stage > 0 and index < first_block + blocks.start:
+                parent._modules[leaf] = self._received
+            elif index == first_block + blocks.stop:
+                parent._modules[leaf] = self._end
+        try:
+            yield
+        finally:
+            for parent, leaf, module in self._slots:
+                parent._modules[leaf] = module
+            self.current = self.entrance = self._received.activation = None
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.current is None:
+            assert self.evaluate is not None
+            return self.evaluate(*args, **kwargs)
+        return self.compute(*args, **kwargs)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the current stage: activations for the next one, or what the model returns."""
+        try:
+            return self._inner(*args, **kwargs)
+        except StageEnd as end:
+            return end.activation
+
+    def leave_before_the_loss(self) -> None:
+        """From now on a call of the model ends in `StageEnd` where its stage is not the last.
+
+        To be called when all other hooks of the model are registered: they see the forward return.
+        """
+
+        def leave(_: nn.Module, __: Any, out: Any) -> None:
+            if self.current is not None and self.current < self.num_stages - 1:
+                raise StageEnd(out)
+
+        self.model.register_forward_hook(leave)
+
+
+def check_activation(activation: Any) -> Tensor:
+    """Raises UserError unless the blocks hand on one floating tensor."""
+    if not isinstance(activation, Tensor) or not activation.is_floating_point():
+        raise UserError(
+            f"a block hands on a {type(activation).__name__}; a pipeline needs blocks that take and return one "
+            "floating tensor, so use mesh.pp=1 for this model"
+        )
+    return activation

@@ -1,0 +1,106 @@
+"""Pipelines beside one rank: microbatches of several lengths, and steps that have one thing broken."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.layout import full_tensor
+from core.mesh import MeshConfig, build_mesh
+from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.plan import pipeline_plan
+from core.optim import clip
+from core.parallel.compose import ParallelConfig, parallelize
+from core.parallel.pipeline.backward import SplitBackward
+from core.parallel.pipeline.run import Pipeline, _Step
+from core.parallel.pipeline.schedule import Action, PipelineConfig
+from tests.support.training import Case, of_all_stages, run
+
+LENGTHS = (7, 3, 9, 7, 1, 3)
+
+
+def gradients_of_lengths(model: DecoderConfig, pipeline: PipelineConfig, mesh: MeshConfig) -> dict[str, Any]:
+    """Losses and gradients, whole, of two steps, whose microbatches' rows have the lengths LENGTHS."""
+    built = build_mesh(mesh.resolve(dist.get_world_size()), "cpu")
+    config = ParallelConfig(precision="fp64", pipeline=pipeline)
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    data = parallelize(
+        decoder, built, config, pipeline_plan=pipeline_plan(), materialise=lambda m: initialise(m, 0)
+    )  # fmt: skip
+    losses, found = [], {}
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        batches = [torch.randint(0, model.vocab_size, (2, length), generator=generator) for length in LENGTHS]
+        losses.append(float(data.run(batches[step:], lambda ids: data.model(ids, targets=ids) / 100)))
+        data.reduce()
+        found |= {f"{name} of step {step}": full_tensor(_gradient(m)).clone() for name, m in data.masters.items()}
+        data.release()
+    return {"losses": losses, **of_all_stages(found, built)}
+
+
+def _gradient(master: Tensor) -> Tensor:
+    assert master.grad is not None
+    return master.grad
+
+
+def broken_run(case: Case, fault: str) -> dict[str, Any]:
+    """The case with a fault of that name: see `_FAULTS`."""
+    with _FAULTS[fault](case):
+        return run(case)
+
+
+@contextmanager
+def _shared_gradient_is_not_summed(_: Case) -> Iterator[None]:
+    with patch.object(Pipeline, "_sum_on_owner", lambda *_: None):
+        yield
+
+
+@contextmanager
+def _shared_value_is_not_sent(_: Case) -> Iterator[None]:
+    with patch.object(Pipeline, "_publish_shared", lambda _: None):
+        yield
+
+
+@contextmanager
+def _last_message_is_empty(case: Case) -> Iterator[None]:
+    """What arrives of the last microbatch, activations or gradients, is zeros."""
+    take = _Step._take
+
+    def without_the_last(step: _Step, key: tuple[bool, int, int]) -> Tensor:
+        found = take(step, key)
+        return torch.zeros_like(found) if key[2] == len(step.microbatches) - 1 else found
+
+    with patch.object(_Step, "_take", without_the_last):
+        yield
+
+
+@contextmanager
+def _one_weights_part_is_missing(_: Case) -> Iterator[None]:
+    compute = _Step.compute
+
+    def without_one(step: _Step, action: Action) -> None:
+        with patch.object(SplitBackward, "weights", lambda _: None) if action.microbatch == 1 else patch("os.sep"):
+            compute(step, action)
+
+    with patch.object(_Step, "compute", without_one):
+        yield
+
+
+@contextmanager
+def _norm_of_stages_as_of_copies(_: Case) -> Iterator[None]:
+    with patch.object(clip, "pipeline_ranks", lambda _: 1):
+        yield
+
+
+_FAULTS = {
+    "shared gradient": _shared_gradient_is_not_summed,
+    "shared value": _shared_value_is_not_sent,
+    "last message": _last_message_is_empty,
+    "weights": _one_weights_part_is_missing,
+    "norm": _norm_of_stages_as_of_copies,
+}
