@@ -6,9 +6,13 @@ size 1. Where tensor parallelism is 2D, 2.5D or 3D, three axes stand in the plac
 
 Ranks of the cp axis hold parts of the same sequences, so they see the same rows of data, and their gradients are added
 up like those of data-parallel ranks: ZeRO shards over both (`shard_axis`). An axis called "a+b" is a and b as one.
+
+With expert parallelism neighbouring data-parallel ranks are an axis of their own, ep, between dp_shard and cp: the two
+data axes are then as much smaller. Parameters that ep cuts are copied, and sharded by ZeRO, over the others.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,8 +22,8 @@ from core.config import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
-GRADIENT_AXES = (*DATA_AXES, "cp")
 GRID_AXES = ("tp_depth", "tp_row", "tp_col")
+EXPERT_AXIS = "ep"
 
 Zero = Literal[0, 1, 2, 3]
 TpMode = Literal["1d", "2d", "2.5d", "3d"]
@@ -48,23 +52,22 @@ class MeshConfig:
     pp: int = 1
     """pipeline stages"""
     ep: int = 1
-    """expert parallel ranks"""
+    """expert parallel ranks, of the data-parallel ones: each holds a part of the experts"""
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "tp", "tp_depth", "cp", "cp_ulysses", "pp", "ep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"mesh.{name}={value}: an axis has at least 1 rank; give a positive number")
-        for name, what in (("ep", "expert"),):
-            if getattr(self, name) != 1:
-                raise UserError(
-                    f"mesh.{name}={getattr(self, name)}: {what} parallelism is not built yet; "
-                    f"use mesh.{name}=1 and dp_replicate, dp_shard, cp, tp or pp"
-                )
         if (self.cp_mode == "mixed") != (self.cp_ulysses > 1) or self.cp % self.cp_ulysses:
             raise UserError(
                 f"mesh.cp={self.cp}, cp_mode={self.cp_mode} and cp_ulysses={self.cp_ulysses} do not fit together; "
                 "under mixed cp_ulysses is above 1 and divides cp, under ring and ulysses leave it out"
+            )
+        if self.ep > 1 and self.tp_mode != "1d":
+            raise UserError(
+                f"mesh.ep={self.ep} with tp_mode={self.tp_mode}: {self.tp_mode} tensor parallelism does not cut "
+                "experts; use --mesh.tp_mode 1d, or mesh.ep=1 and a model without experts"
             )
         self._check_grid()
 
@@ -100,6 +103,9 @@ class MeshConfig:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh's axes, in their order."""
+        if self.ep > 1:
+            before = AXES.index("cp")
+            return (*AXES[:before], EXPERT_AXIS, *AXES[before:])
         return AXES if self.tp_mode == "1d" else (*AXES[:-1], *GRID_AXES)
 
     def resolve(self, world_size: int, zero: Zero = 0) -> "MeshConfig":
@@ -132,6 +138,13 @@ class MeshConfig:
                 f"the mesh {self.describe()} takes exactly {given} ranks, and {world_size} are running; "
                 f"use --nproc {given}, or leave mesh.dp_replicate or mesh.dp_shard open"
             )
+        divided, name = (replicate, "dp_replicate") if zero == 0 else (shard, "dp_shard")
+        if divided % self.ep:
+            divisors = ", ".join(str(n) for n in range(1, divided + 1) if divided % n == 0)
+            raise UserError(
+                f"mesh.ep={self.ep} does not divide the {divided} rank{'s' * (divided != 1)} of {name}; "
+                f"use mesh.ep in {{{divisors}}}, or more data-parallel ranks"
+            )
         return replace(self, dp_replicate=replicate, dp_shard=shard)
 
     def describe(self) -> str:
@@ -143,6 +156,11 @@ class MeshConfig:
         """Sizes in the order of `axes`; only of a resolved mesh."""
         sizes = tuple(getattr(self, axis) for axis in AXES)
         assert None not in sizes, "resolve the mesh first"
+        if self.ep > 1:
+            pp, replicate, shard, *rest = sizes
+            if shard % self.ep == 0:
+                return (pp, replicate, shard // self.ep, self.ep, *rest)
+            return (pp, replicate // self.ep, shard, self.ep, *rest)
         return sizes if self.tp_mode == "1d" else (*sizes[:-1], *self.grid)
 
     @property
@@ -176,21 +194,29 @@ def tensor_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The one-dimensional mesh of the ranks that see different data: dp_replicate x dp_shard.
+    """The one-dimensional mesh of the ranks that see different data: dp_replicate x dp_shard, and ep where it is.
 
     A collective when it is first asked for; the mesh remembers it.
     """
-    return mesh[DATA_AXES]._flatten("dp")
+    return mesh[(*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS))]._flatten("dp")
 
 
-def gradient_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks whose gradients are added up: those of `data_axis`, and with context parallelism its ranks, too."""
-    return flat_axis(mesh, "+".join(GRADIENT_AXES)) if _cuts_sequences(mesh) else data_axis(mesh)
+def gradient_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
+    """The ranks whose gradients are added up: those of `data_axis`, and with context parallelism its ranks, too.
+
+    cut  axes that cut the parameter, so that their ranks hold other parts of it
+    """
+    names = (*DATA_AXES, *(a for a in _of_mesh(mesh, EXPERT_AXIS) if a not in cut), *_sequence_axis(mesh))
+    return data_axis(mesh) if names == (*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS)) else flat_axis(mesh, "+".join(names))
 
 
-def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks over which ZeRO shards: dp_shard, and with context parallelism dp_shard+cp."""
-    return flat_axis(mesh, "dp_shard+cp") if _cuts_sequences(mesh) else mesh["dp_shard"]
+def shard_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
+    """The ranks over which ZeRO shards: dp_shard, with experts dp_shard+ep, and with context parallelism also cp.
+
+    cut  as above
+    """
+    names = ("dp_shard", *(a for a in _of_mesh(mesh, EXPERT_AXIS) if a not in cut), *_sequence_axis(mesh))
+    return mesh["dp_shard"] if len(names) == 1 else flat_axis(mesh, "+".join(names))
 
 
 def pipeline_ranks(mesh: DeviceMesh) -> int:
@@ -198,9 +224,14 @@ def pipeline_ranks(mesh: DeviceMesh) -> int:
     return mesh["pp"].size() if "pp" in (mesh.mesh_dim_names or ()) else 1
 
 
-def _cuts_sequences(mesh: DeviceMesh) -> bool:
-    """Whether there is a cp axis of several ranks; a mesh of somebody else's need not name one."""
-    return "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1
+def _of_mesh(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
+    """The axis, where the mesh has it; one of somebody else's need not name all of ours."""
+    return (name,) if name in (mesh.mesh_dim_names or ()) else ()
+
+
+def _sequence_axis(mesh: DeviceMesh) -> tuple[str, ...]:
+    """cp, where it has several ranks."""
+    return tuple(axis for axis in _of_mesh(mesh, "cp") if mesh[axis].size() > 1)
 
 
 def flat_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:

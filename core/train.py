@@ -33,6 +33,7 @@ from core.config import UserError, as_json
 from core.data import Batches, Prefetch
 from core.mesh import MeshConfig, data_axis, gradient_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
+from core.nn.moe import load_figures, take_load
 from core.optim.build import OptimConfig
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
@@ -231,7 +232,7 @@ def train_step(
         data.publish()
     data.release()
     state.note_step(mean, stop_requested())
-    figures = {"loss": state.loss, "lr": rate, "grad_norm": norm}
+    figures = {"loss": state.loss, "lr": rate, "grad_norm": norm} | _expert_load(data)
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
@@ -261,6 +262,17 @@ def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConf
         return lambda model: loss(model, part)
 
     return draw
+
+
+def _expert_load(data: ParallelModel) -> dict[str, Any]:
+    """Figures of the step's load of experts, over all ranks; none of a model without experts."""
+    load = take_load(data.model)
+    if load is None:
+        return {}
+    if data.mesh.size() > 1:
+        dist.all_reduce(load)
+    copies = data.mesh.size() // gradient_axis(data.mesh).size()  # ranks of tensor parallelism route alike
+    return load_figures(load / copies)
 
 
 def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:

@@ -7,7 +7,7 @@ from apps.llm.corpus import DataConfig
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
-from core.models.plan import check_heads_of
+from core.models.plan import check_experts_of, check_heads_of
 from core.parallel.context import check_length
 from core.parallel.ulysses import check_exchange
 from core.runtime import launched, world_size
@@ -66,11 +66,13 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
     check_heads_of(config.model, mesh)
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
-    if config.optim.name == "muon" and mesh.tp > 1:
-        raise UserError(
-            f"optim.name=muon needs whole matrices on every rank, and mesh.tp={mesh.tp} cuts them; "
-            "use mesh.tp=1, or --optim.name adamw"
-        )
+    check_experts_of(config.model, mesh)
+    for axis in ("tp", "ep"):
+        if config.optim.name == "muon" and (size := getattr(mesh, axis)) > 1:
+            raise UserError(
+                f"optim.name=muon needs whole matrices on every rank, and mesh.{axis}={size} cuts them; "
+                f"use mesh.{axis}=1, or --optim.name adamw"
+            )
     if mesh.tp_mode == "1d":  # a grid goes without context parallelism
         check_exchange(config.model.num_heads // mesh.tp, mesh.exchange_ranks)
     check_length(config.data.sequence_length, mesh.cp)

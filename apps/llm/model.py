@@ -14,6 +14,7 @@ from core.config import UserError
 from core.layout import detached
 from core.models import load_config, load_pretrained, load_weights
 from core.models.decoder import Decoder, DecoderConfig, RopeScaling
+from core.nn.routing import MoEConfig
 from core.train import checkpoint_path
 
 
@@ -80,4 +81,5 @@ def _decoder_config(described: Any, path: Path) -> DecoderConfig:
     if not isinstance(model, dict) or not model.keys() <= {f.name for f in fields(DecoderConfig)}:
         raise UserError(f"{path} is of no model that this program knows; give a Hugging Face folder or a run folder")
     scaling = model.get("rope_scaling")
-    return DecoderConfig(**{**model, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    parts = {"rope_scaling": RopeScaling(**scaling) if scaling else None, "moe": MoEConfig(**model.get("moe", {}))}
+    return DecoderConfig(**{**model, **parts})

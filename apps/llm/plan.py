@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
     for row in memory.table():
         table.add_row(*row)
     console.print(table)
+    if config.model.moe.num_experts:
+        console.print(f"{model.num_matmul_parameters:,} parameters multiply a token")
     machine = _machine(device, config)
     if machine is not None:
         time = estimate_time(model, run, machine)
@@ -85,6 +87,7 @@ def run_shape(config: PretrainConfig) -> RunShape:
         tp_depth=mesh.tp_depth,
         pp=mesh.pp,
         pipeline=config.pipeline,
+        ep=mesh.ep,
         zero=config.zero,
         recompute=config.recompute.mode,
         recompute_every=config.recompute.every,

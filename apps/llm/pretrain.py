@@ -20,8 +20,9 @@ from core.estimate import decoder_shape, stage_costs
 from core.mesh import data_axis
 from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
 from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.hf_config import NO_ARCHITECTURE, has_architecture
 from core.models.measured_costs import measured_costs
-from core.models.plan import context_parallel_plan, pipeline_plan, tensor_parallel_plan
+from core.models.plan import context_parallel_plan, expert_parallel_plan, pipeline_plan, tensor_parallel_plan
 from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
 from core.optim.build import build_optimizer
@@ -68,7 +69,8 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             mesh,
             config,
             plan=tensor_parallel_plan(config.model, config.mesh.tp_mode),
-            context_plan=context_parallel_plan(config.mesh),
+            context_plan=context_parallel_plan(config.mesh, config.model),
+            expert_plan=expert_parallel_plan(config.model),
             pipeline_plan=pipeline_plan(block_costs(config, runtime)),
             materialise=materialise,
         )
@@ -171,7 +173,8 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
         decoder = Decoder(model)
     looked_up = sum(p.numel() for p in decoder.embedding.parameters())
     head = model.vocab_size * model.embedding_size
-    multiplied = sum(p.numel() for p in decoder.parameters()) - looked_up + (head if model.tied_head else 0)
+    active = sum(p.numel() * model.active_share(name) for name, p in decoder.named_parameters())
+    multiplied = round(active) - looked_up + (head if model.tied_head else 0)
     return transformer_flops_per_token(multiplied, model.num_layers, model.num_heads * model.head_size, sequence_length)
 
 
@@ -189,7 +192,8 @@ def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
                 else f"{name:24} {summary[name]:,}"
             )
     if config.hf:
-        print(f"{'Hugging Face folder':24} {export(config.out, config.out / 'hf')}")
+        where = export(config.out, config.out / "hf") if has_architecture(config.model) else "none: " + NO_ARCHITECTURE
+        print(f"{'Hugging Face folder':24} {where}")
     print(f"{'loss curve':24} {config.out / 'loss.png'}")
     print(f"{'metrics':24} {config.out / 'metrics.jsonl'}")
 

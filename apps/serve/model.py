@@ -58,6 +58,8 @@ def build_engine(
     """
     text = load_text(source.folder)
     _check_vocabulary(source, text)
+    if source.config.moe.num_experts and (scheme is not None or (axis is not None and axis.size() > 1)):
+        raise UserError(f"{source.name} has experts, which are served whole on one rank; leave --tp and --quantize out")
     dtype = None if config.precision == "auto" else compute_dtype(config.precision)
     _require_memory(source, dtype, scheme, device, axis)
     model = _load(source, dtype, scheme, device, axis)

@@ -10,6 +10,7 @@ back. `axis` is a DeviceMesh with one dim.
     scatter_to        partial   -> shard          shard     -> replicate   all-gather      (reduce-scatter forward)
     split_to          replicate -> shard          shard     -> replicate   all-gather      (a slice forward)
     join_from         shard     -> replicate      replicate -> shard       a slice         (all-gather forward)
+    exchange_rows     rows of one rank -> of others                        the way back    (all-to-all, both)
 
 `gather_from` is for an input that every rank then uses for another part of the work (its gradients are partial sums);
 `join_from` for a result that every rank then uses alike.
@@ -180,6 +181,23 @@ class _JoinFrom(Function):
         return take_shard(grad, ctx.dim, ctx.axis), None, None
 
 
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(ctx, x, sent, received, axis):
+        ctx.way = received, sent, axis
+        return _send_rows(x, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _send_rows(grad, *ctx.way), None, None, None
+
+
+def _send_rows(x: Tensor, sent: list[int], received: list[int], axis: DeviceMesh) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.get_group())
+    return out
+
+
 def copy_to(x: Tensor, axis: DeviceMesh) -> Tensor:
     """replicate -> replicate; the gradient is a partial sum on each rank and is all-reduced (Megatron's f)."""
     return x if axis.size() == 1 else _CopyTo.apply(x, axis)  # pyright: ignore[reportReturnType]
@@ -208,3 +226,11 @@ def split_to(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
 def join_from(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """shard(dim) -> replicate by all-gather; the gradient, alike on every rank, is sliced."""
     return x if axis.size() == 1 else _JoinFrom.apply(x, dim, axis)  # pyright: ignore[reportReturnType]
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], axis: DeviceMesh) -> Tensor:
+    """x[A, ..]: the first sent[0] rows go to rank 0, … -> received[0] rows from rank 0, …; gradients go the way back.
+
+    Always a message, of a rank without rows too: the others wait for it.
+    """
+    return _ExchangeRows.apply(x, sent, received, axis)  # pyright: ignore[reportReturnType]

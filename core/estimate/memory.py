@@ -108,6 +108,9 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
     if run.microbatch_size > 1:
         num_microbatches = run.num_microbatches * run.microbatch_size
         yield "--microbatch 1", replace(run, microbatch_size=1, num_microbatches=num_microbatches)
+    for ep in range(2 * run.ep, run.num_data_ranks + 1, run.ep):
+        if model.num_experts and run.num_data_ranks % ep == 0 and model.num_experts % ep == 0:
+            yield f"--mesh.ep {ep}", replace(run, ep=ep)
     for tp in (2 * run.tp, 4 * run.tp, 8 * run.tp):
         if run.tp_mode == "1d" and model.tp_parts % tp == 0:
             yield f"--mesh.tp {tp}", replace(run, tp=tp)
@@ -125,7 +128,7 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) 
     state, grads = _state_bytes(model, weights, own, run), _gradient_bytes(model, weights, run)
     head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
     kept, recomputed = _block_activations(model, run, stages, rank)
-    block = model.block
+    block = model.largest_block
     input_bytes, everything, working = (
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
     )
@@ -171,9 +174,8 @@ def _copies(model: ModelShape, stages: StagesOf, rank: int) -> list[Weight]:
 
 
 def _num_local(weights: list[Weight], run: RunShape, shard: int = 1) -> int:
-    """Elements of the largest shards: cut by tp, then by rows over `shard` ranks."""
-    shapes = (weight.held(run) for weight in weights)
-    return sum(-(-rows // shard) * math.prod(rest) for rows, *rest in shapes)
+    """Elements of the largest shards: cut by tp and ep, then by rows over `shard` ranks."""
+    return sum(math.prod(weight.part(run, shard)) for weight in weights)
 
 
 # --- parameters, gradients, optimizer ---------------------------------------------------------------------------------
@@ -211,9 +213,8 @@ def _optimizer_bytes(model: ModelShape, weights: list[Weight], run: RunShape) ->
     """State of the largest shards."""
     total, shard = 0, run.shard_ranks if run.zero else 1
     for weight in weights:
-        rows, *rest = weight.held(run)
         hidden = len(weight.shape) == 2 and 0 <= weight.block < model.num_blocks
-        part = (-(-rows // shard), *rest)
+        part = weight.part(run, shard)
         total += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden)
     return total
 
@@ -299,16 +300,16 @@ def _sent_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
 
 def _block_activations(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) -> tuple[float, float]:
     """(kept by all blocks of a rank, beyond that at the worst moment of the way back by recomputing one)."""
-    block = model.block
-    input_bytes, everything, selective = (
-        run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective)
-    )
-    kept_if_recomputed = input_bytes + (selective if run.recompute == "selective" else 0)
-    again = max(0.0, input_bytes + everything - kept_if_recomputed)
     kept_by, beyond = {}, 0.0
     for stage in stages.own(rank):
         kept = worst = 0.0
         for index in stages.ranges[stage]:
+            block = model.block_of(index)
+            input_bytes, everything, selective = (
+                run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective)
+            )
+            kept_if_recomputed = input_bytes + (selective if run.recompute == "selective" else 0)
+            again = max(0.0, input_bytes + everything - kept_if_recomputed)
             kept += kept_if_recomputed if run.recomputes(index) else input_bytes + everything
             worst = max(worst, kept + (again if run.recomputes(index) else 0))
         kept_by[stage], beyond = kept, max(beyond, worst - kept)

@@ -10,7 +10,7 @@ Sources: Rajbhandari et al., "ZeRO" (2020), section 3, for the bytes of the trai
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -31,22 +31,37 @@ class Weight:
 
     block   index of the block it belongs to; -1 before the blocks (embedding), num_blocks behind them (final norm)
     tp_dim  the dim that tensor parallelism cuts; None replicates
+    experts a stack of matrices, one for each expert, which expert parallelism deals out
     """
 
     shape: tuple[int, ...]
     block: int = 0
     tp_dim: int | None = None
+    experts: bool = False
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """The largest shard on a tp axis of size `tp`."""
         return tuple(-(-n // tp) if dim == self.tp_dim else n for dim, n in enumerate(self.shape))
 
     def held(self, run: RunShape) -> tuple[int, ...]:
-        """The largest shard that tensor parallelism leaves on a rank, in any of its modes."""
+        """The largest shard that tensor parallelism, in any of its modes, and expert parallelism leave on a rank."""
+        if self.experts:
+            rows, *rest = self.local_shape(run.tp)
+            return (-(-rows // run.ep), *rest)
         if run.tp_mode == "1d":
             return self.local_shape(run.tp)
         shape = tuple(-(-n // run.tp_side) for n in self.shape)
         return (-(-shape[0] // run.tp_side), *shape[1:]) if run.tp_mode == "3d" and len(shape) == 2 else shape
+
+    def part(self, run: RunShape, shard: int) -> tuple[int, ...]:
+        """The largest part of what is held where ZeRO shards over `shard` ranks (those of ep hold other experts)."""
+        first, *rest = self.held(run)
+        if not self.experts:
+            return (-(-first // shard), *rest)
+        copies = -(-shard // run.ep)
+        if first < copies and len(rest) > 1 and rest[0] % copies == 0:  # as core.parallel.data cuts a stack
+            return (first, rest[0] // copies, *rest[1:])
+        return (-(-first // copies), *rest)
 
 
 @dataclass(frozen=True)
@@ -57,17 +72,20 @@ class Kept:
     sharded     cut by tensor parallelism
     gathered    whole on every tp rank in any case: the inputs of column-parallel products
     statistics  cut by tensor parallelism, and in fp32 or wider whatever the precision
+    widened     whole on every tp rank: copies in fp32 of what the model computes in 16 bits
     """
 
     replicated: float = 0
     sharded: float = 0
     gathered: float = 0
     statistics: float = 0
+    widened: float = 0
 
     def bytes_per_token(self, run: RunShape) -> float:
         replicated = self.replicated / (run.tp if run.sequence_parallel else 1)
         elements = replicated + self.sharded / run.tp + self.gathered / (1 if run.tp_mode == "1d" else run.tp)
-        return run.width_bytes * elements + run.wide_bytes * self.statistics / run.tp
+        widened = run.wide_bytes * self.widened if run.width_bytes < run.wide_bytes else 0
+        return run.width_bytes * elements + run.wide_bytes * self.statistics / run.tp + widened
 
 
 @dataclass(frozen=True)
@@ -105,8 +123,10 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model of equal blocks.
+    """A model of equal blocks, or of two kinds in turn.
 
+    expert_block           the last of every `expert_every` blocks is of this kind
+    expert_rows            rows of that kind's experts a token
     dim                    elements per token that pass between blocks
     num_matmul_parameters  weights that multiply every token (not embedding tables, but a tied head)
     tp_parts               equal parts (key/value heads) that tensor parallelism may deal out
@@ -121,9 +141,32 @@ class ModelShape:
     num_matmul_parameters: int = 0
     tp_parts: int = 1
     bias_heads: int = 0
+    expert_block: BlockShape | None = None
+    expert_every: int = 1
+    expert_rows: float = 0
 
-    def num_parameters(self) -> int:
-        return sum(math.prod(weight.shape) for weight in self.weights)
+    def num_parameters(self, *, experts: bool | None = None) -> int:
+        """Of all weights; of experts' alone, or without them."""
+        return sum(math.prod(weight.shape) for weight in self.weights if experts in (None, weight.experts))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a block that has any."""
+        return max((weight.shape[0] for weight in self.weights if weight.experts), default=0)
+
+    @property
+    def num_expert_blocks(self) -> int:
+        return 0 if self.expert_block is None else self.num_blocks // self.expert_every
+
+    def block_of(self, index: int) -> BlockShape:
+        """What block number `index` keeps."""
+        has_experts = self.expert_block is not None and (index + 1) % self.expert_every == 0
+        return self.expert_block if has_experts and self.expert_block is not None else self.block
+
+    @property
+    def largest_block(self) -> BlockShape:
+        """The kind that keeps more."""
+        return self.block if self.expert_block is None else self.expert_block
 
 
 @dataclass(frozen=True)
@@ -154,6 +197,7 @@ class RunShape:
     sequence_parallel: bool = True
     pp: int = 1
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    ep: int = 1
     zero: int = 0
     recompute: RecomputeMode = "none"
     recompute_every: int = 1
@@ -221,7 +265,8 @@ def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape
 _TP_DIMS = {
     "embedding.tokens.weight": 0, "head.weight": 0, "attention.qkv.weight": 0, "attention.qkv.bias": 0,
     "attention.out.weight": 1, "mlp.up.weight": 0, "mlp.up.bias": 0, "mlp.gate.weight": 0, "mlp.gate.bias": 0,
-    "mlp.down.weight": 1,
+    "mlp.down.weight": 1, "experts.up.weight": 1, "experts.up.bias": 1, "experts.gate.weight": 1,
+    "experts.gate.bias": 1, "experts.down.weight": 2,
 }  # fmt: skip
 
 
@@ -234,18 +279,20 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
     """
     with torch.device("meta"):
         model = Decoder(config)
-    weights, num_matmul = [], 0
+    weights, num_matmul, looked_up = [], 0, ("embedding.tokens.weight", "embedding.positions.weight")
     for name, parameter in model.named_parameters():
         tp_dim = next((dim for suffix, dim in _TP_DIMS.items() if name.endswith(suffix)), None)
-        weights.append(Weight(tuple(parameter.shape), _block_index(name, config.num_layers), tp_dim))
-        if parameter.ndim == 2 and name not in ("embedding.tokens.weight", "embedding.positions.weight"):
-            num_matmul += parameter.numel()
+        shape, block = tuple(parameter.shape), _block_index(name, config.num_layers)
+        weights.append(Weight(shape, block, tp_dim, experts=".experts." in name))
+        if parameter.ndim >= 2 and name.endswith(".weight") and name not in looked_up:
+            num_matmul += round(parameter.numel() * config.active_share(name))
+    composed = config.norm == "rms_norm" and device_type == "cpu"
     if config.tied_head:
         num_matmul += config.vocab_size * config.embedding_size
     return ModelShape(
         weights=tuple(weights),
         num_blocks=config.num_layers,
-        block=_decoder_block(config, composed_norms=config.norm == "rms_norm" and device_type == "cpu"),
+        block=_decoder_block(config, composed),
         dim=config.dim,
         head=HeadShape(
             config.vocab_size,
@@ -256,6 +303,9 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         num_matmul_parameters=num_matmul,
         tp_parts=config.kv_heads,
         bias_heads=config.num_heads if config.positions == "alibi" else 0,
+        expert_block=_with_experts(_decoder_block(config, composed), config) if config.moe.num_experts else None,
+        expert_every=config.moe.every,
+        expert_rows=_expert_rows(config),
     )
 
 
@@ -290,4 +340,39 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         scores_dim=queries,
         keys_dim=keys,
+    )
+
+
+def _expert_rows(config: DecoderConfig) -> float:
+    """Rows of the experts a token, where loads are balanced: no more than they have room for."""
+    moe = config.moe
+    return moe.per_token * min(1.0, moe.capacity) if moe.num_experts else 0.0
+
+
+def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
+    """A block with experts in the place of its MLP, loads balanced.
+
+    router   its input in fp32; logits, probabilities and gates, in ten tensors or so of the experts' number
+    experts  for each of their rows what an MLP keeps, its input, its output, which the gate multiplies, and its places
+    """
+    rows, experts, dim = _expert_rows(config), config.moe.num_experts, config.dim
+    products = (2 if is_gated(config.activation) else 1) * config.ffn_dim
+    mlp = {"relu": config.ffn_dim}.get(config.activation, 2 * products)
+    everything, selective, working = block.everything, block.selective, block.working
+    return replace(
+        block,
+        everything=replace(
+            everything,
+            sharded=everything.sharded + (rows - 1) * mlp,
+            gathered=everything.gathered + 2 * rows * dim,
+            statistics=everything.statistics + 10 * experts + 6 * rows,
+            widened=dim,
+        ),
+        selective=replace(
+            selective,
+            sharded=selective.sharded + (rows - 1) * products,
+            gathered=selective.gathered + (rows - 1) * dim,
+            statistics=experts,
+        ),
+        working=replace(working, sharded=rows * working.sharded, gathered=rows * dim),
     )

@@ -44,6 +44,7 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     tokens = run.tokens * run.num_microbatches
     compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
     sent = _data_parallel_bytes(model, run) + _tensor_parallel_bytes(model, run) + _context_parallel_bytes(model, run)
+    sent += _expert_parallel_bytes(model, run)
     communication_s = (sent + _pipeline_bytes(model, run)) / machine.bandwidth
     again = 1.0 if run.recompute == "full" else 0.0
     bubble = bubble_in_theory(
@@ -65,15 +66,29 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
 
 
 def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
-    """Sent by one rank: gradients (fp32 or wider) once, or each microbatch; parameters once, at ZeRO-3 twice each."""
-    num_parameters = model.num_parameters() / (run.tp * run.pp)
+    """Sent by one rank: gradients (fp32 or wider) once, or each microbatch; parameters once, at ZeRO-3 twice each.
+
+    Those of experts only among the ranks that hold copies.
+    """
+    dense, experts = (model.num_parameters(experts=which) / (run.tp * run.pp) for which in (False, True))
+    return _replicas_bytes(dense, run, 1) + _replicas_bytes(experts / run.ep, run, run.ep)
+
+
+def _replicas_bytes(num_parameters: float, run: RunShape, ep: int) -> float:
+    """The same of parameters that only one data-parallel rank in `ep` holds."""
     reductions = run.num_microbatches if run.reduce_each else 1
     gradients, parameters = reductions * run.wide_bytes * num_parameters, run.width_bytes * num_parameters
     if run.zero == 0:
-        return 2 * _ring(run.num_data_ranks * run.cp) * gradients
-    gathers = 2 * run.num_microbatches if run.zero == 3 else 1
-    between_replicas = 2 * _ring(run.dp_replicate) * gradients / run.shard_ranks
-    return _ring(run.shard_ranks) * (gradients + gathers * parameters) + between_replicas
+        return 2 * _ring(run.num_data_ranks * run.cp // ep) * gradients
+    gathers, shards = 2 * run.num_microbatches if run.zero == 3 else 1, run.shard_ranks // ep
+    between_replicas = 2 * _ring(run.dp_replicate) * gradients / shards
+    return _ring(shards) * (gradients + gathers * parameters) + between_replicas
+
+
+def _expert_parallel_bytes(model: ModelShape, run: RunShape) -> float:
+    """Sent by one rank: the experts' rows there and back, and their gradients."""
+    blocks = model.num_expert_blocks / run.pp * run.num_microbatches
+    return blocks * _ring(run.ep) * 4 * model.expert_rows * run.tokens * model.dim * run.width_bytes
 
 
 def _tensor_parallel_bytes(model: ModelShape, run: RunShape) -> float:

@@ -1,4 +1,4 @@
-"""The one decoder: GPT-2, OPT, BLOOM and Llama are configurations of it, for training and for serving.
+"""The one decoder: GPT-2, OPT, BLOOM, Llama and Mixtral are configurations of it, for training and for serving.
 
 A forward: ids -> embedding -> blocks -> norm -> head. What differs by execution (caches, shards, pages, rings) enters
 through the `attend` slot of attention, through styles and through `context`, never through a second forward.
@@ -14,7 +14,7 @@ Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K he
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,9 @@ from core.nn.embedding import Embedding
 from core.nn.linear import Linear
 from core.nn.loss import Head
 from core.nn.mlp import MLP, ActivationName, is_gated
+from core.nn.moe import AuxiliaryLoss, MoE
 from core.nn.norm import NormKind, build_norm
+from core.nn.routing import MoEConfig
 
 Family = Literal["gpt2", "opt", "bloom", "llama"]
 
@@ -78,6 +80,8 @@ class DecoderConfig:
     tied_head: bool = True
     embed_dim: int | None = None
     residual_after_norm: bool = False
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """experts in the place of the blocks' MLPs, each of them of ffn_dim"""
     family: Family = "gpt2"
 
     def __post_init__(self) -> None:
@@ -92,6 +96,11 @@ class DecoderConfig:
             raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
         if not self.norm_first and self.final_norm:
             raise UserError("norm_first is False, so the last block ends in a norm; set final_norm to False as well")
+        if self.moe.every > self.num_layers:
+            raise UserError(
+                f"moe.every={self.moe.every}: the last of that many blocks would have experts, and there are "
+                f"{self.num_layers}; give at most {self.num_layers}"
+            )
         self._check_family()
 
     def _check_family(self) -> None:
@@ -123,6 +132,10 @@ class DecoderConfig:
         """All parameters, a tied head counted once."""
         with torch.device("meta"):
             return sum(p.numel() for p in Decoder(self).parameters())
+
+    def active_share(self, name: str) -> float:
+        """The part of a parameter that one token is multiplied with: of experts those that it is meant for."""
+        return self.moe.per_token / self.moe.num_experts if ".experts." in name else 1.0
 
 
 # What a Hugging Face family cannot express otherwise.
@@ -162,7 +175,7 @@ class Decoder(nn.Module):
             offset=config.position_offset,
             norm=self._norm() if config.embedding_norm else None,
         )
-        self.blocks = nn.ModuleList(self._block() for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(self._block(index) for index in range(config.num_layers))
         self.norm = self._norm() if config.final_norm else None
         width = config.embedding_size
         self.project_out = Linear(config.dim, width, bias=False) if width != config.dim else None
@@ -172,15 +185,15 @@ class Decoder(nn.Module):
     def _norm(self) -> nn.Module:
         return build_norm(self.config.norm, self.config.dim, self.config.norm_eps, self.config.norm_affine)
 
-    def _block(self) -> Block:
+    def _block(self, index: int) -> Block:
         c = self.config
         attention = Attention(
             c.dim, c.num_heads, c.kv_heads, c.head_size, bias=c.attention_bias, alibi=c.positions == "alibi"
         )
-        mlp = MLP(c.dim, c.ffn_dim, c.activation, c.mlp_bias)
+        shape = (c.dim, c.ffn_dim, c.activation, c.mlp_bias)
         return Block(
             attention,
-            mlp,
+            MoE(*shape, c.moe) if c.moe.has_experts(index) else MLP(*shape),
             self._norm(),
             self._norm(),
             norm_first=c.norm_first,
@@ -198,6 +211,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """logits[B, L, V], or with targets[B, L] the sum of the token losses (scalar, fp32 or wider).
 
+        In training mode experts' routers add to that sum: see `core.nn.moe`.
+
         attention_mask  [B, L], or [B, S] when `attend` knows earlier keys: nonzero where there is a token. None: all
         positions       [B or 1, L]; by default as the family's own forward derives them from the mask
         context         data of this step for `attend`, handed on; by default a `StepContext` without documents
@@ -208,6 +223,7 @@ class Decoder(nn.Module):
             positions = self.default_positions(input_ids_BL, attention_mask)
         if context is None:
             context = StepContext()
+        auxiliary = self._auxiliary_loss(targets, context)
         x_BLD = self.embedding(input_ids_BL, positions)
         rotary = rotary_angles(self.config, positions, x_BLD.dtype) if self.config.positions == "rotary" else None
         for block in self.blocks:
@@ -216,7 +232,19 @@ class Decoder(nn.Module):
             x_BLD = self.norm(x_BLD)
         if self.project_out is not None:
             x_BLD = self.project_out(x_BLD)
-        return self.head(x_BLD, targets, length, context.rows_R)
+        out = self.head(x_BLD, targets, length, context.rows_R)
+        return out if auxiliary is None else auxiliary.added_to(out)
+
+    def _auxiliary_loss(self, targets: Tensor | None, context: Any) -> AuxiliaryLoss | None:
+        """Where the routers of a training forward put what they add to its loss: into the context, for the blocks."""
+        if not self.config.moe.num_experts:
+            return None
+        context.auxiliary = None
+        if targets is not None and self.training:
+            whole_rows = getattr(context, "num_targets_B", None)
+            own_rows = (targets != self.head.ignore_index).sum(1)
+            context.auxiliary = AuxiliaryLoss(own_rows if whole_rows is None else whole_rows)
+        return context.auxiliary
 
     def default_positions(self, input_ids_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
         """[B or 1, L]: those of a forward that is given none.  Raises UserError for more than the model has."""
@@ -271,7 +299,7 @@ def init_std(name: str, config: DecoderConfig) -> float | None:
     """
     if name.endswith(".bias") or "norm." in name:
         return None
-    residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    residual = name.endswith(("attention.out.weight", "mlp.down.weight", "experts.down.weight"))
     return 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
 
 

@@ -5,10 +5,12 @@ part of the function that the weights define.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from core.config import UserError
 from core.models.decoder import DecoderConfig, RopeScaling
+from core.nn.routing import MoEConfig
 
 _ACTIVATION_OF = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -219,14 +221,68 @@ def _llama_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _mixtral_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    _refuse(hf, sliding_window=None, attention_bias=False, mlp_bias=False, hidden_act="silu")
+    moe = MoEConfig(
+        num_experts=hf["num_local_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        balance_weight=hf.get("router_aux_loss_coef", 0.001),
+        jitter=hf.get("router_jitter_noise", 0.0),
+    )
+    theirs = {"rope_theta": 1e6, "rms_norm_eps": 1e-5} | hf  # their defaults where Llama's are others
+    return replace(_llama_from_hf(theirs), moe=moe)
+
+
+def _mixtral_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    content = _llama_to_hf(config)
+    del content["attention_bias"], content["mlp_bias"]
+    return content | {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.per_token,
+        "router_aux_loss_coef": config.moe.balance_weight,
+        "router_jitter_noise": config.moe.jitter,
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+    }
+
+
+NO_ARCHITECTURE = (
+    "transformers has no architecture of these experts; it has Mixtral: family llama, swiglu, no biases, router topk, "
+    "experts in every block"
+)
+
+
+def has_architecture(config: DecoderConfig) -> bool:
+    """Whether transformers has a class that computes this decoder."""
+    if not config.moe.num_experts:
+        return True
+    is_mixtral = config.family == "llama" and config.activation == "swiglu" and config.moe.router == "topk"
+    return is_mixtral and config.moe.every == 1 and not (config.attention_bias or config.mlp_bias)
+
+
+def model_type_of(config: DecoderConfig) -> str:
+    """What transformers calls this decoder.  Raises UserError where it has no such class."""
+    if not has_architecture(config):
+        raise UserError(f"cannot write a Hugging Face folder: {NO_ARCHITECTURE}; the checkpoints hold the weights")
+    return "mixtral" if config.moe.num_experts else config.family
+
+
 _FROM_HF: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "gpt2": _gpt2_from_hf, "opt": _opt_from_hf, "bloom": _bloom_from_hf, "llama": _llama_from_hf,
+    "mixtral": _mixtral_from_hf,
 }  # fmt: skip
-_TO_HF = {"gpt2": _gpt2_to_hf, "opt": _opt_to_hf, "bloom": _bloom_to_hf, "llama": _llama_to_hf}
+_TO_HF = {
+    "gpt2": _gpt2_to_hf, "opt": _opt_to_hf, "bloom": _bloom_to_hf, "llama": _llama_to_hf, "mixtral": _mixtral_to_hf,
+}  # fmt: skip
 
 
 def config_to_hf(config: DecoderConfig, special_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The content of config.json. special_ids: bos_token_id, eos_token_id, pad_token_id, where there are such."""
+    """The content of config.json. special_ids: bos_token_id, eos_token_id, pad_token_id, where there are such.
+
+    Raises UserError where transformers has no class that computes this decoder.
+    """
+    kind = model_type_of(config)
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | dict(special_ids or {})
-    shared = {"model_type": config.family, "vocab_size": config.vocab_size, "tie_word_embeddings": config.tied_head}
-    return shared | _TO_HF[config.family](config) | ids
+    shared = {"model_type": kind, "vocab_size": config.vocab_size, "tie_word_embeddings": config.tied_head}
+    return shared | _TO_HF[kind](config) | ids

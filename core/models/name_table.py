@@ -8,15 +8,17 @@ slices. What differs between the layouts:
   GPT-2 stacks them, BLOOM's layout is ours.
 - GPT-2 stores the blocks' weights as [in, out] (`transposed`).
 - A tied head has no tensor of its own.
+- Experts: ours are stacked in one parameter, Mixtral's are a tensor each.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from core.models.decoder import Decoder, DecoderConfig
+from core.models.hf_config import model_type_of
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,35 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """One parameter of ours whose rows of dim 0 are tensors of theirs."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(self.sources, self.shape[1:])
+
+    def read(self, tensors: Mapping[str, Tensor], box: tuple[slice, ...] | None = None) -> Tensor:
+        """The parameter, or its part `box`, from their tensors; touches only what it needs."""
+        box = box or tuple(slice(0, n) for n in self.shape)
+        parts = [tensors[source][box[1:]] for source in self.sources[box[0]]]
+        return torch.stack(parts) if parts else next(iter(tensors.values())).new_empty([s.stop - s.start for s in box])
+
+    def write(self, value: Tensor) -> dict[str, Tensor]:
+        """Their tensors from the whole parameter."""
+        return {source: part.clone() for source, part in zip(self.sources, value, strict=True)}
+
+
+@dataclass(frozen=True)
 class Names:
     """How a family names its modules. {n} stands for the block's number.
 
     prefix     in front of all names but the head's; files of a bare model lack it, or its first part
     modules    module of ours -> module of theirs
     qkv        the three (or one) modules behind our qkv
+    experts    stacked module of ours -> module of theirs; {e} stands for the expert's number
     ignored    last parts of names that old files hold beside the weights
     """
 
@@ -93,6 +118,7 @@ class Names:
     qkv: tuple[str, ...]
     transposed: bool = False
     ignored: tuple[str, ...] = ()
+    experts: Mapping[str, str] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str:
         """The name of a tensor as transformers saves it, from a file that may lack the prefix or its first part."""
@@ -169,17 +195,30 @@ NAMES = {
 }
 
 
-def hf_to_ours(config: DecoderConfig) -> list[Entry]:
+_LLAMA = NAMES["llama"]
+NAMES["mixtral"] = replace(
+    _LLAMA,
+    modules={ours: theirs for ours, theirs in _LLAMA.modules.items() if ".mlp." not in ours}
+    | {"blocks.{n}.mlp.router": "layers.{n}.block_sparse_moe.gate"},
+    experts={
+        "blocks.{n}.mlp.experts.gate": "layers.{n}.block_sparse_moe.experts.{e}.w1",
+        "blocks.{n}.mlp.experts.down": "layers.{n}.block_sparse_moe.experts.{e}.w2",
+        "blocks.{n}.mlp.experts.up": "layers.{n}.block_sparse_moe.experts.{e}.w3",
+    },
+)
+
+
+def hf_to_ours(config: DecoderConfig) -> list[Entry | Stack]:
     """The name table: an entry for each parameter of `Decoder(config)`, with their names as transformers saves them."""
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
     return [_entry(name, shape, config) for name, shape in shapes.items()]
 
 
-def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry:
+def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry | Stack:
     if name == "head.weight":
         return Entry(name, shape, (Rows(HEAD, 0, shape[0]),))
-    names = NAMES[config.family]
+    names = NAMES[model_type_of(config)]
     module, _, kind = name.rpartition(".")
     number = module.split(".")[1] if module.startswith("blocks.") else ""
     pattern = module.replace(f"blocks.{number}.", "blocks.{n}.") if number else module
@@ -187,6 +226,8 @@ def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry:
     def theirs(module: str) -> str:
         return names.prefix + module.replace("{n}", number) + "." + kind
 
+    if pattern in names.experts:
+        return Stack(name, shape, tuple(theirs(names.experts[pattern].replace("{e}", str(e))) for e in range(shape[0])))
     transposed = names.transposed and len(shape) == 2 and pattern.startswith("blocks.")
     if pattern in names.modules:
         return Entry(name, shape, (Rows(theirs(names.modules[pattern]), 0, shape[0]),), transposed)

@@ -3,14 +3,17 @@
 1d        Megatron's pairs of linear layers, with the sequence sharded in between
 2d, 2.5d  every weight and activation on two axes of a grid
 3d        on all three; the residual stream on one side of the linear layers, heads and hidden features on the other
+
+Experts are dealt out over the ep axis; under 1d their hidden features are cut, too.
 """
 
 from functools import partial
 
+from core.config import UserError
 from core.mesh import MeshConfig, TpMode
 from core.models.decoder import DecoderConfig
 from core.nn.mlp import is_gated
-from core.parallel import grid, sequence, tensor2d, tensor3d
+from core.parallel import expert, grid, sequence, tensor2d, tensor3d
 from core.parallel.context import shard_sequence
 from core.parallel.pipeline.split import ALIKE, Costs, PipelinePlan
 from core.parallel.plan import Plan
@@ -25,12 +28,45 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
         "embedding.positions": config.positions == "learned",
         "embedding.project_in": config.embedding_size != config.dim,
         "embedding.norm": config.embedding_norm,
-        "blocks.*.mlp.gate": is_gated(config.activation),
+        "blocks.*.mlp.up": not _all_have_experts(config),
+        "blocks.*.mlp.gate": is_gated(config.activation) and not _all_have_experts(config),
+        "blocks.*.mlp.down": not _all_have_experts(config),
         "norm": config.final_norm,
         "project_out": config.embedding_size != config.dim,
     }
+    if mode != "1d" and config.moe.num_experts:
+        raise UserError(f"tp_mode={mode} does not cut experts; use --mesh.tp_mode 1d, or a model without them")
     plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
+
+
+def _all_have_experts(config: DecoderConfig) -> bool:
+    return all(map(config.moe.has_experts, range(config.num_layers)))
+
+
+def _expert_layers(config: DecoderConfig) -> list[str]:
+    """Names of the modules that are experts behind a router."""
+    return [f"blocks.{index}.mlp" for index in range(config.num_layers) if config.moe.has_experts(index)]
+
+
+def expert_parallel_plan(config: DecoderConfig) -> Plan:
+    """The plan of `Decoder(config)` over the mesh's ep axis."""
+    return dict.fromkeys(_expert_layers(config), expert.expert_parallel)
+
+
+def check_experts_of(config: DecoderConfig, mesh: MeshConfig) -> None:
+    """Raises UserError where the model's experts cannot run on the mesh."""
+    if mesh.ep > 1:
+        expert.check_experts(config.moe.num_experts, mesh.ep)
+    if config.moe.num_experts and mesh.tp_mode != "1d":
+        raise UserError(
+            f"mesh.tp_mode={mesh.tp_mode} does not cut experts; use --mesh.tp_mode 1d, or a model without them"
+        )
+    if config.moe.num_experts and mesh.pp > 1:
+        raise UserError(
+            f"mesh.pp={mesh.pp} and a model with experts: what their routers add to the loss does not pass from stage "
+            "to stage; use mesh.pp=1 with mesh.ep, mesh.tp, mesh.cp or --zero 3"
+        )
 
 
 def check_heads_of(config: DecoderConfig, mesh: MeshConfig) -> None:
@@ -42,6 +78,9 @@ def check_heads_of(config: DecoderConfig, mesh: MeshConfig) -> None:
 
 
 def _plan_1d(config: DecoderConfig) -> Plan:
+    with_experts = dict.fromkeys(_expert_layers(config), expert.tensor_parallel)
+    dense = [f"blocks.{n}.mlp" for n in range(config.num_layers)] if with_experts else ["blocks.*.mlp"]
+    gathered = {name: sequence.gather_input for name in dense if name not in with_experts}
     return {
         "embedding.tokens": sequence.vocab_embedding,
         "embedding.positions": sequence.lookup,
@@ -51,7 +90,8 @@ def _plan_1d(config: DecoderConfig) -> Plan:
         "blocks.*.attention.qkv": sequence.colwise,
         "blocks.*.attention.out": sequence.rowwise,
         "blocks.*.attention_norm": sequence.replicate,
-        "blocks.*.mlp": sequence.gather_input,
+        **gathered,
+        **with_experts,
         "blocks.*.mlp.up": sequence.colwise_of_whole,
         "blocks.*.mlp.gate": sequence.colwise_of_whole,
         "blocks.*.mlp.down": sequence.rowwise,
@@ -109,8 +149,10 @@ def _plan_3d(config: DecoderConfig) -> Plan:
     }
 
 
-def context_parallel_plan(mesh: MeshConfig, *, causal: bool = True) -> Plan:
-    """The plan of any decoder over the cp axis. A ring's cut is zig-zag: alike much work under the causal mask.
+def context_parallel_plan(mesh: MeshConfig, config: DecoderConfig | None = None, *, causal: bool = True) -> Plan:
+    """The plan of a decoder over the cp axis. A ring's cut is zig-zag: alike much work under the causal mask.
+
+    config  of the decoder; without one it has no experts
 
     Without `causal` that of an encoder of the decoder's modules; Ulysses takes the `attend` that they have.
     """
@@ -120,7 +162,8 @@ def context_parallel_plan(mesh: MeshConfig, *, causal: bool = True) -> Plan:
         "mixed": attend_by_both(mesh.cp_ulysses, causal),
     }
     zigzag = causal and mesh.cp_mode != "ulysses"
-    return {"": shard_sequence(zigzag), "blocks.*.attention": attend[mesh.cp_mode]}
+    plan = {"": shard_sequence(zigzag), "blocks.*.attention": attend[mesh.cp_mode]}
+    return plan if config is None else plan | dict.fromkeys(_expert_layers(config), expert.share_rows)
 
 
 def pipeline_plan(costs: Costs = ALIKE) -> PipelinePlan:

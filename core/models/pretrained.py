@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.layout import layout_of, local
 from core.models.decoder import Decoder, DecoderConfig
-from core.models.hf_config import config_from_hf, config_to_hf
-from core.models.name_table import HEAD, NAMES, Entry, hf_to_ours
+from core.models.hf_config import config_from_hf, config_to_hf, model_type_of
+from core.models.name_table import HEAD, NAMES, Entry, Stack, hf_to_ours
 from core.weights import Weights, read_json, save_weights, write_json
 
 
@@ -34,7 +34,7 @@ def load_pretrained(
     entries, tensors = _matched(config, folder)
     with torch.device("meta"):
         model = Decoder(config)
-    model.to(dtype or tensors[entries[0].rows[0].source].dtype).to_empty(device=device)
+    model.to(dtype or _embedding(entries, tensors).dtype).to_empty(device=device)
     _fill(model, entries, tensors)
     return model
 
@@ -45,7 +45,7 @@ def load_weights(model: nn.Module, config: DecoderConfig, folder: str | Path) ->
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, entries: list[Entry], tensors: Mapping[str, Tensor]) -> None:
+def _fill(model: nn.Module, entries: list[Entry | Stack], tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     for entry in entries:
         parameter = parameters[entry.name]
@@ -88,9 +88,11 @@ class _Renamed(Mapping[str, Tensor]):
         return len(self._keys)
 
 
-def _matched(config: DecoderConfig, folder: str | Path, hold: bool = True) -> tuple[list[Entry], Mapping[str, Tensor]]:
+def _matched(
+    config: DecoderConfig, folder: str | Path, hold: bool = True
+) -> tuple[list[Entry | Stack], Mapping[str, Tensor]]:
     """The table and their tensors by its names, each tensor wanted, present once and of the right shape."""
-    entries, names, weights = hf_to_ours(config), NAMES[config.family], Weights(folder, hold=hold)
+    entries, names, weights = hf_to_ours(config), NAMES[model_type_of(config)], Weights(folder, hold=hold)
     shapes = {source: shape for entry in entries for source, shape in entry.source_shapes().items()}
     keys, unknown = {}, []
     for key in weights:
@@ -107,10 +109,17 @@ def _matched(config: DecoderConfig, folder: str | Path, hold: bool = True) -> tu
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise UserError(f"{folder}: {name} is {list(tensors[name].shape)}, but config.json says {list(shape)}")
-    embedding = tensors[entries[0].rows[0].source]
+    embedding = _embedding(entries, tensors)
     if config.tied_head and not torch.equal(weights.get(HEAD, embedding), embedding):
         raise UserError(f"{folder}: {HEAD} differs from the embedding; set tie_word_embeddings to false in config.json")
     return entries, tensors
+
+
+def _embedding(entries: list[Entry | Stack], tensors: Mapping[str, Tensor]) -> Tensor:
+    """The token embedding, which comes first."""
+    first = entries[0]
+    assert isinstance(first, Entry)
+    return tensors[first.rows[0].source]
 
 
 def save_pretrained(
@@ -127,7 +136,10 @@ def save_pretrained(
     weights      a decoder, or (name, whole tensor) of each of its parameters, taken one at a time
     dtype        of the tensors written; by default their own
     special_ids  bos_token_id, eos_token_id, pad_token_id of the tokenizer, where it has them
+
+    Raises UserError, before anything is written, where transformers has no class that computes this decoder.
     """
+    model_type_of(config)
     named = weights.named_parameters() if isinstance(weights, Decoder) else weights
     folder, ids = Path(folder), dict(special_ids or {})
     written: list[torch.dtype] = []

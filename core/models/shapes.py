@@ -3,11 +3,14 @@
 GPT-2: Radford et al. (2019). GPT-3: Brown et al. (2020), table 2.1, where two rows do not multiply out (1.3B has 24
 heads of 128 in a model of 2048, 13B a model of 5140); taken as 16 heads and as 5120. OPT: Zhang et al. (2022), table 1,
 and the released configurations. BLOOM: BigScience (2022), table 3. Llama: Touvron et al. (2023), Llama team (2024).
+Mixtral: Jiang et al. (2024), table 1. switch_gpt2_124m is GPT-2 with experts in every second block, as Switch
+Transformers (Fedus et al. 2021) place them.
 """
 
 from dataclasses import replace
 
 from core.models.decoder import DecoderConfig, RopeScaling
+from core.nn.routing import MoEConfig
 
 
 def gpt(num_layers: int, dim: int, num_heads: int, max_length: int = 1024) -> DecoderConfig:
@@ -74,9 +77,20 @@ def llama3(num_layers: int, dim: int, num_heads: int, ffn_dim: int, num_kv_heads
     )
 
 
+def mixtral(num_layers: int, dim: int, num_heads: int, ffn_dim: int, num_kv_heads: int = 8) -> DecoderConfig:
+    """Llama with eight experts in every block, two of them a token."""
+    return replace(
+        llama(num_layers, dim, num_heads, ffn_dim, num_kv_heads),
+        max_length=32768,
+        rope_theta=1e6,
+        moe=MoEConfig(num_experts=8, experts_per_token=2),
+    )
+
+
 SHAPES: dict[str, DecoderConfig] = {
     # 16 thin layers and 8 heads: cut by every mesh of up to 8 ranks, trained in seconds; bytes as tokens and one more.
     "debug": DecoderConfig(vocab_size=257, dim=64, num_layers=16, num_heads=8, ffn_dim=128, max_length=128),
+    "debug_moe": replace(mixtral(4, 64, 8, 64), vocab_size=257, max_length=128, rope_theta=1e4),
     "gpt2_124m": gpt(12, 768, 12),
     "gpt2_medium": gpt(24, 1024, 16),
     "gpt2_large": gpt(36, 1280, 20),
@@ -112,4 +126,7 @@ SHAPES: dict[str, DecoderConfig] = {
     "llama3_1b": replace(
         llama3(16, 2048, 32, 8192), max_length=131_072, tied_head=True, rope_scaling=RopeScaling(factor=32.0)
     ),
+    "mixtral_8x7b": mixtral(32, 4096, 32, 14336),
+    "mixtral_8x22b": replace(mixtral(56, 6144, 48, 16384), max_length=65536),
+    "switch_gpt2_124m": replace(gpt(12, 768, 12), moe=MoEConfig(num_experts=8, every=2, router="switch")),
 }

@@ -34,10 +34,12 @@ class StepContext:
 
     documents_BL  number of the document that each token belongs to; a token attends only inside its own. None: one.
     rows_R        places in the sequence whose logits are wanted; None: all. For the head, when there are no targets.
+    auxiliary     where experts put what they add to the loss (`core.nn.moe`); the model's, set in its forward
     """
 
     documents_BL: Tensor | None = None
     rows_R: Tensor | None = None
+    auxiliary: Any = field(default=None, init=False, repr=False)
     _memo: dict[tuple, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
     @torch.compiler.disable()

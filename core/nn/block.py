@@ -1,4 +1,4 @@
-"""One transformer block: attention and MLP, each with a norm and a residual.
+"""One transformer block: attention and MLP (or experts), each with a norm and a residual.
 
 norm_first            x + f(norm(x))            GPT-2 and all later ones
 not norm_first        norm(x + f(x))            OPT-350m, the original transformer
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from core.nn.attention import Attention
 from core.nn.mlp import MLP
+from core.nn.moe import MoE
 
 
 class Block(nn.Module):
     def __init__(
         self,
         attention: Attention,
-        mlp: MLP,
+        mlp: MLP | MoE,
         attention_norm: nn.Module,
         mlp_norm: nn.Module,
         *,
@@ -40,12 +41,12 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         context: Any = None,
     ) -> Tensor:
-        """x[B, L, D] -> [B, L, D]; the other arguments are handed on to attention."""
+        """x[B, L, D] -> [B, L, D]; the other arguments are handed on to attention, and to experts."""
         if not self.norm_first:
             x_BLD = self.attention_norm(x_BLD + self.attention(x_BLD, positions_BL, rotary, mask, context))
-            return self.mlp_norm(x_BLD + self.mlp(x_BLD))
+            return self.mlp_norm(x_BLD + self.mlp(x_BLD, positions_BL, mask, context))
         normed = self.attention_norm(x_BLD)
         attended = self.attention(normed, positions_BL, rotary, mask, context)
         x_BLD = (normed if self.residual_after_norm else x_BLD) + attended
         normed = self.mlp_norm(x_BLD)
-        return (normed if self.residual_after_norm else x_BLD) + self.mlp(normed)
+        return (normed if self.residual_after_norm else x_BLD) + self.mlp(normed, positions_BL, mask, context)

@@ -85,7 +85,7 @@ def _swiglu_by_kernel(mlp: MLP) -> None:
     plain, gate = mlp.forward, mlp.gate
     assert gate is not None
 
-    def forward(x_BLD: Tensor) -> Tensor:
+    def forward(x_BLD: Tensor, *_step: Any) -> Tensor:
         return mlp.down(swiglu(gate(x_BLD), mlp.up(x_BLD))) if runs_kernel("swiglu", x_BLD) else plain(x_BLD)
 
     mlp.forward = forward

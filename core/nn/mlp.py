@@ -6,7 +6,7 @@ Shapes: B batch, L length, D model, F hidden.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,15 +29,21 @@ def is_gated(activation: ActivationName) -> bool:
     return activation in ("swiglu", "geglu")
 
 
+def activation_function(activation: ActivationName) -> Callable[[Tensor], Tensor]:
+    """The function between the layers; of a gated one that of the gate."""
+    return _FUNCTIONS[activation]
+
+
 class MLP(nn.Module):
     def __init__(self, dim: int, hidden: int, activation: ActivationName, bias: bool):
         super().__init__()
         self.up = Linear(dim, hidden, bias=bias)
         self.gate = Linear(dim, hidden, bias=bias) if is_gated(activation) else None
         self.down = Linear(hidden, dim, bias=bias)
-        self.activation = _FUNCTIONS[activation]
+        self.activation = activation_function(activation)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, *_step: Any) -> Tensor:
+        """x[.., D] -> [.., D]; what else a block hands on (see `core.nn.moe`) makes no difference to it."""
         if self.gate is None:
             return self.down(self.activation(self.up(x_BLD)))
         return self.down(self.activation(self.gate(x_BLD)) * self.up(x_BLD))

@@ -1,13 +1,14 @@
 """The one place that knows the order in which the forms of parallelism are applied to a model.
 
-    tensor and sequence  ->  context  ->  pipeline stages  ->  activation checkpointing  ->  compile
+    tensor and sequence  ->  context  ->  experts  ->  pipeline stages  ->  activation checkpointing  ->  compile
         ->  data parallel (ZeRO) or Gemini  ->  materialise
 
 Tensor parallelism decides what a rank's parameters are, so it comes first; context parallelism cuts the sequence that
-the model is given and what attention sees of it; a pipeline leaves a rank the parameters of its stages; checkpointing
-wraps the blocks' forwards with the collectives in them; what is compiled is the block as it then stands; data
-parallelism shards and hooks what the others left (the config's `spread` says how). Values come last, when every rank
-knows its shard, so no rank ever holds a model that was not meant for it.
+the model is given and what attention sees of it; experts are dealt out as tensor parallelism left them; a pipeline
+leaves a rank the parameters of its stages; checkpointing wraps the blocks' forwards with the collectives in them; what
+is compiled is the block as it then stands; data parallelism shards and hooks what the others left (the config's
+`spread` says how). Values come last, when every rank knows its shard, so no rank ever holds a model that was not meant
+for it.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
-from core.mesh import Zero, tensor_axes
+from core.mesh import EXPERT_AXIS, Zero, tensor_axes
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
@@ -85,6 +86,7 @@ def parallelize(
     *,
     plan: Plan | None = None,
     context_plan: Plan | None = None,
+    expert_plan: Plan | None = None,
     pipeline_plan: PipelinePlan | None = None,
     materialise: Callable[[nn.Module], None] = lambda model: None,
 ) -> ParallelModel:
@@ -92,6 +94,7 @@ def parallelize(
 
     plan           its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank
     context_plan   its context parallelism; without one the cp axis must have one rank
+    expert_plan    its expert parallelism, of styles that are given the whole mesh; without one there is no ep axis
     pipeline_plan  its blocks and what comes before them; without one the pp axis must have one rank
     materialise    fills the parameters and buffers of a model built on the meta device, each rank its shard. The
                    replicas of a model that has values take those of the first
@@ -105,6 +108,12 @@ def parallelize(
         apply_plan(model, context_plan, cp)
     elif cp.size() > 1:
         raise UserError(f"mesh.cp={cp.size()} without a plan: say how the sequence is cut, or use mesh.cp=1")
+    if EXPERT_AXIS in (mesh.mesh_dim_names or ()):
+        if expert_plan is None:
+            raise UserError(
+                f"mesh.ep={mesh[EXPERT_AXIS].size()} without a plan: say which modules hold experts, or use mesh.ep=1"
+            )
+        apply_plan(model, expert_plan, mesh)
     config.check_pipeline(mesh["pp"].size())
     if pipeline_plan is None and mesh["pp"].size() > 1:
         raise UserError(

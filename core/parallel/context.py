@@ -111,6 +111,8 @@ class ShardedContext:
     positions_BL  [B or 1, L]
     rows_R        None: the head computes the logits of all local places
     whole         what the caller gave, for an `attend` that sees the whole sequence
+    num_targets_B targets of each sequence that are counted; None: no targets
+    auxiliary     as in `core.nn.attention.StepContext`
     """
 
     cut: SequenceCut
@@ -118,7 +120,9 @@ class ShardedContext:
     mask_BL: Tensor | None
     positions_BL: Tensor
     whole: Any = None
+    num_targets_B: Tensor | None = None
     rows_R: Tensor | None = field(default=None, init=False)
+    auxiliary: Any = field(default=None, init=False)
 
 
 def shard_sequence(zigzag: bool) -> Style:
@@ -143,8 +147,9 @@ def shard_sequence(zigzag: bool) -> Style:
             if positions is None:
                 positions = _positions_of(model, input_ids, attention_mask)
             documents = getattr(context, "documents_BL", None)
-            sharded = ShardedContext(cut, documents, attention_mask, positions, context)
             targets = options.pop("targets", None)
+            num_targets = None if targets is None else (targets != _IGNORED).sum(1)
+            sharded = ShardedContext(cut, documents, attention_mask, positions, context, num_targets)
             if targets is not None:
                 options["targets"] = cut.take(targets, 1, rank, _IGNORED)
             ids, places = cut.take(input_ids, 1, rank), cut.take(positions, 1, rank)

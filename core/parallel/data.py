@@ -18,9 +18,14 @@ The masters are the parameters themselves where nothing is sharded and the forma
 only the optimizer is sharded, and fp32 copies under bf16 and fp16. Hybrid shard: sharded over dp_shard, alike on
 dp_replicate. Gradients are summed, not averaged: the loss is already divided by the whole batch's weight.
 
+Parameters that expert parallelism cuts are summed over, and sharded over, the data-parallel ranks that hold copies:
+those of one place on the ep axis. A stack of matrices, as experts' weights are, is sharded by the matrices' rows where
+there are fewer matrices than ranks.
+
 Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compression.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,11 +37,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from core.config import UserError
-from core.layout import detached, layout_of, local, tag
-from core.mesh import DATA_AXES, Zero, gradient_axis, shard_axis
+from core.layout import Layout, detached, layout_of, local, tag
+from core.mesh import DATA_AXES, EXPERT_AXIS, Zero, gradient_axis, shard_axis
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
 from core.parallel.rows import own_rows, paired_rows, row_length
@@ -135,15 +140,15 @@ def data_parallel(
 
 
 class Replicas(DataParallel):
-    """Whole parameters on every rank; the optimizer (zero 1) and the gradients (zero 2) sharded by rows of dim 0."""
+    """Whole parameters on every rank; the optimizer (zero 1) and the gradients (zero 2) sharded by rows."""
 
     def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
         model = self.model
-        self.shard_axis = shard_axis(self.mesh) if self.zero else None
         self._sync = True
         allocate(model, self.mesh.device_type)
         materialise(model)
         self.masters = {}
+        self.dims: dict[str, int] = {}
         for names in parameter_names(model):
             self._adopt(names, self.compute_dtype)
         self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
@@ -166,24 +171,38 @@ class Replicas(DataParallel):
         layout = layout_of(parameter)
         source = parameter if dtype == self.reduce_dtype else given
         master = local(source).detach().to(self.reduce_dtype).contiguous()
-        if self.shard_axis is not None and master.ndim:
-            layout = layout.cut(self.mesh, (self.shard_axis.mesh_dim_names or ("",))[0])
-            master = own_rows(master, self.shard_axis)
-            if dtype != self.reduce_dtype:
-                master = master.clone()  # own memory, so that the whole value can go
-        self.masters[names[0]] = tag(master, layout).requires_grad_()
+        axis, dim = self.shard_axis(layout), 0
+        if axis is not None and master.ndim:
+            dim = shard_dim(layout, axis.size())
+            layout = layout.cut(self.mesh, (axis.mesh_dim_names or ("",))[0], dim)
+            master = own_rows(master, axis, dim)
+            # Under another format it has memory of its own, so that the whole value can go.
+            own_memory = dtype != self.reduce_dtype
+            master = master.clone(memory_format=torch.contiguous_format) if own_memory else master.contiguous()
+        self.masters[names[0]], self.dims[names[0]] = tag(master, layout).requires_grad_(), dim
+
+    def shard_axis(self, layout: Layout) -> DeviceMesh | None:
+        """The ranks over which the gradient and the master of a parameter are sharded."""
+        return shard_axis(self.mesh, layout.axes()) if self.zero else None
 
     def _make_buckets(self) -> list["_Bucket"]:
-        """Parameters in the order in which the backward finishes them, cut into messages of about BUCKET_BYTES."""
+        """Parameters in the order in which the backward finishes them, cut into messages of about BUCKET_BYTES.
+
+        A message is of parameters that travel among the same ranks; it is in its place when its last one is there.
+        """
         buckets: list[list[str]] = []
-        room = 0
-        for name in reversed(self.masters):
+        filling: dict[bool, tuple[list[str], int]] = {}
+        order = list(reversed(self.masters))
+        for name in order:
             num_bytes = local(self.parameters[name]).numel() * self.reduce_dtype.itemsize
-            if not buckets or num_bytes > room:
-                buckets.append([])
-                room = BUCKET_BYTES
-            buckets[-1].append(name)
-            room -= num_bytes
+            kind = EXPERT_AXIS in layout_of(self.parameters[name]).axes()
+            names, room = filling.get(kind, (None, 0))
+            if names is None or num_bytes > room:
+                names, room = [], BUCKET_BYTES
+                buckets.append(names)
+            names.append(name)
+            filling[kind] = names, room - num_bytes
+        buckets.sort(key=lambda names: order.index(names[-1]))
         return [_Bucket(names, self) for names in buckets]
 
     def _hook(self, name: str, bucket: "_Bucket") -> Callable[[Tensor], None]:
@@ -245,11 +264,13 @@ class _Bucket:
 
     def __init__(self, names: list[str], owner: Replicas):
         self.names, self.owner = names, owner
-        self.axis = owner.shard_axis
+        layout = layout_of(owner.parameters[names[0]])
+        self.axis = owner.shard_axis(layout)
+        self.gradient_axis = gradient_axis(owner.mesh, layout.axes())
         self.ranks = self.axis.size() if self.axis is not None else 1
         self.device = local(owner.parameters[names[0]]).device
         # Elements of one rank's rows of each parameter, and where they begin among a rank's elements.
-        self.lengths = {n: row_length(local(owner.parameters[n]), self.ranks) for n in names}
+        self.lengths = {n: row_length(local(owner.parameters[n]), self.ranks, owner.dims[n]) for n in names}
         self.offsets = dict(zip(names, accumulate([0, *self.lengths.values()])))
         self.total = sum(self.lengths.values())
         self.waiting_for = set(names)
@@ -273,7 +294,7 @@ class _Bucket:
     def add(self, name: str, grad: Tensor) -> None:
         """Accumulate one microbatch's gradient into the message, in the reduction's format."""
         first = name not in self.filled
-        for slot, rows in paired_rows(self._slots(self._buffer(), name), grad):
+        for slot, rows in paired_rows(self._slots(self._buffer(), name), grad, self.owner.dims[name]):
             slot.copy_(rows) if first else slot.add_(rows)
         self.filled.add(name)
         self.waiting_for.discard(name)
@@ -285,10 +306,9 @@ class _Bucket:
             if name not in self.filled:
                 self._slots(whole, name).zero_()
         if self.axis is None:
-            axis = gradient_axis(self.owner.mesh)
             self.own = whole[0]
-            if axis.size() > 1:
-                self.work = dist.all_reduce(whole, group=axis.get_group(), async_op=True)
+            if self.gradient_axis.size() > 1:
+                self.work = dist.all_reduce(whole, group=self.gradient_axis.get_group(), async_op=True)
             return
         # In place, this rank's row of the message becomes its sum; under ZeRO-2 it moves out, so that the rest can go.
         self.own = whole[self.axis.get_local_rank()]
@@ -336,8 +356,21 @@ class _Bucket:
         whole = torch.empty(self.ranks, self.total, dtype=dtype, device=self.device)
         dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
         for name, parameter in parameters.items():
-            for slot, rows in paired_rows(self._slots(whole, name), parameter):
+            for slot, rows in paired_rows(self._slots(whole, name), parameter, self.owner.dims[name]):
                 rows.copy_(slot)
+
+
+def shard_dim(layout: Layout, ranks: int) -> int:
+    """The dim of a parameter that `ranks` ranks share: 0, as FSDP2 does.
+
+    Of a stack of fewer matrices than ranks the matrices' rows, where those divide evenly everywhere.
+    """
+    if len(layout.shape) < 3:
+        return 0
+    stacked, rows = (n // math.prod(layout.axis_size(a) for a, d in layout.cuts if d == dim)
+                     for dim, n in enumerate(layout.shape[:2]))  # fmt: skip
+    cut_rows = layout.shape[1] // rows if rows else 1
+    return 1 if stacked < ranks and rows and layout.shape[1] % (cut_rows * ranks) == 0 else 0
 
 
 # --- ZeRO 3 -----------------------------------------------------------------------------------------------------------
@@ -359,13 +392,23 @@ class FullyShardedReplicas(DataParallel):
                 set_parameter(model, name, parameter)
         layouts = {n: layout_of(p) for n, p in model.named_parameters()}
         policy = MixedPrecisionPolicy(self.compute_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        axes = shard_axis(mesh)
-        if mesh["dp_replicate"].size() > 1:
-            axes = mesh[DATA_AXES] if mesh["cp"].size() == 1 else DeviceMesh._concatenate([mesh["dp_replicate"], axes])
         scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP2 cuts rows, and a scalar has none
+
+        def shard(module: nn.Module, cut: tuple[str, ...] = ()) -> None:
+            axis = shard_axis(mesh, cut)
+            fully_shard(
+                module,
+                mesh=_with_replicas(mesh, axis),
+                shard_placement_fn=lambda p: Shard(shard_dim(layout_of(p), axis.size())),
+                mp_policy=policy,
+                ignored_params=scalars,
+            )
+
+        for experts in expert_units(model):
+            shard(experts, (EXPERT_AXIS,))
         for block in blocks_of(model):
-            fully_shard(block, mesh=axes, mp_policy=policy, ignored_params=scalars)
-        fully_shard(model, mesh=axes, mp_policy=policy, ignored_params=scalars)
+            shard(block)
+        shard(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -375,7 +418,9 @@ class FullyShardedReplicas(DataParallel):
         for name, parameter in model.named_parameters():
             if parameter.ndim and layouts[name].cuts and layout_of(parameter).shape != layouts[name].shape:
                 # A local tensor: FSDP2 takes it for the whole.
-                tag(parameter, layouts[name].cut(mesh, (shard_axis(mesh).mesh_dim_names or ("",))[0]))
+                axis = shard_axis(mesh, layouts[name].axes())
+                dim = shard_dim(layouts[name], axis.size())
+                tag(parameter, layouts[name].cut(mesh, (axis.mesh_dim_names or ("",))[0], dim))
         materialise(model)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = {n: detached(p).requires_grad_() for n, p in self._trained.items()}
@@ -407,6 +452,28 @@ class FullyShardedReplicas(DataParallel):
         self.model.reshard()
 
 
+def expert_units(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules all of whose parameters expert parallelism cuts."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside:
+            continue
+        parameters = list(module.parameters())
+        if parameters and all(EXPERT_AXIS in layout_of(p).axes() for p in parameters):
+            found.append(module)
+            inside |= {id(m) for m in module.modules()}
+    return found
+
+
+def _with_replicas(mesh: DeviceMesh, axis: DeviceMesh) -> DeviceMesh:
+    """The axis over which is sharded, and where there are replicas of the shards, dp_replicate before it."""
+    if mesh["dp_replicate"].size() == 1:
+        return axis
+    names = axis.mesh_dim_names
+    return mesh[DATA_AXES] if names == ("dp_shard",) else DeviceMesh._concatenate([mesh["dp_replicate"], axis])
+
+
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
@@ -432,12 +499,9 @@ def widen_buffers(model: nn.Module) -> None:
 @torch.no_grad()
 def agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replicas of a model that has values start from those of the first, buffers too; what is on meta has none yet."""
-    axis = gradient_axis(mesh)
-    if axis.size() == 1:
-        return
     for tensor in (*model.parameters(), *model.buffers()):
-        value = local(tensor)
-        if not value.is_meta and value.numel():
+        value, axis = local(tensor), gradient_axis(mesh, layout_of(tensor).axes())
+        if not value.is_meta and value.numel() and axis.size() > 1:
             value = value.contiguous()
             dist.broadcast(value, group=axis.get_group(), group_src=0)
             local(tensor).copy_(value)

@@ -26,6 +26,7 @@ _MATRIX_PRODUCTS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.mkldnn._linear_pointwise.default,  # what core.nn.linear takes on a CPU
+    torch.ops.aten._grouped_mm.default,  # what core.nn.experts takes on a GPU
 )
 
 

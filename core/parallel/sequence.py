@@ -13,6 +13,7 @@ Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer 
 """
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,8 +61,8 @@ def gather_input(module: nn.Module, axis: DeviceMesh) -> nn.Module:
     """A module x[B, L_tp, D] -> … whose parts see x[B, L, D]: gathered once for all the `colwise_of_whole` in it."""
     inner = module.forward
 
-    def forward(x: Tensor) -> Tensor:
-        return inner(_gather_rows(x, axis))
+    def forward(x: Tensor, *rest: Any) -> Tensor:
+        return inner(_gather_rows(x, axis), *rest)
 
     module.forward = forward
     return module

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import context_parallel_plan, pipeline_plan, tensor_parallel_plan
+from core.models.plan import context_parallel_plan, expert_parallel_plan, pipeline_plan, tensor_parallel_plan
 from core.nn.attention import StepContext
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
@@ -77,13 +77,13 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     with torch.device("meta"):
         model = Decoder(case.model)
-    plan, context_plan = tensor_parallel_plan(case.model, case.mesh.tp_mode), context_parallel_plan(config.mesh)
     data = parallelize(
         model,
         mesh,
         config,
-        plan=plan,
-        context_plan=context_plan,
+        plan=tensor_parallel_plan(case.model, case.mesh.tp_mode),
+        context_plan=context_parallel_plan(config.mesh, case.model),
+        expert_plan=expert_parallel_plan(case.model),
         pipeline_plan=pipeline_plan(),
         materialise=lambda m: initialise(m, case.seed),
     )
@@ -170,7 +170,10 @@ def _quiet_exchange(messages: list[dist.P2POp]) -> None:
 
 
 def _quiet_all_to_all(out: torch.Tensor, x: torch.Tensor, *splits: list[int]) -> None:
-    out.copy_(x.repeat(-(-out.numel() // x.numel()))[: out.numel()])
+    if x.numel():
+        out.copy_(x.reshape(-1).repeat(-(-out.numel() // x.numel()))[: out.numel()].view(out.shape))
+    else:
+        out.zero_()
 
 
 _WITHOUT_SENDING = {

@@ -22,6 +22,8 @@ from core.estimate import (
 from core.estimate.time import step_flops
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
+from core.models.shapes import SHAPES
+from core.nn.routing import MoEConfig
 from core.parallel.compose import ParallelConfig
 from core.parallel.recompute import RecomputeConfig
 from core.runtime import start
@@ -265,6 +267,8 @@ FAMILIES = {
         num_kv_heads=2,
     ),
 }
+FAMILIES["mixtral"] = replace(FAMILIES["llama"], moe=MoEConfig(num_experts=4))
+FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4, every=2, experts_per_token=3))
 
 
 @pytest.mark.parametrize(
@@ -284,6 +288,11 @@ FAMILIES = {
         ("bloom", "fp32", "none", 1, 8, 1),
         ("llama", "fp32", "none", 1, 8, 1),
         ("llama", "fp32", "full", 1, 8, 1),
+        ("mixtral", "fp32", "none", 1, 8, 1),
+        ("mixtral", "bf16", "none", 1, 8, 1),
+        ("mixtral", "fp32", "full", 1, 8, 1),
+        ("gpt2, experts in every second block", "fp32", "none", 1, 8, 1),
+        ("gpt2, experts in every second block", "fp32", "selective", 1, 8, 1),
     ],
 )
 def test_agrees_with_the_accounted_allocations_of_a_real_step(
@@ -323,3 +332,42 @@ def test_a_bias_on_the_scores_is_kept_for_the_step_in_fp32():
     without = replace(model, bias_heads=0)
     difference = estimate_memory(model, run).phases["loss"] - estimate_memory(without, run).phases["loss"]
     assert difference == 4 * 2 * 100 * 100
+
+
+def test_experts_are_shared_out_and_a_token_pays_for_those_that_it_meets():
+    config = SHAPES["mixtral_8x7b"]
+    model, dense = decoder_shape(config), decoder_shape(replace(config, moe=MoEConfig()))
+    assert model.num_matmul_parameters == dense.num_matmul_parameters + 32 * 4096 * (3 * 14336 + 8)
+    assert model.num_experts == 8
+    assert model.num_expert_blocks == 32
+    experts = model.num_parameters(experts=True)
+    assert experts == 32 * 8 * 3 * 14336 * 4096
+    run = RunShape(precision="bf16", dp_replicate=8, sequence_length=64)
+    whole, shared = estimate_memory(model, run), estimate_memory(model, replace(run, ep=4))
+    assert whole.parameters_bytes - shared.parameters_bytes == 2 * experts * 3 // 4
+    # ZeRO: experts over the ranks that hold copies, by matrices, and by their rows where there are fewer of them.
+    for ep, zero in ((4, 1), (8, 2), (8, 3)):
+        sharded = replace(run, dp_replicate=1, dp_shard=16, zero=zero, ep=ep)
+        alone = replace(sharded, ep=1)
+        assert estimate_memory(model, sharded).optimizer_bytes == estimate_memory(model, alone).optimizer_bytes
+
+
+def test_what_experts_send():
+    """Gradients of experts between those who hold copies, of others between all; rows there and back, and gradients."""
+    block = BlockShape(Kept(), Kept(), Kept())
+    weights = (Weight((6, 10)), Weight((4, 10, 5), experts=True))
+    model = ModelShape(weights, num_blocks=2, block=block, dim=7, expert_block=block, expert_every=2, expert_rows=2.0)
+    run = RunShape(precision="bf16", dp_replicate=8, ep=4, sequence_length=16)
+    found = estimate_time(model, run, Machine(1e12, bandwidth=1.0)).communication_s
+    gradients = 2 * 7 / 8 * 4 * 60 + 2 * 1 / 2 * 4 * 200 / 4
+    assert found == pytest.approx(gradients + 1 * 3 / 4 * 4 * 2 * 16 * 7 * 2)
+
+
+def test_more_ranks_for_the_experts_are_advised_where_they_fit():
+    model = decoder_shape(replace(SMALL, ffn_dim=1024, moe=MoEConfig(8)))
+    run = RunShape(dp_replicate=4, sequence_length=128)
+    needed = estimate_memory(model, replace(run, ep=4)).peak_bytes
+    with pytest.raises(UserError) as error:
+        require_fit(model, run, needed)
+    assert "--mesh.ep 4 (" in str(error.value)
+    assert "--mesh.ep 2 (" not in str(error.value)

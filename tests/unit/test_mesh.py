@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
-from core.mesh import AXES, MeshConfig, build_mesh, data_axis
+from core.mesh import AXES, MeshConfig, build_mesh, data_axis, gradient_axis, shard_axis
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,53 @@ def test_a_grid_stands_in_the_place_of_tp(mesh: MeshConfig, grid: tuple[int, ...
     resolved = mesh.resolve(2 * mesh.tp, 1)
     assert resolved.axes == ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp_row", "tp_col")
     assert resolved.sizes() == (1, 1, 2, 1, *grid)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "zero", "sizes"),
+    [
+        (MeshConfig(ep=2), 8, 0, (1, 4, 1, 2, 1, 1)),
+        (MeshConfig(ep=4, tp=2), 8, 0, (1, 1, 1, 4, 1, 2)),
+        (MeshConfig(ep=2), 8, 1, (1, 1, 4, 2, 1, 1)),
+        (MeshConfig(ep=2, dp_replicate=2, cp=2), 8, 3, (1, 2, 1, 2, 2, 1)),
+    ],
+)
+def test_experts_take_ranks_of_the_data_axes(mesh: MeshConfig, world_size: int, zero, sizes: tuple[int, ...]) -> None:
+    resolved = mesh.resolve(world_size, zero)
+    assert resolved.axes == ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+    assert resolved.sizes() == sizes
+    assert resolved.data_ranks == world_size // mesh.tp // mesh.cp
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "zero", "says"),
+    [
+        (MeshConfig(ep=3), 8, 0, "mesh.ep=3 does not divide the 8 ranks of dp_replicate; use mesh.ep in {1, 2, 4, 8}"),
+        (MeshConfig(ep=4, dp_replicate=2), 4, 2, "does not divide the 2 ranks of dp_shard; use mesh.ep in {1, 2}"),
+        (MeshConfig(ep=2), 1, 3, "does not divide the 1 rank of dp_shard"),
+    ],
+)
+def test_experts_divide_the_ranks_that_zero_shards_over(mesh: MeshConfig, world_size: int, zero, says: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        mesh.resolve(world_size, zero)
+    assert says in str(refusal.value)
+
+
+def places() -> tuple[int, list[int], list[int], list[int]]:
+    """Data rank, and the ranks of the axes over which gradients of all parameters, and of experts', are added up."""
+    mesh = build_mesh(MeshConfig(ep=2, cp=2).resolve(8, 1), "cpu")
+    rest = shard_axis(mesh, ("ep",))
+    return data_axis(mesh).get_local_rank(), *(axis.mesh.tolist() for axis in (gradient_axis(mesh), mesh["ep"], rest))
+
+
+def test_copies_of_experts_are_at_the_same_place_of_ep(ranks) -> None:
+    found = ranks(8).run(places)
+    assert [data for data, *_ in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [group for _, group, _, _ in found] == [list(range(8))] * 8
+    assert [group for _, _, group, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert [group for *_, group in found] == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2 + [[0, 1, 4, 5]] * 2 + [
+        [2, 3, 6, 7]
+    ] * 2
 
 
 def coordinates() -> tuple[dict[str, int], list[int], int]:

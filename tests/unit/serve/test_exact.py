@@ -9,6 +9,7 @@ import torch
 from apps.serve.request import Request, Sampling
 from apps.serve.scheduler import Limits
 from core.config import UserError
+from core.nn.routing import MoEConfig
 from core.quant import quantize
 from tests.support.serving import Written, greedy, random_schedule, real_engine, run
 from tests.unit.models.test_pretrained import example, in_transformers, random_decoder
@@ -19,6 +20,7 @@ LAYOUTS = {
     "opt_350m": ("opt", {"embed_dim": 12, "norm_first": False, "final_norm": False}),
     "bloom": ("bloom", {}),
     "llama": ("llama", {}),
+    "mixtral": ("llama", {"moe": MoEConfig(5, experts_per_token=2), "attention_bias": False, "mlp_bias": False}),
 }
 NEW = 10
 # page_size, max_batch_tokens, prefill_chunk, max_running; pages: plenty, or hardly more than one sequence needs.

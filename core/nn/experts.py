@@ -1,0 +1,86 @@
+"""Many MLPs of one shape, their weights stacked: each row of the input goes through the one that it is sorted under.
+
+A stack of linear layers is one parameter [E, O, I], so an optimizer sees E matrices, and a cut of dim 0 deals out whole
+experts. The products of all experts are one call of torch's grouped matrix product on a GPU of compute capability 8.0
+or above, in bf16; elsewhere, and as the reference, one product an expert. An expert without rows makes an empty product
+all the same: its weights get a gradient of zero, and its output hangs in the graph, so the collectives of the backward
+are called on every rank.
+
+Shapes: A rows, E experts, I in_features, O out_features, D model, F hidden.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.nn.linear import linear
+from core.nn.mlp import ActivationName, activation_function, is_gated
+
+_ALIGNMENT_BYTES = 16
+
+
+class GroupedLinear(nn.Module):
+    """E linear layers: weight[E, O, I], bias[E, O].
+
+    bias_share  the part of the bias that is added here, where several ranks' outputs are summed
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if bias else None
+        self.bias_share = 1.0
+        bound = in_features**-0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x_AI: Tensor, rows_E: Tensor) -> Tensor:
+        """x[A, I], the rows of one expert after those of another; rows_E says how many each has -> [A, O]."""
+        y_AO = grouped_linear(x_AI, self.weight, rows_E)
+        if self.bias is None:
+            return y_AO
+        bias = self.bias if self.bias_share == 1.0 else self.bias * self.bias_share
+        return y_AO + bias.repeat_interleave(rows_E, dim=0, output_size=x_AI.shape[0])
+
+
+class Experts(nn.Module):
+    """E MLPs, plain or gated: what `core.nn.mlp` is, for each group of rows with weights of its own."""
+
+    def __init__(self, num_experts: int, dim: int, hidden: int, activation: ActivationName, bias: bool):
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = GroupedLinear(num_experts, dim, hidden, bias)
+        self.gate = GroupedLinear(num_experts, dim, hidden, bias) if is_gated(activation) else None
+        self.down = GroupedLinear(num_experts, hidden, dim, bias)
+        self.activation = activation_function(activation)
+
+    def forward(self, x_AD: Tensor, rows_E: Tensor) -> Tensor:
+        """x[A, D], sorted by expert; rows_E int64: how many rows each expert has -> [A, D]."""
+        up_AF = self.up(x_AD, rows_E)
+        hidden_AF = self.activation(up_AF) if self.gate is None else self.activation(self.gate(x_AD, rows_E)) * up_AF
+        return self.down(hidden_AF, rows_E)
+
+
+def grouped_linear(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
+    """The rows of expert e times weight[e] transposed, for all e."""
+    if takes_grouped_product(x_AI, weight_EOI):
+        return by_grouped_product(x_AI, weight_EOI, rows_E)
+    return by_loop(x_AI, weight_EOI, rows_E)
+
+
+def takes_grouped_product(x_AI: Tensor, weight_EOI: Tensor) -> bool:
+    """Whether torch's kernel for GPUs computes this: bf16, rows of whole 16 bytes."""
+    aligned = all(n * x_AI.element_size() % _ALIGNMENT_BYTES == 0 for n in weight_EOI.shape[1:])
+    if not (x_AI.is_cuda and x_AI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned and weight_EOI.numel()):
+        return False
+    return torch.cuda.get_device_capability(x_AI.device) >= (8, 0)
+
+
+def by_grouped_product(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
+    ends_E = rows_E.cumsum(0).to(torch.int32)
+    return F.grouped_mm(x_AI, weight_EOI.transpose(-2, -1), offs=ends_E)
+
+
+def by_loop(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
+    groups = x_AI.split(rows_E.tolist())
+    return torch.cat([linear(x, weight) for x, weight in zip(groups, weight_EOI.unbind(), strict=True)])

@@ -1,0 +1,257 @@
+"""Which expert takes which token: the routers of mixtures of experts, as functions of the routers' probabilities.
+
+    topk           the k experts of the highest probability, whatever their load: nothing is dropped. Gates are the
+                   probabilities divided by their sum (Jiang et al. 2024, Mixtral of Experts, section 2.1)
+    switch         the best expert, as far as it has room; the gate is its probability (Fedus et al. 2021, Switch
+                   Transformers, section 2.1 and 2.2)
+    gshard         the best two, as far as they have room; the second with probability 2 g2 (Lepikhin et al. 2020,
+                   GShard, algorithm 1). First choices of all tokens have room before second ones
+    expert_choice  each expert takes the tokens that give it the highest probability, of equal ones the earliest (Zhou
+                   et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2). It sees later tokens, so a
+                   causal model generates otherwise than it was trained
+
+The group in which experts have room, tokens queue and loads are balanced is a row of the batch (GShard's local groups).
+So what becomes of a token depends on its row alone: not on the other rows, and thus not on microbatches or ranks.
+Room of an expert in a row of n tokens: ceil(capacity_factor k n / E), earlier tokens first. A token that finds none
+passes by the residual. Padding is routed nowhere and counts for nothing.
+
+Where ranks share rows (context parallelism), `Rows` is what the routers ask for the other ranks' part.
+
+Shapes: B batch (rows), L length held here, S whole length, E experts.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from core.config import UserError
+
+RouterName = Literal["topk", "switch", "gshard", "expert_choice"]
+
+_CAPACITY = {"switch": 1.25, "gshard": 1.25, "expert_choice": 1.0}
+_FIXED_PER_TOKEN = {"switch": 1, "gshard": 2}
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Experts in the place of MLPs."""
+
+    num_experts: int = 0
+    """MLPs that a router chooses from, in the blocks that have experts; 0: every block has one plain MLP"""
+    every: int = 1
+    """one block of this many has experts: the last of them"""
+    router: RouterName = "topk"
+    """topk (nothing dropped), switch (top-1), gshard (top-2) or expert_choice"""
+    experts_per_token: int | None = None
+    """of topk and, on average, expert_choice; 2 by default"""
+    capacity_factor: float | None = None
+    """room of an expert in a row, in units of an equal share; 1.25 by default, of expert_choice 1; topk has no limit"""
+    balance_weight: float = 0.01
+    """of the auxiliary loss that balances the experts' loads; it is 1 where they are equal"""
+    z_weight: float = 0.0
+    """of the mean square of the routers' log-sum-exp (Zoph et al. 2022, ST-MoE, section 3.3)"""
+    jitter: float = 0.0
+    """in training the routers' input is multiplied by noise from 1 - jitter to 1 + jitter (Switch, appendix)"""
+    second_expert: Literal["random", "always"] = "random"
+    """of gshard: in training the second expert takes part with probability 2 g2, or wherever it has room"""
+
+    def __post_init__(self) -> None:
+        if not self.num_experts:
+            for item in fields(self):
+                if (value := getattr(self, item.name)) != item.default:
+                    raise UserError(
+                        f"moe.{item.name}={value} and no experts; give moe.num_experts, or leave {item.name} out"
+                    )
+            return
+        self._check_ranges()
+        if self.router in _FIXED_PER_TOKEN and self.experts_per_token not in (None, _FIXED_PER_TOKEN[self.router]):
+            raise UserError(
+                f"moe.experts_per_token={self.experts_per_token} with router {self.router}, which takes "
+                f"{_FIXED_PER_TOKEN[self.router]}; leave it out, or use router topk"
+            )
+        if self.router == "topk" and self.capacity_factor is not None:
+            raise UserError(
+                f"moe.capacity_factor={self.capacity_factor} with router topk, which drops nothing; "
+                "leave it out, or use router switch, gshard or expert_choice"
+            )
+        if self.router == "topk" and self.experts_per_token == 1:
+            raise UserError(
+                "moe.experts_per_token=1 with router topk: a gate divided by itself teaches the router nothing; "
+                "use router switch"
+            )
+        if self.second_expert != "random" and self.router != "gshard":
+            raise UserError(f"moe.second_expert={self.second_expert} with router {self.router}; it is of gshard alone")
+
+    def _check_ranges(self) -> None:
+        if self.num_experts < max(2, self.per_token):
+            raise UserError(
+                f"moe.num_experts={self.num_experts} and {self.per_token} a token; "
+                f"give at least {max(2, self.per_token)}, or 0 for plain MLPs"
+            )
+        for name, value, fine, allowed in (
+            ("every", self.every, self.every >= 1, "at least 1"),
+            ("experts_per_token", self.per_token, self.per_token >= 1, "at least 1"),
+            ("capacity_factor", self.capacity, self.capacity > 0, "a positive factor"),
+            ("balance_weight", self.balance_weight, self.balance_weight >= 0, "0 or more"),
+            ("z_weight", self.z_weight, self.z_weight >= 0, "0 or more"),
+            ("jitter", self.jitter, 0 <= self.jitter < 1, "from 0 to below 1"),
+        ):
+            if not fine:
+                raise UserError(f"moe.{name}={value}; give {allowed}")
+
+    @property
+    def per_token(self) -> int:
+        """Experts that a token is meant for; of expert_choice on average."""
+        return _FIXED_PER_TOKEN.get(self.router) or (2 if self.experts_per_token is None else self.experts_per_token)
+
+    @property
+    def capacity(self) -> float:
+        """The capacity factor; of topk infinite."""
+        given = self.capacity_factor
+        return given if given is not None else _CAPACITY.get(self.router, float("inf"))
+
+    def has_experts(self, block: int) -> bool:
+        """Whether block number `block` has experts."""
+        return self.num_experts > 0 and (block + 1) % self.every == 0
+
+
+class Rows(Protocol):
+    """What a rank knows of the rows of a batch of which it may hold a part only. No gradients."""
+
+    def real(self, x_BLD: Tensor, mask: Tensor | None, context: Any) -> Tensor:
+        """bool[B, L]: where there is a token and not padding."""
+        ...
+
+    def gather(self, x_BLE: Tensor, context: Any) -> Tensor:
+        """[B, L, E] -> the whole rows [B, S, E], in order."""
+        ...
+
+    def take(self, x_BSE: Tensor, context: Any) -> Tensor:
+        """[B, S, E] -> what is held here, [B, L, E]."""
+        ...
+
+    def total(self, x_BE: Tensor) -> Tensor:
+        """Sums over the part of the rows held here -> over the whole rows."""
+        ...
+
+
+class WholeRows:
+    """Rows that this rank holds whole."""
+
+    def real(self, x_BLD: Tensor, mask: Tensor | None, context: Any) -> Tensor:
+        batch, length = x_BLD.shape[:2]
+        if mask is None:
+            return torch.ones(batch, length, dtype=torch.bool, device=x_BLD.device)
+        return mask[:, mask.shape[1] - length :].bool()
+
+    def gather(self, x_BLE: Tensor, context: Any) -> Tensor:
+        return x_BLE
+
+    def take(self, x_BSE: Tensor, context: Any) -> Tensor:
+        return x_BSE
+
+    def total(self, x_BE: Tensor) -> Tensor:
+        return x_BE
+
+
+class Choice(NamedTuple):
+    """What a router decided.
+
+    wanted_BLE   bool: what tokens chose, or were chosen for
+    kept_BLE     bool: those of them that have room
+    gates_BLE    weights of the experts' outputs, with gradients; only where kept they count
+    counted_BLE  bool: the choices whose share the balance loss takes
+    """
+
+    wanted_BLE: Tensor
+    kept_BLE: Tensor
+    gates_BLE: Tensor
+    counted_BLE: Tensor
+
+
+class Routing(NamedTuple):
+    """What `choose` is given beside the probabilities: the configuration, the rows, and what belongs to one forward."""
+
+    config: MoEConfig
+    rows: Rows
+    real_BL: Tensor
+    tokens_B: Tensor
+    context: Any
+    training: bool
+
+
+def choose(p_BLE: Tensor, routing: Routing) -> Choice:
+    """The decision of the configured router on the probabilities of all tokens held here."""
+    return _ROUTERS[routing.config.router](p_BLE, routing)
+
+
+def _topk(p_BLE: Tensor, routing: Routing) -> Choice:
+    wanted = _marked(p_BLE.topk(routing.config.per_token, dim=-1).indices, p_BLE) & routing.real_BL[..., None]
+    return Choice(wanted, wanted, _normalised(p_BLE, wanted), wanted)
+
+
+def _switch(p_BLE: Tensor, routing: Routing) -> Choice:
+    wanted = _marked(p_BLE.argmax(-1, keepdim=True), p_BLE) & routing.real_BL[..., None]
+    return Choice(wanted, wanted & _has_room(wanted, None, routing), p_BLE, wanted)
+
+
+def _gshard(p_BLE: Tensor, routing: Routing) -> Choice:
+    best = p_BLE.topk(2, dim=-1).indices
+    real = routing.real_BL[..., None]
+    first, second = (_marked(best[..., n : n + 1], p_BLE) & real for n in range(2))
+    gates = _normalised(p_BLE, first | second)
+    # As in the paper a second choice that is not sent still queues.
+    room = _has_room(second, routing.rows.total(first.sum(1)), routing)
+    sent = second
+    if routing.training and routing.config.second_expert == "random":
+        drawn_BL = torch.rand(p_BLE.shape[:2], dtype=p_BLE.dtype, device=p_BLE.device)
+        sent = second & (2 * gates.detach() > drawn_BL[..., None])
+    kept = (first & _has_room(first, None, routing)) | (sent & room)
+    return Choice(first | sent, kept, gates, first)
+
+
+def _expert_choice(p_BLE: Tensor, routing: Routing) -> Choice:
+    rows, context = routing.rows, routing.context
+    score_BLE = p_BLE.detach().masked_fill(~routing.real_BL[..., None], -1.0)
+    order_BSE = rows.gather(score_BLE, context).argsort(dim=1, descending=True, stable=True)
+    place_BSE = torch.empty_like(order_BSE)
+    places = torch.arange(order_BSE.shape[1], device=order_BSE.device)[None, :, None].expand_as(order_BSE)
+    place_BSE.scatter_(1, order_BSE, places)
+    kept = rows.take(place_BSE < _room(routing), context) & routing.real_BL[..., None]
+    return Choice(kept, kept, p_BLE, kept)
+
+
+_ROUTERS = {"topk": _topk, "switch": _switch, "gshard": _gshard, "expert_choice": _expert_choice}
+
+
+def _marked(index_BLK: Tensor, like_BLE: Tensor) -> Tensor:
+    """bool[B, L, E]: True at the indices."""
+    return torch.zeros_like(like_BLE, dtype=torch.bool).scatter_(-1, index_BLK, True)
+
+
+def _normalised(p_BLE: Tensor, wanted_BLE: Tensor) -> Tensor:
+    """Probabilities of the wanted experts divided by their sum; padding, which wants none, gets zeros."""
+    chosen = p_BLE * wanted_BLE
+    total = chosen.sum(-1, keepdim=True)
+    return chosen / total.masked_fill(~wanted_BLE.any(-1, keepdim=True), 1.0)
+
+
+def _room(routing: Routing) -> Tensor:
+    """[B, 1, 1]: tokens that an expert takes of each row."""
+    config, tokens = routing.config, routing.tokens_B.double()
+    share = (tokens * (config.capacity * config.per_token / config.num_experts)).ceil()
+    return torch.minimum(share, tokens)[:, None, None]
+
+
+def _has_room(wanted_BLE: Tensor, before_BE: Tensor | None, routing: Routing) -> Tensor:
+    """bool[B, L, E]: whether fewer tokens than an expert takes stand before this one in its queue.
+
+    before_BE  tokens in front of all of these
+    """
+    whole_BSE = routing.rows.gather(wanted_BLE, routing.context).long()
+    place_BSE = whole_BSE.cumsum(1) - whole_BSE
+    if before_BE is not None:
+        place_BSE = place_BSE + before_BE[:, None]
+    return routing.rows.take(place_BSE < _room(routing), routing.context)

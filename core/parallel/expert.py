@@ -1,0 +1,175 @@
+"""Expert parallelism: the ranks of the ep axis hold different experts, and send each other the tokens that they take.
+
+    rows[A, D] by expert -> all-to-all -> rows of the experts held here -> by expert -> MLPs -> all-to-all -> rows[A, D]
+
+`expert_parallel`, a style for a block's `core.nn.moe.MoE`. The ranks of the axis see different data, as data-parallel
+ranks do; all but the experts' weights is replicated over them.
+
+1. Every rank tells each other how many rows it has for each of its experts: one all-to-all of E counts. This is the one
+   place where the host waits for the device.
+2. The rows travel, as many as there are; they come ordered by rank, then by expert, and are put in order by expert.
+3. The experts, and the same way back. The backward sends the gradients along the same ways.
+
+A rank that sends nothing, or whose experts receive nothing, takes part in every one of these collectives, forward and
+backward: with empty messages. (Its products are empty, but they are in the graph: see `core.nn.experts`.)
+
+An expert's weights get the gradient of the rows of all ranks of the axis, so what is left to add up are the sums of
+those ranks that hold copies: on the data axes, at the same place of ep. `core.parallel.data` reads it off the layout.
+
+Under tensor parallelism (`tensor_parallel`) a rank holds the same hidden features of all its experts: the ranks of tp
+route the whole sequence alike, exchange it each over an ep axis of their own, and scatter the sums of what comes back.
+Under context parallelism (`share_rows`) ranks hold parts of rows; routers see what they must know of the others.
+
+Bytes that leave a rank for one layer, forward and backward, of A rows sent and R received, w bytes an element:
+2 (A + R) D w, and 8 E for the counts; a token's own rank among them, so a wire carries (ep - 1) / ep of it.
+
+Lepikhin et al. 2020 (GShard), section 3.2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 5.
+
+Shapes: B batch, L length, A and R rows, E experts, D model, F hidden, N ranks of the axis.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.comm.collectives import all_gather, all_reduce, exchange_rows, gather_from, scatter_to
+from core.config import UserError
+from core.layout import Layout, layout_of, shares, tag
+from core.mesh import EXPERT_AXIS
+from core.parallel.context import ShardedContext
+from core.parallel.plan import mark_partial_parameter
+
+_L = 1  # activations are [B, L, D]
+
+
+def check_experts(num_experts: int, ep: int) -> None:
+    """Raises UserError where a rank of the ep axis would hold no expert."""
+    if num_experts == 0:
+        raise UserError(f"mesh.ep={ep} and the model has no experts; use mesh.ep=1, or give model.moe.num_experts")
+    if any(share.start == share.stop for share in shares(num_experts, ep)):
+        fine = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise UserError(
+            f"{num_experts} experts leave a rank of mesh.ep={ep} without any; use mesh.ep in "
+            f"{{{', '.join(map(str, fine))}}}"
+        )
+
+
+def expert_parallel(moe: Any, mesh: DeviceMesh) -> nn.Module:
+    """Deal out the experts of a MoE layer over the mesh's ep axis.
+
+    mesh  the whole mesh, for the weights may be cut over other axes too
+    """
+    axis, experts = mesh[EXPERT_AXIS], moe.experts
+    check_experts(experts.num_experts, axis.size())
+    held = [share.stop - share.start for share in shares(experts.num_experts, axis.size())]
+    for module in experts.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            _cut(module, name, Layout(layout_of(parameter).shape, mesh, layout_of(parameter).cuts), EXPERT_AXIS, 0)
+    inner = experts.forward
+
+    def forward(x_AD: Tensor, rows_E: Tensor) -> Tensor:
+        arriving_NE = _counts(rows_E, held, axis)
+        sent, received = _splits(rows_E, held, arriving_NE)
+        x_RD = exchange_rows(x_AD, sent, received, axis)
+        order_R = _by_expert(arriving_NE, sum(received))
+        y_RD = inner(x_RD.index_select(0, order_R), arriving_NE.sum(0))
+        return exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
+
+    experts.forward = forward
+    return moe
+
+
+def _counts(rows_E: Tensor, held: list[int], axis: DeviceMesh) -> Tensor:
+    """int64[N, experts held here]: the rows that each rank has for each of this rank's experts."""
+    mine = held[axis.get_local_rank()]
+    arriving = rows_E.new_empty(axis.size() * mine)
+    dist.all_to_all_single(arriving, rows_E.contiguous(), [mine] * axis.size(), held, group=axis.get_group())
+    return arriving.view(axis.size(), mine)
+
+
+def _splits(rows_E: Tensor, held: list[int], arriving_NE: Tensor) -> tuple[list[int], list[int]]:
+    """Rows to each rank, and from each; one wait for the device."""
+    leaving_N = torch.stack([rows.sum() for rows in rows_E.split(held)])
+    both = torch.cat([leaving_N, arriving_NE.sum(1)]).tolist()
+    return both[: len(held)], both[len(held) :]
+
+
+def _by_expert(arriving_NE: Tensor, num_rows: int) -> Tensor:
+    """The rows' places, those of one expert after those of another, where they came rank by rank."""
+    ranks, experts = arriving_NE.shape
+    expert_R = torch.arange(experts, device=arriving_NE.device).repeat(ranks)
+    expert_R = expert_R.repeat_interleave(arriving_NE.flatten(), output_size=num_rows)
+    return expert_R.argsort(stable=True)
+
+
+def tensor_parallel(moe: Any, axis: DeviceMesh) -> nn.Module:
+    """Shard the hidden features of all experts.  x[B, L_tp, D] -> y[B, L_tp, D], the sequence sharded in between.
+
+    Every rank routes the whole sequence; of the router's gradient it has what its part of the features gives.
+    """
+    name = (axis.mesh_dim_names or ("tp",))[0]
+    experts = moe.experts
+    for linear, dim in ((experts.up, 1), (experts.gate, 1), (experts.down, 2)):
+        if linear is None:
+            continue
+        for leaf, parameter in list(linear.named_parameters(recurse=False)):
+            if parameter.ndim > dim:
+                _cut(linear, leaf, Layout(tuple(parameter.shape), axis), name, dim)
+    if experts.down.bias is not None:
+        experts.down.bias_share = 1 / axis.size()
+        mark_partial_parameter(experts.down.bias, (name,))
+    mark_partial_parameter(moe.router.weight, (name,))
+    moe.share = 1 / axis.size()
+    inner = moe.forward
+
+    def forward(x: Tensor, *step: Any) -> Tensor:
+        return scatter_to(inner(gather_from(x, _L, axis), *step), _L, axis)
+
+    moe.forward = forward
+    return moe
+
+
+def _cut(module: nn.Module, name: str, layout: Layout, axis: str, dim: int) -> None:
+    """One more cut of a parameter that lies as `layout` says; notes on it stay."""
+    before = module.get_parameter(name)
+    assert layout.mesh is not None
+    layout = layout.cut(layout.mesh, axis, dim)
+    share = shares(before.shape[dim], layout.axis_size(axis))[layout.axis_index(axis)]
+    part = before.detach().narrow(dim, share.start, share.stop - share.start)
+    made = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=before.requires_grad)
+    tag(made, layout)
+    if hasattr(before, "partial_over"):
+        mark_partial_parameter(made, before.partial_over)  # pyright: ignore[reportArgumentType]
+    module.register_parameter(name, made)
+
+
+class SharedRows:
+    """Rows of a batch of which the ranks of a cp axis hold parts (`core.nn.routing.Rows`)."""
+
+    def __init__(self, axis: DeviceMesh):
+        self.axis, self.rank = axis, axis.get_local_rank()
+
+    def real(self, x_BLD: Tensor, mask: Tensor | None, context: ShardedContext) -> Tensor:
+        whole = context.mask_BL
+        if whole is None:
+            whole = torch.ones(x_BLD.shape[0], context.cut.length, dtype=torch.bool, device=x_BLD.device)
+        return context.cut.take(whole.bool(), 1, self.rank)
+
+    def gather(self, x_BLE: Tensor, context: ShardedContext) -> Tensor:
+        as_numbers = x_BLE.to(torch.uint8) if x_BLE.dtype == torch.bool else x_BLE
+        return context.cut.join(list(all_gather(as_numbers[None], 0, self.axis)), 1)
+
+    def take(self, x_BSE: Tensor, context: ShardedContext) -> Tensor:
+        return context.cut.take(x_BSE, 1, self.rank)
+
+    def total(self, x_BE: Tensor) -> Tensor:
+        return all_reduce(x_BE, self.axis)
+
+
+def share_rows(moe: Any, axis: DeviceMesh) -> nn.Module:
+    """A MoE layer on x[B, L_cp, D]: tokens have room, and loads are balanced, by whole rows."""
+    moe.rows = SharedRows(axis)
+    return moe
