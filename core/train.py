@@ -34,6 +34,7 @@ from core.data import Batches, Prefetch
 from core.mesh import MeshConfig, data_axis, gradient_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.nn.moe import load_figures, take_load
+from core.optim.average import WeightAverage
 from core.optim.build import OptimConfig
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
@@ -132,6 +133,7 @@ def fit(
     *,
     weight: Callable[[dict[str, Tensor]], Tensor] = num_rows,
     evaluate: Evaluate | None = None,
+    average: WeightAverage | None = None,
     flops_per_token: float | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -142,10 +144,11 @@ def fit(
                      microbatches of all ranks
     evaluate         model -> figures of an evaluation; called on every rank; where parameters are sharded, every rank
                      must call the model equally often
+    average          follows the masters, and is part of the checkpoints
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """
-    state = TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}))
+    state = TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}), average)
     axis = data_axis(data.mesh)
     # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens and stages.
     seed_everything(config.seed + _drawing_rank(data.mesh))
@@ -167,7 +170,7 @@ def fit(
         step = first or 0
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
         while step < last and not state.stopping:
-            with meter.step(optimizer):
+            with meter.step(state):
                 row = train_step(state, next(source), loss, weight, config, step, lambda: stop.requested)
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
@@ -228,6 +231,8 @@ def train_step(
         for group in state.optimizer.param_groups:
             group["lr"] = rate
         state.optimizer.step()
+        if state.average is not None:
+            state.average.follow()
         data.release()  # before the parameters travel: the two need not share memory
         data.publish()
     data.release()
@@ -286,12 +291,21 @@ def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
 
 
 class TrainState:
-    """What a checkpoint keeps: masters and frozen parameters, optimizer, loss scale, buffers, generators, values."""
+    """What a checkpoint keeps: masters and frozen parameters, their average, optimizer, loss scale, buffers, values.
+
+    And what is of a rank alone, its generators.
+    """
 
     def __init__(
-        self, data: ParallelModel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, values: dict[str, Any]
+        self,
+        data: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale,
+        values: dict[str, Any],
+        average: WeightAverage | None = None,
     ):
         self.data, self.optimizer, self.loss_scale, self.values = data, optimizer, loss_scale, values
+        self.average = average
         self.loaded: dict[str, Any] = {}
         self.stopping = False
         self.loss = float("nan")
@@ -308,6 +322,8 @@ class TrainState:
         found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
             found |= {f"optim/{key}/{name}": value for key, value in state.items()}
+        if self.average is not None:
+            found |= {f"average/{name}": value for name, value in self.average.tensors.items()}
         return found
 
     def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -317,6 +333,8 @@ class TrainState:
         if not self.optimizer.state:  # every step was skipped
             self._make_optimizer_state()
         values = {"values": self.values, "loss_scale": self.loss_scale.state()}
+        if self.average is not None:
+            values["average_steps"] = self.average.steps
         checkpointer.save(step, self.tensors(), values, rng_state())
 
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
@@ -330,6 +348,8 @@ class TrainState:
             self.data.publish()
         self.loaded = values["values"]
         self.loss_scale.load_state(values["loss_scale"])
+        if self.average is not None:
+            self.average.steps = values["average_steps"]
         if random is not None:
             set_rng_state(random)
         return step
@@ -490,7 +510,7 @@ class _Meter:
         self.begin = self.step_begin = time.perf_counter()
 
     @contextmanager
-    def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def step(self, state: TrainState) -> Iterator[None]:
         self.step_begin = time.perf_counter()
         with ExitStack() as stack:
             if self.dispatch and len(self.times) == self.COUNTED - 1:
@@ -499,8 +519,8 @@ class _Meter:
                     self.account = stack.enter_context(MemoryAccount())
                     self.account.add(self.data.model.parameters())
                     self.account.add(self.data.masters.values())
-                    held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-                    self.account.add(held)
+                    held = [v for s in state.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+                    self.account.add(held + list(state.average.tensors.values() if state.average else ()))
             yield
 
     def row(self, tokens: int) -> dict[str, float]:
