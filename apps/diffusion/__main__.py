@@ -8,6 +8,9 @@ from core.runtime import leads
 APP = App(
     "apps.diffusion",
     {
+        "pretrain": "train a U-Net from nothing on captioned images",
+        "finetune": "go on training a pipeline, on captioned images or on one subject",
+        "dreambooth": "teach a pipeline one subject from a few images",
         "sample": "pictures of prompts",
         "recipes": "the models that have a name",
     },

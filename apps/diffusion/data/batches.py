@@ -16,6 +16,7 @@ n ranks train on what one does, and resuming needs no state.
 
     latents[B, C, h, w]   as the U-Net sees them (scaled)       noise[B, C, h, w]   with its offset
     timesteps[B]          int64                                 prior[B]            bool: a class image
+    steps[B]              int64: the step, which validation names its pictures after
     text[B, L, D]         embeddings, or prompt_ids[B, L] where the text encoder is trained
 
 Shapes: B rows of this rank, C latent channels, h x w latents, L tokens, D width of the text encoder.
@@ -82,7 +83,8 @@ class LatentBatches:
 
     def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
         rows = [self.row(step, row) for row in rows_of_rank(self.global_batch, rank, num_ranks)]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return stacked | {"steps": torch.full((len(rows),), step)}
 
     def row(self, step: int, row: int) -> dict[str, Tensor]:
         """One row of a step, without the dim of rows."""

@@ -215,6 +215,7 @@ def test_a_row_depends_on_the_step_and_its_number_alone() -> None:
             for ranks in (1, 2, 4):
                 for rank in range(ranks):
                     found = batches.batch(step, rank, ranks)
+                    assert (found["steps"] == step).all()
                     for place, row in enumerate(wanted[rank * rows // ranks : (rank + 1) * rows // ranks]):
                         assert all(torch.equal(found[name][place], row[name]) for name in row)
 

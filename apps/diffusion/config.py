@@ -1,0 +1,188 @@
+"""The options of `diffusion pretrain`, `finetune` and `dreambooth`: core's training run, a pipeline, pictures."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from apps.diffusion.noise import Prediction
+from core.config import UserError
+from core.mesh import MeshConfig
+from core.runtime import launched, world_size
+from core.train import TrainConfig
+
+Method = Literal["full", "dreambooth"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which pictures are learned from, and how they are shown."""
+
+    images: Path | None = None
+    """a folder of images with captions: NAME.txt beside NAME.png, or metadata.jsonl with file_name and text"""
+    prompt: str | None = None
+    """the caption of every image; captions in the folder are then not read"""
+    global_batch: int = 4
+    """images of a step over all ranks; with prior preservation as many of the class come with them"""
+    resolution: int | None = None
+    """side of a square of the area that images are scaled to, in pixels; by default the model's"""
+    buckets: bool = True
+    """keep aspect ratios up to 2:1, in sizes of equal area; otherwise every image is cropped to a square"""
+    crops: int = 1
+    """crops of an image, evenly along what overhangs; a row shows one at random"""
+    flip: bool = False
+    """show images mirrored too, at random"""
+    caption_dropout: float = 0.0
+    """share of rows without their caption: what guidance at sampling leads away from"""
+    cache: Path | None = None
+    """where latents and text embeddings are kept, by content and settings; by default cache/ beside --out"""
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1 or self.crops < 1:
+            raise UserError(f"data.global_batch={self.global_batch}, data.crops={self.crops}; give at least 1 of each")
+        if not 0 <= self.caption_dropout <= 1:
+            raise UserError(f"data.caption_dropout={self.caption_dropout}; give a share from 0 to 1")
+        if self.prompt is not None and not self.prompt.strip():
+            raise UserError("data.prompt is empty; describe what the images show")
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    """What is learned of noise."""
+
+    prediction: Prediction | None = None
+    """what the U-Net predicts; by default what the weights' scheduler_config.json says"""
+    min_snr: float | None = None
+    """gamma of min-SNR weighting, 5 as a rule; by default every timestep counts alike"""
+    offset: float = 0.0
+    """share of noise that is alike in a whole channel, 0.1 at most: for very dark and very bright images"""
+    zero_terminal_snr: bool = False
+    """the last timestep becomes noise alone; only of models that predict v or the sample"""
+
+    def __post_init__(self) -> None:
+        if self.min_snr is not None and self.min_snr <= 0:
+            raise UserError(f"noise.min_snr={self.min_snr}; give a positive number such as 5, or None for none")
+        if not 0 <= self.offset <= 1:
+            raise UserError(f"noise.offset={self.offset}; give a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class DiffusionConfig(TrainConfig):
+    """Train a Stable Diffusion pipeline; what all commands have."""
+
+    weights: Path | None = None
+    """the pipeline to start from: a diffusers folder; without it the one that comes with this program"""
+    data: DataConfig = field(default_factory=DataConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    train_text_encoder: bool = False
+    """the text encoder learns too; otherwise its embeddings are made once"""
+    average: float | None = None
+    """decay of a moving average of the weights, 0.9999 as a rule, which is then what is validated and saved"""
+    average_on_host: bool = False
+    """keep the average in CPU memory"""
+    channels_last: bool = True
+    """activations with their channels innermost, which convolutions like"""
+    save_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """of the weights in --out"""
+    nproc: int = 1
+    """local ranks to launch; under torchrun leave it at 1"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nproc < 1:
+            raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
+        if self.average is not None and not 0 <= self.average < 1:
+            raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
+
+
+@dataclass(frozen=True)
+class PretrainConfig(DiffusionConfig):
+    """Train a U-Net (and a text encoder) from nothing, in the latents of the weights' VAE."""
+
+    fresh: Literal["nothing", "unet", "unet+text_encoder"] = "unet"
+    """what begins from --seed instead of the weights; their configurations are kept"""
+    model: str | None = None
+    """a published model (diffusion recipes lists them) whose U-Net is trained, instead of the weights' own"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None and self.fresh == "nothing":
+            raise UserError(f"model={self.model} with fresh=nothing: another U-Net has no weights; use --fresh unet")
+        if self.fresh == "unet+text_encoder" and not self.train_text_encoder:
+            raise UserError("fresh=unet+text_encoder without --train-text-encoder: nothing would teach it; add that")
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(DiffusionConfig):
+    """Go on training a pipeline that exists, on captioned images or on one subject."""
+
+    method: Method = "full"
+    """full: all weights, on captioned images; dreambooth: all weights, on the images of one subject"""
+    instance_dir: Path | None = None
+    """images of the subject, three to five"""
+    instance_prompt: str | None = None
+    """what they show, with a word for the subject that means nothing yet: "a photo of sks dog" """
+    class_dir: Path | None = None
+    """images of the subject's class, that its likes keep their looks (prior preservation)"""
+    class_prompt: str | None = None
+    """what those show: "a photo of a dog". Images that --class-dir lacks are drawn by it before training"""
+    num_class_images: int = 100
+    """images that --class-dir holds at least"""
+    prior_weight: float = 1.0
+    """weight of the class images' loss"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("instance_prompt", "class_prompt"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise UserError(f"--{name.replace('_', '-')} is empty; say what the images show")
+        if (self.instance_dir is None) != (self.instance_prompt is None):
+            raise UserError('--instance-dir and --instance-prompt go together: "a photo of sks dog"')
+        if (self.class_dir is None) != (self.class_prompt is None):
+            raise UserError('--class-dir and --class-prompt go together: "a photo of a dog", and where such images lie')
+        if self.class_dir is not None and self.instance_dir is None:
+            raise UserError("--class-dir is for DreamBooth; give --instance-dir and --instance-prompt too")
+        if self.method == "dreambooth" and self.data.images is not None:
+            raise UserError("--data.images with DreamBooth; the subject's images are --instance-dir")
+        if self.prior_weight < 0 or self.num_class_images < 1:
+            raise UserError(
+                f"prior_weight={self.prior_weight}, num_class_images={self.num_class_images}; "
+                "give a weight of 0 or more, and at least 1 image"
+            )
+
+    @property
+    def has_prior(self) -> bool:
+        return self.class_dir is not None
+
+
+def ranks_of(config: DiffusionConfig) -> int:
+    """How many ranks the run will have: those of the launcher that started this process, else --nproc."""
+    if launched():
+        if config.nproc not in (1, world_size()):
+            raise UserError(f"nproc={config.nproc} under a launcher of {world_size()} ranks; leave --nproc out")
+        return world_size()
+    return config.nproc
+
+
+def check_combination(config: DiffusionConfig) -> MeshConfig:
+    """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
+    subject = isinstance(config, FinetuneConfig) and config.instance_dir is not None
+    if isinstance(config, FinetuneConfig) and config.method == "dreambooth" and not subject:
+        raise UserError('DreamBooth needs --instance-dir FOLDER and --instance-prompt "a photo of sks dog"')
+    if not subject and config.data.images is None:
+        raise UserError("no pictures given; --data.images FOLDER holds images with captions")
+    if subject and config.data.images is not None:
+        raise UserError("--data.images and --instance-dir; give the one or the other")
+    if config.weights is not None and not config.weights.exists():
+        raise UserError(f"--weights {config.weights} does not exist; give a diffusers folder")
+    mesh = config.mesh.resolve(ranks_of(config), config.zero)
+    for name in ("tp", "cp"):
+        if getattr(mesh, name) > 1:
+            raise UserError(f"mesh.{name}={getattr(mesh, name)}: the U-Net is not cut so; use mesh.{name}=1 and --zero")
+    rows = config.data.global_batch * (2 if isinstance(config, FinetuneConfig) and config.has_prior else 1)
+    if rows % mesh.data_ranks:
+        raise UserError(
+            f"a step of {rows} rows (--data.global_batch {config.data.global_batch}) does not divide over "
+            f"{mesh.data_ranks} data-parallel ranks; use a batch that does"
+        )
+    return mesh

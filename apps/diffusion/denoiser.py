@@ -1,0 +1,105 @@
+"""What is trained, as one module: a U-Net, and the text encoder where it learns too; and the loss of a batch.
+
+Shapes: B rows, C latent channels, h x w latents, L tokens, D width of the text encoder.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel
+
+from apps.diffusion.noise import NoiseSchedule
+from core.layout import layout_of, local
+from core.parallel.plan import set_parameter
+
+
+class Denoiser(nn.Module):
+    """One call a step, so that whoever gathers, hooks or compiles weights sees both modules in use."""
+
+    def __init__(
+        self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel | None = None, channels_last: bool = False
+    ):
+        super().__init__()
+        self.unet, self.text_encoder = unet, text_encoder
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def forward(
+        self,
+        noisy_BChw: Tensor,
+        timestep_B: Tensor,
+        text: Tensor | None = None,
+        prompt_ids: Tensor | None = None,
+    ) -> Tensor:
+        """What the U-Net predicts [B, C, h, w], given embeddings text[B, L, D] or tokens prompt_ids[B, L]."""
+        if text is None:
+            assert self.text_encoder is not None
+            assert prompt_ids is not None
+            text = self.text_encoder(prompt_ids)[0]
+        seen = noisy_BChw.contiguous(memory_format=self.memory_format)
+        return self.unet(seen, timestep_B, encoder_hidden_states=text, return_dict=False)[0]
+
+
+def emptied(model: nn.Module, device: torch.device) -> Callable[[nn.Module], None]:
+    """Take a model's values away, its parameters to the meta device and its buffers to `device`.
+
+    Returns what fills it again, each rank its shard, once; then the values are let go.
+    """
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in list(model.named_parameters()):
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        set_parameter(model, name, empty)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+    def fill(filled: nn.Module) -> None:
+        give(filled, values)
+        values.clear()
+
+    return fill
+
+
+@torch.no_grad()
+def give(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Every parameter of a (sharded) model gets its part of the value of its name."""
+    for name, parameter in model.named_parameters():
+        local(parameter).copy_(layout_of(parameter).local(values[name]))
+
+
+class Objective:
+    """(model, batch) -> the mean over rows of the squared error of the prediction, each row with its weight.
+
+    Prior preservation: a batch holds as many class images as others (`prior` says which rows), and the loss is the mean
+    over the others plus `prior_weight` times the mean over the class. Whatever rows a microbatch holds, the step comes
+    to that, since each row counts twice in the mean over all. min-SNR weighs every row by its own timestep (Ruiz et al.
+    2023, DreamBooth, equation 2; Hang et al. 2023).
+
+    Noise is added, and the error taken, in fp32 where a run computes in 16 bits.
+    """
+
+    def __init__(self, schedule: NoiseSchedule, min_snr: float | None = None, prior_weight: float = 1.0):
+        self.schedule, self.min_snr, self.prior_weight = schedule, min_snr, prior_weight
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        given = batch["latents"].dtype
+        wide = torch.promote_types(given, torch.float32)
+        sample_BChw, noise_BChw = batch["latents"].to(wide), batch["noise"].to(wide)
+        timestep_B = batch["timesteps"]
+        noisy_BChw = self.schedule.add_noise(sample_BChw, noise_BChw, timestep_B)
+        text = {name: batch[name] for name in ("text", "prompt_ids") if name in batch}
+        predicted_BChw = model(noisy_BChw.to(given), timestep_B, **text).to(wide)
+        target_BChw = self.schedule.target(sample_BChw, noise_BChw, timestep_B)
+        error_B = (predicted_BChw - target_BChw).square().mean((1, 2, 3))
+        return (error_B * self.weight(batch).to(wide)).mean()
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of each row [B], in fp64."""
+        weight_B = torch.ones(len(batch["timesteps"]), dtype=torch.float64, device=batch["timesteps"].device)
+        if self.min_snr is not None:
+            weight_B = self.schedule.min_snr_weight(batch["timesteps"], self.min_snr)
+        if "prior" in batch:
+            prior_B = batch["prior"].double()
+            weight_B = 2 * (prior_B * self.prior_weight + (1 - prior_B)) * weight_B
+        return weight_B

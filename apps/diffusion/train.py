@@ -1,0 +1,167 @@
+"""A training run: config -> pipeline -> mesh -> batches -> U-Net on meta -> materialise -> optimizer -> fit.
+
+What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), and the trained
+pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OUT)` and `--weights OUT` load.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apps.diffusion.config import DiffusionConfig, FinetuneConfig, PretrainConfig, check_combination
+from apps.diffusion.data.likes import draw_class_images
+from apps.diffusion.data.prepare import prepare
+from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
+from apps.diffusion.initialise import begin_as_identity
+from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
+from apps.diffusion.pipeline import Pipeline, build_text_encoder, build_unet, load_pipeline, save_pipeline
+from apps.diffusion.shapes import SHAPES
+from core.checkpoint import read_full
+from core.config import UserError, as_json
+from core.metrics import plot_loss
+from core.optim.average import WeightAverage, ramp
+from core.optim.build import build_optimizer
+from core.parallel.compose import parallelize
+from core.runtime import launched, leads, start
+from core.train import checkpoint_path, fit, launch_run, write_config
+
+
+def run(command: str, config: DiffusionConfig, argv: list[str]) -> int:
+    """Check, launch the ranks, train.  Returns the exit code."""
+    check_combination(config)
+    if config.nproc > 1 and not launched():
+        return launch_run(config.out, config.nproc, "apps.diffusion", [command, *argv])
+    summary = train(config)
+    if leads():
+        report(config, summary)
+    return 0
+
+
+def train(config: DiffusionConfig) -> dict[str, Any]:
+    """The training run, on every rank.  Returns its summary."""
+    pipeline = starting_pipeline(config)
+    schedule = NoiseSchedule(pipeline.schedule)
+    with start(config.device, config.seed) as runtime:
+        mesh = runtime.mesh(config.mesh, config.zero)
+        if isinstance(config, FinetuneConfig) and config.has_prior:
+            draw_class_images(config, weights_of(config), runtime)
+        batches = prepare(config, pipeline, runtime)
+        write_config(config, runtime)
+        model = denoiser(config, pipeline)
+        data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
+        optimizer = build_optimizer(config.optim, data.masters)
+        host = "cpu" if config.average_on_host else None
+        average = None if config.average is None else WeightAverage(data.masters, ramp(config.average), host)
+        summary = fit(
+            data,
+            optimizer,
+            batches,
+            Objective(schedule.to(runtime.device), config.noise.min_snr, getattr(config, "prior_weight", 1.0)),
+            config,
+            runtime,
+            average=average,
+            values=as_json(config),
+        )
+        if runtime.leads and finished(config, summary):
+            save(config)
+    return summary
+
+
+def finished(config: DiffusionConfig, summary: dict[str, Any]) -> bool:
+    return summary["status"] != "stopped" and summary["step"] >= config.steps
+
+
+def starting_pipeline(config: DiffusionConfig) -> Pipeline:
+    """The weights' pipeline, with what begins anew drawn from the seed, and with the noise of this run.
+
+    Raises UserError for weights that cannot be trained as asked.
+    """
+    pipeline = load_pipeline(weights_of(config))
+    pipeline.schedule = schedule_of(config, pipeline.schedule)
+    NoiseSchedule(pipeline.schedule)  # complains before anything is encoded
+    if isinstance(config, PretrainConfig) and config.fresh != "nothing":
+        _begin_anew(config, pipeline)
+    return pipeline
+
+
+def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
+    shape = dict(pipeline.unet.config) if config.model is None else _shape(config.model)
+    with torch.device("meta"):
+        pipeline.unet = build_unet(shape)
+    pipeline.check(weights_of(config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        pipeline.unet = build_unet(shape)
+        begin_as_identity(pipeline.unet)
+        if config.fresh == "unet+text_encoder":
+            pipeline.text_encoder = build_text_encoder(pipeline.text_encoder.config.to_dict())
+
+
+def weights_of(config: DiffusionConfig) -> Path:
+    """The folder that a run starts from.  Raises UserError where none is given."""
+    if config.weights is None:
+        raise UserError("no --weights given; it is the diffusers folder of the pipeline to start from")
+    return config.weights
+
+
+def _shape(model: str) -> dict[str, Any]:
+    if model not in SHAPES:
+        raise UserError(f"model={model}; the models that have a name are {', '.join(SHAPES)}")
+    return SHAPES[model].unet
+
+
+def schedule_of(config: DiffusionConfig, stored: ScheduleConfig) -> ScheduleConfig:
+    """The noise of a run: that of its weights, unless what begins anew is to learn another.
+
+    Raises UserError for trained weights that are told to predict something else than they do.
+    """
+    wanted = config.noise.prediction or stored.prediction_type
+    anew = isinstance(config, PretrainConfig) and config.fresh != "nothing"
+    if wanted != stored.prediction_type and not anew:
+        raise UserError(
+            f"noise.prediction={wanted}, and {weights_of(config)} predicts {stored.prediction_type} (its "
+            "scheduler_config.json says so): it would have to unlearn that; leave --noise.prediction out"
+        )
+    schedule = replace(stored, prediction_type=wanted)
+    if config.noise.zero_terminal_snr:
+        schedule = replace(schedule, rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    return schedule
+
+
+def denoiser(config: DiffusionConfig, pipeline: Pipeline) -> Denoiser:
+    """What is trained of a pipeline, in training mode."""
+    text_encoder = pipeline.text_encoder if config.train_text_encoder else None
+    return Denoiser(pipeline.unet, text_encoder, config.channels_last).train()
+
+
+def save(config: DiffusionConfig) -> None:
+    """The trained pipeline of the run's last checkpoint, as a diffusers folder in --out."""
+    pipeline = starting_pipeline(config)
+    trained = denoiser(config, pipeline)
+    kind = "model" if config.average is None else "average"
+    names = [name for name, _ in trained.named_parameters()]
+    values = read_full(checkpoint_path(config.out), [f"{kind}/{name}" for name in names])
+    give(trained, {name: values[f"{kind}/{name}"] for name in names})
+    save_pipeline(pipeline, config.out, getattr(torch, _DTYPES[config.save_precision]), replace=True)
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def report(config: DiffusionConfig, summary: dict[str, Any]) -> None:
+    """What the run left, and what can be done with it next."""
+    plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="rows")
+    if not finished(config, summary):
+        print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
+        return
+    for name in ("loss", "device_peak_bytes", "wall_s"):
+        if summary.get(name) is not None:
+            print(
+                f"{name:20} {summary[name]:,.4g}"
+                if isinstance(summary[name], float)
+                else f"{name:20} {summary[name]:,}"
+            )
+    print(f"{'loss curve':20} {config.out / 'loss.png'}")
+    print(f"{'pipeline':20} {config.out}")

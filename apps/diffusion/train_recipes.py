@@ -1,0 +1,73 @@
+"""Recipes of the training commands: functions that return the configuration of a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from apps.diffusion.config import DataConfig, FinetuneConfig, NoiseConfig, PretrainConfig
+from core.checkpoint import CheckpointConfig
+from core.optim.build import OptimConfig
+from core.optim.schedule import ScheduleConfig
+
+
+def _adamw(lr: float, shape: str = "constant", warmup_steps: int = 0) -> OptimConfig:
+    schedule = ScheduleConfig(shape=shape, warmup_steps=warmup_steps)  # pyright: ignore[reportArgumentType]
+    return OptimConfig(lr=lr, betas=(0.9, 0.999), weight_decay=0.01, schedule=schedule)
+
+
+def pretrain() -> PretrainConfig:
+    """Batch and rate of Stable Diffusion v1 (Rombach et al. 2022, and the model's card)."""
+    return PretrainConfig(
+        data=DataConfig(global_batch=2048, caption_dropout=0.1),
+        steps=200_000,
+        precision="bf16",
+        average=0.9999,
+        optim=_adamw(1e-4, warmup_steps=10_000),
+        out=Path("runs/pretrain"),
+    )
+
+
+def tiny() -> PretrainConfig:
+    """The small pipeline of drawn pictures; `python -m apps.diffusion.demo.prepare` makes what it starts from."""
+    return PretrainConfig(
+        weights=Path("runs/tiny/start"),
+        data=DataConfig(images=Path("runs/tiny/pictures"), global_batch=16, buckets=False, caption_dropout=0.1),
+        noise=NoiseConfig(min_snr=5.0),
+        fresh="unet+text_encoder",
+        train_text_encoder=True,
+        steps=4000,
+        optim=OptimConfig(
+            lr=1e-3,
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
+            schedule=ScheduleConfig(shape="wsd", warmup_steps=100, decay=0.3, final=0.0),
+        ),
+        save_precision="fp16",
+        checkpoint=CheckpointConfig(every=250, keep=2),
+        out=Path("runs/tiny/pipeline"),
+    )
+
+
+def full() -> FinetuneConfig:
+    """All weights of the U-Net, on captioned images."""
+    return FinetuneConfig(
+        data=DataConfig(global_batch=16, caption_dropout=0.1, flip=True),
+        noise=NoiseConfig(min_snr=5.0),
+        steps=2000,
+        optim=_adamw(1e-5, warmup_steps=100),
+        out=Path("runs/finetune"),
+    )
+
+
+def dreambooth() -> FinetuneConfig:
+    """One subject into all weights; the rate of Ruiz et al. 2023, section 3.1."""
+    return FinetuneConfig(
+        method="dreambooth",
+        data=DataConfig(global_batch=1),
+        steps=400,
+        optim=_adamw(5e-6),
+        out=Path("runs/dreambooth"),
+    )
+
+
+PRETRAIN: dict[str, Callable[[], PretrainConfig]] = {"pretrain": pretrain, "tiny": tiny}
+FINETUNE: dict[str, Callable[[], FinetuneConfig]] = {"full": full, "dreambooth": dreambooth}

@@ -1,0 +1,145 @@
+"""The training commands: what they leave, that they go on exactly, what they refuse before anything is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file
+
+from apps.diffusion import dreambooth, finetune, pretrain
+from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from core.checkpoint import read_full
+from core.config import UserError
+from core.train import checkpoint_path
+from tests.support.diffusion_training import tiny_pipeline, write_pictures
+
+CPU = ("--device", "cpu", "--log.no-tensorboard")
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """weights, weights-v (predicts v), pictures with captions, subject and likes without."""
+    folder = tmp_path_factory.mktemp("diffusion")
+    save_pipeline(tiny_pipeline(), folder / "weights")
+    save_pipeline(tiny_pipeline(prediction="v_prediction"), folder / "weights-v")
+    write_pictures(folder / "pictures", 5)
+    write_pictures(folder / "subject", 3, captions=False)
+    write_pictures(folder / "likes", 4, captions=False)
+    (folder / "pictures" / "broken.png").write_text("nothing")
+    return folder
+
+
+def _argv(folder: Path, out: Path, **options: Any) -> list[str]:
+    given = {"weights": folder / "weights", "out": out, "steps": 3, **options}
+    return [*CPU, *(f"--{name.replace('__', '.')}={value}" for name, value in given.items() if value is not None)]
+
+
+def _subject(folder: Path) -> dict[str, Any]:
+    return {"instance_dir": folder / "subject", "instance_prompt": "a photo of sks dog"}
+
+
+def _weights(out: Path, file: str = UNET) -> dict[str, torch.Tensor]:
+    return load_file(out / file)
+
+
+def test_a_run_leaves_a_pipeline_that_diffusers_loads(folder: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "run"
+    options = {"data__images": folder / "pictures", "data__global_batch": 2, "noise__min_snr": 5}
+    assert finetune.main([*_argv(folder, out, **options), "--train-text-encoder", "--data.flip"]) == 0
+    said = capsys.readouterr().out
+    assert "left out: broken.png" in said
+    assert "1 of 6 images" in said
+    assert (out / "loss.png").stat().st_size > 1000
+    theirs = StableDiffusionPipeline.from_pretrained(out, safety_checker=None, local_files_only=True)
+    ours = load_pipeline(out)
+    for name, parameter in theirs.unet.named_parameters():
+        assert torch.equal(parameter, ours.unet.get_parameter(name)), name
+    before = load_pipeline(folder / "weights")
+    moved = [n for n, p in ours.unet.named_parameters() if not torch.equal(p, before.unet.get_parameter(n))]
+    assert len(moved) > 0.9 * len(list(ours.unet.parameters()))
+    assert not torch.equal(ours.text_encoder.final_layer_norm.weight, before.text_encoder.final_layer_norm.weight)
+    assert all(torch.equal(p, q) for p, q in zip(ours.vae.parameters(), before.vae.parameters()))
+    encoded = list((tmp_path / "cache").rglob("*.safetensors"))
+    assert len(encoded) == 10  # five images, each mirrored too; no texts
+    stamps = {path: path.stat().st_mtime_ns for path in encoded}
+    with pytest.raises(UserError, match="already holds a run"):
+        finetune.main([*_argv(folder, out, **options), "--train-text-encoder", "--data.flip"])
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")} == stamps
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    likes = {"class_dir": folder / "likes", "class_prompt": "a photo of a dog", "prior_weight": 0.5}
+    options = {**_subject(folder), **likes, "noise__offset": 0.1, "steps": 4, "optim__lr": 1e-3, "average": 0.5}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert dreambooth.main(_argv(folder, whole, **options)) == 0
+    assert dreambooth.main(_argv(folder, parts, **options, stop_after=2)) == 0
+    assert not (parts / "model_index.json").exists()
+    assert dreambooth.main([*_argv(folder, parts, **options), "--resume"]) == 0
+    found, wanted = _weights(parts), _weights(whole)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    last = read_full(checkpoint_path(whole), ["model/unet.conv_in.weight"])["model/unet.conv_in.weight"]
+    assert not torch.equal(last, wanted["conv_in.weight"])  # which is the average
+    start = _weights(folder / "weights")
+    assert any(not torch.equal(start[name], wanted[name]) for name in wanted)
+
+
+def test_what_begins_anew_learns_another_noise(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = {"data__images": folder / "pictures", "noise__prediction": "v_prediction", "data__resolution": 24}
+    argv = _argv(folder, out, **options, data__global_batch=2, precision="fp32", save_precision="fp16", seed=1)
+    assert pretrain.main([*argv, "--noise.zero-terminal-snr", "--data.no-buckets"]) == 0
+    pipeline = load_pipeline(out)
+    assert pipeline.schedule.prediction_type == "v_prediction"
+    assert pipeline.schedule.rescale_betas_zero_snr
+    assert pipeline.schedule.timestep_spacing == "trailing"
+    assert _weights(out)["conv_in.weight"].dtype == torch.float16
+    start = load_pipeline(folder / "weights").unet
+    assert (pipeline.unet.conv_in.weight - start.conv_in.weight).abs().max() > 0.05
+    assert pipeline.unet.conv_in.bias.abs().max() < 1e-3  # it began as `begin_as_identity` says
+    theirs = StableDiffusionPipeline.from_pretrained(out, safety_checker=None, local_files_only=True)
+    assert theirs.scheduler.config.rescale_betas_zero_snr
+
+
+REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
+    (finetune, {}, [], "no pictures given"),
+    (finetune, {"data__images": "{folder}/none"}, [], "no folder"),
+    (finetune, {"data__images": "{folder}/weights"}, [], "holds no image"),
+    (finetune, {"data__images": "{folder}/subject"}, [], "no caption"),
+    (finetune, {"data__images": "{folder}/pictures", "data__prompt": " "}, [], "data.prompt is empty"),
+    (finetune, {"data__images": "{folder}/pictures", "weights": "{folder}/none"}, [], "does not exist"),
+    (finetune, {"data__images": "{folder}/pictures", "weights": "{folder}/pictures"}, [], "model_index.json"),
+    (finetune, {"data__images": "{folder}/pictures", "method": "dream"}, [], "no method 'dream'"),
+    (finetune, {"data__images": "{folder}/pictures", "noise__prediction": "v_prediction"}, [], "predicts epsilon"),
+    (
+        finetune,
+        {"data__images": "{folder}/pictures", "weights": "{folder}/weights-v", "noise__prediction": "epsilon"},
+        [],
+        "predicts v_prediction",
+    ),
+    (finetune, {"data__images": "{folder}/pictures"}, ["--noise.zero-terminal-snr"], "noise alone"),
+    (finetune, {"data__images": "{folder}/pictures", "data__resolution": 18}, [], "give 16"),
+    (finetune, {"data__images": "{folder}/pictures", "mesh__tp": 2, "nproc": 2}, [], "mesh.tp=2"),
+    (finetune, {"data__images": "{folder}/pictures", "data__global_batch": 3, "nproc": 2}, [], "does not divide"),
+    (finetune, {"data__images": "{folder}/pictures", "data__caption_dropout": 2}, [], "caption_dropout=2"),
+    (dreambooth, {}, [], "DreamBooth needs"),
+    (dreambooth, {"instance_dir": "{folder}/subject"}, [], "go together"),
+    (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": ""}, [], "is empty"),
+    (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": "a", "class_prompt": "b"}, [], "go together"),
+    (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": "a", "weights": None}, [], "no --weights"),
+    (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v9"}, [], "sd_v1"),
+    (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v1"}, [], "width"),
+    (pretrain, {"data__images": "{folder}/pictures", "fresh": "unet+text_encoder"}, [], "nothing would teach it"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_what_cannot_be_trained_is_refused_in_one_line(folder: Path, tmp_path: Path, case: int) -> None:
+    command, options, more, message = REFUSED[case]
+    options = {k: v.format(folder=folder) if isinstance(v, str) else v for k, v in options.items()}
+    with pytest.raises(UserError, match=message) as refused:
+        command.main([*_argv(folder, tmp_path / "run", **options), *more])
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
