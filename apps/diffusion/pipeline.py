@@ -337,10 +337,10 @@ def _save_module(component: str, module: nn.Module, folder: Path, dtype: torch.d
     tensors = {f"{prefix}{name}": _stored(tensor, dtype) for name, tensor in module.state_dict().items()}
     save_file(tensors, folder / f"{_STEMS[component]}.safetensors", metadata={"format": "pt"})
     if component == "text_encoder":
-        config = {
-            name: value for name, value in module.config.to_dict().items() if name not in ("dtype", "torch_dtype")
-        }
-        write_json(folder / "config.json", config | {"architectures": ["CLIPTextModel"]})
+        config = {name: value for name, value in module.config.to_dict().items() if name != "torch_dtype"}
+        # transformers 5 loads what the file holds, diffusers fp32: one word makes a plain load of both agree.
+        config |= {"architectures": ["CLIPTextModel"], "dtype": "float32"}
+        write_json(folder / "config.json", config)
     else:
         module.save_config(folder)
 

@@ -29,6 +29,7 @@ def test_training_starts_from_what_follows_from_a_seed(tmp_path: Path) -> None:
     pipeline = load_pipeline(start)
     assert pipeline.image_size == sizes.PIXELS
     assert pipeline.prediction_type == "v_prediction"
+    # fp16 files of all three modules: a plain load makes them one format
     plain = StableDiffusionPipeline.from_pretrained(start, local_files_only=True)
     plain.set_progress_bar_config(disable=True)
     painted = plain(["a red star"], num_inference_steps=2, output_type="pt").images
