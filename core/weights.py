@@ -53,6 +53,9 @@ class Weights(Mapping[str, Tensor]):
         held = self._tensors.get(name)
         return _open(self._files[name], name)[name] if held is None else held
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # Mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

@@ -12,6 +12,7 @@ APP = App(
         "finetune": "go on training a pipeline, on captioned images or on one subject",
         "dreambooth": "teach a pipeline one subject from a few images",
         "sample": "pictures of prompts",
+        "convert": "a pipeline or a LoRA from one format into another",
         "recipes": "the models that have a name",
     },
 )

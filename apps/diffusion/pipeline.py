@@ -1,7 +1,8 @@
 """A Stable Diffusion pipeline: three modules as diffusers and transformers have them, a tokenizer, a noise schedule.
 
-`load_pipeline` reads a diffusers folder; nothing comes from a network, and nothing in a file is executed (safetensors
-only). `save_pipeline` writes one that `StableDiffusionPipeline.from_pretrained` loads, aside and renamed when whole.
+`load_pipeline` reads a diffusers folder or a single file; nothing comes from a network, and nothing in a file is
+executed (safetensors only). `save_pipeline` writes a folder that `StableDiffusionPipeline.from_pretrained` loads, aside
+and renamed when whole.
 
 transformers 5 names the text encoder's tensors without the prefix `text_model.` that every checkpoint before it has.
 Folders are read with or without, and written with it, which transformers 4 and 5 both load.
@@ -12,6 +13,7 @@ prompt, D width of the text encoder.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -29,6 +31,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from apps.diffusion.noise import Prediction, ScheduleConfig
 from core.config import UserError
+from core.quant import Architecture, QuantizedWeight, is_quantized, load_quantized, save_quantized
 from core.weights import Weights, read_json, write_json
 
 TEXT_PREFIX = "text_model."
@@ -83,6 +86,11 @@ class Pipeline:
     def modules(self) -> dict[str, nn.Module]:
         return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
 
+    def configs(self) -> dict[str, Any]:
+        """The modules' configurations and the schedule, as JSON can hold them."""
+        described = {name: _plain_config(module.config) for name, module in self.modules.items()}
+        return described | {"schedule": dataclasses.asdict(self.schedule)}
+
     def to(self, *args: Any, **kwargs: Any) -> Pipeline:
         """Move or cast the three modules, as `nn.Module.to`."""
         for module in self.modules.values():
@@ -135,29 +143,39 @@ def build_text_encoder(config: Mapping[str, Any]) -> CLIPTextModel:
 _BUILD = {"unet": build_unet, "vae": build_vae, "text_encoder": build_text_encoder}
 
 
-def build_filled(
-    component: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, origin: object
-) -> Any:
-    """The module `component` of a configuration with these weights, copied and cast; none is initialised twice.
+def build_meta(component: str, config: Mapping[str, Any], origin: object) -> Any:
+    """The module `component` of a configuration, without memory.
 
-    Raises UserError for a configuration that makes no module, and unless names and shapes agree exactly.
+    Raises UserError for a configuration that makes no such module.
     """
     try:
         with torch.device("meta"):
-            module = _BUILD[component](config)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserError(f"{origin}: its config.json makes no {component} ({_first_line(error)})") from error
+            return _BUILD[component](config)
+    except (TypeError, ValueError, KeyError, NotImplementedError) as error:
+        raise UserError(f"{origin}: its configuration makes no {component} ({_first_line(error)})") from error
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, origin: object) -> None:
+    """Give a module without memory its weights, copied and cast.  None is initialised twice.
+
+    Raises UserError unless names and shapes agree exactly.
+    """
     check_names(
         origin,
         {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()},
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
     )
     module.load_state_dict({name: tensors[name].to(dtype, copy=True) for name in tensors}, assign=True)
-    for name, buffer in module.named_buffers():
+    _make_buffers(module)
+    module.eval()
+
+
+def _make_buffers(module: nn.Module) -> None:
+    """What is in no file: CLIP's positions."""
+    for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
-            assert name.endswith("position_ids"), name  # CLIP's, which is not stored
+            assert name.endswith("position_ids"), name
             module.get_submodule(name.rpartition(".")[0]).position_ids = torch.arange(buffer.shape[1])[None]
-    return module.eval()
 
 
 def check_names(origin: object, expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
@@ -182,13 +200,25 @@ def _first_line(error: Exception) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def load_pipeline(path: str | Path, dtype: torch.dtype = torch.float32) -> Pipeline:
-    """The pipeline of a diffusers folder, its modules in eval mode on the CPU.
+def load_pipeline(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    prediction_type: Prediction | None = None,
+    tokenizer: str | Path | None = None,
+) -> Pipeline:
+    """The pipeline of a diffusers folder or a single-file checkpoint, its modules in eval mode on the CPU.
 
-    Raises UserError for a folder of something else, of another model than Stable Diffusion v1 or v2, for one that is
-    incomplete or truncated, and for parts that do not fit each other.
+    prediction_type  what the U-Net predicts, for files that do not say it
+    tokenizer        folder of one, for single files, which hold none
+
+    Raises UserError for a path of something else, of another model than Stable Diffusion v1 or v2, for one that is
+    incomplete or truncated, for parts that do not fit each other, and where the path contradicts `prediction_type`.
     """
     folder = Path(path)
+    if folder.is_file() or folder.suffix == ".safetensors":
+        from apps.diffusion.formats.single_file import load_single_file
+
+        return load_single_file(folder, tokenizer, prediction_type, dtype)
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion")
     index = read_json(folder / INDEX)
@@ -199,11 +229,18 @@ def load_pipeline(path: str | Path, dtype: torch.dtype = torch.float32) -> Pipel
                 f"{folder} is a {index.get('_class_name')} whose {component} is {_class_of(given)}; "
                 f"Stable Diffusion v1 and v2 have a {named[1]}"
             )
+    schedule = ScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json"))
+    if prediction_type not in (None, schedule.prediction_type):
+        raise UserError(contradiction(folder, schedule.prediction_type, prediction_type))
     return Pipeline(
         **{component: _load_module(folder / component, component, dtype) for component in _STEMS},
-        tokenizer=_load_tokenizer(folder / "tokenizer"),
-        schedule=ScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json")),
+        tokenizer=load_tokenizer(folder / "tokenizer" if tokenizer is None else Path(tokenizer)),
+        schedule=schedule,
     ).check(folder)
+
+
+def contradiction(origin: object, said: str, told: str | None) -> str:
+    return f"{origin} predicts {said}, and --prediction-type {told} was given; leave it out"
 
 
 def _is_tokenizer(given: Any) -> bool:
@@ -216,8 +253,21 @@ def _class_of(given: Any) -> str:
 
 def _load_module(folder: Path, component: str, dtype: torch.dtype) -> Any:
     config = read_json(folder / "config.json")
+    if is_quantized(folder):
+        return load_quantized(folder, architecture=_architecture(component)).to(dtype)
     tensors = present_names(component, Weights(folder, _stem_in(folder, _STEMS[component])))
-    return build_filled(component, config, tensors, dtype, folder)
+    module = build_meta(component, config, folder)
+    fill(module, tensors, dtype, folder)
+    return module
+
+
+def _architecture(component: str) -> Architecture:
+    def build(folder: Path) -> nn.Module:
+        module = build_meta(component, read_json(folder / "config.json"), folder)
+        _make_buffers(module)
+        return module
+
+    return Architecture(build)
 
 
 def _stem_in(folder: Path, stem: str) -> str:
@@ -263,7 +313,8 @@ def _present_attention(name: str) -> str:
     return f"{stem}.{_FORMER_ATTENTION[last]}{dot}{kind}" if known else name
 
 
-def _load_tokenizer(folder: Path) -> CLIPTokenizer:
+def load_tokenizer(folder: Path) -> CLIPTokenizer:
+    """Raises UserError for a folder without one."""
     try:
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -276,7 +327,8 @@ def _load_tokenizer(folder: Path) -> CLIPTokenizer:
 def save_pipeline(pipeline: Pipeline, out: str | Path, dtype: torch.dtype | None = None, replace: bool = False) -> Path:
     """Write a diffusers folder, aside and then renamed.
 
-    dtype    of the weights in the files; by default each module's own
+    dtype    of the weights in the files; by default each module's own, as for quantized modules, whose folders are
+             this program's (`load_pipeline` reads them, diffusers does not)
     replace  an earlier pipeline in `out`, whose other files stay. Until all is in place the folder holds no
              model_index.json, so that nothing loads a mixture
 
@@ -333,16 +385,33 @@ def _put(aside: Path, out: Path) -> None:
 
 def _save_module(component: str, module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
     folder.mkdir()
-    prefix = TEXT_PREFIX if component == "text_encoder" else ""
-    tensors = {f"{prefix}{name}": _stored(tensor, dtype) for name, tensor in module.state_dict().items()}
-    save_file(tensors, folder / f"{_STEMS[component]}.safetensors", metadata={"format": "pt"})
+    if has_quantized(module):
+        save_quantized(module, folder)
+    else:
+        prefix = TEXT_PREFIX if component == "text_encoder" else ""
+        tensors = {f"{prefix}{name}": tensor for name, tensor in stored_state(module, dtype).items()}
+        save_file(tensors, folder / f"{_STEMS[component]}.safetensors", metadata={"format": "pt"})
     if component == "text_encoder":
-        config = {name: value for name, value in module.config.to_dict().items() if name != "torch_dtype"}
         # transformers 5 loads what the file holds, diffusers fp32: one word makes a plain load of both agree.
-        config |= {"architectures": ["CLIPTextModel"], "dtype": "float32"}
-        write_json(folder / "config.json", config)
+        written = {"architectures": ["CLIPTextModel"], "dtype": "float32"}
+        write_json(folder / "config.json", _plain_config(module.config) | written)
     else:
         module.save_config(folder)
+
+
+def has_quantized(module: nn.Module) -> bool:
+    return any(isinstance(parameter, QuantizedWeight) for parameter in module.parameters())
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    """Of transformers' or diffusers' module: what its class is built from."""
+    described = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return {name: value for name, value in described.items() if name not in ("dtype", "torch_dtype")}
+
+
+def stored_state(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The module's tensors as they are written: on the CPU, dense, in `dtype` or their own."""
+    return {name: _stored(tensor, dtype) for name, tensor in module.state_dict().items()}
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

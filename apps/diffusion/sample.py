@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from apps.diffusion.attention import AttentionName, set_attention
+from apps.diffusion.formats.lora import load_lora, merge_lora
 from apps.diffusion.generate import Job, Sampling, generate, picture_size, sampler_of
 from apps.diffusion.images import grid, save_png, to_pil
+from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import Pipeline, load_pipeline
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units
@@ -28,7 +30,14 @@ class SampleConfig(Sampling):
     """Draw pictures."""
 
     weights: Path | None = None
-    """a diffusers folder"""
+    """a diffusers folder or a single-file checkpoint"""
+    lora: tuple[Path, ...] = ()
+    """LoRA files to draw with"""
+    lora_scale: float = 1.0
+    prediction_type: Prediction | None = None
+    """what the U-Net predicts, for single files of v2 that do not say it"""
+    tokenizer: Path | None = None
+    """folder of a tokenizer, for single files, which hold none"""
     prompt: tuple[str, ...] = ()
     """one or several"""
     prompts: Path | None = None
@@ -64,10 +73,13 @@ def main(argv: list[str]) -> int:
     config = parse({"default": SampleConfig}, argv, "diffusion sample", default="default")
     jobs = jobs_of(config)
     if config.weights is None:
-        raise UserError("no weights; give --weights DIR, a diffusers folder")
+        raise UserError("no weights; give --weights, a diffusers folder or a single-file checkpoint")
     device = device_of(config.device)
-    pipeline = load_pipeline(config.weights, dtype_of(config.precision, device)).to(device)
-    prepare(pipeline, config)
+    dtype = dtype_of(config.precision, device)
+    pipeline = load_pipeline(config.weights, dtype, config.prediction_type, config.tokenizer)
+    for path in config.lora:
+        merge_lora(pipeline, load_lora(path, pipeline), config.lora_scale)
+    prepare(pipeline.to(device), config)
     for line in cut_prompts(pipeline, [config.negative, *(job.prompt for job in jobs)]):
         print(line, file=sys.stderr)
     first = next_number(config.out)
@@ -156,6 +168,8 @@ def settings_of(pipeline: Pipeline, config: SampleConfig, job: Job) -> dict[str,
     height, width = picture_size(pipeline, config)
     settings = {field.name: getattr(config, field.name) for field in fields(Sampling)}
     settings |= {"prompt": job.prompt, "seed": job.seed, "height": height, "width": width, "size": f"{width}x{height}"}
+    if config.lora:
+        settings |= {"lora": [str(path) for path in config.lora], "lora_scale": config.lora_scale}
     return settings | {"weights": str(config.weights), "precision": str(pipeline.unet.dtype).removeprefix("torch.")}
 
 
