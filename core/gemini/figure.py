@@ -81,7 +81,7 @@ def draw_memory(
         for axes in panels:
             axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         panels[1].set_xlabel("moments of a step: forward, backward (grey), update (blue)")
-        figure.suptitle(plan.describe(), fontsize=7)
+        figure.suptitle(plan.describe().replace("; ", "\n"), fontsize=8)
         Path(png).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=150)
         plt.close(figure)

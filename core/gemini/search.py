@@ -3,7 +3,7 @@
 Small chunks waste a latency on every copy, and large ones come and go with parameters that nobody needs yet: they hold
 the budget's rest together in too few pieces, and the smallest budget in which a step fits grows with them. What is best
 follows from the model, the budget and the machine, so nobody is asked: every candidate is packed, its step is planned
-as it will run, and the shortest step wins; of equally short ones, the one that moves least.
+as it will run, and the shortest step wins; of equally short ones, one that moves least, in as few copies as that takes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from core.gemini.timeline import Bandwidth
 from core.gemini.trace import ChunkInfo, Trace
 from core.gemini.tracer import StepTrace
 
-PIECES = (4, 8, 16, 32, 64, 128)
-"""Candidates: the budget, and the model's parameters, in so many chunks."""
+PIECES = (8, 16, 32, 64)
+"""Candidates: the model's parameters in so many chunks; a part of the budget; no two parameters together."""
+
+PIECE_OF_BUDGET = 16
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,25 @@ def choose_chunk_size(
         for size, names, trace in fitting
     ]
     shortest_s = min(found.plan.step_s for found in chunkings)
-    # A thousandth of a step is less than the prediction is good for.
-    as_short = [found for found in chunkings if found.plan.step_s <= 1.001 * shortest_s]
-    return min(as_short, key=lambda found: (found.plan.moved_bytes, len(found.parameters)))
+    # Smaller differences are less than the prediction is good for.
+    as_short = [found for found in chunkings if found.plan.step_s <= 1.002 * shortest_s]
+    fewest = min(found.plan.moved_bytes for found in as_short)
+    return min(
+        (found for found in as_short if found.plan.moved_bytes <= 1.02 * fewest),
+        key=lambda found: len(found.parameters),
+    )
+
+
+def least_budget(parameters: Sequence[ParameterInfo], step: StepTrace) -> int:
+    """Bytes of the device without which the step fits with no chunk size."""
+    sizes = _candidates(parameters, sum(parameter.buffer_bytes for parameter in parameters))
+    return min(smallest_budget(_on_chunks(parameters, step, size)[2]) for size in sizes)
 
 
 def _candidates(parameters: Sequence[ParameterInfo], budget_bytes: int) -> list[int]:
     """Sizes that lead to different chunks, smallest first."""
     total = sum(parameter.buffer_bytes for parameter in parameters)
-    sizes = {max(1, whole // pieces) for whole in (total, budget_bytes) for pieces in PIECES}
+    sizes = {max(1, total // pieces) for pieces in PIECES} | {max(1, budget_bytes // PIECE_OF_BUDGET), 1}
     different: dict[tuple[int, ...], int] = {}
     for size in sorted(sizes):
         different.setdefault(tuple(map(len, packed(parameters, size))), size)

@@ -10,7 +10,7 @@ from torch import nn
 from core.config import UserError
 from core.gemini.figure import draw_memory, planned_memory
 from core.gemini.residency import plan_residency, smallest_budget
-from core.gemini.search import ParameterInfo, _candidates, choose_chunk_size, packed
+from core.gemini.search import ParameterInfo, _candidates, choose_chunk_size, least_budget, packed
 from core.gemini.timeline import Bandwidth
 from core.gemini.trace import ChunkInfo
 from core.gemini.tracer import Speed, StepTrace, trace_step
@@ -59,8 +59,8 @@ def test_no_candidate_is_better_than_the_chosen(blocks):
         trace = step.on_chunks([_info(i, chunk, parameters) for i, chunk in enumerate(chunks)], chunks)
         if smallest_budget(trace) <= budget:
             steps.append(plan_residency(trace, budget, bandwidth).step_s)
-    assert len(steps) >= 4
-    assert chosen.plan.step_s <= 1.001 * min(steps)
+    assert len(steps) >= 3
+    assert chosen.plan.step_s <= 1.002 * min(steps)
     assert max(steps) > 1.05 * min(steps)  # it matters
 
 
@@ -85,6 +85,7 @@ def test_a_budget_in_which_no_size_works_names_the_smallest_that_does(blocks):
         choose_chunk_size(parameters, step, 2000, bandwidth)
     enough = math.ceil(float(str(refused.value).split("at least ")[1].split(" MiB")[0]) * 2**20)
     assert choose_chunk_size(parameters, step, enough, bandwidth).plan.device_peak_bytes <= enough
+    assert 0 <= enough - least_budget(parameters, step) <= 2**20 / 1000 + 1  # it is told in thousandths
 
 
 def test_the_figure_shows_what_was_planned(tmp_path):
