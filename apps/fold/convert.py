@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from apps.fold.weights.alphafold import arrays_of, write_npz
-from apps.fold.weights.folder import save_folder
+from apps.fold.weights.folder import read_note, save_folder
 from apps.fold.weights.source import read_weights
 from core.config import UserError, parse
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     if config.out.suffix == ".npz":
         write_npz(config.out, arrays_of(parameters, model))
     else:
-        save_folder(config.out, model, parameters)
+        save_folder(config.out, model, parameters, read_note(config.source))
     count = sum(value.numel() for value in parameters.values())
     print(f"{config.out}: {len(parameters)} parameters, {count:,} numbers")
     return 0

@@ -38,6 +38,7 @@ from apps.fold.subbatch import HEADS, How, Job, apply_subbatches, free_bytes, pl
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
+from apps.fold.weights.folder import read_note
 from apps.fold.weights.source import WHERE, build, read_weights
 from core.comm.collectives import all_reduce_max
 from core.config import UserError, parse
@@ -85,11 +86,12 @@ class PredictConfig:
 
 @dataclass(frozen=True)
 class Model:
-    """One set of weights."""
+    """One set of weights; `note` marks all that they predict."""
 
     name: str
     config: ModelConfig
     module: AlphaFold
+    note: str = ""
     axis: DeviceMesh | None = None
 
 
@@ -158,7 +160,7 @@ def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
     if config.num_recycles is not None:
         model = replace(model, num_recycles=config.num_recycles)
     module = build(model, parameters, compute_dtype(config.precision), config.device)
-    return Model(path.stem, model, module, axis)
+    return Model(path.stem, model, module, read_note(path), axis)
 
 
 def _attempt(record: Record, models: list[Model], config: PredictConfig, progress: Progress, alone: bool) -> Outcome:
@@ -189,13 +191,11 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
     for model in models:
         for seed in range(config.seed, config.seed + config.num_seeds):
             predictions.append((model, seed, _predict(target, model, seed, config)))
-            said = _said(predictions[-1][2])
-            progress.console.print(
-                f"{record.name} ({len(record.sequence)} residues), {model.name}, seed {seed}: {said}"
-            )
+            said = f"{_named(_origin(model, seed))}: {_said(predictions[-1][2])}"
+            progress.console.print(f"{record.name} ({len(record.sequence)} residues), {said}")
     predictions.sort(key=lambda prediction: -prediction[2].mean_plddt)
     ranking = [
-        {"rank": rank, "model": model.name, "seed": seed, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
+        {"rank": rank, **_origin(model, seed), "mean_plddt": one.mean_plddt, "ptm": one.ptm}
         for rank, (model, seed, one) in enumerate(predictions, 1)
     ]
     done = {"key": key, "name": record.name, "predictions": ranking}
@@ -271,13 +271,13 @@ def _masks(features: Features) -> list[Tensor]:
 
 
 def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, Any], config: PredictConfig) -> None:
-    title = f"{record.name}, predicted by {row['model']}, seed {row['seed']}"
+    title = f"{record.name}, predicted by {_named(row)}"
     write_mmcif(folder / f"{stem}.cif", one, record.safe_name, title)
     if config.pdb and fits_pdb(one):
-        write_pdb(folder / f"{stem}.pdb", one)
+        write_pdb(folder / f"{stem}.pdb", one, title)
     write_confidence(folder, stem, one, {"name": record.name, "sequence": record.sequence, **row})
     if config.plots:
-        plot(folder, stem, one, f"{record.name}, {row['model']}, seed {row['seed']}")
+        plot(folder, stem, one, f"{record.name}, {_named(row)}")
 
 
 def _key(target: Target, config: PredictConfig) -> dict[str, Any]:
@@ -305,11 +305,21 @@ def _outcome(target: Target, done: dict[str, Any]) -> Outcome:
         len(target.sequence),
         "folded",
         len(target.alignment),
-        f"{best['model']}, seed {best['seed']}",
+        _named(best),
         best["mean_plddt"],
         best["ptm"],
         done["seconds"],
     )
+
+
+def _origin(model: Model, seed: int) -> dict[str, Any]:
+    """What a prediction stems from, as its files say it."""
+    return {"model": model.name, "seed": seed} | ({"note": model.note} if model.note else {})
+
+
+def _named(origin: dict[str, Any]) -> str:
+    note = f" ({origin['note']})" if "note" in origin else ""
+    return f"{origin['model']}{note}, seed {origin['seed']}"
 
 
 def _said(one: Folded) -> str:

@@ -42,12 +42,7 @@ def compare(predicted: Chain, reference: Chain) -> Scores:
 
     Raises UserError when fewer than three residues with a CA correspond.
     """
-    pairs = align(predicted.sequence, reference.sequence)
-    here, there = pairs.T
-    both = (predicted.mask[here, residues.CA] * reference.mask[there, residues.CA]) > 0
-    here, there = here[both], there[both]
-    if len(here) < 3:
-        raise UserError(f"only {len(here)} residues of the two chains correspond; give two structures of one protein")
+    here, there = corresponding(predicted, reference)
     mine, theirs = predicted.positions[here, residues.CA], reference.positions[there, residues.CA]
     length = len(reference)
     moved, rmsd = superpose(mine, theirs)
@@ -67,6 +62,18 @@ def compare(predicted: Chain, reference: Chain) -> Scores:
         plddt_correlation=_correlation(predicted.b_factors[here], per_residue) if len(distances) > 2 else None,
         lddt_per_residue=tuple(round(float(x), 4) for x in per_residue),
     )
+
+
+def corresponding(predicted: Chain, reference: Chain) -> tuple[np.ndarray, np.ndarray]:
+    """The residues of both chains, aligned by their sequences, whose CA both have.
+
+    Raises UserError when there are fewer than three.
+    """
+    here, there = align(predicted.sequence, reference.sequence).T
+    both = (predicted.mask[here, residues.CA] * reference.mask[there, residues.CA]) > 0
+    if both.sum() < 3:
+        raise UserError(f"only {both.sum()} residues of the two chains correspond; give two structures of one protein")
+    return here[both], there[both]
 
 
 def superpose(x: np.ndarray, y: np.ndarray, chosen: np.ndarray | None = None) -> tuple[np.ndarray, float]:

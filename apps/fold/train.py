@@ -107,7 +107,8 @@ def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any])
         return
     with torch.device("meta"):
         names = dict(AlphaFold(model).named_parameters())
-    save_folder(config.out / "model", model, parameters_of(checkpoint_path(config.out), names, config.average))
+    parameters = parameters_of(checkpoint_path(config.out), names, config.average)
+    save_folder(config.out / "model", model, parameters, config.note)
     for name in ("loss", "validation_lddt_ca", "validation_plddt", "wall_s"):
         if summary.get(name) is not None:
             print(f"{name:24} {summary[name]:,.4g}")

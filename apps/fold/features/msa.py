@@ -1,8 +1,8 @@
 """An alignment as the network's features, as the original makes them (Jumper et al. 2021, supplement, 1.2.6 and 1.2.7).
 
     1. a random order of the rows behind the query; the first become cluster centres, the rest extra rows
-    2. 15 % of the centres' letters are hidden: masked (0.7), drawn from the column's profile (0.1), drawn uniformly
-       (0.1), or kept (0.1). So the network was trained, and so it predicts
+    2. 15 % of the centres' letters (the model's `hidden_share`) are hidden: masked (0.7), drawn from the column's
+       profile (0.1), drawn uniformly (0.1), or kept (0.1). So the network was trained, and so it predicts
     3. each extra row joins the centre that it agrees with in most letters (gaps do not count)
     4. of each cluster: the profile of its letters and its mean deletion
     5. a random choice of the extra rows goes into the extra stack
@@ -22,7 +22,6 @@ from apps.fold.model import residues
 from apps.fold.model.config import ModelConfig
 from apps.fold.model.features import Features, TemplateFeatures
 
-_HIDDEN = 0.15
 _UNIFORM, _PROFILE, _SAME = 0.1, 0.1, 0.1
 _STRIP = 512  # extra rows compared with the centres at once
 
@@ -54,7 +53,7 @@ def draw(alignment: Alignment, config: ModelConfig, generator: np.random.Generat
     order = generator.permutation(np.arange(1, len(alignment)))
     count = num_centres(config, alignment)
     rows = alignment.letters[np.concatenate([[0], order[: count - 1]])]
-    hidden = generator.random(rows.shape) < _HIDDEN
+    hidden = generator.random(rows.shape) < config.hidden_share
     probabilities = _replacements(alignment.letters, rows[hidden], np.nonzero(hidden)[1])
     cumulative = probabilities.cumsum(-1)
     drawn = (generator.random((len(cumulative), 1)) * cumulative[:, -1:] >= cumulative).sum(-1)

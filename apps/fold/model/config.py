@@ -98,8 +98,12 @@ class ModelConfig:
     """rows of the MSA, those of templates included where there are any"""
     max_extra_msa: int = 5120
     max_templates: int = 4
+    hidden_share: float = 0.15
+    """of the MSA's letters, hidden in training and in predictions: masked, or replaced"""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.hidden_share < 1:
+            raise UserError(f"hidden_share={self.hidden_share}; give a share from 0 to below 1")
         if self.num_recycles < 0:
             raise UserError(f"num_recycles={self.num_recycles}; give 0 or more")
 
@@ -145,7 +149,8 @@ def tiny(templates: bool = True) -> ModelConfig:
 def demo() -> ModelConfig:
     """A small model for a few small proteins: less than 3 MB of weights, no templates, no extra MSA.
 
-    One layer of the structure module, no dropout and no recycling: it is to learn in minutes what it has seen.
+    It is to learn in minutes what it has seen: no dropout, no recycling, and no letter hidden. Of a sequence alone a
+    hidden letter hides what its neighbours are told apart by.
     """
     pair = PairConfig(num_heads=2, head_dim=16, product_dim=32, transition_factor=2, dropout=0.0)
     stack = EvoformerConfig(2, 4, 16, 2, msa_dropout=0.0, outer_dim=8, pair=pair)
@@ -157,9 +162,10 @@ def demo() -> ModelConfig:
         evoformer=stack,
         extra=replace(stack, num_blocks=0),
         templates=None,
-        structure=StructureConfig(96, 1, 4, 16, 4, 8, 3, 64, 2, dropout=0.0),
+        structure=StructureConfig(96, 4, 4, 16, 4, 8, 3, 64, 2, dropout=0.0),
         heads=HeadsConfig(plddt_dim=64),
         num_recycles=0,
         max_msa=16,
         max_extra_msa=32,
+        hidden_share=0.0,
     )

@@ -4,6 +4,7 @@ pLDDT stands in the B-factor column of both. The PAE's json has the schema of th
 """
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def fits_pdb(folded: Folded) -> bool:
     return len(folded.sequence) <= PDB_RESIDUES and int(folded.mask.sum()) <= PDB_ATOMS
 
 
-def write_pdb(path: Path, folded: Folded) -> None:
+def write_pdb(path: Path, folded: Folded, title: str) -> None:
     """One chain A, residues numbered from 1; only what `fits_pdb`."""
     from Bio.PDB.PDBIO import PDBIO
     from Bio.PDB.StructureBuilder import StructureBuilder
@@ -121,13 +122,16 @@ def write_pdb(path: Path, folded: Folded) -> None:
         builder.init_atom(name, position, plddt, 1.0, " ", f" {name:<3}" if len(name) < 4 else name, None, name[0])
     io = PDBIO()
     io.set_structure(builder.get_structure())
-    io.save(str(path))
+    with open(path, "w", encoding="utf-8") as file:
+        for number, line in enumerate(textwrap.wrap(title, 69), 1):
+            file.write(f"TITLE   {number if number > 1 else '':>2}{' ' if number > 1 else ''}{line}".ljust(80) + "\n")
+        io.save(file)
 
 
 def write_confidence(folder: Path, stem: str, folded: Folded, told: dict[str, Any]) -> None:
     """STEM_confidence.json, STEM_pae.npz and STEM_pae.json (where there is a PAE), STEM_distogram.npz.
 
-    told  what else is to be said of the prediction
+    told  what else is to be said of the prediction; a note among it goes into every file
     """
     numbers = {
         **told,
@@ -136,13 +140,13 @@ def write_confidence(folder: Path, stem: str, folded: Folded, told: dict[str, An
         "plddt": [round(float(value), 2) for value in folded.plddt],
     }
     (folder / f"{stem}_confidence.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    np.savez_compressed(
-        folder / f"{stem}_distogram.npz", probabilities=folded.distances, edges=distogram_edges().numpy()
-    )
+    note = {"note": told["note"]} if "note" in told else {}
+    edges = distogram_edges().numpy()
+    np.savez_compressed(folder / f"{stem}_distogram.npz", probabilities=folded.distances, edges=edges, **note)
     if folded.pae is None:
         return
-    np.savez_compressed(folder / f"{stem}_pae.npz", pae=folded.pae.astype(np.float16))
+    np.savez_compressed(folder / f"{stem}_pae.npz", pae=folded.pae.astype(np.float16), **note)
     if len(folded.sequence) <= JSON_RESIDUES:
         matrix = np.round(folded.pae.astype(np.float64), 1).tolist()
-        schema = [{"predicted_aligned_error": matrix, "max_predicted_aligned_error": max_aligned_error()}]
+        schema = [{"predicted_aligned_error": matrix, "max_predicted_aligned_error": max_aligned_error(), **note}]
         (folder / f"{stem}_pae.json").write_text(json.dumps(schema, separators=(",", ":")), encoding="utf-8")

@@ -55,6 +55,8 @@ class FoldTrainConfig(TrainConfig):
     """rows of the clustered MSA; by default the model's"""
     max_extra_msa: int | None = None
     """rows of the extra MSA; by default the model's"""
+    note: str = ""
+    """what predictions with the weights that are learned will be marked with"""
     nproc: int = 1
     """local ranks to launch; under torchrun leave it at 1"""
 

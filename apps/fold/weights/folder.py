@@ -1,4 +1,7 @@
-"""Folders of our own: config.json, which says what the model is, and model.safetensors with our names."""
+"""Folders of our own: config.json, which says what the model is, and model.safetensors with our names.
+
+config.json may hold a note, which every prediction with these weights is marked with.
+"""
 
 import dataclasses
 import types
@@ -17,22 +20,33 @@ from core.weights import Weights, read_json, save_weights, write_json
 FORMAT = "megalith-fold"
 
 
-def save_folder(folder: Path, config: ModelConfig, parameters: dict[str, Tensor]) -> None:
+def save_folder(folder: Path, config: ModelConfig, parameters: dict[str, Tensor], note: str = "") -> None:
     """Write the weights, then config.json, which makes the folder a model's."""
     save_weights(parameters.items(), folder)
-    write_json(folder / "config.json", {"format": FORMAT, "model": as_json(config)})
+    content = {"format": FORMAT, "model": as_json(config)}
+    write_json(folder / "config.json", content | ({"note": note} if note else {}))
 
 
 def load_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The model's configuration and its parameters.  Raises UserError for a folder of another kind or a damaged one."""
-    stored = read_json(folder / "config.json")
-    if stored.get("format") != FORMAT:
-        raise UserError(f"{folder} is no folder of `fold convert` (its config.json has no format {FORMAT})")
+    stored = _stored(folder)
     config = _from_json(ModelConfig, stored.get("model"), f"{folder}/config.json")
     weights = Weights(folder)
     expected = {entry.name: entry.shape for entry in name_table(config)}
     check_names(folder, expected, {name: tuple(value.shape) for name, value in weights.items()})
     return config, dict(weights)
+
+
+def read_note(path: Path) -> str:
+    """What predictions with these weights are to be marked with; of most folders, and of files, nothing."""
+    return str(_stored(path).get("note", "")) if path.is_dir() else ""
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    stored = read_json(folder / "config.json")
+    if stored.get("format") != FORMAT:
+        raise UserError(f"{folder} is no folder of `fold convert` (its config.json has no format {FORMAT})")
+    return stored
 
 
 def _from_json(kind: Any, value: Any, origin: str) -> Any:

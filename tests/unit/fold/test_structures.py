@@ -42,7 +42,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, suffix: str) -> None:
     if suffix == ".cif":
         write_mmcif(path, folded, "a", "a title, with 'quotes'")
     else:
-        write_pdb(path, folded)
+        write_pdb(path, folded, "a title " * 12)
     (chain,) = read_structure(path)
     seen = [i for i, letter in enumerate(SEQUENCE) if letter != "X"]  # X has no atoms to write
     assert chain.name == "A"

@@ -97,6 +97,16 @@ def test_what_is_hidden_is_what_may_differ() -> None:
     assert differs.sum() > 0.5 * batch["hidden"].sum()
 
 
+def test_a_share_of_zero_hides_nothing() -> None:
+    batches = FoldBatches(Chains(), BatchConfig(), replace(small_model(), hidden_share=0.0), seed=3)
+    for row in range(3):
+        made = batches.row(0, row)
+        assert not made["hidden"].any()
+        assert torch.equal(made["msa"][-1, :, :, :23].argmax(-1), made["letters"])
+    with pytest.raises(UserError, match="hidden_share=1"):
+        replace(small_model(), hidden_share=1.0)
+
+
 def test_padding_changes_nothing() -> None:
     """A row has the same loss, part by part, alone and beside a longer one with more rows of the MSA."""
     batches, model = _batches(crop=64), small_model()

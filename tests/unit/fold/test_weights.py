@@ -12,7 +12,7 @@ import torch
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import PRESETS, preset, tiny
 from apps.fold.weights import alphafold, openfold
-from apps.fold.weights.folder import load_folder, save_folder
+from apps.fold.weights.folder import load_folder, read_note, save_folder
 from apps.fold.weights.source import read_weights
 from apps.fold.weights.table import name_table
 from core.config import UserError
@@ -150,6 +150,10 @@ def test_a_folder_keeps_what_the_arrays_do_not_say(tmp_path: Path) -> None:
     again, read = load_folder(tmp_path)
     assert again == config
     assert all(torch.equal(read[name], value) for name, value in parameters.items())
+    assert read_note(tmp_path) == ""
+    save_folder(tmp_path, config, parameters, "of this machine only")
+    assert load_folder(tmp_path)[0] == config
+    assert read_note(tmp_path) == "of this machine only"
     stored = json.loads((tmp_path / "config.json").read_text())
     stored["model"]["mystery"] = 1
     (tmp_path / "config.json").write_text(json.dumps(stored))
