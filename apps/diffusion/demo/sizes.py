@@ -5,12 +5,14 @@ in size. The tokenizer is CLIP's byte-level BPE whose merges are learned from th
 one token, and any other text is spelled.
 """
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from apps.diffusion.initialise import begin_as_identity
@@ -79,16 +81,34 @@ def tiny_schedule() -> ScheduleConfig:
     return ScheduleConfig(prediction_type="v_prediction")
 
 
-def write_tokenizer(words: Sequence[str], folder: Path) -> CLIPTokenizer:
+def learned_merges(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Merges that make each word one token, the most frequent pair first and of equals the first in the alphabet.
+
+    Sennrich et al. 2016, arXiv:1508.07909, algorithm 1. The trainer of `tokenizers` breaks ties by chance.
+    """
+    pieces = [[*word[:-1], f"{word[-1]}</w>"] for word in sorted(set(words))]
+    merges: list[tuple[str, str]] = []
+    while counts := Counter(pair for parts in pieces for pair in itertools.pairwise(parts)):
+        merges.append(min(counts, key=lambda pair: (-counts[pair], pair)))
+        pieces = [_merged(parts, merges[-1]) for parts in pieces]
+    return merges
+
+
+def _merged(parts: list[str], pair: tuple[str, str]) -> list[str]:
+    made: list[str] = []
+    for part in parts:
+        # A piece that was just joined is no left half: it is longer than any piece of the pair.
+        if made and (made[-1], part) == pair:
+            made[-1] += part
+        else:
+            made.append(part)
+    return made
+
+
+def write_tokenizer(words: Iterable[str], folder: Path) -> CLIPTokenizer:
     """The tokenizer's folder: vocab.json and merges.txt as CLIP has them.  Returns what transformers loads of it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.BpeTrainer(
-        vocab_size=10_000, min_frequency=1, end_of_word_suffix="</w>", initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(sorted(words), trainer)
-    merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    merges = learned_merges(words)
     entries = [*alphabet, *(f"{letter}</w>" for letter in alphabet), *("".join(pair) for pair in merges), _START, _END]
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
