@@ -4,6 +4,7 @@ The only file that reads the environment or creates a process group. Everything 
 A process that no launcher started is a process group of one rank: the same path, without a special case.
 """
 
+import atexit
 import ctypes
 import os
 import random
@@ -89,6 +90,18 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     finally:
         if owned:
             dist.destroy_process_group()
+
+
+def join(kind: str, timeout_s: float = 1800.0) -> None:
+    """Join the process group and stay in it until the process ends; one that exists already is used."""
+    if not dist.is_initialized():
+        _init_process_group(kind, timedelta(seconds=timeout_s))
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _init_process_group(kind: str, timeout: timedelta) -> None:

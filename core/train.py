@@ -24,13 +24,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
 from core.comm.volume import Volume, count_volume
 from core.config import UserError, as_json
 from core.data import Batches, Prefetch
+from core.gemini.config import GeminiConfig
+from core.gemini.replicas import GeminiReplicas
 from core.mesh import MeshConfig, data_axis, gradient_axis
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.nn.moe import load_figures, take_load
@@ -40,6 +42,7 @@ from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.compose import ParallelConfig
+from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.runtime import Runtime, StopRequest, launch, seed_everything
@@ -82,6 +85,8 @@ class TrainConfig(ParallelConfig):
     log: LogConfig = field(default_factory=LogConfig)
     device: str | None = None
     """cpu or cuda; None: CUDA where there is one"""
+    gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    """train in a given amount of device memory: model data that does not fit lives on the host"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +99,8 @@ class TrainConfig(ParallelConfig):
                 f"compile with mesh.tp_mode={self.mesh.tp_mode}: torch.compile does not trace the messages inside its "
                 "products; leave --compile out, or use --mesh.tp_mode 1d"
             )
+        if self.gemini.budget is not None:
+            self._check_gemini()
         if self.evaluate_every < 0:
             raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
         self.check_pipeline(self.mesh.pp)
@@ -102,6 +109,27 @@ class TrainConfig(ParallelConfig):
                 f"microbatch={self.microbatch} and pipeline.microbatches={self.pipeline.microbatches} both say how "
                 "rows are cut; give one of them"
             )
+
+    def _check_gemini(self) -> None:
+        """Raises UserError for what Gemini does not go with."""
+        given = f"gemini.budget={self.gemini.budget}"
+        if self.zero not in (0, 3):
+            raise UserError(
+                f"{given} with zero={self.zero}: Gemini shards parameters, gradients and optimizer together; "
+                "use --zero 3, or --zero 0 for copies"
+            )
+        if self.mesh.pp > 1 or self.mesh.ep > 1:
+            raise UserError(
+                f"{given} with mesh.pp={self.mesh.pp} and mesh.ep={self.mesh.ep}: Gemini does not go with pipeline "
+                "stages or expert parallelism yet; use --mesh.tp, --mesh.cp and data parallel ranks"
+            )
+
+    def spread(
+        self, model: nn.Module, mesh: DeviceMesh, materialise: Callable[[nn.Module], None] = lambda model: None
+    ) -> DataParallel:
+        if self.gemini.budget is None:
+            return super().spread(model, mesh, materialise)
+        return GeminiReplicas(model, mesh, self.zero, self.precision, materialise, self.gemini)
 
     def microbatch_rows(self, rows: int) -> list[int]:
         """How many of a rank's rows each microbatch takes."""

@@ -77,8 +77,8 @@ def choose_chunk_size(
     """
     tried = [_on_chunks(parameters, step, size) for size in _candidates(parameters, budget_bytes)]
     fitting = [found for found in tried if smallest_budget(found[2]) <= budget_bytes]
-    if not fitting:
-        fitting = [min(tried, key=lambda found: smallest_budget(found[2]))]
+    if not fitting:  # what takes least room, whatever the budget: each parameter comes and goes by itself
+        fitting = [_on_chunks(parameters, step, 1)]
     chunkings = [
         Chunking(size, names, trace, plan_residency(trace, budget_bytes, bandwidth, policy))
         for size, names, trace in fitting

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from core.config import UserError
+from core.gemini.outputs import tensors_in
 from core.gemini.trace import ChunkInfo, Moment, MomentKind, Trace
 from core.metrics import MemoryAccount
 
@@ -324,7 +325,7 @@ class _Recorder(MemoryAccount):
             self._cut()
             self.begun = call
             (self.recomputed if _in_backward() else self.calls).append(call)
-            for tensor in _tensors_of((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 if tensor.requires_grad and torch.is_grad_enabled():
                     call.has_input_gradients = True
                     tensor.register_hook(lambda _: self._end_backward(call))
@@ -336,7 +337,7 @@ class _Recorder(MemoryAccount):
             self._cut()
             call = running.pop()
             if call.parameters:
-                for tensor in _tensors_of(result):
+                for tensor in tensors_in(result):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda _: self._begin_backward(call))
 

@@ -52,10 +52,10 @@ class ParallelModel(ABC):
         """What a run's summary says of it, alike on every rank."""
         return {}
 
-    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample) -> None:  # noqa: B027
+    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:  # noqa: B027
         """Before the first step and before the optimizer has state: what a step will look like.
 
-        sample  draws a microbatch, and returns the function model -> loss of it
+        sample  draws a microbatch, and returns the function model -> loss of it; None: nothing is known of it
         """
 
     @abstractmethod

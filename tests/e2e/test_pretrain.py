@@ -111,6 +111,23 @@ def test_stages_learn_what_one_rank_learns_and_go_on_as_others(one_rank: Path, p
     assert (out / "hf" / "model.safetensors").exists()
 
 
+def test_gemini_learns_the_same_and_its_checkpoints_go_on_without_it(one_rank: Path, pretrain, tmp_path: Path) -> None:
+    """Five steps in a tight budget, five without one; and the other way round, on two ranks."""
+    budget = ("--gemini.budget", "12MB", "--microbatch", 4, "--recompute.mode", "full")
+    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 5, *budget)
+    figures = summary(out)
+    assert figures["device_peak_bytes"] <= 12_000_000
+    assert figures["gemini_moved_bytes"] > 0
+    pretrain(out, "--steps", 10, "--resume")
+    assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
+    other = pretrain(tmp_path / "other", "--steps", 10, "--stop-after", 5)
+    pretrain(other, "--steps", 10, "--resume", "--nproc", 2, "--zero", 3, *budget)
+    assert losses(other) == pytest.approx(losses(one_rank), rel=1e-9)
+    assert summary(other)["heldout_bits_per_byte"] == pytest.approx(
+        summary(one_rank)["heldout_bits_per_byte"], rel=1e-9
+    )
+
+
 def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path: Path) -> None:
     done = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "apps.llm", "pretrain"),

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from core.gemini.config import GeminiConfig
+from core.gemini.replicas import GeminiReplicas
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
@@ -41,6 +43,8 @@ class Case:
     documents: bool = False
     seed: int = 0
     optim: Any = "adamw"
+    budget: str | None = None
+    planned: bool = False
 
 
 def batch_of(case: Case, step: int) -> dict[str, torch.Tensor]:
@@ -69,6 +73,7 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
     config = TrainConfig(
         **vars(case.parallel),
+        gemini=GeminiConfig(case.budget),
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,
@@ -87,7 +92,11 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         pipeline_plan=pipeline_plan(),
         materialise=lambda m: initialise(m, case.seed),
     )
-    return TrainState(data, build_optimizer(config.optim, data.masters), LossScale(config.precision), {}), config
+    optimizer = build_optimizer(config.optim, data.masters)
+    rows = case.batch // data_axis(mesh).size() if case.microbatch is None else case.microbatch
+    first = {k: v[:rows] for k, v in batch_of(case, 0).items()}
+    data.prepare(optimizer, (lambda: lambda m: loss(m, first)) if case.planned else None)
+    return TrainState(data, optimizer, LossScale(config.precision), {}), config
 
 
 def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -108,7 +117,19 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     displacement = {n: full_tensor(m) - start[n] for n, m in state.data.masters.items()}
     held = {n: layout_of(m).local_shape() for n, m in state.data.masters.items()}
     found = {"start": start, "displacement": displacement, "held": held}
-    return {"losses": losses} | {what: of_all_stages(own, state.data.mesh) for what, own in found.items()}
+    whole = {"losses": losses} | {what: of_all_stages(own, state.data.mesh) for what, own in found.items()}
+    return whole if case.budget is None else whole | moved(state.data)
+
+
+def moved(data: GeminiReplicas) -> dict[str, int]:
+    """What Gemini had to do: the most bytes on the device, its budget, bytes moved, evictions."""
+    tier = data.tier
+    return {
+        "peak": tier.peak_bytes,
+        "budget": tier.budget_bytes,
+        "moved": tier.moved_bytes,
+        "evictions": tier.num_evictions,
+    }
 
 
 def evaluated(state: TrainState, mine: dict[str, torch.Tensor]) -> float:
@@ -205,7 +226,9 @@ def largest_difference(found: dict[str, Any], expected: dict[str, Any], steps: i
 
 def difference_from_single(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ()) -> tuple[float, str]:
     """Run the case on one rank, plainly, and on `num_ranks`; the largest difference that any rank sees."""
-    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None)
+    plain = replace(
+        case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None, budget=None, planned=False
+    )
     if plain not in _REFERENCES:
         _REFERENCES[plain] = ranks(1).run(run, plain)[0]
     results = ranks(num_ranks).run(run, case, without)

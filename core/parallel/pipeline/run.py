@@ -82,7 +82,7 @@ class Pipeline(ParallelModel):
     def figures(self) -> Mapping[str, Any]:
         return self.inner.figures()
 
-    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self.inner.prepare(optimizer, sample)
 
     def schedule(self, num_microbatches: int) -> Schedule:

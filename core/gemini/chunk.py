@@ -1,0 +1,243 @@
+"""Chunks: parameters that come to the device together, leave together, and are sharded together.
+
+A chunk has two sides.
+
+    buffer  on the device, whole: the parameters back to back, as the model computes with them. It is there or it is
+            not: without it each parameter keeps its name, shape and dtype, and who reads it gets an error. The buffer's
+            storage is one object for good, only its memory comes and goes, so that what autograd saved of a parameter
+            (a transpose, a view) is right again when the buffer is back. A gradient takes its parameter's place in it.
+    shard   this rank's rows of every parameter, on the host or (resident chunks) on the device: masters and gradients
+            in the reductions' format for the optimizer, and values in the buffer's format where that is another one
+
+Rows are dealt to ranks as everywhere in `core.layout`, so masters are boxes: optimizers, checkpoints and other meshes
+need to know nothing of chunks. All parameters of a chunk have one dtype, and either all learn or none does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from core.gemini.absent import give_back, placeholder, withdraw
+from core.gemini.states import COMPUTE, FREE, HOLD, READY_TO_REDUCE, State, require_move
+from core.parallel.rows import row_length
+
+ALIGNED = 32
+"""Parameters begin at multiples of so many elements: vector loads and compiled code rely on it."""
+
+
+class Member:
+    """One parameter in its chunk.
+
+    name       its first name in the model
+    parameter  the one that the model holds, whatever its memory
+    rows       this rank's rows of its value: the master of what learns (a leaf, tagged with its layout), else the value
+    users      modules of which a forward or backward runs now
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, rows: Tensor):
+        self.name, self.parameter, self.rows = name, parameter, rows
+        self.trainable = parameter.requires_grad
+        self.tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        self.kind = type(self.tensor)
+        self.state: State = FREE
+        self.users = 0
+        self.offset = self.own_offset = 0
+        self.chunk: Chunk
+        self.view: Tensor
+        self.absent: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def buffer_elements(self) -> int:
+        """Its place in the buffer, with padding."""
+        return aligned(self.num_elements)
+
+    def own_elements(self, ranks: int) -> int:
+        """Its place in the shard of each of `ranks` ranks, with padding."""
+        return aligned(row_length(self.tensor, ranks))
+
+    def move(self, to: State) -> None:
+        """Raises IllegalMove where its state does not lead there."""
+        count = self.chunk.count
+        count[self.state] -= 1
+        self.state = require_move(self.name, self.state, to)
+        count[to] += 1
+
+
+class Chunk:
+    """Members of one dtype, all trainable or none, in the order of their places in the buffer.
+
+    values    [own] this rank's rows in the buffer's format; the masters themselves where the formats agree. None where
+              a resident chunk's buffer is filled from masters of another format
+    masters   [own] in the reductions' format, None for a frozen chunk; `grad` beside it, filled while `has_grad`
+    resident  lives on the device for good, masters and gradients too
+    count     state -> how many members are in it
+    """
+
+    def __init__(self, index: int, members: Sequence[Member], device: torch.device, wide: torch.dtype, ranks: int):
+        self.index, self.members, self.device, self.wide, self.ranks = index, list(members), device, wide, ranks
+        self.dtype, self.trainable = members[0].dtype, members[0].trainable
+        self.num_elements = self.own_elements = 0
+        self.count = dict.fromkeys(State, 0) | {FREE: len(self.members)}
+        for member in self.members:
+            member.chunk = self
+            member.offset, member.own_offset = self.num_elements, self.own_elements
+            self.num_elements += member.buffer_elements
+            self.own_elements += member.own_elements(ranks)
+        self.resident = self.is_filled = self.has_grad = False
+        self.grad: Tensor | None = None
+        self.ready: torch.cuda.Event | None = None  # when it is filled
+        self._filled_from = 0
+        self._make_buffer()
+        self._make_shard()
+
+    @property
+    def name(self) -> str:
+        """For people: the members' common place in the model."""
+        first, last = self.members[0].name, self.members[-1].name
+        return first if first == last else f"{first} … {last}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def own_bytes(self) -> int:
+        """Of this rank's rows in the buffer's format: what a fetch copies from the host."""
+        return self.own_elements * self.dtype.itemsize
+
+    @property
+    def in_use(self) -> bool:
+        return self.count[COMPUTE] > 0
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a gradient stands in the buffer."""
+        return self.count[READY_TO_REDUCE] > 0
+
+    @property
+    def ready_members(self) -> list[Member]:
+        """Those whose gradient stands in the buffer."""
+        return [m for m in self.members if m.state is READY_TO_REDUCE]
+
+    # --- the buffer ---------------------------------------------------------------------------------------------------
+
+    def _make_buffer(self) -> None:
+        self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
+        for member in self.members:
+            part = self.buffer.narrow(0, member.offset, member.num_elements)
+            member.view = part.view(member.tensor.shape)
+            member.absent = placeholder(member.view)
+        self.buffer.untyped_storage().resize_(0)
+        for member in self.members:
+            withdraw(member.tensor, member.name, member.absent)
+
+    @property
+    def source(self) -> Tensor:
+        """What the buffer is filled from: [own], of this rank."""
+        found = self.masters if self.values is None else self.values
+        assert found is not None
+        return found
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the buffer may hold old values: masters move in every step, frozen parameters when loaded."""
+        return self.is_filled and (self.trainable or self._filled_from != self._version)
+
+    @property
+    def _version(self) -> int:
+        return sum(m.rows._version for m in self.members)
+
+    def allocate(self) -> None:
+        """Give the buffer memory; what stands in it is undefined."""
+        self.buffer.untyped_storage().resize_(self.num_bytes)
+
+    def expose(self) -> None:
+        """The buffer is filled: every parameter is the value in it."""
+        self.is_filled, self._filled_from = True, self._version
+        for member in self.members:
+            if member.state is FREE:
+                member.move(HOLD)
+            give_back(member.tensor, member.kind, member.view)
+
+    def hide(self) -> None:
+        """The parameters cannot be read any more; the memory goes too, unless the chunk is resident."""
+        self.is_filled = False
+        for member in self.members:
+            if member.state is not FREE:
+                member.move(FREE)
+            withdraw(member.tensor, member.name, member.absent)
+        if not self.resident:
+            self.buffer.untyped_storage().resize_(0)
+
+    # --- the shard ----------------------------------------------------------------------------------------------------
+
+    def _make_shard(self) -> None:
+        self.masters = self._flat(self.wide) if self.trainable else None
+        same = self.masters is not None and self.dtype == self.wide
+        self.values: Tensor | None = self.masters if same else self._flat(self.dtype)
+        for member in self.members:
+            kept = self._own(self.masters if self.masters is not None else self.values, member)
+            kept.copy_(member.rows)
+            member.rows.data = kept
+        self.refresh()
+
+    def _flat(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.own_elements, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def _own(self, flat: Tensor | None, member: Member) -> Tensor:
+        assert flat is not None
+        return flat.narrow(0, member.own_offset, member.rows.numel()).view(member.rows.shape)
+
+    def own_grad(self, member: Member) -> Tensor:
+        """The reduced gradient of this rank's rows."""
+        return self._own(self.grad, member)
+
+    def refresh(self) -> None:
+        """The masters have moved: so do the values of another format that lie beside them."""
+        if self.masters is not None and self.values is not None and self.values is not self.masters:
+            self.values.copy_(self.masters)
+
+    def make_grad(self) -> Tensor:
+        """Memory for the gradient of the shard, beside the masters; what stands in it is undefined."""
+        if self.grad is None:
+            assert self.masters is not None
+            on_host = self.masters.device.type == "cpu"
+            self.grad = torch.empty_like(self.masters, pin_memory=on_host and self.device.type == "cuda")
+        return self.grad
+
+    def settle(self, resident: bool) -> None:
+        """Let the shard live on the device from now on, or on the host."""
+        self.resident = resident
+        if self.device.type == "cpu":
+            return
+        place = self.device if resident else torch.device("cpu")
+        self.grad = None
+        if self.masters is not None:
+            self.masters = _moved(self.masters, place)
+            for member in self.members:
+                member.rows.data = self._own(self.masters, member)
+        if self.dtype == self.wide and self.trainable:
+            self.values = self.masters
+        elif self.trainable:
+            self.values = None if resident else self._flat(self.dtype)
+        self.refresh()
+
+
+def aligned(num_elements: int) -> int:
+    return -(-num_elements // ALIGNED) * ALIGNED
+
+
+def _moved(flat: Tensor, place: torch.device) -> Tensor:
+    moved = flat.to(place)
+    return moved.pin_memory() if place.type == "cpu" and torch.cuda.is_available() else moved

@@ -1,0 +1,262 @@
+"""Follows a step through the modules of a model, and tells the executor what it needs: hooks on modules, not operators.
+
+A *unit* is a module with the parameters that its forward reads: its own, those of its parameter lists, and of what is
+compiled, or is one of torch's own modules, everything below it.
+
+    before its forward          its chunks are fetched, its parameters go into use
+    after its forward           they are out of use; a hook on every tensor of the output waits for its gradient
+    at the first of those       fetched and in use again, for the backward
+    at each parameter's grad    it takes the parameter's place; the last one of a chunk has the chunk reduced
+    when its backward is over   autograd runs nodes in the reverse of the order in which the forward made them. So it is
+                                over when the gradient of one of its inputs goes on to whoever made that, or when the
+                                backward of a unit begins that the forward had left before it came to this one
+
+A forward inside a backward (recomputed activations) is a forward like all others. What is left when the whole backward
+has ended, unused parameters, counts as zero in its chunk's reduction.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from core.gemini.chunk import Chunk, Member
+from core.gemini.executor import Executor
+from core.gemini.outputs import tensors_in
+from core.gemini.states import COMPUTE, HOLD, HOLD_AFTER_BWD, HOLD_AFTER_FWD, READY_TO_REDUCE
+from core.gemini.trace import MomentKind
+
+OUTSIDE = -1
+"""torch's number of the running backward, where none runs."""
+
+
+class Unit:
+    def __init__(self, name: str, module: nn.Module, members: Sequence[Member]):
+        self.name, self.module, self.members = name, module, list(members)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return list(dict.fromkeys(m.chunk for m in self.members))
+
+
+class Call:
+    """One forward of a unit, and its backward.
+
+    entered, left  places in the order of all forwards' beginnings and ends
+    backward       torch's number of the backward that it takes part in
+    """
+
+    def __init__(self, unit: Unit, entered: int):
+        self.unit, self.entered, self.left = unit, entered, entered
+        self.backward = OUTSIDE
+
+
+class ModuleHooks:
+    """Between the modules of a model and the executor of its chunks."""
+
+    def __init__(self, units: Sequence[Unit], chunks: Sequence[Chunk], executor: Executor):
+        self.units, self.chunks, self.executor = units, chunks, executor
+        self.sends = executor.transport.sends
+        self._clock = 0
+        self._forwards: list[Call] = []
+        self._backwards: list[Call] = []
+        self._reduced: set[Chunk] = set()
+        for unit in units:
+            self._install(unit)
+        for chunk in chunks:
+            for member in chunk.members:
+                if member.trainable:
+                    member.parameter.register_post_accumulate_grad_hook(self._gradient_hook(member))
+
+    def _install(self, unit: Unit) -> None:
+        module = unit.module
+        compiled = module._compiled_call_impl
+        if compiled is not None:  # its hooks would be compiled with it
+            module._compiled_call_impl = self._around(unit, compiled)
+            return
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: self._before_forward(unit, (args, kwargs)), prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(lambda _m, _a, output: self._after_forward(unit, output), always_call=True)
+
+    def _around(self, unit: Unit, call: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.compiler.disable(recursive=False)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            self._before_forward(unit, (args, kwargs))
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                self._after_forward(unit, output)
+            return output
+
+        return called
+
+    # --- a backward as a whole ----------------------------------------------------------------------------------------
+
+    def end_backward(self) -> None:
+        """The backward has ended: reduce what it has left, with zeros for what took no part."""
+        for call in self._backwards:
+            self._out_of_use(call, HOLD_AFTER_BWD)
+        self._backwards.clear()
+        for chunk in self.chunks:
+            if chunk.holds_gradients or (self.sends and chunk.trainable and chunk not in self._reduced):
+                self._reduce(chunk)
+        self._reduced.clear()
+
+    def give_up(self) -> None:
+        """The step was given up in the middle: nothing is in use, and no gradient of it counts."""
+        for call in (*self._forwards, *self._backwards):
+            self._out_of_use(call, HOLD)
+        self._forwards.clear()
+        self._backwards.clear()
+        self._reduced.clear()
+        for chunk in self.chunks:
+            if chunk.holds_gradients:
+                self.executor.drop(chunk)
+            chunk.has_grad = False
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, inputs: Any) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward == OUTSIDE and self._backwards:
+            self.end_backward()
+        self._end_calls(backward, None)
+        self._restore(unit)
+        self.executor.at(self._kind(), unit.name, unit.chunks)
+        self._clock += 1
+        call = Call(unit, self._clock)
+        self._forwards.append(call)
+        self._into_use(unit)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(inputs):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(lambda _: self._after_backward(call))
+
+    def _kind(self) -> MomentKind:
+        """A forward inside a backward is part of that."""
+        return "forward" if torch._C._current_graph_task_id() == OUTSIDE else "backward"
+
+    def _after_forward(self, unit: Unit, output: Any) -> None:
+        if not self._forwards or self._forwards[-1].unit is not unit:
+            return  # it never began: what it needs could not be fetched
+        call = self._forwards.pop()
+        self._clock += 1
+        call.left = self._clock
+        differentiable = []
+        if torch.is_grad_enabled():
+            differentiable = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+        for tensor in differentiable:
+            tensor.register_hook(lambda _, call=call: self._before_backward(call))
+        self._out_of_use(call, HOLD_AFTER_FWD if differentiable else HOLD)
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def _before_backward(self, call: Call) -> None:
+        backward = torch._C._current_graph_task_id()
+        self._end_calls(backward, call)
+        if call in self._backwards:
+            return
+        call.backward = backward
+        self._restore(call.unit)
+        self.executor.at("backward", call.unit.name, call.unit.chunks)
+        self._backwards.append(call)
+        self._into_use(call.unit)
+
+    def _after_backward(self, call: Call) -> None:
+        if call in self._backwards:
+            self._backwards.remove(call)
+            self._out_of_use(call, HOLD_AFTER_BWD)
+
+    def _end_calls(self, backward: int, now: Call | None) -> None:
+        """End the backward of calls that the running backward has left behind.
+
+        Those are calls of a backward inside it (reentrant checkpoints number theirs higher), and calls that the forward
+        came to after it had left `now`.
+        """
+        for call in list(self._backwards):
+            is_inner = call.backward > backward
+            if is_inner or (call.backward == backward and now is not None and call.entered > now.left):
+                self._backwards.remove(call)
+                self._out_of_use(call, HOLD_AFTER_BWD)
+
+    def _gradient_hook(self, member: Member) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            grad = parameter.grad
+            assert grad is not None
+            parameter.grad = None
+            self._take_gradient(member, grad._local_tensor if isinstance(grad, DTensor) else grad)
+
+        return arrived
+
+    @torch.no_grad()
+    def _take_gradient(self, member: Member, grad: Tensor) -> None:
+        chunk = member.chunk
+        if member.state is READY_TO_REDUCE:  # a second gradient in one backward: reentrant checkpoints that share it
+            self.executor.restore(chunk)
+        self.executor.require([chunk])
+        member.view.copy_(grad)
+        member.move(READY_TO_REDUCE)
+        if chunk.count[READY_TO_REDUCE] == len(chunk.members):
+            self._reduce(chunk)
+
+    def _reduce(self, chunk: Chunk) -> None:
+        self.executor.at("reduce", chunk.name, [chunk])
+        self.executor.reduce(chunk)
+        self._reduced.add(chunk)
+
+    # --- use ----------------------------------------------------------------------------------------------------------
+
+    def _restore(self, unit: Unit) -> None:
+        """Parameters of the unit whose place a gradient has taken come back: they are used once more."""
+        for member in unit.members:
+            if member.state is READY_TO_REDUCE:
+                self.executor.restore(member.chunk)
+
+    def _into_use(self, unit: Unit) -> None:
+        for member in unit.members:
+            member.users += 1
+            if member.state is not COMPUTE:
+                member.move(COMPUTE)
+
+    def _out_of_use(self, call: Call, to: Any) -> None:
+        for member in call.unit.members:
+            member.users -= 1
+            if not member.users and member.state is COMPUTE:
+                member.move(to)
+
+
+def units_of(model: nn.Module) -> dict[str, list[str]]:
+    """Module -> names of the parameters that its forward reads, as far as modules tell; none where it only calls."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    inside: set[int] = set()
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if id(module) in inside or isinstance(module, nn.ParameterList | nn.ParameterDict):
+            continue
+        if _is_one(module):
+            inside |= {id(m) for m in module.modules()}
+            parameters = module.parameters()
+        else:
+            parameters = _read_by(module)
+        found[name] = list(dict.fromkeys(names[id(parameter)] for parameter in parameters))
+    return found
+
+
+def _is_one(module: nn.Module) -> bool:
+    """Whether its forward may read parameters of the modules below without calling them."""
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:  # torch.compile's
+        return True
+    containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, containers)
+
+
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Its own parameters and those of its lists of parameters, which no one calls."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield from _read_by(child)

@@ -1,0 +1,137 @@
+"""Gemini in a training loop of one's own: `wrap` the model and its optimizer, and leave the loop as it is.
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+gemini = core.gemini.wrap(model, optimizer, budget="10GiB")
+for batch in batches:
+    loss = model(**batch).loss
+    loss.backward()
+    gemini.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.config import UserError
+from core.gemini.config import GeminiConfig
+from core.gemini.replicas import GeminiReplicas
+from core.layout import full_tensor
+from core.mesh import MeshConfig, build_mesh
+from core.optim.clip import gradient_norm, scale_gradients
+from core.parallel.parallel_model import Sample
+from core.parallel.rows import own_rows
+from core.precision import Precision
+from core.runtime import join
+
+
+class Gemini:
+    """A model and an optimizer that Gemini moves.  What a loop asks of it beyond `step`:"""
+
+    def __init__(self, data: GeminiReplicas, optimizer: torch.optim.Optimizer):
+        self.data, self.optimizer = data, optimizer
+        self._is_reduced = False
+        optimizer.register_step_pre_hook(lambda *_: self.reduce())
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        optimizer.zero_grad = self.zero_grad
+        data.model.zero_grad = self.zero_grad
+
+    def reduce(self) -> None:
+        """Complete the gradients: every master's `.grad` is the sum over all ranks and all backwards since the step."""
+        if not self._is_reduced:
+            self.data.hooks.end_backward()
+            self.data.reduce()
+            self._is_reduced = True
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's: scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        self.reduce()
+        norm = gradient_norm(self.data.masters.values(), self.data.mesh)
+        scale_gradients(self.data.masters.values(), min(1.0, max_norm / (float(norm) + 1e-6)))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those of a step that was given up too."""
+        self.data.hooks.give_up()
+        self.data.release()
+        self._is_reduced = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """name -> whole value on the host, in the masters' format; a collective where chunks are sharded."""
+        found = {**self.data.frozen, **self.data.masters}
+        return {name: full_tensor(rows).cpu() for name, rows in found.items()}
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most that was on the device at once."""
+        return self.data.tier.peak_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Between host and device so far, both ways."""
+        return self.data.tier.moved_bytes
+
+    def _stepped(self) -> None:
+        self.data.release()
+        self.data.publish()
+        self._is_reduced = False
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    budget: str | int,
+    *,
+    precision: Precision = "fp32",
+    mesh: DeviceMesh | None = None,
+    sample: Sample | None = None,
+    device: str | None = None,
+) -> Gemini:
+    """Train `model` in `budget` bytes of a device, with the optimizer that was made of its parameters.
+
+    model      any nn.Module that has values; it stays the same object, with the same parameters
+    optimizer  any of core.optim, or an elementwise one of torch, with its state; from now on it updates masters
+    budget     of each rank's device: "10GiB", "800MB", a number of bytes
+    precision  of parameters and activations; masters, optimizer state and reductions are fp32, under fp64 fp64
+    mesh       the ranks; by default all of the process group, over which chunks are sharded
+    sample     draws a microbatch and returns the function model -> loss of it: with it a step is planned before it runs
+    device     "cpu" or "cuda"; by default CUDA where there is one
+
+    Raises UserError for a budget in which no step fits, and for an optimizer whose state cannot be cut.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    join(kind)
+    if mesh is None:
+        mesh = build_mesh(MeshConfig().resolve(dist.get_world_size(), 3), kind)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    of_optimizer = [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+    if None in of_optimizer:
+        raise UserError(
+            "gemini.wrap: the optimizer has parameters that are not the model's; give it model.parameters()"
+        )
+    data = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget)))
+    for group in optimizer.param_groups:
+        group["params"] = [_replaced(optimizer, p, data.masters[names[id(p)]], data) for p in group["params"]]
+    data.prepare(optimizer, sample)
+    return Gemini(data, optimizer)
+
+
+def _replaced(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, master: Tensor, data: GeminiReplicas
+) -> Tensor:
+    """The master in the place of a parameter, with what the optimizer has kept of it so far: this rank's rows."""
+    state = optimizer.state.pop(parameter, {})
+    for key, value in state.items():
+        if data.shard is None or data.shard.size() == 1 or not isinstance(value, Tensor) or not value.ndim:
+            continue
+        if value.shape != parameter.shape:
+            raise UserError(
+                f"gemini.wrap: the optimizer's {key} is not shaped like its parameter, so it cannot be cut over ranks; "
+                "wrap it before its first step"
+            )
+        state[key] = own_rows(value, data.shard).clone()
+    if state:
+        optimizer.state[master] = state
+    return master

@@ -1,0 +1,281 @@
+"""Gemini as the training loop sees it: one more way to spread a model over the data axes.
+
+    data.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
+    data.reduce()                  every master has its gradient, on the side where it lives
+    optimizer.step()               each side updates what lives there
+    data.publish()                 the next fetch brings the new values
+
+Before the first step `prepare` packs the parameters into chunks and decides where each lives. The masters are this
+rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours or torch's work as without Gemini.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from core.config import UserError
+from core.gemini.chunk import Chunk, Member
+from core.gemini.config import GeminiConfig
+from core.gemini.executor import Executor
+from core.gemini.hooks import ModuleHooks, Unit, units_of
+from core.gemini.planning import bandwidth_of, infos, plan, speed_of
+from core.gemini.schedule import Schedule
+from core.gemini.search import Chunking, ParameterInfo, packed
+from core.gemini.state_bytes import state_bytes
+from core.gemini.streams import Streams
+from core.gemini.tier import DeviceTier, in_words, parse_bytes
+from core.gemini.tracer import StepTrace, trace_step
+from core.gemini.transport import Transport
+from core.layout import layout_of, local, tag
+from core.mesh import Zero, shard_axis
+from core.parallel.data import DataParallel, cast_parameter, with_local
+from core.parallel.parallel_model import Sample
+from core.parallel.plan import parameter_names, set_parameter
+from core.parallel.rows import own_rows
+from core.precision import Precision
+
+CHUNKS_IN_BUDGET = 16
+"""A chunk takes at most this part of the budget, unless a single parameter is larger."""
+
+
+class GeminiReplicas(DataParallel):
+    """config: the budget of one rank's device, for model data and all that a step has beside it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        zero: Zero,
+        precision: Precision,
+        materialise: Callable[[nn.Module], None],
+        config: GeminiConfig,
+    ):
+        assert config.budget is not None
+        self.config = config
+        self.tier = DeviceTier(parse_bytes(config.budget))
+        self.planned: Chunking | None = None
+        self.chunks: list[Chunk] = []
+        self.executor: Executor | None = None
+        super().__init__(model, mesh, zero, precision, materialise, reduce_each=True)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        return {name: rows for name, rows in self._rows.items() if not rows.requires_grad}
+
+    @property
+    def device_peak_bytes(self) -> int | None:
+        return self.tier.peak_bytes if self.device.type == "cpu" else None
+
+    def figures(self) -> Mapping[str, Any]:
+        """gemini_moved_bytes: between host and device, of the rank that moved most."""
+        moved = torch.tensor(self.tier.moved_bytes, device=self.device)
+        if self.mesh.size() > 1:
+            dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        return {"gemini_moved_bytes": int(moved), "gemini_budget_bytes": self.tier.budget_bytes}
+
+    # --- parameters ---------------------------------------------------------------------------------------------------
+
+    def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
+        """Each rank's rows, on the host, stand in for the parameters until they have values."""
+        kind = self.mesh.device_type
+        self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.shard = shard_axis(self.mesh) if self.zero else None
+        given = {names[0]: (self.model.get_parameter(names[0]), names) for names in parameter_names(self.model)}
+        rows = {name: self._rows_of(parameter) for name, (parameter, _) in given.items()}
+        for name, (_, names) in given.items():
+            for shared in names:
+                set_parameter(self.model, shared, rows[name])
+        self._allocate_buffers()
+        materialise(self.model)
+        # Until `prepare` has seen a step, the model has the parameters that it was given, in the format of computing.
+        computing = {name: self._cast(parameter) for name, (parameter, _) in given.items()}
+        for name, (_, names) in given.items():
+            for shared in names:
+                set_parameter(self.model, shared, computing[name])
+        self._rows = {name: tag(r.detach().requires_grad_(r.requires_grad), layout_of(r)) for name, r in rows.items()}
+        self.masters = {name: r for name, r in self._rows.items() if r.requires_grad}
+
+    def _cast(self, given: nn.Parameter) -> nn.Parameter:
+        """The same parameter in the format of computing; another one only where it has no values yet."""
+        if given.is_meta:
+            return cast_parameter(given, self.compute_dtype)
+        own = given._local_tensor if isinstance(given, DTensor) else given
+        if given.is_floating_point():
+            own.data = own.data.to(self.compute_dtype).contiguous()
+        return given
+
+    def _rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's rows of a parameter in the format that they are kept in; without values where it has none."""
+        layout, whole = layout_of(parameter), local(parameter.detach())
+        if self.shard is not None and whole.ndim:
+            layout = layout.cut(self.mesh, (self.shard.mesh_dim_names or ("",))[0])
+            whole = own_rows(whole, self.shard)
+        dtype = whole.dtype
+        if whole.is_floating_point():
+            dtype = self.reduce_dtype if parameter.requires_grad else self.compute_dtype
+        kept = torch.empty(whole.shape, dtype=dtype)
+        if not whole.is_meta:
+            kept.copy_(whole)
+        made = nn.Parameter(kept, requires_grad=parameter.requires_grad)
+        tag(made, layout)
+        return made
+
+    def _allocate_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != self.device:
+                    fill = torch.empty_like(buffer, device=self.device)
+                    setattr(module, name, fill if buffer.is_meta else fill.copy_(buffer))
+
+    def _adopt(self) -> list[Member]:
+        """The parameters that the model computes with: those it was given, with memory that chunks take care of."""
+        members = []
+        for names in parameter_names(self.model):
+            given = self.model.get_parameter(names[0])
+            own = local(given.detach())
+            nothing = torch.empty(1, dtype=own.dtype, device=self.device).expand(own.shape)
+            if given.is_meta:
+                given = with_local(given, nothing)
+                for name in names:
+                    set_parameter(self.model, name, given)
+            elif isinstance(given, DTensor):
+                given._local_tensor.data = nothing
+            else:
+                given.data = nothing
+            members.append(Member(names[0], given, self._rows[names[0]]))
+        return members
+
+    # --- before the first step ----------------------------------------------------------------------------------------
+
+    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
+        """Pack, and decide where each chunk lives.  Raises UserError where no step fits into the budget."""
+        if self.executor is not None:
+            return
+        units = units_of(self.model)
+        step = None if sample is None else self._traced(sample, units)
+        of = {member.name: member for member in self._adopt()}
+        self.streams = Streams(self.device)
+        transport = Transport(self.mesh, self.shard, self.tier, self.streams)
+        state = state_bytes(optimizer, self.masters)
+        parameters = infos([of[n] for n in (of if step is None else step.order)], self.ranks, self.reduce_dtype, state)
+
+        def messages(names: Sequence[Sequence[str]]) -> int:
+            return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
+
+        if step is None:
+            chunk_bytes = self.tier.budget_bytes // CHUNKS_IN_BUDGET
+            names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
+            self._require_room(parameters, messages(names))
+        else:
+            bandwidth = bandwidth_of(self.device, self.ranks)
+            self.planned = plan(step, parameters, self.tier.budget_bytes, messages, bandwidth, self.config.policy)
+            names = self.planned.parameters
+        self.chunks = [
+            Chunk(index, [of[name] for name in chunk], self.device, self.reduce_dtype, self.ranks)
+            for index, chunk in enumerate(names)
+        ]
+        transport.allocate(self.chunks)
+        self.executor = Executor(self.chunks, self.tier, transport, self.streams)
+        self.hooks = ModuleHooks(
+            [Unit(name, self.model.get_submodule(name), [of[n] for n in read]) for name, read in units.items() if read],
+            self.chunks,
+            self.executor,
+        )
+        if self.planned is not None:
+            self._settle(self.planned)
+
+    @property
+    def ranks(self) -> int:
+        """Over which a chunk is sharded."""
+        return 1 if self.shard is None else self.shard.size()
+
+    def _traced(self, sample: Sample, units: dict[str, list[str]]) -> StepTrace | None:
+        """A step of the model; `units` learn what they read of modules that they do not call.
+
+        None of a model without memory that looks at values: it goes without a plan.
+        """
+        speed = speed_of(self.device, self.compute_dtype)
+        try:
+            step = trace_step(self.model, sample(), speed, self.device, units=units)
+        except UserError as error:
+            if not any(parameter.is_meta for parameter in self.model.parameters()):
+                raise
+            if dist.get_rank() == 0:
+                print(f"gemini: chunks come when they are needed, and no plan is made: {error}")
+            return None
+        for module, parameters in step.reads.items():
+            units[module] = list(dict.fromkeys([*units.get(module, ()), *parameters]))
+        return step
+
+    def _settle(self, planned: Chunking) -> None:
+        """What the plan keeps on the device goes there; the rest is where it is."""
+        assert self.executor is not None
+        self.executor.follow(Schedule(planned.trace), planned.plan.moves)
+        for index in sorted(planned.plan.resident):
+            chunk, info = self.chunks[index], planned.trace.chunks[index]
+            self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
+            chunk.settle(resident=True)
+            self.executor.load(chunk)
+        if dist.get_rank() == 0:
+            print(f"gemini: {planned.plan.describe()}")
+
+    def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
+        """Without a trace: the least that is known to be needed."""
+        least = messages + max(p.buffer_bytes for p in parameters)
+        if least > self.tier.budget_bytes:
+            raise UserError(
+                f"gemini.budget={self.tier.budget_bytes}: the largest parameter and the messages between ranks take "
+                f"{in_words(least)}; give at least {least} bytes"
+            )
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Every microbatch is reduced, into the shards: whole gradients of two do not fit where parameters stand."""
+        assert self.executor is not None, "prepare comes first"
+        try:
+            yield
+        except BaseException:
+            self.hooks.give_up()
+            raise
+        self.hooks.end_backward()
+
+    def _finish(self) -> None:
+        assert self.executor is not None
+        self.executor.transport.finish()
+        for chunk in self.chunks:
+            if not chunk.trainable:
+                continue
+            if not chunk.has_grad:
+                chunk.make_grad().zero_()
+                chunk.has_grad = True
+            for member in chunk.members:
+                member.rows.grad = chunk.own_grad(member)
+
+    def release(self) -> None:
+        super().release()
+        for chunk in self.chunks:
+            chunk.has_grad = False
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """What lies on the device of the old values goes; what lives there is filled anew."""
+        if self.executor is None:
+            return
+        for chunk in self.chunks:
+            chunk.refresh()
+            if chunk.is_outdated:
+                self.executor.drop(chunk)
+            if chunk.resident:
+                self.executor.load(chunk)

@@ -1,0 +1,46 @@
+"""Where a running step is in the traced one, and what is needed when from there.
+
+A moment is known by its kind and name. The order need not be the traced one: evaluation has no backward, data may take
+other ways through the model. So a moment is looked for from the place where the step is, to the end and from the
+beginning again; one that was never traced leaves the step where it is.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from core.gemini.trace import MomentKind, Trace
+
+
+class Schedule:
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        self.place = -1
+        self._places: dict[tuple[MomentKind, str], list[int]] = {}
+        self._uses: list[list[int]] = [[] for _ in trace.chunks]
+        for k, moment in enumerate(trace.moments):
+            self._places.setdefault((moment.kind, moment.name), []).append(k)
+            if moment.kind != "update":
+                for chunk in {*moment.chunks, *moment.writes}:
+                    self._uses[chunk].append(k)
+
+    def advance(self, kind: MomentKind, name: str) -> range:
+        """The moments that begin now, the last of them being this one; empty, if it was never traced."""
+        places = self._places.get((kind, name))
+        if places is None:
+            return range(0)
+        before, self.place = self.place, _next(places, self.place)
+        return range(before + 1 if self.place > before else 0, self.place + 1)
+
+    def next_use(self, chunk: int) -> int:
+        """Moments until it is needed, in this step or the next; beyond all, if it never is."""
+        uses, length = self._uses[chunk], len(self.trace.moments)
+        if not uses:
+            return 2 * length
+        use = _next(uses, self.place)
+        return use - self.place if use > self.place else use + length - self.place
+
+
+def _next(places: Sequence[int], place: int) -> int:
+    """The first behind `place`; where there is none, the first of all."""
+    at = bisect_right(places, place)
+    return places[at] if at < len(places) else places[0]

@@ -1,0 +1,62 @@
+"""How large an optimizer's state will be, before there is any: asked of the optimizer itself, on tensors without memory
+or with next to none."""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from core.layout import layout_of, tag
+from core.optim.sharded import ShardedOptimizer, state_tensors
+
+PROBE = (8, 8)
+"""Shape of the parameter on which an elementwise optimizer shows what it keeps of one; of vectors as many elements."""
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]) -> dict[str, int]:
+    """name -> bytes of the state that the optimizer will keep of a master; 0 of one that it does not have."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return _asked(optimizer, masters)
+    found = dict.fromkeys(masters, 0)
+    name_of = {id(master): name for name, master in masters.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        per_probe = _probed(optimizer, index) if group["params"] else 0
+        for parameter in group["params"]:
+            if id(parameter) in name_of:
+                found[name_of[id(parameter)]] = -(-parameter.numel() * per_probe // math.prod(PROBE))
+    return found
+
+
+def _asked(optimizer: ShardedOptimizer, masters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Let a copy of the optimizer make its state of tensors on the meta device."""
+    likes: dict[int, Tensor] = {}
+    for master in masters.values():
+        like = torch.empty_like(master, device="meta")
+        likes[id(master)] = tag(like, layout_of(master))
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": [likes.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    twin.init_state()
+    return {name: _size(twin.state.get(likes[id(master)], {})) for name, master in masters.items()}
+
+
+def _probed(optimizer: torch.optim.Optimizer, index: int) -> int:
+    """Let a copy of an elementwise optimizer take a step of rate zero with a small tensor."""
+    like = optimizer.param_groups[index]["params"][0]
+    probe = torch.zeros(PROBE if like.ndim >= 2 else math.prod(PROBE), dtype=like.dtype, requires_grad=True)
+    probe.grad = torch.zeros_like(probe)
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**optimizer.param_groups[index], "params": [probe], "lr": 0.0}]
+    twin._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks  # such as keep an average in the state
+    twin.step()
+    return sum(t.numel() * t.itemsize for t in state_tensors(twin, probe).values() if t.ndim)
+
+
+def _size(state: Mapping[str, object]) -> int:
+    return sum(t.numel() * t.itemsize for t in state.values() if isinstance(t, Tensor) and t.ndim)

@@ -1,0 +1,63 @@
+"""On CUDA three things run beside each other, each in a stream: computing, fetching, reducing. On a CPU, one after the
+other, and nothing here does anything.
+
+    fetching  begins when whoever read the memory before is done (`freed`), and computing waits for its end at first use
+    reducing  begins when the gradients are written, and the next fetch waits for its end
+
+Waiting is the streams': the host goes on, except where it needs a gradient itself (`Transport.finish`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Streams:
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self._freed: list[torch.cuda.Event] = []
+        if self.on_cuda:
+            self._fetch, self._reduce = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event at the end of what the current stream has to do."""
+        return torch.cuda.current_stream().record_event() if self.on_cuda else None
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def freed(self) -> None:
+        """Memory that the current stream has read or written up to here may be filled anew."""
+        if self.on_cuda:
+            self._freed.append(torch.cuda.current_stream().record_event())
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        if not self.on_cuda:
+            yield
+            return
+        for event in self._freed:
+            self._fetch.wait_event(event)
+        self._freed.clear()
+        with torch.cuda.stream(self._fetch):
+            yield
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        if not self.on_cuda:
+            yield
+            return
+        self._reduce.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._reduce):
+            yield
+            self.freed()
+
+    def join(self) -> None:
+        """Let computing wait for everything, and the host for what fetching reads of its memory."""
+        if self.on_cuda:
+            torch.cuda.current_stream().wait_stream(self._reduce)
+            torch.cuda.current_stream().wait_stream(self._fetch)
+            self._fetch.synchronize()

@@ -1,0 +1,89 @@
+"""The account of the device: how many bytes of model data are there, beside what else is there, under one budget.
+
+On CUDA the bytes lie in the GPU's memory. On a CPU they lie in the same memory as everything, and the device is what
+this account says: the same code runs, what is not on the device has no memory at all there, and the budget binds.
+"""
+
+from core.config import UserError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """ "10GiB", "800 MB", "4096" or a number as bytes.  Raises UserError for what is no positive size."""
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = _UNITS.get(text.strip()[len(digits) :].strip().upper())
+    try:
+        size = 0 if unit is None else int(float(digits) * unit)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UserError(f"gemini.budget={text}: that is no size; give one such as 10GiB, 800MB or 4096")
+    return size
+
+
+def in_words(num_bytes: float) -> str:
+    """`1.5 GiB`: a size to be read, three digits."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+class OverBudget(RuntimeError):
+    """More was put on the device than its budget allows: a fault of whoever decides what goes there."""
+
+
+class DeviceTier:
+    """Bytes on one rank's device, and what went to and fro.
+
+    budget_bytes   what may be there at once
+    current_bytes  of model data
+    other_bytes    of everything else: activations, temporaries, as the trace of a step has them at this moment
+    peak_bytes     the most of both together
+    fetched_bytes  that came from the host; `returned_bytes` went there
+    """
+
+    def __init__(self, budget_bytes: int):
+        self.budget_bytes = budget_bytes
+        self.current_bytes = self.other_bytes = self.peak_bytes = 0
+        self.fetched_bytes = self.returned_bytes = 0
+        self.num_evictions = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """What may still come."""
+        return self.budget_bytes - self.current_bytes - self.other_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Between host and device, in both directions."""
+        return self.fetched_bytes + self.returned_bytes
+
+    def take(self, num_bytes: int, what: str) -> None:
+        """Book bytes that come onto the device.  Raises OverBudget where there is no room for them."""
+        if num_bytes > self.room_bytes:
+            raise OverBudget(
+                f"{what} of {num_bytes} bytes on a device with {self.current_bytes} of model data and "
+                f"{self.other_bytes} of others, of {self.budget_bytes}"
+            )
+        self.current_bytes += num_bytes
+        self._note_peak()
+
+    def give(self, num_bytes: int) -> None:
+        """Book bytes that leave."""
+        self.current_bytes -= num_bytes
+        assert self.current_bytes >= 0
+
+    def set_other(self, num_bytes: int) -> None:
+        """What else is there from now on; room for it must have been made."""
+        if num_bytes + self.current_bytes > self.budget_bytes:
+            raise OverBudget(
+                f"{num_bytes} bytes of activations beside {self.current_bytes} of model data, of {self.budget_bytes}"
+            )
+        self.other_bytes = num_bytes
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes + self.other_bytes)

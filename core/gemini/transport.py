@@ -1,0 +1,163 @@
+"""How a chunk's values come to its buffer, and how its gradients get to its shard.
+
+    fetch   this rank's rows, from the host or the shard on the device, into a message [own]; all-gathered over the
+            ranks that shard it into [ranks, own]; copied to each parameter's place. On one rank: one copy.
+    reduce  the gradients, in the reductions' format, into a message [ranks, own]; reduce-scattered, all-reduced over
+            replicas; added to the gradient of the shard, where earlier microbatches have left theirs
+
+Messages have their own memory, as large as the largest chunk needs, on the device for good.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.gemini.chunk import Chunk, Member, aligned
+from core.gemini.streams import Streams
+from core.gemini.tier import DeviceTier
+from core.mesh import gradient_axis
+from core.parallel.rows import paired_rows, row_length
+
+
+class Transport:
+    """shard: the axis over which chunks are sharded; None where each rank has all of them."""
+
+    def __init__(self, mesh: DeviceMesh, shard: DeviceMesh | None, tier: DeviceTier, streams: Streams):
+        self.mesh, self.shard, self.tier, self.streams = mesh, shard, tier, streams
+        self.ranks = 1 if shard is None else shard.size()
+        self._fetched: Tensor | None = None
+        self._reduced: Tensor | None = None
+        self._arriving: list[tuple[torch.cuda.Event, Tensor, Tensor, bool]] = []
+
+    @property
+    def sends(self) -> bool:
+        """Whether gradients are added up over several ranks."""
+        return gradient_axis(self.mesh).size() > 1
+
+    def message_bytes(self, chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> int:
+        """What the messages of chunks with these members need on the device."""
+        return sum(self._buffers(chunks, wide))
+
+    def _buffers(self, chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> tuple[int, int]:
+        """Bytes for (fetches, reductions): as the largest chunk needs."""
+        sizes = [(sum(m.own_elements(self.ranks) for m in chunk), chunk[0]) for chunk in chunks]
+        fetched = max(own * like.dtype.itemsize for own, like in sizes) * (1 + self.ranks)
+        reduced = max((own * wide.itemsize for own, like in sizes if like.trainable), default=0) * self._slots
+        return fetched if self.ranks > 1 else 0, reduced if self.sends else 0
+
+    @property
+    def _slots(self) -> int:
+        """Times a chunk's rows stand in the message of a reduction: whole, and where that is cut the own sum."""
+        return self.ranks + (1 if self.ranks > 1 else 0)
+
+    def allocate(self, chunks: Sequence[Chunk]) -> None:
+        """Take memory for messages, once."""
+        sizes = self._buffers([chunk.members for chunk in chunks], chunks[0].wide)
+        self.tier.take(sum(sizes), "messages")
+        self._fetched, self._reduced = (torch.empty(n, dtype=torch.uint8, device=chunks[0].device) for n in sizes)
+
+    # --- to the device ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fetch(self, chunk: Chunk) -> None:
+        """Fill the buffer, whose bytes are booked; `chunk.ready` says when it is."""
+        with self.streams.fetching():
+            chunk.allocate()
+            if self.ranks == 1:
+                chunk.buffer.copy_(chunk.source, non_blocking=True)
+            else:
+                self._gather(chunk)
+            if not chunk.resident:
+                self.tier.fetched_bytes += chunk.own_bytes
+            chunk.ready = self.streams.mark()
+        chunk.expose()
+
+    def _gather(self, chunk: Chunk) -> None:
+        assert self._fetched is not None
+        assert self.shard is not None
+        message = self._fetched.view(chunk.dtype)[: chunk.own_elements * (1 + self.ranks)]
+        own, whole = message[: chunk.own_elements], message[chunk.own_elements :]
+        own.copy_(chunk.source, non_blocking=True)
+        dist.all_gather_into_tensor(whole, own, group=self.shard.get_group())
+        slots = whole.view(self.ranks, chunk.own_elements)
+        for member in chunk.members:
+            for slot, rows in paired_rows(self._slots_of(slots, member), member.view):
+                rows.copy_(slot)
+
+    def _slots_of(self, slots: Tensor, member: Member) -> Tensor:
+        return slots.narrow(1, member.own_offset, row_length(member.tensor, self.ranks))
+
+    # --- to the shard -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(self, chunk: Chunk) -> None:
+        """Add the gradients that stand in the buffer, those of its `ready_members`, to the shard's.
+
+        Other members count as zero. On several ranks all of them must call it for the same chunks in the same order.
+        """
+        with self.streams.reducing():
+            ready = chunk.ready_members
+            if self.sends:
+                self._add(chunk, self._reduce(chunk, ready), chunk.members)
+            elif ready:
+                self._add(chunk, chunk.buffer, ready)
+
+    def _reduce(self, chunk: Chunk, ready: list[Member]) -> Tensor:
+        assert self._reduced is not None
+        message = self._reduced.view(chunk.wide)[: chunk.own_elements * self._slots]
+        whole = message[: chunk.own_elements * self.ranks]
+        slots = whole.view(self.ranks, chunk.own_elements)
+        for member in chunk.members:
+            own = slots.narrow(1, member.own_offset, aligned(row_length(member.tensor, self.ranks)))
+            if member not in ready:
+                own.zero_()
+                continue
+            for slot, rows in paired_rows(self._slots_of(slots, member), member.view):
+                slot.copy_(rows)
+        if self.shard is None:
+            dist.all_reduce(whole, group=gradient_axis(self.mesh).get_group())
+            return whole
+        reduced = whole
+        if self.ranks > 1:
+            reduced = message[chunk.own_elements * self.ranks :]
+            dist.reduce_scatter_tensor(reduced, whole, group=self.shard.get_group())
+        replicas = self.mesh["dp_replicate"]
+        if replicas.size() > 1:
+            dist.all_reduce(reduced, group=replicas.get_group())
+        return reduced
+
+    def _add(self, chunk: Chunk, values: Tensor, members: list[Member]) -> None:
+        """values [own] to the gradient of the shard, for these members."""
+        first, grad = not chunk.has_grad, chunk.make_grad()
+        chunk.has_grad = True
+        if len(members) == len(chunk.members):
+            self._put(chunk, grad, values, first)
+            return
+        if first:
+            grad.zero_()
+        for member in members:
+            place = slice(member.own_offset, member.own_offset + row_length(member.tensor, self.ranks))
+            self._put(chunk, grad[place], values[place], False)
+
+    def _put(self, chunk: Chunk, grad: Tensor, values: Tensor, first: bool) -> None:
+        if not chunk.resident:
+            self.tier.returned_bytes += values.numel() * values.itemsize
+            if self.streams.on_cuda:
+                there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                there.copy_(values, non_blocking=True)
+                event = self.streams.mark()
+                assert event is not None
+                self._arriving.append((event, grad, there, first))
+                return
+        grad.copy_(values) if first else grad.add_(values)
+
+    def finish(self) -> None:
+        """Return when every gradient is in its shard."""
+        for event, grad, values, first in self._arriving:
+            event.synchronize()
+            grad.copy_(values) if first else grad.add_(values)
+        self._arriving.clear()
+        self.streams.join()

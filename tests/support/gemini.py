@@ -1,0 +1,117 @@
+"""Small models that are awkward for whoever moves parameters, trained plainly and under Gemini."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from core.gemini import Gemini, wrap
+
+WIDTH = 16
+
+
+@dataclass
+class Output:
+    """What a module may return that no pytree knows."""
+
+    x: Tensor
+
+
+class Block(nn.Module):
+    """Takes and returns dicts or dataclasses; one parameter of its own, read before and behind its children."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x = state["x"].x * self.gain
+        return {"x": Output(x + self.gain * self.down(F.gelu(self.up(self.norm(x))))), "note": "no tensor"}
+
+
+class Net(nn.Module):
+    """Tied head, an unused layer, a block called twice, a list of parameters, a module of torch's that reads inside."""
+
+    def __init__(self, num_blocks: int = 4, twice: bool = False, recompute: bool | None = None):
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.twice, self.recompute = twice, recompute
+
+    def forward(self, ids: Tensor, order: int = 1) -> dict[str, Tensor]:
+        x = self.embedding(ids)
+        state = {"x": Output(x + self.attention(x, x, x, need_weights=False)[0])}
+        for block in list(self.blocks)[::order] * (2 if self.twice else 1):
+            if self.recompute is None:
+                state = block(state)
+            else:
+                x = checkpoint(
+                    lambda x, b=block: b({"x": Output(x)})["x"].x, state["x"].x, use_reentrant=self.recompute
+                )
+                state = {"x": Output(x)}
+        return {"logits": self.head(state["x"].x * self.scales[0] + self.scales[1])}
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(model(ids, **options)["logits"].flatten(0, 1), ids.flatten())
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    values: dict[str, Tensor]
+    gemini: Gemini | None
+
+
+def train(
+    make: Callable[[], nn.Module],
+    budget: int | str | None,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 4,
+    step: Callable[[nn.Module, int], Tensor] = lambda model, index: loss(model, batch(index)),
+    **options: Any,
+) -> Run:
+    """Train plainly (budget None) or under Gemini; unused parameters count as ones with a gradient of zero."""
+    torch.manual_seed(0)
+    model = make()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    made = optimizer(parameters)
+    gemini = None if budget is None else wrap(model, made, budget, **options)
+    losses = []
+    for index in range(steps):
+        value = step(model, index)
+        value.backward()
+        if gemini is None:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        made.step()
+        made.zero_grad()
+        losses.append(float(value.detach()))
+    values = {n: p.detach().clone() for n, p in model.named_parameters()} if gemini is None else gemini.state_dict()
+    return Run(losses, values, gemini)
+
+
+def require_equal(found: Run, expected: Run) -> None:
+    """Bit for bit."""
+    assert found.losses == expected.losses
+    for name, value in expected.values.items():
+        assert torch.equal(found.values[name], value), name
+
+
+def model_bytes(make: Callable[[], nn.Module]) -> int:
+    return sum(p.numel() * p.element_size() for p in make().parameters())

@@ -1,0 +1,267 @@
+"""Any module trains under Gemini as it does without, bit for bit, in any budget; what is not there is not read."""
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.gemini import wrap
+from core.gemini.states import State
+from core.optim import Adafactor, Lamb
+from tests.support.gemini import Net, batch, loss, model_bytes, require_equal, train
+
+TIGHT, HALF = 20_000, 30_000  # bytes; the model has 63,000
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[..., Any]:
+    """Runs without Gemini, each once."""
+    found: dict[str, Any] = {}
+
+    def run(name: str, make: Callable[[], nn.Module], optimizer: Any = adamw, **options: Any) -> Any:
+        if name not in found:
+            found[name] = train(make, None, optimizer, **options)
+        return found[name]
+
+    return run
+
+
+@pytest.mark.parametrize("budget", [TIGHT, HALF, 200_000])
+def test_bit_equal(plain, budget: int) -> None:
+    run = train(Net, budget, adamw)
+    require_equal(run, plain("net", Net))
+    assert run.gemini.device_peak_bytes <= budget
+    assert (run.gemini.data.tier.num_evictions > 0) == (budget < model_bytes(Net))
+    assert run.gemini.moved_bytes >= 4 * 2 * model_bytes(Net)  # in and out, each of four steps
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Net, twice=True),
+        partial(Net, recompute=False),
+        partial(Net, recompute=True),
+        partial(Net, 2, True, True),
+    ],
+    ids=["twice", "recompute", "reentrant", "twice, reentrant"],
+)
+def test_modules_that_run_more_than_once(plain, make) -> None:
+    require_equal(train(make, TIGHT, adamw), plain(str(make), make))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+        partial(torch.optim.RMSprop, lr=1e-2),
+        partial(torch.optim.Adagrad, lr=1e-2),
+        partial(Adafactor, lr=1e-2),
+        partial(Lamb, lr=1e-2),
+    ],
+    ids=lambda o: o.func.__name__,
+)
+def test_optimizers(plain, optimizer) -> None:
+    require_equal(train(Net, TIGHT, optimizer), plain(str(optimizer), Net, optimizer))
+
+
+SAMPLE = {"sample": lambda: lambda model: loss(model, batch(0))}
+
+
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [
+        (Net, 90_000),
+        (Net, 300_000),
+        (partial(Net, recompute=False), 48_000),
+        (partial(Net, recompute=False), 60_000),
+        (partial(Net, recompute=True), 60_000),
+    ],
+)
+def test_planned(plain, make, budget: int) -> None:
+    """A step is foreseen, activations and all; then nothing goes over the budget, and what is predicted happens."""
+    run = train(make, budget, adamw, **SAMPLE)
+    require_equal(run, plain("net" if make is Net else str(make), make))
+    planned, tier = run.gemini.data.planned, run.gemini.data.tier
+    assert tier.peak_bytes <= budget
+    assert (tier.num_evictions > 0) == (budget < 200_000)
+    assert (len(planned.plan.resident) == len(planned.trace.chunks)) == (budget > 200_000)
+    if make is Net:
+        assert tier.peak_bytes <= planned.plan.device_peak_bytes
+        assert run.gemini.moved_bytes <= 4 * planned.plan.moved_bytes
+
+
+def test_too_small_a_budget_is_refused_with_one_that_works(plain) -> None:
+    with pytest.raises(UserError, match="give at least") as refusal:
+        train(Net, 20_000, adamw, **SAMPLE)
+    least = re.search(r"give at least ([\d.]+ \w+)", str(refusal.value))[1]
+    require_equal(train(Net, least, adamw, **SAMPLE), plain("net", Net))
+
+
+def test_frozen_parameters_are_moved_too(plain) -> None:
+    def make() -> Net:
+        net = Net()
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_("gain" in name)
+        return net
+
+    run = train(make, TIGHT, adamw)
+    require_equal(run, plain("frozen", make))
+    assert run.gemini.data.tier.num_evictions > 0
+    assert {c.trainable for c in run.gemini.data.chunks} == {True, False}
+
+
+def test_accumulation_and_another_order_in_evaluation(plain) -> None:
+    def step(model: nn.Module, index: int) -> Tensor:
+        (loss(model, batch(100 + index)) / 2).backward()
+        model.eval()
+        with torch.no_grad():
+            seen = float(loss(model, batch(7), order=-1))
+        model.train()
+        return loss(model, batch(index)) / 2 + 0.0 * seen
+
+    run = train(Net, TIGHT, adamw, step=step)
+    require_equal(run, plain("accumulation", Net, step=step))
+
+
+def test_training_goes_on_after_an_exception(plain) -> None:
+    """In forward, in evaluation, and in the middle of a backward."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, where):
+            if where == "forward":
+                raise ZeroDivisionError
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError
+
+    def fail(model: nn.Module, where: str) -> None:
+        handle = model.blocks[1].up.register_forward_hook(lambda m, a, y: Raises.apply(y, where))
+        with pytest.raises(ZeroDivisionError):
+            loss(model, batch(50)).backward()
+        handle.remove()
+        model.zero_grad()
+
+    def step(model: nn.Module, index: int) -> Tensor:
+        fail(model, "forward" if index % 2 else "backward")
+        return loss(model, batch(index))
+
+    run = train(Net, TIGHT, adamw, step=step)
+    require_equal(run, plain("net", Net))
+    data = run.gemini.data
+    assert data.tier.current_bytes == sum(c.num_bytes for c in data.chunks if c.is_filled)
+    assert not data.hooks._forwards
+    assert not data.hooks._backwards
+
+
+def test_compiled_blocks(plain) -> None:
+    def make() -> Net:
+        net = Net()
+        for block in net.blocks:
+            block.compile(backend="eager")
+        return net
+
+    run = train(make, TIGHT, adamw, steps=2)
+    require_equal(run, train(Net, None, adamw, steps=2))
+
+
+def test_what_is_not_there_cannot_be_read() -> None:
+    model = Net()
+    names = {n: (p.shape, p.dtype) for n, p in model.named_parameters()}
+    optimizer = adamw(model.parameters())
+    gemini = wrap(model, optimizer, TIGHT)
+    loss(model, batch(0)).backward()
+    optimizer.step()
+    assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == names
+    free = [m for c in gemini.data.chunks for m in c.members if m.state is State.FREE]
+    assert free
+    for member in free:
+        assert member.chunk.buffer.untyped_storage().nbytes() == 0
+        for read in (lambda p: p.sum(), lambda p: p + 1, lambda p: p.data, lambda p: p.detach(), lambda p: p.T):
+            with pytest.raises(RuntimeError, match=f"{member.name} is not on the device"):
+                read(member.parameter)
+
+
+def test_clipping_is_that_of_torch(plain) -> None:
+    def clipped(gemini: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = wrap(model, optimizer, TIGHT) if gemini else None
+        for step in range(3):
+            loss(model, batch(step)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) if wrapped is None else None
+            if wrapped is not None:
+                norm = wrapped.clip_grad_norm_(0.1)
+            assert float(norm) > 0.1
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.named_parameters()) if wrapped is None else wrapped.state_dict()
+
+    expected = clipped(False)
+    for name, value in clipped(True).items():
+        torch.testing.assert_close(value, expected[name].detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_are_wide_and_saved(precision) -> None:
+    """A rate so small that 16-bit parameters would not move: the masters do."""
+    run = train(Net, TIGHT, partial(torch.optim.SGD, lr=1e-5), precision=precision)
+    torch.manual_seed(0)
+    start = dict(Net().named_parameters())
+    moved = [n for n, value in run.values.items() if not torch.equal(value, start[n].detach())]
+    assert len(moved) > 20
+    assert all(value.dtype == torch.float32 for value in run.values.values())
+    assert all(p.dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
+               for p in run.gemini.data.model.parameters())  # fmt: skip
+
+
+def test_what_cannot_work_is_refused() -> None:
+    model = Net()
+    with pytest.raises(UserError, match="give at least"):
+        train(Net, 2_000, adamw, steps=1)
+    with pytest.raises(UserError, match="not the model's"):
+        wrap(model, adamw(Net().parameters()), "1MB")
+
+
+def test_an_optimizer_in_mid_run_keeps_its_state() -> None:
+    def trained(wraps: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = adamw(model.parameters())
+        gemini = None
+        for step in range(4):
+            if wraps and step == 2:
+                gemini = wrap(model, optimizer, TIGHT)
+            model.unused(torch.ones(16)).sum().mul(0.0).add(loss(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.named_parameters()) if gemini is None else gemini.state_dict()
+
+    expected = trained(False)
+    for name, value in trained(True).items():
+        assert torch.equal(value, expected[name].detach()), name
+
+
+def test_new_values_reach_what_an_evaluation_has_left_on_the_device() -> None:
+    model = Net()
+    gemini = wrap(model, adamw(model.parameters()), 200_000)
+    with torch.no_grad():
+        before = loss(model, batch(0))
+        for master in gemini.data.masters.values():
+            master.zero_()
+        gemini.data.publish()
+        assert float(loss(model, batch(0))) == pytest.approx(math.log(11))
+    assert float(before) != pytest.approx(math.log(11))
