@@ -9,11 +9,14 @@ Where no entry of V = r c / mean(r) can be below eps1^2, which the smallest entr
 scaled by one factor a row and one a column, and no root of a matrix is taken. Where one can, V is clamped entry by
 entry.
 
-Vectors are small and many: one operator goes over all of them. Matrices in fp32 and fp64, whole in memory; for others
-(16 bits, transposed, many small ones in a convolution) torch's phases do.
+A block of 16 bits is computed in fp32: it is widened when it is read, and what is written is rounded once.
+
+Vectors are small and many: one operator goes over all of them. For matrices that are not whole in memory (transposed),
+and many small ones in a convolution, torch's phases do.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +34,12 @@ def _row_col_sums(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         if not _blocks_well(g):
             (row,), (col,) = TORCH.row_col_sums([g])
         else:
-            row, col = g.new_empty(*g.shape[:-1], 1), g.new_zeros(*g.shape[:-2], 1, g.shape[-1])
+            dtype = _wide_dtype(g)
+            row = g.new_empty(*g.shape[:-1], 1, dtype=dtype)
+            col = g.new_zeros(*g.shape[:-2], 1, g.shape[-1], dtype=dtype)
             for g_RC, row_R1, col_1C in _matrices(g, row, col):
                 for at in _blocks(g_RC):
-                    square = _square(g_RC[at], scratch)
+                    square = _square(_wide(g_RC[at], scratch.of_g), scratch.work)
                     torch.sum(square, 1, keepdim=True, out=row_R1[at])
                     col_1C += square.sum(0, keepdim=True)
         rows.append(row)
@@ -52,16 +57,17 @@ def _factored_squares(params, grads, row_vars, col_vars, means, eps1: float | No
             continue
         # Sums of blocks in fp64: there may be thousands, and one over a large matrix in fp32 is 2e-4 off.
         of_u = of_p = 0.0
-        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var / mean.clamp(min=lowest), col_var):
+        row, col = _wide_factors(row_var, col_var, mean, lowest)
+        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row, col):
             scales = _scales(row_R1, col_1C, lowest)
             for at in _blocks(g_RC):
-                block = p_RC[at].view(-1)
+                block, g_block = _wide(p_RC[at], scratch.of_p).view(-1), _wide(g_RC[at], scratch.of_g)
                 of_p += float(torch.dot(block, block))
                 if scales is None:
-                    u = _clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch).view(-1)
+                    u = _clamped(g_block, row_R1[at], col_1C, lowest, scratch.work).view(-1)
                     of_u += float(torch.dot(u, u))
                 else:
-                    sums = torch.mv(_square(g_RC[at], scratch), scales[1])
+                    sums = torch.mv(_square(g_block, scratch.work), scales[1])
                     of_u += float(torch.dot(sums, scales[0][at].view(-1)))
         found.append(torch.tensor([of_u, of_p], dtype=torch.promote_types(p.dtype, torch.float32)))
     return torch.stack(found)
@@ -90,29 +96,31 @@ def _apply(
     scratch = _scratch(grads)
     for index, (p, g) in enumerate(zip(params, grads)):
         lowest = torch.finfo(p.dtype).eps if eps1 is None else eps1
-        if not _blocks_well(g, p):
+        if not _blocks_well(g, p) or seed is not None:
             factors = ([col_vars[index]], [means[index]]) if p.ndim > 1 else ([], [])
             options = (squares[index : index + 1], [sizes[index]], lowest, eps2, d, rho, decay, maximize, seed)
             TORCH.apply([p], [g], [row_vars[index]], *factors, *options)
             continue
-        row_var = row_vars[index] / means[index].clamp(min=lowest)
-        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row_var, col_vars[index]):
+        row, col = _wide_factors(row_vars[index], col_vars[index], means[index], lowest)
+        for g_RC, p_RC, row_R1, col_1C in _matrices(g, p, row, col):
             _apply_blocks(g_RC, p_RC, row_R1, col_1C, lowest, alphas[index], decay, scratch)
 
 
-def _apply_blocks(g_RC, p_RC, row_R1, col_1C, lowest: float, alpha: float, decay: float, scratch: Tensor) -> None:
+def _apply_blocks(g_RC, p_RC, row_R1, col_1C, lowest: float, alpha: float, decay: float, scratch: "_Scratch") -> None:
     """p <- decay p + alpha U of one matrix."""
     scales = _scales(row_R1, col_1C, lowest)
     if scales is not None:
         row_scale, col_scale = scales[0].sqrt_().mul_(alpha), scales[1].sqrt_()
     for at in _blocks(g_RC):
-        block = p_RC[at]
+        block, g_block = _wide(p_RC[at], scratch.of_p), _wide(g_RC[at], scratch.of_g)
         if decay != 1.0:
             block.mul_(decay)
         if scales is None:
-            block.add_(_clamped(g_RC[at], row_R1[at], col_1C, lowest, scratch), alpha=alpha)
+            block.add_(_clamped(g_block, row_R1[at], col_1C, lowest, scratch.work), alpha=alpha)
         else:
-            block.addcmul_(torch.mul(g_RC[at], row_scale[at], out=_like(block, scratch)), col_scale)
+            block.addcmul_(torch.mul(g_block, row_scale[at], out=_like(block, scratch.work)), col_scale)
+        if p_RC.dtype != block.dtype:
+            p_RC[at] = block
 
 
 BLOCKED = Phases(_row_col_sums, TORCH.update_factors, _factored_squares, _variance_squares, _apply)
@@ -138,9 +146,8 @@ def _blocks_well(*tensors: Tensor) -> bool:
     """Whether the loops over blocks take these tensors of one shape, and win by it."""
     first = tensors[0]
     many_small = first.ndim > 2 and first.shape[-2:].numel() < BLOCK_ELEMENTS // 16
-    fine = all(t.is_contiguous() and t.dtype == first.dtype for t in tensors)
-    wide = first.dtype in (torch.float32, torch.float64)
-    return fine and wide and first.ndim > 1 and first.numel() > 0 and not many_small
+    fine = all(t.is_contiguous() and _wide_dtype(t) == _wide_dtype(first) for t in tensors)
+    return fine and first.ndim > 1 and first.numel() > 0 and not many_small
 
 
 def _matrices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -157,11 +164,35 @@ def _rows_of_block(num_cols: int) -> int:
     return max(1, BLOCK_ELEMENTS * torch.get_num_threads() // num_cols)
 
 
-def _scratch(tensors: Sequence[Tensor]) -> Tensor:
+class _Scratch(NamedTuple):
+    """Room for a block of what is computed, and for a block of G and of P where these are widened."""
+
+    work: Tensor
+    of_g: Tensor
+    of_p: Tensor
+
+
+def _scratch(tensors: Sequence[Tensor]) -> _Scratch:
     """Room for a block of any of them.  One for all: the system hands out memory of this size page by page."""
     blocked = [t for t in tensors if _blocks_well(t)]
-    most = max((min(t.shape[-2], _rows_of_block(t.shape[-1])) * t.shape[-1] for t in blocked), default=0)
-    return blocked[0].new_empty(most) if blocked else torch.empty(0)
+    if not blocked:
+        return _Scratch(*(torch.empty(0) for _ in range(3)))
+    most = max(min(t.shape[-2], _rows_of_block(t.shape[-1])) * t.shape[-1] for t in blocked)
+    return _Scratch(*(blocked[0].new_empty(most, dtype=_wide_dtype(blocked[0])) for _ in range(3)))
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide(block: Tensor, room: Tensor) -> Tensor:
+    """The block itself, or in 16 bits its copy in fp32."""
+    return block if block.dtype == room.dtype else _like(block, room).copy_(block)
+
+
+def _wide_factors(row_var: Tensor, col_var: Tensor, mean: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
+    dtype = _wide_dtype(row_var)
+    return row_var.to(dtype) / mean.clamp(min=lowest), col_var.to(dtype)
 
 
 def _like(block: Tensor, scratch: Tensor) -> Tensor:

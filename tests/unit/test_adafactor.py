@@ -63,6 +63,26 @@ def test_cache_blocks_are_that_of_torch(monkeypatch: pytest.MonkeyPatch, small: 
     agree(moved(Adafactor, **options), moved(torch.optim.Adafactor, **options), 1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("small", [1.0, 0.0])
+def test_cache_blocks_of_16_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, small: float):
+    """A step from values of 16 bits is the step in fp64, rounded to 16 bits: but for ties of the fp32 in between."""
+    monkeypatch.setattr(adafactor_cpu, "BLOCK_ELEMENTS", 64)
+    shapes = [(37, 20), (2, 17, 40)]
+    assert all(adafactor_cpu._blocks_well(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+    after = []
+    for wide in (dtype, torch.float64):
+        params = [p.to(dtype).to(wide).requires_grad_() for p in draw(0, torch.float64, shapes)]
+        for p, g in zip(params, draw(1, torch.float64, shapes)):
+            g[..., :2, :] *= small
+            p.grad = g.to(dtype).to(wide)
+        Adafactor(params, lr=0.3, weight_decay=0.1, eps=(1e-8, 1e-3)).step()
+        after.append([p.detach().to(dtype).double() for p in params])
+    for got, want in zip(*after, strict=True):
+        assert int((got != want).sum()) <= got.numel() // 100
+        torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
 PAPER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"lr": None}),
     ({"warmup_init": True, "weight_decay": 0.1}, {"lr": None, "warmup_init": True, "weight_decay": 0.1}),
