@@ -13,6 +13,7 @@ APP = App(
         "dreambooth": "teach a pipeline one subject from a few images",
         "sample": "pictures of prompts",
         "convert": "a pipeline or a LoRA from one format into another",
+        "quantize": "weights in 8 or 4 bits, convolutions too",
         "recipes": "the models that have a name",
     },
 )

@@ -94,7 +94,7 @@ class Pipeline:
     def to(self, *args: Any, **kwargs: Any) -> Pipeline:
         """Move or cast the three modules, as `nn.Module.to`."""
         for module in self.modules.values():
-            module.to(*args, **kwargs)
+            nn.Module.to(module, *args, **kwargs)  # diffusers' own warns of modules to be kept in fp32, naming none
         return self
 
     def tokenize(self, prompts: Sequence[str]) -> Tensor:

@@ -57,8 +57,9 @@ def test_a_folder_holds_the_same_weights(narrow, folder):
     loaded = load_pipeline(folder)
     assert loaded.schedule == narrow.schedule
     for part, module in narrow.modules.items():
+        state = loaded.modules[part].state_dict()
         for name, tensor in module.state_dict().items():
-            assert torch.equal(loaded.modules[part].state_dict()[name], tensor), name
+            assert torch.equal(state[name], tensor), name
     assert not loaded.unet.training
     prompts = ["a photo of a dog", "", "Ünïcode ☃"]
     assert torch.equal(loaded.encode_prompts(prompts), narrow.encode_prompts(prompts))
@@ -69,8 +70,9 @@ def test_diffusers_loads_the_folder(narrow, folder):
     embeddings, _ = theirs.encode_prompt("a red circle", "cpu", 1, False)
     assert torch.equal(embeddings, narrow.encode_prompts(["a red circle"]))
     for part, module in narrow.modules.items():
+        state = getattr(theirs, part).state_dict()
         for name, tensor in module.state_dict().items():
-            assert torch.equal(getattr(theirs, part).state_dict()[name], tensor), name
+            assert torch.equal(state[name], tensor), name
     assert theirs.scheduler.config.prediction_type == "epsilon"
     assert theirs.scheduler.config.beta_end == 0.012
 
@@ -96,8 +98,9 @@ def test_names_of_older_and_newer_folders(narrow, copy):
     save_file(vae, path)
     loaded = load_pipeline(copy)
     for part in ("vae", "text_encoder"):
+        state = loaded.modules[part].state_dict()
         for name, tensor in narrow.modules[part].state_dict().items():
-            assert torch.equal(loaded.modules[part].state_dict()[name], tensor), name
+            assert torch.equal(state[name], tensor), name
 
 
 def test_half_precision_files(narrow, tmp_path):

@@ -1,0 +1,82 @@
+"""`diffusion quantize IN OUT`: a pipeline whose weights are integers, convolutions too, in a folder for `sample`.
+
+In a program it is one line, for any pipeline's modules:
+
+    quantize(pipeline.unet, "int8")        # core.quant
+
+Convolutions are 69 % of the U-Net of v1; what rounds linear layers only leaves them as they are.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from apps.diffusion.noise import Prediction
+from apps.diffusion.pipeline import Pipeline, check_free, load_pipeline, save_pipeline
+from core.config import UserError, parse
+from core.estimate import gigabytes
+from core.precision import COMPUTE_DTYPE
+from core.quant import quantize, stored_bytes
+from core.quant.scheme import SchemeName
+
+Part = Literal["unet", "vae", "text_encoder"]
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Write a pipeline with weights in 8 or 4 bits."""
+
+    scheme: SchemeName = "int8"
+    """see docs/quantization.md; convolutions are rounded by all of them"""
+    parts: tuple[Part, ...] = ("unet",)
+    """which modules"""
+    group_size: int = 64
+    """int4: weights that share a scale, 32, 64 or 128"""
+    symmetric: bool = False
+    """int4: without zeros"""
+    threshold: float = 6.0
+    """llm.int8: inputs above it are not rounded"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp16"
+    """of the weights that stay as they are: biases, norms, the other modules"""
+    prediction_type: Prediction | None = None
+    """what the U-Net predicts, for single files of v2 that do not say it"""
+    tokenizer: Path | None = None
+    """folder of a tokenizer, for single files, which hold none"""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise UserError("parts is empty; name unet, vae or text_encoder")
+
+
+def main(argv: list[str]) -> int:
+    paths = argv[:2]
+    if argv in (["-h"], ["--help"]):
+        print("diffusion quantize IN OUT [--option value …]")
+        paths = []
+    elif len(paths) < 2 or any(path.startswith("-") for path in paths):
+        raise UserError("diffusion quantize takes the pipeline and the folder to write: diffusion quantize IN OUT")
+    config = parse({"default": QuantizeConfig}, argv[len(paths) :], "diffusion quantize IN OUT", default="default")
+    source, target = Path(paths[0]), Path(paths[1])
+    check_free(target)
+    pipeline = load_pipeline(source, prediction_type=config.prediction_type, tokenizer=config.tokenizer)
+    before = {name: stored_bytes(module) for name, module in pipeline.modules.items()}
+    quantize_parts(pipeline, config)
+    pipeline.to(COMPUTE_DTYPE[config.precision])
+    save_pipeline(pipeline, target)
+    for name, module in pipeline.modules.items():
+        now = stored_bytes(module)
+        print(f"{name:12} {gigabytes(before[name]):>9} in fp32, {gigabytes(now):>9} now ({now / before[name]:.1%})")
+    return 0
+
+
+def quantize_parts(pipeline: Pipeline, config: QuantizeConfig) -> None:
+    """In place.  Raises UserError as core's `quantize` does."""
+    for name in config.parts:
+        quantize(
+            pipeline.modules[name],
+            config.scheme,
+            group_size=config.group_size,
+            symmetric=config.symmetric,
+            threshold=config.threshold,
+            embeddings=name == "text_encoder",
+        )
