@@ -9,6 +9,9 @@ A chunk has two sides.
     shard   this rank's rows of every parameter, on the host or (resident chunks) on the device: masters and gradients
             in the reductions' format for the optimizer, and values in the buffer's format where that is another one
 
+Where a resident chunk is one rank's alone and has one format, the two sides are one: the optimizer updates the buffer,
+each gradient is its master's as autograd made it, and a step copies nothing.
+
 Rows are dealt to ranks as everywhere in `core.layout`, so masters are boxes: optimizers, checkpoints and other meshes
 need to know nothing of chunks. All parameters of a chunk have one dtype, and either all learn or none does.
 """
@@ -80,6 +83,8 @@ class Chunk:
               a resident chunk's buffer is filled from masters of another format
     masters   [own] in the reductions' format, None for a frozen chunk; `grad` beside it, filled while `has_grad`
     resident  lives on the device for good, masters and gradients too
+    alone     resident, and no other rank has gradients for it: they become the masters' without passing the buffer
+    merged    alone, and the buffer is the shard
     count     state -> how many members are in it
     """
 
@@ -93,7 +98,7 @@ class Chunk:
             member.offset, member.own_offset = self.num_elements, self.own_elements
             self.num_elements += member.buffer_elements
             self.own_elements += member.own_elements(ranks)
-        self.resident = self.is_filled = self.has_grad = False
+        self.resident = self.alone = self.merged = self.is_filled = self.has_grad = False
         self.grad: Tensor | None = None
         self.ready: torch.cuda.Event | None = None  # when it is filled
         self._filled_from = 0
@@ -152,7 +157,7 @@ class Chunk:
     @property
     def is_outdated(self) -> bool:
         """Whether the buffer may hold old values: masters move in every step, frozen parameters when loaded."""
-        return self.is_filled and (self.trainable or self._filled_from != self._version)
+        return self.is_filled and not self.merged and (self.trainable or self._filled_from != self._version)
 
     @property
     def _version(self) -> int:
@@ -216,28 +221,45 @@ class Chunk:
             self.grad = torch.empty_like(self.masters, pin_memory=on_host and self.device.type == "cuda")
         return self.grad
 
-    def settle(self, resident: bool) -> None:
-        """Let the shard live on the device from now on, or on the host."""
-        self.resident = resident
-        if self.device.type == "cpu":
-            return
-        place = self.device if resident else torch.device("cpu")
-        self.grad = None
-        if self.masters is not None:
-            self.masters = _moved(self.masters, place)
+    def settle(self, alone: bool) -> None:
+        """Let the shard live on the device from now on.
+
+        alone  the chunk is whole on this rank, and no other has gradients for it
+        """
+        self.resident, self.alone = True, alone
+        if alone and (self.dtype == self.wide or not self.trainable):
+            self._merge()
+        elif self.masters is not None:
+            self.masters = self.masters.to(self.device)
             for member in self.members:
                 member.rows.data = self._own(self.masters, member)
-        if self.dtype == self.wide and self.trainable:
-            self.values = self.masters
-        elif self.trainable:
-            self.values = None if resident else self._flat(self.dtype)
-        self.refresh()
+            self.values = self.masters if self.dtype == self.wide else None
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        self.allocate()
+        self.buffer.copy_(self.source)
+        self.values = self.buffer
+        self.masters = self.buffer if self.trainable else None
+        for member in self.members:
+            member.rows.data = self._own(self.buffer, member)
+        self.merged = True
+        self.expose()
+
+    def keep_grad(self, member: Member, grad: Tensor) -> None:
+        """Of a chunk that is alone: let the master have its gradient, beside what it has of earlier microbatches."""
+        if member.rows.grad is None:
+            member.rows.grad = grad.to(self.wide)
+        else:
+            member.rows.grad.add_(grad)
+
+    def forget_grads(self) -> None:
+        """What the shard has of gradients does not count."""
+        self.has_grad = False
+        if self.alone:
+            for member in self.members:
+                member.rows.grad = None
 
 
 def aligned(num_elements: int) -> int:
     return -(-num_elements // ALIGNED) * ALIGNED
-
-
-def _moved(flat: Tensor, place: torch.device) -> Tensor:
-    moved = flat.to(place)
-    return moved.pin_memory() if place.type == "cpu" and torch.cuda.is_available() else moved

@@ -6,7 +6,8 @@ compiled, or is one of torch's own modules, everything below it.
     before its forward          its chunks are fetched, its parameters go into use
     after its forward           they are out of use; a hook on every tensor of the output waits for its gradient
     at the first of those       fetched and in use again, for the backward
-    at each parameter's grad    it takes the parameter's place; the last one of a chunk has the chunk reduced
+    at each parameter's grad    it takes the parameter's place; the last one of a chunk has the chunk reduced. Where the
+                                chunk lives here alone, it becomes the master's
     when its backward is over   autograd runs nodes in the reverse of the order in which the forward made them. So it is
                                 over when the gradient of one of its inputs goes on to whoever made that, or when the
                                 backward of a unit begins that the forward had left before it came to this one
@@ -35,10 +36,7 @@ OUTSIDE = -1
 class Unit:
     def __init__(self, name: str, module: nn.Module, members: Sequence[Member]):
         self.name, self.module, self.members = name, module, list(members)
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return list(dict.fromkeys(m.chunk for m in self.members))
+        self.chunks: list[Chunk] = list(dict.fromkeys(m.chunk for m in self.members))
 
 
 class Call:
@@ -116,7 +114,7 @@ class ModuleHooks:
         for chunk in self.chunks:
             if chunk.holds_gradients:
                 self.executor.drop(chunk)
-            chunk.has_grad = False
+            chunk.forget_grads()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -195,6 +193,9 @@ class ModuleHooks:
     @torch.no_grad()
     def _take_gradient(self, member: Member, grad: Tensor) -> None:
         chunk = member.chunk
+        if chunk.alone:
+            chunk.keep_grad(member, grad)
+            return
         if member.state is READY_TO_REDUCE:  # a second gradient in one backward: reentrant checkpoints that share it
             self.executor.restore(chunk)
         self.executor.require([chunk])

@@ -79,20 +79,24 @@ def _planned(
     raise UserError(f"a budget of {in_words(budget_bytes)} leaves no room for messages between ranks; give more")
 
 
-def infos(members: Sequence[Member], ranks: int, wide: torch.dtype, state: dict[str, int]) -> list[ParameterInfo]:
+def infos(
+    members: Sequence[Member], ranks: int, wide: torch.dtype, state: dict[str, int], alone: bool
+) -> list[ParameterInfo]:
     """What the search is told of parameters that have no chunk yet.
 
     state  name -> bytes of the optimizer's state of this rank's rows
+    alone  gradients are this rank's only: masters in the buffer's format are the buffer, where the chunk is resident
     """
     found = []
     for member in members:
-        masters = member.own_elements(ranks) * wide.itemsize if member.trainable else 0
+        reduced = member.own_elements(ranks) * wide.itemsize if member.trainable else 0
+        merges = alone and member.dtype == wide
         found.append(
             ParameterInfo(
                 member.name,
                 member.buffer_elements * member.dtype.itemsize,
-                masters,
-                state.get(member.name, 0) + masters,  # the reduced gradient lies beside the master
+                0 if merges else reduced,
+                state.get(member.name, 0) + reduced,  # the reduced gradient lies beside the master
                 member.trainable,
                 str(member.dtype),
             )

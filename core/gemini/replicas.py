@@ -167,7 +167,8 @@ class GeminiReplicas(DataParallel):
         self.streams = Streams(self.device)
         transport = Transport(self.mesh, self.shard, self.tier, self.streams)
         state = state_bytes(optimizer, self.masters)
-        parameters = infos([of[n] for n in (of if step is None else step.order)], self.ranks, self.reduce_dtype, state)
+        members = [of[name] for name in (of if step is None else step.order)]
+        parameters = infos(members, self.ranks, self.reduce_dtype, state, alone=not transport.sends)
 
         def messages(names: Sequence[Sequence[str]]) -> int:
             return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
@@ -224,7 +225,7 @@ class GeminiReplicas(DataParallel):
         for index in sorted(planned.plan.resident):
             chunk, info = self.chunks[index], planned.trace.chunks[index]
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
-            chunk.settle(resident=True)
+            chunk.settle(alone=not self.executor.transport.sends)
             self.executor.load(chunk)
         if dist.get_rank() == 0:
             print(f"gemini: {planned.plan.describe()}")
@@ -255,7 +256,7 @@ class GeminiReplicas(DataParallel):
         assert self.executor is not None
         self.executor.transport.finish()
         for chunk in self.chunks:
-            if not chunk.trainable:
+            if not chunk.trainable or chunk.alone:
                 continue
             if not chunk.has_grad:
                 chunk.make_grad().zero_()

@@ -6,7 +6,8 @@ of parameters that move together. Its memory is:
 
     param_bytes    the buffer with the parameters as the model computes with them. Once a chunk's gradients come, they
                    take the place of the parameters: there is no second buffer
-    master_bytes   the masters from which the buffer is filled; a chunk that does not learn has none
+    master_bytes   the masters from which the buffer is filled, beside it; a chunk that does not learn has none, nor one
+                   that is its own master where it is resident
     optim_bytes    the optimizer's state, and under gradient accumulation the reduced gradient
 
 The life of a trainable chunk in a step:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import UserError
 from core.gemini import wrap
@@ -100,6 +102,38 @@ def test_planned(plain, make, budget: int) -> None:
         assert run.gemini.moved_bytes <= 4 * planned.plan.moved_bytes
 
 
+RESIDENT = 300_000  # bytes: all model data and activations of Net under AdamW
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_where_everything_fits_a_step_runs_the_operators_of_the_model_and_no_others() -> None:
+    def operators(budget: int | None) -> Counter[str]:
+        model = Net(recompute=False)
+        optimizer = adamw(model.parameters())
+        if budget is not None:
+            assert len(wrap(model, optimizer, budget, **SAMPLE).data.planned.plan.resident) > 1
+        with _Operators() as found:
+            for step in range(2):
+                loss(model, batch(step)).backward()
+                for parameter in model.unused.parameters() if budget is None else ():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
+        return found.counts
+
+    assert operators(RESIDENT) == operators(None)
+
+
 def test_too_small_a_budget_is_refused_with_one_that_works(plain) -> None:
     with pytest.raises(UserError, match="give at least") as refusal:
         train(Net, 20_000, adamw, **SAMPLE)
@@ -107,20 +141,22 @@ def test_too_small_a_budget_is_refused_with_one_that_works(plain) -> None:
     require_equal(train(Net, least, adamw, **SAMPLE), plain("net", Net))
 
 
-def test_frozen_parameters_are_moved_too(plain) -> None:
+@pytest.mark.parametrize(("budget", "options"), [(TIGHT, {}), (RESIDENT, SAMPLE)])
+def test_frozen_parameters_are_moved_too(plain, budget, options) -> None:
     def make() -> Net:
         net = Net()
         for name, parameter in net.named_parameters():
             parameter.requires_grad_("gain" in name)
         return net
 
-    run = train(make, TIGHT, adamw)
+    run = train(make, budget, adamw, **options)
     require_equal(run, plain("frozen", make))
-    assert run.gemini.data.tier.num_evictions > 0
+    assert (run.gemini.data.tier.num_evictions > 0) == (budget == TIGHT)
     assert {c.trainable for c in run.gemini.data.chunks} == {True, False}
 
 
-def test_accumulation_and_another_order_in_evaluation(plain) -> None:
+@pytest.mark.parametrize(("budget", "options"), [(TIGHT, {}), (RESIDENT, SAMPLE)])
+def test_accumulation_and_another_order_in_evaluation(plain, budget, options) -> None:
     def step(model: nn.Module, index: int) -> Tensor:
         (loss(model, batch(100 + index)) / 2).backward()
         model.eval()
@@ -129,11 +165,12 @@ def test_accumulation_and_another_order_in_evaluation(plain) -> None:
         model.train()
         return loss(model, batch(index)) / 2 + 0.0 * seen
 
-    run = train(Net, TIGHT, adamw, step=step)
+    run = train(Net, budget, adamw, step=step, **options)
     require_equal(run, plain("accumulation", Net, step=step))
 
 
-def test_training_goes_on_after_an_exception(plain) -> None:
+@pytest.mark.parametrize(("budget", "options"), [(TIGHT, {}), (RESIDENT, SAMPLE)])
+def test_training_goes_on_after_an_exception(plain, budget, options) -> None:
     """In forward, in evaluation, and in the middle of a backward."""
 
     class Raises(torch.autograd.Function):
@@ -158,10 +195,12 @@ def test_training_goes_on_after_an_exception(plain) -> None:
         fail(model, "forward" if index % 2 else "backward")
         return loss(model, batch(index))
 
-    run = train(Net, TIGHT, adamw, step=step)
+    run = train(Net, budget, adamw, step=step, **options)
     require_equal(run, plain("net", Net))
     data = run.gemini.data
-    assert data.tier.current_bytes == sum(c.num_bytes for c in data.chunks if c.is_filled)
+    lives_here = sum(c.param_bytes + c.shard_bytes for c in data.planned.trace.chunks) if options else 0
+    coming_and_going = sum(c.num_bytes for c in data.chunks if c.is_filled and not c.resident)
+    assert data.tier.current_bytes == lives_here + coming_and_going
     assert not data.hooks._forwards
     assert not data.hooks._backwards
 
@@ -224,6 +263,9 @@ def test_masters_are_wide_and_saved(precision) -> None:
     moved = [n for n, value in run.values.items() if not torch.equal(value, start[n].detach())]
     assert len(moved) > 20
     assert all(value.dtype == torch.float32 for value in run.values.values())
+    resident = train(Net, RESIDENT, partial(torch.optim.SGD, lr=1e-5), precision=precision, **SAMPLE)
+    assert resident.gemini.moved_bytes == 0
+    require_equal(resident, run)
     assert all(p.dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
                for p in run.gemini.data.model.parameters())  # fmt: skip
 
