@@ -138,6 +138,7 @@ class MeshConfig:
                 f"the mesh {self.describe()} takes exactly {given} ranks, and {world_size} are running; "
                 f"use --nproc {given}, or leave mesh.dp_replicate or mesh.dp_shard open"
             )
+        assert shard is not None
         divided, name = (replicate, "dp_replicate") if zero == 0 else (shard, "dp_shard")
         if divided % self.ep:
             divisors = ", ".join(str(n) for n in range(1, divided + 1) if divided % n == 0)

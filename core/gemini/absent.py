@@ -47,7 +47,7 @@ def _intercept(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[
 
 
 class AbsentParameter(nn.Parameter):
-    __torch_function__ = classmethod(_intercept)
+    __torch_function__ = classmethod(_intercept)  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self, *_: Any, **__: Any) -> str:
         return f"AbsentParameter({tuple(self.shape)}, dtype={self.dtype})"
@@ -56,7 +56,7 @@ class AbsentParameter(nn.Parameter):
 class AbsentTensor(Tensor):
     """The same for the local tensor of a DTensor."""
 
-    __torch_function__ = classmethod(_intercept)
+    __torch_function__ = classmethod(_intercept)  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self, *_: Any, **__: Any) -> str:
         return f"AbsentTensor({tuple(self.shape)}, dtype={self.dtype})"
@@ -75,7 +75,8 @@ def withdraw(tensor: Tensor, name: str, absent: Tensor) -> None:
     """Make a parameter, or the local tensor of one, absent."""
     tensor.data = absent
     tensor.gemini_name = name  # pyright: ignore[reportAttributeAccessIssue]
-    tensor.__class__ = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor
+    kind: Any = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor
+    tensor.__class__ = kind
 
 
 def give_back(tensor: Tensor, kind: type, value: Tensor) -> None:

@@ -22,7 +22,7 @@ class Streams:
 
     def mark(self) -> torch.cuda.Event | None:
         """An event at the end of what the current stream has to do."""
-        return torch.cuda.current_stream().record_event() if self.on_cuda else None
+        return _recorded() if self.on_cuda else None
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Let the current stream wait."""
@@ -32,7 +32,7 @@ class Streams:
     def freed(self) -> None:
         """Memory that the current stream has read or written up to here may be filled anew."""
         if self.on_cuda:
-            self._freed.append(torch.cuda.current_stream().record_event())
+            self._freed.append(_recorded())
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
@@ -61,3 +61,10 @@ class Streams:
             torch.cuda.current_stream().wait_stream(self._reduce)
             torch.cuda.current_stream().wait_stream(self._fetch)
             self._fetch.synchronize()
+
+
+def _recorded() -> torch.cuda.Event:
+    """An event on the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -12,8 +12,9 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_bytes(text: str | int) -> int:
     """ "10GiB", "800 MB", "4096" or a number as bytes.  Raises UserError for what is no positive size."""
-    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = _UNITS.get(text.strip()[len(digits) :].strip().upper())
+    given = str(text).strip()
+    digits = given.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = _UNITS.get(given[len(digits) :].strip().upper())
     try:
         size = 0 if unit is None else int(float(digits) * unit)
     except (ValueError, OverflowError):

@@ -229,7 +229,7 @@ def _mixtral_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         balance_weight=hf.get("router_aux_loss_coef", 0.001),
         jitter=hf.get("router_jitter_noise", 0.0),
     )
-    theirs = {"rope_theta": 1e6, "rms_norm_eps": 1e-5} | hf  # their defaults where Llama's are others
+    theirs = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, **hf}  # their defaults where Llama's are others
     return replace(_llama_from_hf(theirs), moe=moe)
 
 

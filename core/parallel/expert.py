@@ -141,8 +141,8 @@ def _cut(module: nn.Module, name: str, layout: Layout, axis: str, dim: int) -> N
     part = before.detach().narrow(dim, share.start, share.stop - share.start)
     made = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=before.requires_grad)
     tag(made, layout)
-    if hasattr(before, "partial_over"):
-        mark_partial_parameter(made, before.partial_over)  # pyright: ignore[reportArgumentType]
+    if axes := getattr(before, "partial_over", ()):
+        mark_partial_parameter(made, axes)
     module.register_parameter(name, made)
 
 
