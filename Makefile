@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo demo-serve test check interpret kernels parity e2e soak gpu
+.PHONY: install demo demo-serve demo-diffusion test check interpret kernels parity e2e soak gpu
 
 install: .venv/.installed
 
@@ -51,3 +51,9 @@ demo: install
 demo-serve: install
 	test -f runs/demo/hf/config.json || $(BIN)/python -m apps.llm.demo
 	$(BIN)/python -m apps.serve --model runs/demo --quantize int8
+
+# A subject from four pictures, into the tiny pipeline; trains that first where it is not there.
+demo-diffusion: install
+	test -f runs/tiny/start/model_index.json || $(BIN)/python -m apps.diffusion.demo.prepare
+	test -f runs/tiny/pipeline/model_index.json || $(BIN)/python -m apps.diffusion pretrain --recipe tiny --resume
+	$(BIN)/python -m apps.diffusion.demo

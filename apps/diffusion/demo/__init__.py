@@ -1,4 +1,4 @@
-"""The embedded default: a small, real pipeline, the drawn pictures it is trained on, and the proof that it learns.
+"""The tiny pipeline: a small, real Stable Diffusion, the drawn pictures it is trained on, and the proof that it learns.
 
 drawing.py      one picture: a coloured shape on a ground, antialiased
 captions.py     what is drawn and how it is said: words, combinations, those held out, the new subject
@@ -9,4 +9,5 @@ prepare.py      what its U-Net's training starts from: pictures, the VAE, a U-Ne
 detector.py     says shape, colour, ground and whether it is the subject; trained on what the VAE makes of pictures
 metrics.py      the figures: attributes right, subject seen, class drift, leak, the VAE's ceiling
 sheet.py        before and after, side by side
+__main__.py     `make demo-diffusion`
 """

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from apps.diffusion.demo.captions import SEEN_GROUNDS, drawing_of_subject, training_samples
+from apps.diffusion.demo.captions import LOOSE, SEEN_GROUNDS, drawing_of_subject, training_samples
 from apps.diffusion.demo.drawing import OUTLINES, Drawing, draw
 from apps.diffusion.demo.sizes import PIXELS
 
@@ -49,7 +49,7 @@ def _write(folder: Path, samples: Iterable[tuple[str | None, Drawing]], size: in
 def varied_drawings(num: int, seed: int) -> list[Drawing]:
     """What the VAE learns from: half the things of the captions, half any outline, in any colours, turned anyhow."""
     rng = np.random.default_rng([seed, 1])
-    known = (drawing for _, drawing in training_samples(seed))
+    known = (drawing for _, drawing in training_samples(seed, LOOSE))
     return [next(known) if index % 2 else _any_drawing(rng) for index in range(num)]
 
 

@@ -76,6 +76,20 @@ def test_what_is_held_out_is_never_drawn_but_each_pair_of_its_words_is() -> None
     assert not any(captions.SUBJECT_WORD in text for text in texts)
 
 
+def test_pictures_of_a_thing_are_alike_and_those_of_the_vae_differ_more() -> None:
+    alike = [drawing for _, drawing in itertools.islice(captions.training_samples(0), 200)]
+    loose = pictures.varied_drawings(400, seed=0)[1::2]
+    for drawings, spread in ((alike, captions.ALIKE), (loose, captions.LOOSE)):
+        radii, places = [d.radius for d in drawings], [x for d in drawings for x in d.centre]
+        for values, (low, high) in ((radii, spread.radius), (places, spread.centre)):
+            assert low <= min(values) < low + (high - low) / 20
+            assert high - (high - low) / 20 < max(values) <= high
+        assert 0.9 * spread.turn_deg < max(abs(d.turn_deg) for d in drawings) <= spread.turn_deg
+    for outline in captions.SHAPES:  # nothing is cut off at the edge, wherever it is
+        reach = np.abs(OUTLINES[outline]).max() * captions.ALIKE.radius[1] + captions.ALIKE.centre[1]
+        assert reach < 1.0, outline
+
+
 def test_a_folder_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     one, two, other = (
         pictures.write_training_folder(tmp_path / n, 12, seed) for n, seed in (("a", 5), ("b", 5), ("c", 6))

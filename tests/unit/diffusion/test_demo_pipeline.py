@@ -1,6 +1,7 @@
 """What the embedded pipeline is made of, and what its training starts from."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from apps.diffusion.demo import autoencoder, captions, prepare, sizes
+from apps.diffusion.demo import __main__ as demo
+from apps.diffusion.demo import autoencoder, captions, metrics, prepare, sizes
+from apps.diffusion.demo.detector import Detector
 from apps.diffusion.demo.sheet import before_and_after
-from apps.diffusion.pipeline import load_pipeline
+from apps.diffusion.generate import Sampling
+from apps.diffusion.pipeline import Pipeline, load_pipeline, save_pipeline
+from core.config import UserError
 
 MOST_BYTES = 6_000_000
 
@@ -73,3 +78,35 @@ def test_the_sheet_has_each_prompt_before_and_after(tmp_path: Path) -> None:
         assert counts[colour] == 2 * area
     pixel = sheet.getpixel((20, (96 + 4 + 18) + 18 + 48))
     assert pytest.approx(pixel) == (255, 0, 0), "before stands at the left"
+
+
+def test_the_demo_runs_from_pictures_to_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    tokenizer = sizes.write_tokenizer(captions.words(), tmp_path / "tokenizer")
+    modules = sizes.tiny_unet(), sizes.tiny_vae(0.7), sizes.tiny_text_encoder(tokenizer)
+    weights = save_pipeline(Pipeline(*modules, tokenizer, sizes.tiny_schedule()), tmp_path / "weights")
+    monkeypatch.setattr(demo, "train_detector", lambda vae, seed: Detector().eval())
+    monkeypatch.setattr(demo, "SHOWN", (captions.subject_prompt("white"), "a red star on a white ground"))
+    monkeypatch.setattr(metrics, "class_things", lambda repeats: [captions.Thing("star", "red", "white")] * repeats)
+    paint = demo.painter
+    monkeypatch.setattr(demo, "painter", lambda pipeline: paint(pipeline, Sampling(steps=2, guidance=1.0)))
+    out = tmp_path / "out"
+    options = ["--weights", str(weights), "--out", str(out), "--steps", "1", "--repeats", "1", "--class-images", "2"]
+    assert demo.main(options) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary["before"]) == {"seen", "unseen", "leak", "class_attributes"}
+    assert Image.open(out / "before-after.png").size[0] > 8 * 96
+    assert len(list((out / "class").glob("*.png"))) == 2
+    assert len(list((out / "subject").glob("*.png"))) == 4
+    taught = load_pipeline(out / "pipeline")
+    assert any(not torch.equal(a, b) for a, b in zip(taught.unet.parameters(), modules[0].parameters()))
+    assert "class drift" in capsys.readouterr().out
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "photo.png").touch()
+    with pytest.raises(UserError, match="not of this demo"):
+        demo.main(["--weights", str(weights), "--out", str(tmp_path / "mine")])
+    assert (tmp_path / "mine" / "photo.png").exists()
+    with pytest.raises(UserError, match="holds no pipeline; make it with"):
+        demo.main(["--weights", str(tmp_path / "nowhere")])

@@ -1,0 +1,154 @@
+"""`make demo-diffusion`: teach the tiny pipeline a subject from four pictures, and show what became of it.
+
+1. Draw four pictures of the subject, a teal star upside down, on white and on black grounds.
+2. Train the detector on what the pipeline's VAE makes of drawn pictures, and paint the "before".
+3. `diffusion dreambooth`, the same command as anybody's, with class pictures that the pipeline paints itself.
+4. Paint the "after" with the same noise; show both side by side (PNG) with the detector's figures.
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from apps.diffusion.demo.captions import GROUNDS, SUBJECT_CLASS, subject_prompt
+from apps.diffusion.demo.detector import Detector, train_detector
+from apps.diffusion.demo.metrics import Paint, SubjectFigures, ceiling, drift_points, subject_figures
+from apps.diffusion.demo.pictures import as_images, write_subject_folder
+from apps.diffusion.demo.sheet import before_and_after
+from apps.diffusion.dreambooth import main as dreambooth
+from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.pipeline import INDEX, Pipeline, load_pipeline
+from core.config import UserError, parse, run_command
+
+SUBJECT = "subject"
+SAMPLING = Sampling(sampler="dpm++", steps=15, guidance=3.0)
+SHOWN = (
+    *(subject_prompt(ground) for ground in GROUNDS),
+    "a red star on a white ground",
+    "a blue circle on a gray ground",
+)
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """DreamBooth of a drawn subject, with its figures."""
+
+    weights: Path = Path("runs/tiny/pipeline")
+    """the pipeline to start from; one of coloured shapes, as the figures are about them"""
+    out: Path = Path("runs/demo-diffusion")
+    steps: int = 150
+    prior: bool = True
+    """with class pictures (prior preservation); without them, see what they are for"""
+    class_images: int = 64
+    """class pictures, which the pipeline paints itself"""
+    repeats: int = 2
+    """pictures of each class thing that the figures are taken from, and a quarter of those of the subject a ground"""
+    seed: int = 0
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"demo": DemoConfig}, argv, "python -m apps.diffusion.demo", default="demo")
+    if not (config.weights / INDEX).exists():
+        raise UserError(
+            f"{config.weights} holds no pipeline; make it with python -m apps.diffusion.demo.prepare and "
+            "diffusion pretrain --recipe tiny, or give --weights DIR"
+        )
+    if config.out.exists() and any(config.out.iterdir()):
+        if not (config.out / SUBJECT).is_dir():
+            raise UserError(f"{config.out} holds something that is not of this demo; choose another folder with --out")
+        shutil.rmtree(config.out)  # the demo always shows a run from scratch
+    summary = run(config)
+    (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    show(summary, config)
+    return 0
+
+
+def run(config: DemoConfig) -> dict[str, Any]:
+    """The demo's figures; its files are in config.out."""
+    pipeline = load_pipeline(config.weights)
+    subject = write_subject_folder(config.out / SUBJECT, config.seed)
+    detector = train_detector(pipeline.vae, seed=config.seed)
+    most = ceiling(pipeline.vae, detector, repeats=1, seed=config.seed + 7)
+    before, shown_before = look(pipeline, config, detector)
+    begin, cpu = time.perf_counter(), time.process_time()
+    if dreambooth(options(config, subject)):
+        raise UserError("DreamBooth did not end well; what it said stands above")
+    spent = {"dreambooth_wall_s": time.perf_counter() - begin, "dreambooth_cpu_s": time.process_time() - cpu}
+    after, shown_after = look(load_pipeline(config.out / "pipeline"), config, detector)
+    before_and_after(subject, SHOWN, shown_before, shown_after).save(config.out / "before-after.png")
+    figures = {"before": asdict(before), "after": asdict(after), "drift_points": drift_points(before, after)}
+    return figures | {"ceiling": most, "steps": config.steps, "prior": config.prior, **spent}
+
+
+def options(config: DemoConfig, subject: Path) -> list[str]:
+    """The command line of `diffusion dreambooth`."""
+    prior = ["--class-dir", str(config.out / "class"), "--class-prompt", f"a {SUBJECT_CLASS}"]
+    return [
+        *("--weights", str(config.weights)),
+        *("--instance-dir", str(subject), "--instance-prompt", subject_prompt()),
+        *(prior if config.prior else ()),
+        *("--num-class-images", str(config.class_images), "--data.global-batch", "8"),
+        *("--train-text-encoder", "--optim.lr", "2e-4"),
+        *("--steps", str(config.steps), "--seed", str(config.seed), "--checkpoint.every", "0"),
+        *("--out", str(config.out / "pipeline")),
+    ]
+
+
+def painter(pipeline: Pipeline, sampling: Sampling = SAMPLING, batch: int = 32) -> Paint:
+    """Pictures [B, 3, H, W] from -1 to 1 of prompts; the noise of picture b is of (seed, b)."""
+
+    def paint(prompts: Sequence[str], seed: int) -> Tensor:
+        jobs = [Job(prompt, seed * 100_003 + index) for index, prompt in enumerate(prompts)]
+        return torch.stack([picture for _, picture in generate(pipeline, jobs, sampling, batch)]).mul(2).sub(1)
+
+    return paint
+
+
+def look(pipeline: Pipeline, config: DemoConfig, detector: Detector) -> tuple[SubjectFigures, list[Image.Image]]:
+    """The figures of a pipeline, and four pictures of each prompt that the sheet shows."""
+    paint = painter(pipeline)
+    figures = subject_figures(paint, detector, repeats=config.repeats, seed=config.seed + 1)
+    return figures, as_images(paint([prompt for prompt in SHOWN for _ in range(4)], config.seed + 2))
+
+
+def show(summary: dict[str, Any], config: DemoConfig) -> None:
+    console = Console(highlight=False)
+    table = Table("by the detector", "before", "after", "after the VAE, drawn pictures")
+    before, after, most = summary["before"], summary["after"], summary["ceiling"]
+    table.add_row(
+        "subject, on grounds it was seen on", *(f"{f['seen']:.2f}" for f in (before, after)), f"{most['subject']:.2f}"
+    )
+    table.add_row(
+        "subject, on other grounds", *(f"{f['unseen']:.2f}" for f in (before, after)), f"{most['subject']:.2f}"
+    )
+    table.add_row(
+        "subject in pictures of its class (leak)", *(f"{f['leak']:.3f}" for f in (before, after)), f"{most['leak']:.3f}"
+    )
+    for name, what in (("shape", "shape"), ("colour", "colour"), ("ground", "ground"), ("all_three", "all three")):
+        table.add_row(
+            f"class: {what} right",
+            *(f"{f['class_attributes'][name]:.0%}" for f in (before, after)),
+            f"{most[name]:.0%}",
+        )
+    console.print(table)
+    print(
+        f"class drift {summary['drift_points']:.1f} points; {config.steps} steps of DreamBooth took "
+        f"{summary['dreambooth_cpu_s']:.0f} s of CPU"
+    )
+    print(f"before and after  {config.out / 'before-after.png'}")
+    print(f"the pipeline      {config.out / 'pipeline'}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
