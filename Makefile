@@ -29,10 +29,11 @@ kernels: interpret
 parity: install
 	$(BIN)/python -m pytest -q tests/parity
 
+# Most of a command's time is one process that starts, so two commands at a time.
 e2e: install
-	$(BIN)/python -m pytest -q tests/e2e
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal tests/e2e
 
-# The first two are one process each, so they share the machine; the others start ranks enough to fill it.
+# The first two are one process each, so they share the machine; parity starts ranks enough to fill it.
 test: install
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
 	$(MAKE) --no-print-directory parity
