@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo demo-serve demo-diffusion test check interpret kernels parity e2e soak gpu
+.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e soak gpu
 
 install: .venv/.installed
 
@@ -47,6 +47,9 @@ gpu: install
 
 demo: install
 	$(BIN)/python -m apps.llm.demo
+
+demo-fold: install
+	$(BIN)/python -m apps.fold.demo
 
 # What `make demo` trained, in 8 bits, for a browser; trains it first where it is not there.
 demo-serve: install

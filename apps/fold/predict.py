@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.fold.axial import read_shards, shard_evoformer
+from apps.fold.demo import DEMO_WEIGHTS, NOTE
 from apps.fold.features.sequences import Record, read_fasta
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig
@@ -39,7 +40,7 @@ from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
 from apps.fold.weights.folder import read_note
-from apps.fold.weights.source import WHERE, build, read_weights
+from apps.fold.weights.source import build, read_weights
 from core.comm.collectives import all_reduce_max
 from core.config import UserError, parse
 from core.mesh import MeshConfig
@@ -52,7 +53,8 @@ class PredictConfig:
     input: Path | None = None
     """a FASTA file; `fold predict IN.fasta` means the same"""
     weights: tuple[Path, ...] = ()
-    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`"""
+    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`; none: demo-tiny, a
+    toy that the package carries"""
     out: Path = Path("folded")
     """one folder a sequence, and summary.csv"""
     msa: Path | None = None
@@ -82,6 +84,15 @@ class PredictConfig:
         for name in ("num_seeds", "nproc"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}; give 1 or more")
+
+
+_NO_WEIGHTS = f"""no --weights: folding with demo-tiny, a toy that knows three proteins by heart.
+Its outputs are marked "{NOTE}".
+For real predictions give --weights one or more of
+  params_model_N.npz or params_model_N_ptm.npz, N from 1 to 5, as they lie in AlphaFold's archive:
+    https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar (CC BY 4.0)
+  OpenFold's finetuning_*.pt: https://huggingface.co/nz/OpenFold (CC BY 4.0)
+  a folder of `fold convert` or of `fold train`"""
 
 
 @dataclass(frozen=True)
@@ -116,8 +127,6 @@ def main(argv: list[str]) -> int:
     config = parse({"default": PredictConfig}, argv, "fold predict", default="default")
     if config.input is None:
         raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --weights W --out DIR")
-    if not config.weights:
-        raise UserError(f"fold predict needs --weights; {WHERE}")
     if config.nproc > 1 and not launched():
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
@@ -132,6 +141,10 @@ def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
     """axis: the ranks that share each prediction; its first one writes and speaks."""
     assert config.input is not None
     records, refused = read_fasta(config.input)
+    if not config.weights:
+        config = replace(config, weights=(DEMO_WEIGHTS,))
+        if leads():
+            print(_NO_WEIGHTS, file=sys.stderr)
     outcomes = {one.number: Outcome(one.name, 0, f"refused: {one.reason}") for one in refused}
     for one in refused:
         if leads():

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from apps.fold.__main__ import APP
-from apps.fold.demo import STRUCTURES
+from apps.fold.demo import DEMO_WEIGHTS, HELDOUT, NOTE, STRUCTURES
+from apps.fold.demo.__main__ import main as demo
+from apps.fold.features.entries import read_entries
+from apps.fold.features.structures import read_structure
 from apps.fold.model.config import tiny
+from apps.fold.score import compare, corresponding
 from apps.fold.weights.folder import save_folder
 from core.config import run_command
 from tests.support.command import losses, run, summary
@@ -109,6 +113,37 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     assert code == 0, err
 
 
+def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Path, capsys) -> None:
+    """What the package carries is what it says: three chains by heart, and less confidence in one never seen."""
+    files = [*sorted(STRUCTURES.iterdir()), *HELDOUT.iterdir()]
+    records = {path.stem: read_entries(path)[0].sequence for path in files}
+    (tmp_path / "in.fasta").write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records.items()))
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--out", tmp_path / "out")
+    assert code == 0, err
+    for words in ("params_model_N_ptm.npz", "alphafold_params_2022-12-06.tar", "--weights", NOTE):
+        assert words in err
+    assert said.count(f"demo-tiny ({NOTE})") >= 4
+    assert (tmp_path / "out" / "summary.csv").read_text().count(NOTE) == 4
+    folder = tmp_path / "out" / "1ubi"
+    written = {path.name: path for path in folder.iterdir()}
+    for name in ("rank_1.cif", "rank_1.pdb", "rank_1_confidence.json", "ranking.json"):
+        assert NOTE in written.pop(name).read_text(), name
+    with np.load(written.pop("rank_1_distogram.npz")) as file:
+        assert str(file["note"]) == NOTE
+    assert set(written) == {"rank_1_plddt.png"}  # whose title has it
+
+    confidences, scores = [], []
+    for path in files:
+        (predicted,), experiment = read_structure(tmp_path / "out" / path.stem / "rank_1.cif"), read_structure(path)[0]
+        scores.append(compare(predicted, experiment).lddt_per_residue)
+        confidences.append(predicted.b_factors[corresponding(predicted, experiment)[0]])
+        if path.parent == STRUCTURES:
+            assert np.mean(scores[-1]) >= 0.8, path
+    assert confidences[-1].mean() < min(one.mean() for one in confidences[:-1]) - 5
+    assert np.corrcoef(np.concatenate(confidences), np.concatenate(scores))[0, 1] >= 0.6
+    assert sum(path.stat().st_size for path in DEMO_WEIGHTS.iterdir()) < 3_000_000
+
+
 def test_an_alignment_or_template_that_does_not_fit_stops_only_its_record(
     tmp_path: Path, weights: Path, capsys
 ) -> None:
@@ -194,7 +229,7 @@ def test_recipes(capsys) -> None:
     [
         (("predikt",), ("predikt", "predict")),
         (("predict",), ("FASTA",)),
-        (("predict", "in.fasta"), ("--weights", "alphafold_params")),
+        (("predict", "none.fasta"), ("none.fasta",)),
         (("predict", "in.fasta", "--weights", "w", "--num-seeds", 0), ("num_seeds=0",)),
         (("predict", "in.fasta", "--wieghts", "w"), ("--wieghts", "--weights")),
         (("predict", "none.fasta", "--weights", "w"), ("none.fasta",)),
@@ -261,6 +296,31 @@ def test_train_stop_resume_and_fold_with_what_was_learned(tmp_path: Path, capsys
     options = ("--recipe", "debug", "--weights", whole / "model", "--steps", 1, "--out", tmp_path / "tuned")
     code, _, err = fold(capsys, "train", *options, "--data.cache", tmp_path / "cache")
     assert code == 0, err
+
+
+def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--steps", "1", "--optim.schedule.warmup-steps", "0", "--model", "debug", "--log.no-tensorboard"]
+    code = run_command(demo, options)
+    said = capsys.readouterr()
+    assert code == 1
+    assert "fell short" in said.err
+    out = tmp_path / "runs" / "fold_tiny"
+    shown = json.loads((out / "demo.json").read_text())
+    assert {one["name"]: one["memorised"] for one in shown["chains"]} == {
+        "1a8o": True, "1ejg": True, "1ubi": True, "1a7g": False
+    }  # fmt: skip
+    for one in shown["chains"]:
+        assert 0 <= one["lddt_ca"] < 0.5
+        assert one["name"] in said.out
+    files = [out / "folded" / name / "1ubi" / "rank_1.cif" for name in ("trained", "untrained")]
+    trained, untrained = (read_structure(path)[0].positions for path in files)
+    assert np.abs(trained - untrained).max() > 0.01
+    assert "knows them by heart" in said.out
+    assert (out / "demo.png").stat().st_size > 20_000
+    assert NOTE in (out / "folded" / "trained" / "1a7g" / "rank_1.cif").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
-"""PDB entries that the package carries, as the archive gives them (CC0).
+"""PDB entries that the package carries, as the archive gives them (CC0), and a toy that has learned them by heart.
 
 structures/  1UBI, 1EJG and 1A8O, to learn from
 heldout/     1A7G, held out
+demo-tiny/   what `fold train --recipe tiny` made of them; `fold predict` without --weights takes it
 """
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-STRUCTURES, HELDOUT = FOLDER / "structures", FOLDER / "heldout"
+STRUCTURES, HELDOUT, DEMO_WEIGHTS = FOLDER / "structures", FOLDER / "heldout", FOLDER / "demo-tiny"
+NOTE = "not for science"
+"""what its predictions are marked with"""

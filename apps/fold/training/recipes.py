@@ -9,7 +9,7 @@ rate does not fall by 5 % after 6.4 million samples.
 from collections.abc import Callable
 from pathlib import Path
 
-from apps.fold.demo import HELDOUT, STRUCTURES
+from apps.fold.demo import HELDOUT, NOTE, STRUCTURES
 from apps.fold.loss.total import LossConfig, fine_tuning
 from apps.fold.training.config import DataConfig, FoldTrainConfig
 from core.checkpoint import CheckpointConfig
@@ -64,17 +64,19 @@ def tiny() -> FoldTrainConfig:
     return FoldTrainConfig(
         model="demo",
         data=DataConfig(structures=STRUCTURES, validation=HELDOUT, global_batch=1, crop=128, decoys=0.1),
-        loss=LossConfig(backbone=1.0, unclamped=1.0, distogram=1.0, masked_msa=0.1, plddt=0.02),
+        loss=LossConfig(backbone=1.0, unclamped=1.0, distogram=1.0, masked_msa=0.0, plddt=0.02),
         average=0.97,
-        steps=450,
+        steps=800,
         optim=OptimConfig(
             lr=3e-3,
             betas=(0.9, 0.99),
             eps=1e-6,
             weight_decay=0.0,
+            clip_norm=None,  # it would cut a chain's gradient to a fraction of itself, and a decoy's not at all
             schedule=ScheduleConfig(shape="cosine", warmup_steps=20, final=0.02),
         ),
-        checkpoint=CheckpointConfig(every=50),
+        checkpoint=CheckpointConfig(every=100),
+        note=NOTE,
         out=Path("runs/fold_tiny"),
     )
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from apps.fold.demo import DEMO_WEIGHTS, NOTE
 from apps.fold.features.alignment import Alignment, single_sequence
 from apps.fold.features.entries import read_entries
 from apps.fold.loss.total import LossConfig
@@ -19,6 +20,7 @@ from apps.fold.training.dataset import Example, Selection, load, prepare
 from apps.fold.training.initialise import initialise
 from apps.fold.training.objective import Objective
 from apps.fold.training.recipes import RECIPES
+from apps.fold.weights.folder import load_folder, read_note
 from apps.fold.weights.table import name_table
 from core.config import UserError
 from tests.support.fold import Chains, random_parameters, small_model
@@ -321,3 +323,9 @@ def test_recipes_are_models_that_training_feeds() -> None:
     with pytest.raises(UserError, match="keeps no average"):
         FoldTrainConfig(optim=replace(FoldTrainConfig().optim, name="lamb"))
     assert isinstance(Chains()[0], Example)
+
+
+def test_the_toy_that_is_carried_is_of_the_recipe() -> None:
+    config, stored = RECIPES["tiny"](), load_folder(DEMO_WEIGHTS)[0]
+    assert stored == model_config(config)
+    assert read_note(DEMO_WEIGHTS) == config.note == NOTE
