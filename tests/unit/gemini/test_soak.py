@@ -1,0 +1,7 @@
+"""A short run of what `make soak` does for long."""
+
+from tests.support.gemini_soak import require_flat, soak
+
+
+def test_steps_that_throw_leave_nothing_behind() -> None:
+    require_flat(soak(250, budget_bytes=150_000, num_compared=40), 250)
