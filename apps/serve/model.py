@@ -99,7 +99,7 @@ def _load(
         model = load_quantized(source.folder, scheme, **chosen, device=device, cut=cut if ranks > 1 else None)
         assert isinstance(model, Decoder)
         if scheme is not None and stored_bytes(model) < _free_bytes(device) // ranks // 2:
-            pack(model)  # int4 for speed, in as much memory again
+            pack(model)  # for speed, in as much memory again
         return model if dtype is None else model.to(dtype)
     if ranks == 1:
         return load_pretrained(source.folder, dtype=dtype, device=device)

@@ -6,146 +6,198 @@ A row of x becomes one or more rows of small integers q with a factor f each, x[
     w8a8      one: the row in 127 steps of its largest element
     llm.int8  one for the elements up to the threshold; three, as for int8, for those above it
 
-All of these rows go through one product of integers, which reads the weight once: y = s[o] sum_p f[p] (q[p] w^T). It is
+All of these rows go through one product of integers, which reads the weight once: y = sum_p f[p] s[o] (q[p] w^T). It is
 exact, so a token's result is the same, bit for bit, whatever else is in the batch and whichever kernel multiplies. For
 int8 the three digits hold 21 bits of the row's largest element: the result is that of fp32 sums.
 
-The kernel is `torch._int_mm` with signed or unsigned codes, whichever is faster here for the shape (measured once a
-process); where this CPU's instructions saturate (no VNNI), fp32 products of pieces small enough to be exact.
+The kernel is the fastest one here for the shape (measured once a process): `torch._int_mm` with signed or unsigned
+codes, or, where the weight has that form too (`core.quant.packed`), fbgemm's with weights in its own order, which for
+a few rows reads them at the speed of memory. Where this CPU's instructions saturate (no VNNI): fp32 products of pieces
+small enough to be exact.
 
-Shapes: M rows of x, I columns, O output channels, P digits.
+Shapes: M rows of x, I columns, O output channels, P digits, R = P M rows of integers.
 """
 
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.quant.weight import QuantizedWeight
 
+_DIGITS = 3
 _STEPS = 127 * 2**14
-_SHIFTS = torch.tensor([14, 7, 0], dtype=torch.int32, device="cpu")[:, None, None]
+# Numbers as tensors of the format that they meet: others would be converted in each call.
+_PLACES = torch.tensor([127.0, 127.0 * 2**7, float(_STEPS)], device="cpu")[:, None, None]
+_VALUES = 1 / _PLACES
+_BASE, _MOST = torch.tensor(128.0, device="cpu"), torch.tensor(127.0, device="cpu")
+_SMALLEST = 1e-30
 _MEASURED_CHANNELS = 4096
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
 _EXACT_COLUMNS = 1024
 
 
+@dataclass(frozen=True)
+class Codes:
+    """A weight as the kernels take it: its integers [O, I], scales [O], their sums int32 [O], and fbgemm's form."""
+
+    codes_OI: Tensor
+    scale_O: Tensor
+    sums_O: Callable[[], Tensor]
+    form: Any = None
+
+    @staticmethod
+    def of(weight: QuantizedWeight) -> "Codes":
+        return Codes(weight.codes, weight.scale, lambda: weight.row_sums, weight.packed)
+
+
 def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -> Tensor:
     """x [.., I] of 16 or 32 bits with an 8-bit weight: [.., O] in x's dtype."""
     x_MI = x.reshape(-1, x.shape[-1]).float()
-    scheme = weight.scheme
-    if scheme.name == "int8":
-        y_MO = _by_digits(x_MI, weight)
-    elif scheme.name == "w8a8":
-        y_MO = _rounded(x_MI, weight)
+    if weight.scheme.name == "int8":
+        y_MO = _by_digits(x_MI, Codes.of(weight))
+    elif weight.scheme.name == "w8a8":
+        y_MO = _rounded(x_MI, Codes.of(weight))
     else:
-        apart_MI = x_MI.abs() > scheme.threshold
-        if bool(apart_MI.any()):
-            y_MO = _rounded(x_MI.masked_fill(apart_MI, 0.0), weight) + _outliers(x_MI, apart_MI, weight)
-        else:
-            y_MO = _rounded(x_MI, weight)
-    y_MO *= weight.scale
+        y_MO = _with_outliers(x_MI, weight)
     if bias_O is not None:
         y_MO += bias_O
     return y_MO.to(x.dtype).view(*x.shape[:-1], y_MO.shape[1])
 
 
-def _steps(x_MI: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """x in steps of its rows' largest elements / most: whole numbers [M, I] in fp32, and each row's step [M, 1]."""
-    step_M1 = torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True).clamp_(min=1e-30).div_(most)
-    return (x_MI / step_M1).round_(), step_M1
+def _largest(x_MI: Tensor) -> Tensor:
+    """[M, 1]: each row's largest magnitude, not zero."""
+    return torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True).clamp_(min=_SMALLEST)
 
 
-def _rounded(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
-    """x rounded by rows, with the codes: [M, O], without the weight's scale."""
-    q_MI, step_M1 = _steps(x_MI, 127)
-    return _exact(q_MI, weight.codes, lambda: weight.row_sums, len(q_MI)).float().mul_(step_M1)
+def _rounded(x_MI: Tensor, codes: Codes) -> Tensor:
+    """x rounded by rows, with the weight: [M, O]."""
+    step_M1 = _largest(x_MI).div_(_MOST)
+    return _product((x_MI / step_M1).round_(), codes).mul_(step_M1)
 
 
-def _by_digits(x_MI: Tensor, weight: QuantizedWeight, columns: Tensor | None = None) -> Tensor:
-    """x with the codes (or some columns of them, those that x holds): [M, O], without the weight's scale.
+def _by_digits(x_MI: Tensor, codes: Codes) -> Tensor:
+    """x in three digits, with the weight: [M, O].
 
-    The two lower digits are 0 .. 127, the highest has the sign.
+    Rounded to 127, 127 * 2^7 and 127 * 2^14 steps; each digit is what the one before leaves of that, so the lower two
+    are within +-65.
     """
-    steps_MI, step_M1 = _steps(x_MI, _STEPS)
-    digits_PMI = steps_MI.to(torch.int32) >> _SHIFTS
-    digits_PMI[1:].bitwise_and_(127)
-    codes_OI, rows = weight.codes if columns is None else weight.codes[:, columns], len(x_MI)
-
-    def sums_O() -> Tensor:
-        return weight.row_sums if columns is None else codes_OI.sum(1, dtype=torch.int32)
-
-    y_PMO = _exact(digits_PMI.flatten(0, 1), codes_OI, sums_O, rows).float().view(3, rows, -1)
-    high_MO, middle_MO, y_MO = y_PMO.unbind(0)
-    y_MO = y_MO.add_(middle_MO, alpha=2**7).add_(high_MO, alpha=2**14)  # powers of two: no rounding before the sums
-    return y_MO.mul_(step_M1)
+    largest_M1, rows = _largest(x_MI), x_MI.shape[0]
+    digits_PMI = (x_MI * (_PLACES / largest_M1)).round_()
+    digits_PMI[1:].sub_(digits_PMI[:-1] * _BASE)
+    y_PMO = _product(digits_PMI.flatten(0, 1), codes).view(_DIGITS, rows, -1)
+    return y_PMO.mul_(largest_M1 * _VALUES).sum(0)
 
 
-def _outliers(x_MI: Tensor, apart_MI: Tensor, weight: QuantizedWeight) -> Tensor:
-    """The elements kept apart with the codes, exactly: [M, O]. Only the columns that have such elements are read."""
+def _with_outliers(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Elements up to the threshold rounded, those above it not, with the weight: [M, O]."""
+    apart_MI, codes = x_MI.abs() > weight.scheme.threshold, Codes.of(weight)
+    if not bool(apart_MI.any()):
+        return _rounded(x_MI, codes)
+    return _rounded(x_MI.masked_fill(apart_MI, 0.0), codes) + _outliers(x_MI, apart_MI, codes)
+
+
+def _outliers(x_MI: Tensor, apart_MI: Tensor, codes: Codes) -> Tensor:
+    """The elements kept apart with the weight, exactly: [M, O]. Only the columns that have such elements are read."""
     columns = apart_MI.any(0).nonzero().squeeze(1)
-    return _by_digits(torch.where(apart_MI, x_MI, 0.0)[:, columns], weight, columns)
+    part_OI = codes.codes_OI[:, columns]
+    part = Codes(part_OI, codes.scale_O, lambda: part_OI.sum(1, dtype=torch.int32))
+    return _by_digits(torch.where(apart_MI, x_MI, 0.0)[:, columns], part)
 
 
 # --- the product of integers ------------------------------------------------------------------------------------------
 
 
-def _exact(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
-    """q codes^T, exactly: int32 [R, O]. q holds integers within +-127, of any format, and is lost.
-
-    sums_O      the sums of the codes, if they are needed
-    num_signed  the first so many rows may hold negative ones
-    """
+def _product(q_RI: Tensor, codes: Codes) -> Tensor:
+    """scale (q codes^T) in fp32 [R, O], with exact sums. q holds integers within +-127, in fp32, and is lost."""
     rows, columns = q_RI.shape
     # _int_mm is slow or wrong for few columns
-    name = "floats" if columns < 16 else fastest(len(codes_OI), columns, rows)
-    return _KERNELS[name](q_RI, codes_OI, sums_O, num_signed)
+    if columns < 16:
+        return _by_floats(q_RI, codes)
+    return _KERNELS[fastest(len(codes.codes_OI), columns, rows, codes.form is not None)](q_RI, codes)
 
 
-Kernel = Callable[[Tensor, Tensor, Callable[[], Tensor], int], Tensor]
+Kernel = Callable[[Tensor, Codes], Tensor]
 
 
-def _by_signed(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
-    return torch._int_mm(q_RI.to(torch.int8), codes_OI.T)
+def _by_signed(q_RI: Tensor, codes: Codes) -> Tensor:
+    return torch._int_mm(q_RI.to(torch.int8), codes.codes_OI.T) * codes.scale_O
 
 
-def _by_unsigned(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
-    """VNNI multiplies unsigned by signed bytes: 128 is added to signed rows, 128 times the codes' sums taken off."""
-    q_RI[:num_signed] += 128
-    y_RO = torch._int_mm(q_RI.to(torch.uint8), codes_OI.T)
-    y_RO[:num_signed].sub_(sums_O(), alpha=128)
-    return y_RO
+def _by_unsigned(q_RI: Tensor, codes: Codes) -> Tensor:
+    """VNNI multiplies unsigned by signed bytes: 128 is added to x's, 128 times the codes' sums taken off."""
+    y_RO = torch._int_mm(q_RI.add_(128).to(torch.uint8), codes.codes_OI.T)
+    return y_RO.sub_(codes.sums_O(), alpha=128) * codes.scale_O
 
 
-def _by_floats(q_RI: Tensor, codes_OI: Tensor, sums_O: Callable[[], Tensor], num_signed: int) -> Tensor:
+def _by_form(q_RI: Tensor, codes: Codes) -> Tensor:
+    """fbgemm's, of which rounding the inputs to steps of 1 is a part; so are the scales."""
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(q_RI, 1.0, 128, codes.form)
+
+
+def _by_floats(q_RI: Tensor, codes: Codes) -> Tensor:
     """fp32 products of pieces whose sums are exact, added up in fp64."""
-    pieces = zip(q_RI.float().split(_EXACT_COLUMNS, 1), codes_OI.split(_EXACT_COLUMNS, 1))
-    return torch.stack([q @ codes.float().T for q, codes in pieces]).sum(0, dtype=torch.float64).to(torch.int32)
+    pieces = zip(q_RI.split(_EXACT_COLUMNS, 1), codes.codes_OI.split(_EXACT_COLUMNS, 1))
+    whole = torch.stack([q @ part.float().T for q, part in pieces]).sum(0, dtype=torch.float64)
+    return whole.float() * codes.scale_O
 
 
-_KERNELS: dict[str, Kernel] = {"signed": _by_signed, "unsigned": _by_unsigned, "floats": _by_floats}
+_KERNELS: dict[str, Kernel] = {
+    "signed": _by_signed,
+    "unsigned": _by_unsigned,
+    "form": _by_form,
+    "floats": _by_floats,
+}
 
 
-def fastest(num_channels: int, num_columns: int, rows: int) -> str:
+def packed_integers(codes_OI: Tensor, scale_O: Tensor) -> Any:
+    """fbgemm's form of a weight, as large as the codes.  Raises RuntimeError where this torch or CPU has none."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        with warnings.catch_warnings():  # tensors of quantized formats are deprecated, their products are not
+            warnings.simplefilter("ignore")
+            zeros_O = torch.zeros(len(scale_O), dtype=torch.int64, device="cpu")
+            made = torch._make_per_channel_quantized_tensor(codes_OI, scale_O.double(), zeros_O, 0)
+            return torch.ops.quantized.linear_prepack(made, None)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+# --- which kernel -----------------------------------------------------------------------------------------------------
+
+
+def fastest(num_channels: int, num_columns: int, rows: int, has_form: bool = False) -> str:
     """The name of the fastest kernel that is exact here, for about that many rows. All give the same bits."""
-    return _measured(num_channels, num_columns, 1 << min(rows - 1, 255).bit_length(), torch.get_num_threads())
+    return _measured(num_channels, num_columns, 1 << min(rows - 1, 255).bit_length(), has_form, torch.get_num_threads())
+
+
+def form_is_faster(num_channels: int, num_columns: int) -> bool:
+    """Whether one token's rows go faster through fbgemm's form."""
+    if num_columns < 16 or "form" not in exact_kernels():
+        return False
+    return fastest(num_channels, num_columns, _DIGITS, True) == "form"
 
 
 @cache
-def _measured(num_channels: int, num_columns: int, rows: int, num_threads: int) -> str:
-    names = exact_kernels()
+def _measured(num_channels: int, num_columns: int, rows: int, has_form: bool, num_threads: int) -> str:
+    names = [name for name in exact_kernels() if has_form or name != "form"]
     if len(names) == 1:
         return names[0]
     codes_OI = torch.full((min(num_channels, _MEASURED_CHANNELS), num_columns), 5, dtype=torch.int8, device="cpu")
-    sums_O, q_RI = codes_OI.sum(1, dtype=torch.int32), torch.full((rows, num_columns), 3.0, device="cpu")
+    codes, q_RI = _given(codes_OI, has_form), torch.full((rows, num_columns), 3.0, device="cpu")
 
     def seconds(name: str) -> float:
         taken = []
         for _ in range(3):
+            q_RI.fill_(3.0)
             start = time.perf_counter()
-            _KERNELS[name](q_RI.fill_(3.0), codes_OI, lambda: sums_O, rows)
+            _KERNELS[name](q_RI, codes)
             taken.append(time.perf_counter() - start)
         return min(taken)
 
@@ -155,16 +207,21 @@ def _measured(num_channels: int, num_columns: int, rows: int, num_threads: int) 
 @cache
 def exact_kernels() -> tuple[str, ...]:
     """The kernels of integers that do not saturate on this CPU; fp32 products where there is none."""
-    return tuple(name for name in ("signed", "unsigned") if _is_exact(_KERNELS[name])) or ("floats",)
+    return tuple(name for name in ("signed", "unsigned", "form") if _is_exact(name)) or ("floats",)
 
 
-def _is_exact(kernel: Kernel) -> bool:
+def _is_exact(name: str) -> bool:
     codes_OI = torch.full((16, 64), 127, dtype=torch.int8)
     codes_OI[1::2, ::2] = -127
     q_RI = torch.full((16, 64), 127.0)
     q_RI[1::2] = -127.0
     expected = q_RI.double() @ codes_OI.double().T
     try:
-        return bool((kernel(q_RI, codes_OI, lambda: codes_OI.sum(1, dtype=torch.int32), 16) == expected).all())
+        return bool((_KERNELS[name](q_RI, _given(codes_OI, name == "form")) == expected).all())
     except RuntimeError:  # not offered by this torch for these formats
         return False
+
+
+def _given(codes_OI: Tensor, has_form: bool) -> Codes:
+    scale_O, sums_O = torch.ones(len(codes_OI), device="cpu"), codes_OI.sum(1, dtype=torch.int32)
+    return Codes(codes_OI, scale_O, lambda: sums_O, packed_integers(codes_OI, scale_O) if has_form else None)

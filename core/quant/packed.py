@@ -1,5 +1,6 @@
-"""Products with 4-bit weights on a CPU by torch's packed kernel, for inference.
+"""A second form of weights on a CPU, in the order in which torch's fastest kernels read them; for inference.
 
+8 bits: fbgemm's (`core.quant.integers`), exact, so that no result changes. 4 bits, the products of which stand here:
 `torch._weight_int4pack_mm_for_cpu` keeps the weights in 4 bits in its own order and is the only one of torch's that
 multiplies by them at the speed of memory, but only for inputs and results in bf16: other formats fall to a scalar
 loop. So inputs of packed layers are rounded to bf16, and so are results, in any model; sums are in fp32.
@@ -13,12 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.kernels.quantized_matmul import int4_matmul
+from core.quant.integers import form_is_faster, packed_integers
 from core.quant.quantize import parameter_holders
 from core.quant.scheme import Scheme
 from core.quant.weight import QuantizedWeight
@@ -38,10 +41,11 @@ class Packed:
 
 
 def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None = None) -> nn.Module:
-    """Give the 4-bit weights of a model on a CPU their packed form, where that is faster here. Returns the model.
+    """Give the weights of a model on a CPU their packed form, where that is faster here. Returns the model.
 
     It is as large as the stored one, which stays for saving and for looking rows up. Weights that are only looked up
-    (embeddings) are left. From then on inputs of packed layers are rounded to bf16.
+    (embeddings) are left. From then on inputs of packed layers with 4 bits are rounded to bf16; with 8 bits results
+    stay the same bits.
 
     done  told the name of each weight that is packed, and the weight
     """
@@ -50,7 +54,7 @@ def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None =
         multiplied = any(not isinstance(module, nn.Embedding) for module, _ in holders)
         if not isinstance(weight, QuantizedWeight) or not multiplied or weight.packed is not None or not _can(weight):
             continue
-        if _is_faster(*weight.codes.shape, weight.scheme.group_size):
+        if _is_faster(weight):
             weight.packed = packed(weight)
             if done is not None:
                 done(name, weight)
@@ -58,12 +62,22 @@ def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None =
 
 
 def _can(weight: QuantizedWeight) -> bool:
-    flat = weight.ndim == 2 and weight.codes.device.type == "cpu"
-    return weight.scheme.name == "int4" and flat and weight.codes.numel() > 0
+    return weight.ndim == 2 and weight.codes.device.type == "cpu" and weight.codes.numel() > 0
 
 
-def packed(weight: QuantizedWeight) -> Packed:
-    """The packed form, made some rows at a time."""
+def _is_faster(weight: QuantizedWeight) -> bool:
+    if weight.scheme.name != "int4":
+        return form_is_faster(*weight.codes.shape)
+    return _int4_is_faster(*weight.codes.shape, weight.scheme.group_size)
+
+
+def packed(weight: QuantizedWeight) -> Any:
+    """The packed form: `Packed` of 4 bits, fbgemm's own object of 8."""
+    return _int4_packed(weight) if weight.scheme.name == "int4" else packed_integers(weight.codes, weight.scale)
+
+
+def _int4_packed(weight: QuantizedWeight) -> Packed:
+    """Made some rows at a time."""
     group, (rows, groups) = weight.scheme.group_size, weight.scale.shape
     pieces = []
     for start in range(0, rows, _SLAB):
@@ -92,7 +106,7 @@ def packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
 
 
 @cache
-def _is_faster(rows: int, width: int, group: int) -> bool:
+def _int4_is_faster(rows: int, width: int, group: int) -> bool:
     """Whether the packed kernel beats widening for one token, measured on as many rows as tell."""
     rows = min(rows, 2048)
     codes = torch.zeros(rows, width, dtype=torch.uint8)
@@ -100,7 +114,7 @@ def _is_faster(rows: int, width: int, group: int) -> bool:
     weight = QuantizedWeight(Scheme("int4", group, True), codes, scale, None, (rows, 2 * width), torch.float32)
     x_MI = torch.ones(1, 2 * width)
     try:
-        weight.packed = packed(weight)
+        weight.packed = _int4_packed(weight)
         taken = _seconds(lambda: packed_product(x_MI, weight, None))
     except RuntimeError:  # this torch or this CPU does not offer it
         return False

@@ -97,9 +97,9 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> T
 
 def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     scheme = weight.scheme
-    if weight.packed is not None and x.dtype in _BY_INTEGERS and x.numel() > 0:
-        return packed_product(x, weight, bias)
     if scheme.name == "int4":
+        if weight.packed is not None and x.dtype in _BY_INTEGERS and x.numel() > 0:
+            return packed_product(x, weight, bias)
         return int4_matmul(x, weight.codes, weight.scale, weight.zero, bias, group=scheme.group_size)
     if x.device.type == "cpu" and x.dtype in _BY_INTEGERS and x.numel() > 0:
         return integer_product(x, weight, bias)

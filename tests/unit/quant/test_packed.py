@@ -34,15 +34,14 @@ def test_the_weights_are_the_same_bits(scheme: Scheme) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_products(dtype: torch.dtype) -> None:
-    weight, x, bias = (
-        packed_weight(37, 200, Scheme("int4")),
-        torch.randn(3, 5, 200).to(dtype),
-        torch.randn(37).to(dtype),
-    )
+    weight, generator = packed_weight(37, 200, Scheme("int4")), torch.Generator().manual_seed(1)
+    x = torch.randn(3, 5, 200, generator=generator).to(dtype)
+    bias = torch.randn(37, generator=generator).to(dtype)
     found = F.linear(x, weight, bias)
     wanted = x.bfloat16().double() @ weight.matrix(dtype=torch.float64).T + bias.double()
     assert (found.dtype, found.shape) == (dtype, (3, 5, 37))
-    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < 2**-8
+    # The product is rounded to bf16, and in bf16 the sum with the bias again.
+    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < 1.5 * 2**-8
 
 
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
@@ -52,8 +51,9 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(F.linear(x[:rows], weight), alone[:rows])
 
 
-def test_what_is_packed() -> None:
-    """4-bit weights that something multiplies by; other formats of the model keep it; fp64 does not take it."""
+def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that something multiplies by; other formats of the model keep it; fp64 does not take it."""
+    monkeypatch.setattr("core.quant.packed.form_is_faster", lambda rows, columns: columns > 48)
     model = decoder(tied_head=False)
     assert pack(model) is model
     mixed = pack(quantize(quantize(copy.deepcopy(model), "int4", embeddings=True), "int8", head=True))
@@ -61,8 +61,12 @@ def test_what_is_packed() -> None:
     assert {name for name, is_packed in forms.items() if not is_packed} == {
         "embedding.tokens.weight",
         "embedding.positions.weight",
-        "head.weight",
+        "head.weight",  # in 8 bits, and not faster so
     }
+    eight = pack(quantize(copy.deepcopy(model), "int8", head=True))
+    assert eight.blocks[0].mlp.down.weight.packed is not None
+    assert eight.blocks[0].mlp.up.weight.packed is None
+    assert torch.equal(eight(tokens()), quantize(copy.deepcopy(model), "int8", head=True)(tokens()))
     tied = pack(quantize(decoder(), "int4", head=True))
     assert tied.head.weight.packed is not None
     assert copy.deepcopy(tied).to(torch.bfloat16).head.weight.packed is not None

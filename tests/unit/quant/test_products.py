@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.quant import QuantizedWeight, Scheme, quantize
-from core.quant.integers import _KERNELS, exact_kernels
+from core.quant.integers import _KERNELS, Codes, exact_kernels, packed_integers
 from core.quant.weight import quantized_weight
 
 WEIGHT_ONLY = (
@@ -83,7 +83,16 @@ def test_outliers_break_w8a8_and_not_llm_int8() -> None:
     assert errors["w8a8"] > 5 * errors["llm.int8"], errors
 
 
-@pytest.mark.parametrize("name", ["signed", "unsigned", "floats"])
+def test_fbgemms_form_gives_the_same_bits() -> None:
+    for scheme in (Scheme("int8"), Scheme("w8a8"), Scheme("llm.int8", threshold=2.0)):
+        plain, packed = (quantized_weight(normal(96, 160, seed=1), scheme) for _ in range(2))
+        packed.packed = packed_integers(packed.codes, packed.scale)
+        for rows in (1, 2, 9, 100):
+            x = normal(rows, 160)
+            assert torch.equal(F.linear(x, packed), F.linear(x, plain))
+
+
+@pytest.mark.parametrize("name", ["signed", "unsigned", "form", "floats"])
 def test_products_of_integers_are_exact(name: str) -> None:
     """Also where sums of pairs would leave 16 bits, and whole sums 24."""
     if name not in (*exact_kernels(), "floats"):
@@ -94,8 +103,10 @@ def test_products_of_integers_are_exact(name: str) -> None:
         codes = torch.full((num_out, num_in), -127, dtype=torch.int8)
         codes[1::2] = 127
         codes[:, ::5] = 3
-        wanted, sums = q.double() @ codes.double().T, codes.sum(1, dtype=torch.int32)
-        assert torch.equal(_KERNELS[name](q, codes, sums.clone, rows).double(), wanted)
+        scale, sums = normal(num_out, seed=3).exp(), codes.sum(1, dtype=torch.int32)
+        form = packed_integers(codes, scale) if name == "form" else None
+        wanted = (q.double() @ codes.double().T).float() * scale
+        assert torch.equal(_KERNELS[name](q, Codes(codes, scale, sums.clone, form)), wanted)
 
 
 @pytest.mark.parametrize("name", ["int8", "w8a8", "llm.int8"])
