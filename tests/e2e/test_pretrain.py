@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.checkpoint import complete_steps
-from tests.support.command import llm, losses, metrics, run, start, summary
+from tests.support.command import ended, hang, llm, losses, metrics, run, start, summary
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,8 @@ def _started(corpora: Path, out: Path, *options: object) -> subprocess.Popen:
     deadline = time.monotonic() + 90
     while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 7:
         assert process.poll() is None, process.stderr and process.stderr.read().decode()
-        assert time.monotonic() < deadline, "no steps within 90 s"
+        if time.monotonic() > deadline:
+            hang(process, "no steps within 90 s")
         time.sleep(0.1)
     return process
 
@@ -183,7 +184,7 @@ def test_sigterm_saves_and_exits_0(corpora: Path, tmp_path: Path, num_ranks: int
     out = tmp_path / "run"
     process = _started(corpora, out, "--nproc", num_ranks)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, process.stderr and process.stderr.read().decode()
+    assert ended(process, 60) == 0, process.stderr and process.stderr.read().decode()
     assert summary(out)["status"] == "stopped"
     assert max(complete_steps(out / "checkpoints")) == metrics(out)[-1]["step"]
 
@@ -195,7 +196,7 @@ def test_a_stage_that_dies_brings_the_job_down(corpora: Path, tmp_path: Path) ->
     ranks = [int(pid) for pid in children if b"apps.llm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(ranks) == 4
     os.kill(ranks[2], signal.SIGKILL)
-    assert process.wait(10) not in (0, 2)
+    assert ended(process, 10) not in (0, 2)
 
 
 def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command import ENVIRONMENT, ROOT, run
+from tests.support.command import ENVIRONMENT, ROOT, ended, run
 from tests.support.http_server import get, post, small_model
 from tests.unit.serve.test_http import CHAT
 
@@ -31,10 +31,7 @@ def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     assert line.startswith("serving tiny at http://127.0.0.1:"), line + (process.communicate()[1] if not line else "")
     yield process, int(line.split("/")[2].split(":")[1])
     process.terminate()  # a launcher that is killed leaves its ranks behind
-    try:
-        process.wait(60)
-    finally:
-        process.kill()
+    ended(process, 60)
 
 
 def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int], tmp_path: Path) -> None:
@@ -73,6 +70,6 @@ def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int
     assert b'"finish_reason": "length"' in received
     assert b"data: [DONE]" in received
     began = time.monotonic()
-    code = process.wait(60)
+    code = ended(process, 60)
     assert time.monotonic() - began < 60
     assert code in (0, 128 + signal.SIGTERM)

@@ -4,6 +4,7 @@
 commands do. The ranks that a command launches are interpreters of their own, and so is what `start` starts.
 """
 
+import faulthandler
 import json
 import os
 import runpy
@@ -11,16 +12,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.support.forkserver import context
+from tests.support.stacks import end_with_stacks
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT),
+    "PYTHONFAULTHANDLER": "1",
+}  # fmt: skip
+
+
+class Hang(AssertionError):
+    """A command that did not end in time, with the stacks of its processes."""
 
 
 def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` (-m MODULE … or FILE …), to its end."""
+    """`python ARGUMENTS` (-m MODULE … or FILE …), to its end.  Raises Hang when it takes longer."""
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory(prefix="command-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -28,9 +37,10 @@ def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subproc
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
-            process.kill()
+            assert process.pid is not None
+            end_with_stacks(process.pid)
             process.join()
-            raise subprocess.TimeoutExpired(words, timeout_s, out.read_text(), err.read_text())
+            raise Hang(f"{words} took longer than {timeout_s} s\n{out.read_text()}\n{err.read_text()}")
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
 
 
@@ -41,6 +51,7 @@ def _python(words: list[str], cwd: str, out: str, err: str) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
         os.close(file)
+    faulthandler.enable()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
@@ -57,6 +68,21 @@ def start(*arguments: object) -> subprocess.Popen:
     """`python ARGUMENTS` in an interpreter of its own, left running."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def ended(process: subprocess.Popen, timeout_s: float) -> int:
+    """The exit code of what `start` started.  Raises Hang when it takes longer."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        hang(process, f"not ended after {timeout_s} s")
+
+
+def hang(process: subprocess.Popen, what: str) -> NoReturn:
+    """End what `start` started, and raise Hang."""
+    end_with_stacks(process.pid)
+    printed = process.communicate()[1]
+    raise Hang(f"{process.args}: {what}\n{printed if isinstance(printed, str) else printed.decode()}")
 
 
 def llm(*arguments: object, cwd: Path = ROOT) -> str:

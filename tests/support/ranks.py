@@ -4,22 +4,28 @@
         results = ranks(4).run(case, argument, key=word)     # what each rank returned, in rank order
 
 `case` is a function at the top of an importable test module; it runs inside a process group of that many ranks. An
-exception on any rank fails the test with that rank's traceback; a hang ends with the pool, not with the session.
+exception on any rank fails the test with that rank's traceback; a hang ends with the pool, not with the session, and
+with the stacks of the ranks that did not answer.
 """
 
+import faulthandler
 import os
 import pickle
+import signal
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from tests.support.forkserver import context
 
 DEADLINE_S = 120.0
+_STACK_S = 5.0  # for a rank to write where it stands
 
 
 class RankFailure(AssertionError):
@@ -34,6 +40,8 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
 
     from core import mesh
 
+    stack = open(f"{store}-stack-{rank}", "w")  # noqa: SIM115  as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
     # A gloo device has a thread that wakes a hundred times a second, and each group has a device of its own for as long
     # as the process lives: hundreds of them slow the machine. Here a rank's groups share one, and cases share meshes.
@@ -61,12 +69,12 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
 
 
 class Pool:
-    """`size` processes in one process group."""
+    """`size` processes in one process group; a case may take deadline_s."""
 
     def __init__(self, size: int):
-        self.size = size
+        self.size, self.deadline_s = size, DEADLINE_S
         self.folder = tempfile.TemporaryDirectory(prefix=f"ranks-{socket.gethostname()}-")
-        store = os.path.join(self.folder.name, "store")
+        self.store = store = os.path.join(self.folder.name, "store")
         self.connections, self.processes = [], []
         for rank in range(size):
             here, there = context().Pipe()
@@ -84,8 +92,9 @@ class Pool:
         answers, failures = [], []
         for rank, connection in enumerate(self.connections):
             # Once a rank has failed the others may wait for it forever, so they get little time.
-            if not connection.poll(2.0 if failures else DEADLINE_S):
-                failures.append(f"rank {rank} of {self.size}: no answer (a collective that the others left?)")
+            if not connection.poll(2.0 if failures else self.deadline_s):
+                why = "no answer (a collective that the others left?)"
+                failures.append(f"rank {rank} of {self.size}: {why}; it stands at\n{self._stack(rank)}")
                 continue
             try:
                 fine, answer = connection.recv()
@@ -99,6 +108,18 @@ class Pool:
             self.close(politely=False)
             raise RankFailure("\n".join(failures))
         return answers
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank's threads are."""
+        process, file = self.processes[rank].pid, Path(f"{self.store}-stack-{rank}")
+        if not file.exists():
+            return "its start: torch is not imported yet"
+        os.kill(process, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_S
+        while not file.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.1)  # the rest of what it writes
+        return file.read_text() or "a place where it hears no signal"
 
     def close(self, politely: bool = True) -> None:
         for connection, process in zip(self.connections, self.processes):

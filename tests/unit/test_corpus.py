@@ -15,6 +15,7 @@ from apps.llm.corpus import DataConfig, heldout_bytes, prepare, stdlib_corpus
 from apps.llm.tokenizer import train_bpe
 from core.config import UserError
 from core.data import TokenShards, split_of
+from tests.support.stacks import end_with_stacks
 
 
 @pytest.fixture
@@ -131,6 +132,8 @@ def test_only_one_of_several_processes_makes_it(config, tmp_path):
         rank.start()
     for rank in ranks:
         rank.join(60)
+        if rank.is_alive() and rank.pid is not None:
+            end_with_stacks(rank.pid)
     said = [results.get() for _ in ranks if not results.empty()]
     assert len(said) == 3
     assert len({num_tokens for num_tokens, _ in said}) == 1
