@@ -11,12 +11,14 @@ import random
 import signal
 import sys
 import threading
+import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.mesh import MeshConfig, Zero, build_mesh
+from core.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     device  "cpu", "cuda" or None: CUDA where there is one.
     Under torchrun or `launch` the ranks find each other through the environment; alone, a group of one rank.
     A process group that exists already is used and left as it is.
+    An exception that leaves the block on one of several ranks is printed before the others notice, and ends them all
+    within seconds (`core.watch`).
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -85,8 +90,16 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     if owned:
         _init_process_group(kind, timedelta(seconds=timeout_s))
     seed_everything(seed)
+    watch = _watch() if owned and dist.get_world_size() > 1 else None
     try:
         yield Runtime(dist.get_rank(), local_rank, dist.get_world_size(), place)
+    except BaseException as error:
+        if watch is not None:
+            _tell(watch, error)
+        raise
+    else:
+        if watch is not None:
+            watch.leave()
     finally:
         if owned:
             dist.destroy_process_group()
@@ -102,6 +115,40 @@ def join(kind: str, timeout_s: float = 1800.0) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _watch() -> Watch:
+    store = dist.distributed_c10d._get_default_store()
+    connection = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    return Watch(connection, dist.get_rank(), dist.get_world_size())
+
+
+def _tell(watch: Watch, error: BaseException) -> None:
+    """Report a failure of this rank; its traceback comes first, before it closes connections that others then miss."""
+    if isinstance(error, SystemExit) and not error.code:
+        watch.leave()
+        return
+    rank = dist.get_rank()
+    first = watch.report(rank)
+    if isinstance(error, UserError | KeyboardInterrupt | SystemExit):
+        return  # told by whoever catches it
+    if first == rank:
+        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+    else:
+        why = (str(error).splitlines() or [""])[0]
+        print(f"rank {rank} ends, because rank {first} failed ({type(error).__name__}: {why})", file=sys.stderr)
+    _print_others(but=error)
+
+
+def _print_others(but: BaseException) -> None:
+    """Of exceptions that reach the top of the program print all but this one, which has been told."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not but:
+            before(kind, value, trace)
+
+    sys.excepthook = hook
 
 
 def _init_process_group(kind: str, timeout: timedelta) -> None:
@@ -149,8 +196,9 @@ def device_bytes(device: str | None, num_local_ranks: int) -> int:
 def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     """Run `python -m module arguments` as `num_ranks` local ranks by torch's elastic launcher.  Returns the exit code.
 
-    The code is that of the rank that failed first. SIGTERM and SIGINT go on to the ranks, which get 30 s to save and
-    leave; the code is then 128 + the signal's number, and the caller can look at what they left.
+    The code is that of the rank that failed first; the others end within seconds (`core.watch`). SIGTERM and SIGINT go
+    on to the ranks, which get 30 s to save and leave; the code is then 128 + the signal's number, and the caller can
+    look at what they left.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,0 +1,98 @@
+"""A rank that fails takes the job down at once, instead of leaving the others to wait for it until a timeout.
+
+Every rank of several runs a `Watch`, a thread that looks twice a second
+
+1. whether a rank has reported a failure in the store that the ranks share, on whatever machine it runs;
+2. whether the processes of the other ranks of this machine are there: what is killed (for want of memory, say) or
+   crashes reports nothing. The first to miss one reports it.
+
+Then its own rank gets `GRACE_S` seconds to end by itself, twice that if it is the one that failed, and is ended: a
+process that waits inside a collective hears nothing, neither exceptions nor signals. A rank that leaves because it is
+done says so first. Where the store is gone, so is the rank or the launcher that held it: nothing is left to watch.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from torch.distributed import Store
+
+GRACE_S = 4.0
+INTERVAL_S = 0.5
+_FAILED = "watch/failed"
+
+
+class Watch:
+    """Watches the other ranks from now until `leave`.
+
+    store  a connection to the ranks' store that nothing else uses: a blocking call of another would stop the watch
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int):
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._left = threading.Event()
+        self._neighbours: dict[int, int] = {}
+        self._here = _place()
+        store.set(f"watch/process/{rank}", f"{self._here} {os.getpid()}")
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def report(self, rank: int) -> int:
+        """Note that a rank has failed.  Returns the one that did so first."""
+        return int(self._store.compare_set(_FAILED, "", str(rank)))
+
+    def leave(self) -> None:
+        """This rank is done; its end is no failure."""
+        self._left.set()
+        with contextlib.suppress(RuntimeError):  # the store has gone with a rank that was done earlier
+            self._store.set(f"watch/left/{self._rank}", "1")
+
+    def _run(self) -> None:
+        try:
+            while not self._left.wait(INTERVAL_S):
+                failed = self._failed()
+                if failed is None:
+                    continue
+                own = failed == self._rank  # it prints, and its exit code is that of the job
+                if not self._left.wait(2 * GRACE_S if own else GRACE_S):
+                    if not own:
+                        print(f"rank {self._rank} ends, because rank {failed} failed", file=sys.stderr, flush=True)
+                    os._exit(1)
+        except RuntimeError:
+            return
+
+    def _failed(self) -> int | None:
+        """The rank that failed first, if any did."""
+        if not self._store.check([_FAILED]):
+            missing = self._missing()
+            return None if missing is None else self.report(missing)
+        return int(self._store.get(_FAILED))
+
+    def _missing(self) -> int | None:
+        """A rank of this machine whose process has ended without a word."""
+        for rank in range(self._num_ranks):
+            if rank not in self._neighbours and self._store.check([f"watch/process/{rank}"]):
+                place, _, number = self._store.get(f"watch/process/{rank}").decode().rpartition(" ")
+                self._neighbours[rank] = int(number) if place == self._here else 0
+            process = self._neighbours.get(rank, 0)
+            if process and not _exists(process) and not self._store.check([f"watch/left/{rank}"]):
+                return rank
+        return None
+
+
+def _place() -> str:
+    """Within this, process numbers mean the same: a machine, and a container of it."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else os.getpid()}"
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,54 @@
+"""Ranks of which one fails while the other waits and hears no signal: `python -m tests.support.failing MODE FOLDER`.
+
+raise  rank 1 raises    kill  rank 1 is killed    far  rank 1 raises, and rank 0 waits for it in a collective
+
+The folder then has `failed_at`, when rank 1 failed, and `alive_at`, when rank 0 was last there.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from core.runtime import StopRequest, launch, launched, start
+
+
+def main(mode: str, folder: str) -> None:
+    with start("cpu") as runtime, StopRequest():
+        dist.barrier()
+        if runtime.rank == 1:
+            time.sleep(1)  # the watch has seen the process
+            note(Path(folder, "failed_at"))
+            if mode == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("a mistake of rank 1")
+        threading.Thread(target=live, args=[Path(folder, "alive_at")], daemon=True).start()
+        if mode == "far":
+            dist.all_reduce(torch.ones(3))
+        else:
+            time.sleep(600)
+
+
+def live(path: Path) -> None:
+    while True:
+        note(path)
+        time.sleep(0.05)
+
+
+def note(path: Path) -> None:
+    """The time, on a clock that all processes of the machine share; in one piece."""
+    aside = path.with_suffix(".aside")
+    aside.write_text(str(time.monotonic()))
+    aside.replace(path)
+
+
+if __name__ == "__main__":
+    if launched():
+        main(*sys.argv[1:])
+    else:
+        sys.exit(launch(2, "tests.support.failing", sys.argv[1:]))
