@@ -35,6 +35,14 @@ from core.gemini.outputs import tensors_in
 from core.gemini.trace import ChunkInfo, Moment, MomentKind, Trace
 from core.metrics import MemoryAccount
 
+# What torch counts of attention on a GPU, and not of the same on a CPU, whose operators a plan for any device sees.
+_ATEN = torch.ops.aten
+for _on_cpu, _on_gpu in (
+    (_ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_flash_attention),
+    (_ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward),
+):
+    flop_registry.setdefault(_on_cpu, flop_registry[_on_gpu])
+
 
 @dataclass(frozen=True)
 class Speed:

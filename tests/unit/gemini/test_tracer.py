@@ -87,6 +87,23 @@ def test_by_hand():
     assert trace.moments[0].seconds == pytest.approx((1280 + 640) / 1e9)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, q_BNLK):
+        return torch.nn.functional.scaled_dot_product_attention(q_BNLK * self.scale, q_BNLK, q_BNLK)
+
+
+def test_attention_takes_the_time_of_its_products():
+    """On queries, keys and values of 2 x 3 x 64 x 16: two products of 64 x 64 x 16 a head, backward five."""
+    q_BNLK = torch.randn(2, 3, 64, 16)
+    found = trace_step(Attention(), lambda m: m(q_BNLK).sum(), Speed(flops_per_s=1.0, bytes_per_s=1e30))
+    seconds = sum(stretch.seconds for stretch in found.microbatches[0])
+    assert seconds == pytest.approx((2 + 5) * 2 * (2 * 3) * 64 * 64 * 16)
+
+
 class Twice(nn.Module):
     """A dict as output, a module that is called twice, weights that their parent reads, a branch that is not used."""
 
