@@ -42,7 +42,7 @@ class Chosen:
 
 def quantize(
     model: nn.Module,
-    scheme: str | Scheme,
+    scheme: str | Scheme = "int8",
     *,
     group_size: int = 64,
     symmetric: bool = False,

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 def test_one_line_rounds_every_layer_and_keeps_the_pictures():
     pipeline = narrow_pipeline(0)
     before, wanted = stored_bytes(pipeline.unet), _pictures(pipeline)
-    quantize(pipeline.unet, "int8")
+    quantize(pipeline.unet)
     plain = [
         name
         for name, module in pipeline.unet.named_modules()
