@@ -14,6 +14,7 @@ APP = App(
         "sample": "pictures of prompts",
         "convert": "a pipeline or a LoRA from one format into another",
         "quantize": "weights in 8 or 4 bits, convolutions too",
+        "plan": "memory of sampling or of a training step, before it runs",
         "recipes": "the models that have a name",
     },
 )

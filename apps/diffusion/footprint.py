@@ -1,0 +1,420 @@
+"""What sampling or a training step needs of a device, before anything is loaded: bytes and seconds.
+
+The real modules run on tensors without memory, under the tracer by which Gemini plans (`core.gemini.tracer`). It says
+of each stretch of the step what is alive beside parameters (activations, what the backward keeps, temporaries), which
+gradients come, and how long the stretch computes: by its FLOPs or by the bytes that it touches, whichever takes longer.
+Attention counts as a flash kernel does it, which keeps queries, keys, values, the result and one number a row; or as
+the sliced one that `set_attention` sets. Around that is added what `core.parallel.data` holds: masters, gradients by
+buckets, the optimizer's state; or, with a budget, what Gemini's planner makes of the step.
+
+What it leaves out: the CUDA context (0.5 to 1 GB), the allocator's fragmentation, workspaces of convolutions.
+
+Shapes: B pictures, C latent channels, h x w latents, L tokens, D width of the text encoder.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from apps.diffusion.attention import AttentionName, set_attention
+from apps.diffusion.denoiser import Denoiser, Objective
+from apps.diffusion.generate import guide
+from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
+from apps.diffusion.pipeline import INDEX, build_meta
+from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
+from core.config import UserError
+from core.estimate import gigabytes
+from core.gemini.chunk import aligned
+from core.gemini.config import GeminiConfig
+from core.gemini.search import Chunking, ParameterInfo, choose_chunk_size, least_budget
+from core.gemini.tier import parse_bytes
+from core.gemini.timeline import Bandwidth
+from core.gemini.tracer import Speed, StepTrace, trace_step
+from core.metrics.throughput import gpu_peak_flops
+from core.optim.build import OptimConfig
+from core.optim.size import state_bytes
+from core.parallel.data import BUCKET_BYTES
+from core.parallel.plan import blocks_of
+from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.parallel.rows import row_length
+from core.precision import COMPUTE_DTYPE, master_dtype
+from core.quant.quantize import choose
+from core.weights import read_json
+
+HOST_UPDATE = 2e10
+"""Bytes of masters and state that the host's optimizer goes through in a second."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is to be run, and on what."""
+
+    task: Literal["sample", "train"] = "sample"
+    model: str = "sd_v1"
+    """a published model; diffusion recipes lists them"""
+    weights: Path | None = None
+    """a diffusers folder instead, of which only the configurations are read"""
+    batch: int = 1
+    """pictures at once on a device; DreamBooth with prior preservation: twice the subject's"""
+    pixels: int | None = None
+    """side of the pictures; by default what the model was trained on"""
+    steps: int | None = None
+    """sample: evaluations for a picture (25); train: optimizer steps (1000)"""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    attention: AttentionName = "flash"
+    scheme: Literal["none", "int8"] = "none"
+    """sample: weights of the U-Net in 8 bits"""
+    guided: bool = True
+    """sample: with classifier-free guidance, which doubles the U-Net's batch"""
+    vae_tile: int | None = None
+    """sample: pixels of the decoder's tiles"""
+    train_text_encoder: bool = False
+    """train: the text encoder too; otherwise its embeddings are cached and it is not on the device"""
+    average: bool = False
+    """train: a moving average of the weights, on the device"""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """train: activation checkpointing"""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ranks: int = 1
+    """train: data-parallel devices"""
+    zero: Literal[0, 1, 2, 3] = 0
+    """train: what is divided over them: 1 optimizer, 2 also gradients, 3 also parameters"""
+    gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    """train: a device's memory; what does not fit lives on the host"""
+    gpu: str = "A100"
+    """the device whose data sheet says what it computes: A100, H100, L4, RTX 3080, …"""
+    memory_gb: float | None = None
+    """say whether it fits a device of that size"""
+    memory_gb_s: float = 1000.0
+    """that the device reads of its memory in a second"""
+    bandwidth_gb_s: float = 25.0
+    """over the link to the host, and to other devices"""
+    utilisation: float = 0.4
+    """of the data sheet's FLOP/s, what is reached"""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "ranks", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; give at least 1")
+        for name in ("memory_gb", "memory_gb_s", "bandwidth_gb_s", "utilisation"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name} is {value}; give a positive number")
+        if self.weights is None and self.model not in SHAPES:
+            raise UserError(f"no model {self.model!r}; those that have a name are {', '.join(SHAPES)}")
+        if self.pixels is not None and (self.pixels <= 0 or self.pixels % 64):
+            raise UserError(f"pixels is {self.pixels}; give a multiple of 64, such as 512")
+        if self.vae_tile is not None and (self.vae_tile < 64 or self.vae_tile % 8):
+            raise UserError(f"vae_tile is {self.vae_tile}; give a multiple of 8 from 64 on, such as 512")
+        if self.gemini.budget is not None and (self.task == "sample" or self.zero not in (0, 3)):
+            raise UserError(
+                f"gemini.budget={self.gemini.budget} with task={self.task} and zero={self.zero}: Gemini is for "
+                "training, and shards all or nothing; use --task train and --zero 3 or 0"
+            )
+        if gpu_peak_flops(self.gpu, COMPUTE_DTYPE[self.precision]) is None:
+            raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of masters, gradients and the optimizer's state."""
+        return master_dtype(self.precision)
+
+    @property
+    def speed(self) -> Speed:
+        peak = gpu_peak_flops(self.gpu, self.dtype)
+        assert peak is not None
+        return Speed(self.utilisation * peak, 1e9 * self.memory_gb_s)
+
+    @property
+    def name(self) -> str:
+        return self.model if self.weights is None else str(self.weights)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of a device: bytes that are there all the time, the fullest moment of each part beyond them, and seconds.
+
+    host_bytes   model data that lives on the host
+    least_bytes  the smallest budget in which Gemini could run the step
+    said         what Gemini's planner says of it
+    """
+
+    resident: dict[str, int]
+    moments: dict[str, int]
+    seconds: dict[str, float]
+    host_bytes: int = 0
+    least_bytes: int = 0
+    said: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.resident.values()) + max(self.moments.values())
+
+
+def footprint(config: PlanConfig) -> Footprint:
+    """Raises UserError for a folder of something else, and for a budget in which no step fits."""
+    shape = shape_of(config)
+    modules = meta_modules(shape) if config.weights is None else _modules_of(config.weights, shape)
+    for module in modules.values():
+        nn.Module.to(module, config.dtype)
+    for name in ("unet", "vae"):
+        set_attention(modules[name], config.attention)
+    return _sampling(config, shape, modules) if config.task == "sample" else _training(config, shape, modules)
+
+
+def shape_of(config: PlanConfig) -> Shape:
+    """The model's configurations.  Raises UserError for a folder that is no pipeline's."""
+    if config.weights is None:
+        return SHAPES[config.model]
+    folder = config.weights
+    if not (folder / INDEX).is_file():
+        raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion, or --model NAME")
+    configs = {name: read_json(folder / name / "config.json") for name in ("unet", "vae", "text_encoder")}
+    schedule = ScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json"))
+    return Shape(**configs, schedule=schedule)
+
+
+def _modules_of(folder: Path, shape: Shape) -> Modules:
+    configs = {"unet": shape.unet, "vae": shape.vae, "text_encoder": shape.text_encoder}
+    return {name: build_meta(name, config, folder) for name, config in configs.items()}
+
+
+def factor_of(shape: Shape) -> int:
+    """Pixels of a latent's side."""
+    return 2 ** (len(shape.vae["block_out_channels"]) - 1)
+
+
+def pixels_of(config: PlanConfig, shape: Shape) -> int:
+    return config.pixels or factor_of(shape) * shape.unet["sample_size"]
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+TITLES = {"unet": "U-Net", "vae": "VAE", "text_encoder": "text encoder"}
+STEPS = {"sample": 25, "train": 1000}
+
+
+def _sampling(config: PlanConfig, shape: Shape, modules: Modules) -> Footprint:
+    dtype, side = config.dtype, pixels_of(config, shape) // factor_of(shape)
+    channels, width = shape.unet["in_channels"], shape.unet["cross_attention_dim"]
+    rows, quantized = config.batch * (2 if config.guided else 1), config.scheme == "int8"
+    latents = (config.batch, channels, side, side)
+    vae = modules["vae"]
+    if config.vae_tile is not None:
+        vae.enable_tiling()
+        vae.tile_sample_min_size, vae.tile_latent_min_size = config.vae_tile, config.vae_tile // factor_of(shape)
+
+    def denoise(unet: nn.Module) -> Tensor:
+        x_BChw, text_BLD = torch.empty(latents), torch.empty(rows, _length(shape), width, dtype=dtype)
+        seen = x_BChw.to(dtype).repeat(rows // config.batch, 1, 1, 1)
+        predicted = unet(seen, 500.0, encoder_hidden_states=text_BLD, return_dict=False)[0].float()
+        return guide(*predicted.chunk(2), 7.5, 0.0) if config.guided else predicted
+
+    def decode(vae: nn.Module) -> Tensor:
+        x_BChw = torch.empty(latents)
+        return vae.decode(x_BChw[:1].to(dtype)).sample
+
+    found = {
+        "text_encoder": _traced(modules["text_encoder"], lambda model: model(_ids(rows, shape))[0], config),
+        "unet": _traced(modules["unet"], denoise, config),
+        "vae": _traced(vae, decode, config),
+    }
+    resident = {TITLES[name]: _bytes(module) for name, module in modules.items()}
+    moments = {TITLES[name]: peak for name, (peak, _) in found.items()}
+    if quantized:
+        resident[TITLES["unet"]] = int8_bytes(modules["unet"])
+        # what is multiplied by 8-bit weights of convolutions has one of them widened beside it
+        moments[TITLES["unet"]] += max(weight.nbytes for weight in _int8_weights(modules["unet"]))
+    steps = config.steps or STEPS["sample"]
+    seconds = {
+        "prompts": found["text_encoder"][1],
+        f"{steps} steps": steps * found["unet"][1],
+        "decoding": config.batch * found["vae"][1],
+    }
+    return Footprint(resident, moments, seconds)
+
+
+def _traced(module: nn.Module, run: Callable[[nn.Module], Tensor], config: PlanConfig) -> tuple[int, float]:
+    """(most bytes beside parameters, seconds) of an evaluation without gradients."""
+    with torch.no_grad():
+        [stretches] = trace_step(module.eval(), run, config.speed).microbatches
+    return max(stretch.other_bytes for stretch in stretches), sum(stretch.seconds for stretch in stretches)
+
+
+def int8_bytes(module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)) -> int:
+    """Of a module's parameters with layers of these kinds in 8 bits and an fp32 scale a row, the rest as it is."""
+    rounded = _int8_weights(module, kinds)
+    codes = sum(weight.numel() + 4 * weight.shape[0] for weight in rounded)
+    return _bytes(module) - sum(weight.nbytes for weight in rounded) + codes
+
+
+def _int8_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)) -> list[Tensor]:
+    return [module.get_parameter(c.name) for c in choose(module) if isinstance(c.holders[0][0], kinds)]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _training(config: PlanConfig, shape: Shape, modules: Modules) -> Footprint:
+    text_encoder = modules["text_encoder"] if config.train_text_encoder else None
+    model = Denoiser(modules["unet"], text_encoder, channels_last=True).train()
+    apply_recompute(model, config.recompute)
+    objective = Objective(NoiseSchedule(shape.schedule))
+    step = trace_step(model, lambda model: objective(model, _batch(config, shape)), config.speed)
+    computing = sum(stretch.seconds for stretch in step.microbatches[0])
+    if config.gemini.budget is not None:
+        return _by_gemini(config, model, step)
+    return _by_replicas(config, model, step, computing)
+
+
+def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
+    """A microbatch as the training loop hands it over."""
+    side = pixels_of(config, shape) // factor_of(shape)
+    latents = (config.batch, shape.unet["in_channels"], side, side)
+    batch = {"latents": torch.empty(latents, dtype=config.dtype), "noise": torch.empty(latents, dtype=config.dtype)}
+    batch["timesteps"] = torch.empty(config.batch, dtype=torch.int64)
+    if config.train_text_encoder:
+        return batch | {"prompt_ids": _ids(config.batch, shape)}
+    text = (config.batch, _length(shape), shape.unet["cross_attention_dim"])
+    return batch | {"text": torch.empty(text, dtype=config.dtype)}
+
+
+def _by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace, computing: float) -> Footprint:
+    """Without Gemini: `core.parallel.data`."""
+    learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    own = {name: _own_shape(parameter, config.ranks if config.zero else 1) for name, parameter in learned.items()}
+    wide = config.wide.itemsize
+    masters = wide * sum(map(prod, own.values()))
+    state = sum(state_bytes(config.optim, own[name], wide, whole=tuple(p.shape)) for name, p in learned.items())
+    resident = {"parameters": _bytes(model), "masters": masters, "optimizer's state": state}
+    if config.zero == 3:
+        resident["parameters"] -= sum(parameter.nbytes for parameter in learned.values())
+    elif config.dtype == config.wide:
+        del resident["masters"]  # the parameters are their own
+    if config.average:
+        resident["moving average"] = masters
+    [stretches] = step.microbatches
+    held = repeat(_gathered(config, model)) if config.zero == 3 else _held(config, learned, own, step)
+    peak = max(stretch.other_bytes + more for stretch, more in zip(stretches, held))
+    whole = wide * sum(map(torch.numel, learned.values()))
+    gradients = masters if config.zero >= 2 else whole
+    passed = 2 * masters + state + gradients
+    seconds = {"computing": computing, "updating": passed / config.speed.bytes_per_s}
+    if config.ranks > 1:
+        sent = 2 * whole * (config.ranks - 1) / config.ranks
+        seconds["gradients between devices"] = sent / (1e9 * config.bandwidth_gb_s)
+    return Footprint(resident, {"forward and backward": peak, "update": gradients}, seconds)
+
+
+def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
+    return (-(-parameter.shape[0] // ranks), *parameter.shape[1:]) if parameter.ndim else ()
+
+
+def _held(
+    config: PlanConfig, learned: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]], step: StepTrace
+) -> Iterator[int]:
+    """Bytes of gradients at each stretch: of all buckets that have begun, whole; of ZeRO 2 the last two, and shares."""
+    buckets = _buckets({name: config.wide.itemsize * p.numel() for name, p in learned.items()})
+    place = {name: index for index, names in enumerate(buckets) for name in names}
+    whole = [config.wide.itemsize * sum(learned[name].numel() for name in names) for names in buckets]
+    shares = [config.wide.itemsize * sum(prod(own[name]) for name in names) for names in buckets]
+    begun: set[int] = set()
+    for stretch in step.microbatches[0]:
+        begun.update(place[name] for name in stretch.writes)
+        if config.zero < 2 or config.ranks == 1:
+            yield sum(whole[index] for index in begun)
+        else:
+            travelling = sorted(begun)[-2:]
+            yield sum(whole[index] + shares[index] for index in travelling) + sum(
+                shares[index] for index in begun.difference(travelling)
+            )
+
+
+def _buckets(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Parameters as `core.parallel.data` puts their gradients into messages."""
+    buckets: list[list[str]] = []
+    room = 0
+    for name in reversed(sizes):
+        if not buckets or sizes[name] > room:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(name)
+        room -= sizes[name]
+    return buckets
+
+
+def _gathered(config: PlanConfig, model: nn.Module) -> int:
+    """ZeRO 3: what is outside the blocks, two of them, the gradients of one, and shares of all."""
+    blocks = [sum(map(torch.numel, block.parameters())) for block in blocks_of(model)]
+    total, largest = sum(map(torch.numel, model.parameters())), max(blocks)
+    wide, narrow = config.wide.itemsize, config.dtype.itemsize
+    return narrow * (total - sum(blocks) + 2 * largest) + wide * (largest + -(-total // config.ranks))
+
+
+def _by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
+    """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
+    assert config.gemini.budget is not None
+    budget, ranks = parse_bytes(config.gemini.budget), config.ranks if config.zero else 1
+    parameters = dict(model.named_parameters())
+    infos = [_info(config, name, parameters[name], ranks) for name in step.order]
+    link = 1e9 * config.bandwidth_gb_s
+    bandwidth = Bandwidth(ranks * link, ranks * link, HOST_UPDATE, config.speed.bytes_per_s, latency_s=1e-5)
+    sent = 0
+    while True:  # messages take from the budget what the chunks' sizes say, and those follow from the budget
+        chunking = choose_chunk_size(infos, step, max(1, budget - sent), bandwidth, config.gemini.policy)
+        needed = _message_bytes(config, chunking, parameters, ranks)
+        if needed <= sent:
+            break
+        sent = needed
+    least = least_budget(infos, step) + sent
+    return Footprint(
+        {"messages between devices": sent} if sent else {},
+        {"fullest moment of Gemini's plan": chunking.plan.device_peak_bytes},
+        {"planned": chunking.plan.step_s},
+        chunking.plan.host_bytes,
+        least,
+        f"{chunking.plan.describe()}; the smallest budget is {gigabytes(least)}",
+    )
+
+
+def _info(config: PlanConfig, name: str, parameter: Tensor, ranks: int) -> ParameterInfo:
+    learns = parameter.requires_grad
+    masters = config.wide.itemsize * aligned(row_length(parameter, ranks)) if learns else 0
+    own = _own_shape(parameter, ranks)
+    state = state_bytes(config.optim, own, config.wide.itemsize, whole=tuple(parameter.shape)) if learns else 0
+    buffer = aligned(parameter.numel()) * parameter.itemsize
+    return ParameterInfo(name, buffer, masters, state + masters, learns, str(parameter.dtype))
+
+
+def _message_bytes(config: PlanConfig, chunking: Chunking, parameters: Mapping[str, Tensor], ranks: int) -> int:
+    """As `core.gemini.transport` takes them: for the largest chunk."""
+    own = max(sum(aligned(row_length(parameters[name], ranks)) for name in names) for names in chunking.parameters)
+    fetched = own * config.dtype.itemsize * (1 + ranks) if ranks > 1 else 0
+    slots = ranks + 1 if ranks > 1 else 1
+    return fetched + (own * config.wide.itemsize * slots if config.ranks > 1 else 0)
+
+
+# --- tensors of the trace ---------------------------------------------------------------------------------------------
+
+
+def _length(shape: Shape) -> int:
+    return shape.text_encoder["max_position_embeddings"]
+
+
+def _ids(rows: int, shape: Shape) -> Tensor:
+    return torch.empty(rows, _length(shape), dtype=torch.int64)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

@@ -1,0 +1,75 @@
+"""`diffusion plan`: the device memory and the time of sampling or of training at full size, before anything is loaded.
+
+    diffusion plan --model sd_v1 --scheme int8 --precision fp16 --memory-gb 4
+    diffusion plan --task train --model sd_v2_base --batch 16 --recompute.mode full --gemini.budget 5.6GB
+
+How it is counted: `apps.diffusion.footprint`.
+"""
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from apps.diffusion.footprint import STEPS, Footprint, PlanConfig, footprint, pixels_of, shape_of
+from core.config import UserError, parse
+from core.estimate import gigabytes
+
+
+def main(argv: list[str]) -> int:
+    config = parse({"default": PlanConfig}, argv, "diffusion plan", default="default")
+    found = footprint(config)
+    side = pixels_of(config, shape_of(config))
+    title = f"{config.name}, {config.task}, {config.batch} of {side} x {side} px, {config.precision}"
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(_table(found, title))
+    if found.said:
+        console.print(found.said)
+    console.print(_time(config, found))
+    if config.memory_gb is not None:
+        _require_fit(config, found)
+        console.print(f"fits {config.memory_gb:g} GB")
+    return 0
+
+
+def _table(found: Footprint, title: str) -> Table:
+    table = Table("on a device", "bytes", title=title)
+    for name, num_bytes in found.resident.items():
+        table.add_row(name, gigabytes(num_bytes))
+    fullest = max(found.moments, key=lambda name: found.moments[name])
+    for name, num_bytes in found.moments.items():
+        table.add_row(f"{name}, at its fullest" if name == fullest else f"({name})", gigabytes(num_bytes))
+    table.add_row("together", gigabytes(found.peak_bytes))
+    if found.host_bytes:
+        table.add_row("on the host", gigabytes(found.host_bytes))
+    return table
+
+
+def _time(config: PlanConfig, found: Footprint) -> str:
+    """Parts of a second that matter, and what they come to."""
+    whole = sum(found.seconds.values())
+    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.seconds.items())
+    of = f"at {config.utilisation:.0%} of the {config.gpu}'s peak ({parts})"
+    if config.task == "sample":
+        return f"{config.batch} picture{'s' * (config.batch > 1)} in {whole:.3g} s {of}"
+    steps = config.steps or STEPS["train"]
+    pictures = config.batch * config.ranks / whole
+    return f"a step in {whole:.3g} s {of}; {pictures:.3g} pictures/s, {steps:,} steps in {_duration(steps * whole)}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _require_fit(config: PlanConfig, found: Footprint) -> None:
+    assert config.memory_gb is not None
+    if found.peak_bytes <= config.memory_gb * 1e9:
+        return
+    if config.task == "sample":
+        advice = "try --scheme int8, --vae-tile 256 or a smaller --batch"
+    else:
+        advice = f"try --gemini.budget {config.memory_gb:g}GB, --recompute.mode full, --optim.name adamw8bit"
+    raise UserError(f"it needs {gigabytes(found.peak_bytes)} and the device has {config.memory_gb:g} GB; {advice}")

@@ -1,0 +1,164 @@
+"""The plan of memory: weights and steps of whole models without memory, and what narrow ones really allocate."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apps.diffusion import finetune
+from apps.diffusion.footprint import PlanConfig, _held, footprint, int8_bytes
+from apps.diffusion.pipeline import save_pipeline
+from apps.diffusion.plan import main
+from core.config import UserError
+from core.gemini.config import GeminiConfig
+from core.gemini.tracer import StepTrace, Stretch
+from core.metrics import MemoryAccount
+from core.parallel.data import BUCKET_BYTES
+from core.parallel.recompute import RecomputeConfig
+from core.quant import quantize, stored_bytes
+from tests.support.diffusion import narrow_pipeline
+from tests.support.diffusion_training import tiny_pipeline, write_pictures
+
+UNET, VAE, TEXT = 859_520_964, 83_653_863, 123_060_480
+FULL = RecomputeConfig("full")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    save_pipeline(narrow_pipeline(0), folder / "narrow")
+    save_pipeline(tiny_pipeline(), folder / "tiny")
+    write_pictures(folder / "pictures", 4, sizes=((64, 64),))
+    return folder
+
+
+def test_the_plan_of_sampling_at_full_size():
+    eighth = footprint(PlanConfig(model="sd_v1", precision="fp16", scheme="int8"))
+    assert sum(eighth.resident.values()) == pytest.approx(1.01 * UNET + 2 * (VAE + TEXT), rel=0.01)
+    assert eighth.peak_bytes < 2.5e9
+    # 401.6 G multiplications in an evaluation of a picture of 512 x 512; with guidance two, in each of 25 steps
+    least_s = 25 * 2 * 2 * 401.6e9 / (0.4 * 312e12)
+    assert least_s < eighth.seconds["25 steps"] < 1.5 * least_s
+
+
+def test_the_plan_of_sampling(folder):
+    """Int8 spares what the weights spare; slices of scores need more than a flash kernel; tiles less than a picture."""
+    base = PlanConfig(weights=folder / "tiny", pixels=128, precision="fp16")
+    plain = footprint(base)
+    assert sum(plain.resident.values()) == sum(2 * p.numel() for m in tiny_modules() for p in m.parameters())
+    eighth = footprint(replace(base, scheme="int8"))
+    assert eighth.resident["U-Net"] < plain.resident["U-Net"]
+    assert plain.moments["U-Net"] < eighth.moments["U-Net"] < plain.moments["U-Net"] + plain.resident["U-Net"]
+    assert eighth.seconds == plain.seconds
+    sliced = footprint(replace(base, attention="sliced"))
+    assert sliced.moments["U-Net"] > plain.moments["U-Net"] + 4 * 4096 * 4096
+    tiled = footprint(replace(base, vae_tile=64))
+    assert tiled.moments["VAE"] < plain.moments["VAE"]
+    assert tiled.moments["U-Net"] == plain.moments["U-Net"]
+    unguided = footprint(replace(base, guided=False, batch=2))
+    assert unguided.seconds["25 steps"] == pytest.approx(plain.seconds["25 steps"], rel=0.1)
+
+
+def tiny_modules():
+    return tiny_pipeline().modules.values()
+
+
+def test_the_plan_of_training(folder):
+    count = sum(p.numel() for p in tiny_pipeline().unet.parameters())
+    base = PlanConfig(task="train", weights=folder / "tiny", batch=8, pixels=64, recompute=FULL)
+    whole = footprint(base)
+    assert whole.resident == {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
+    kept = footprint(replace(base, recompute=RecomputeConfig()))
+    assert kept.moments["forward and backward"] > whole.moments["forward and backward"]
+    assert kept.seconds["computing"] < 0.9 * whole.seconds["computing"]
+    spread = footprint(replace(base, ranks=4, zero=1))
+    assert spread.resident["optimizer's state"] == pytest.approx(2 * count, rel=0.1)
+    assert spread.resident["parameters"] == 2 * count
+    assert spread.moments["update"] == 4 * count
+    sharded = footprint(replace(base, ranks=4, zero=3))
+    assert sharded.resident["parameters"] == 0
+    assert sharded.moments["update"] == pytest.approx(count, rel=0.1)
+
+
+def test_gradients_of_buckets_are_counted_whole_and_of_zero_2_in_shares():
+    learned = {name: torch.empty(BUCKET_BYTES // 8, device="meta") for name in "abcde"}
+    own = dict.fromkeys(learned, (BUCKET_BYTES // 32,))
+
+    def stretch(*writes):
+        return Stretch("backward", "", False, frozenset(), writes, 0, 0.0)
+
+    step = StepTrace(((stretch(), stretch("e"), stretch("d", "c"), stretch("b", "a")),), tuple(learned), {})
+    bucket = BUCKET_BYTES  # of two in fp32
+    every = list(_held(PlanConfig(task="train", ranks=4, zero=1), learned, own, step))
+    assert every == [0, bucket, 2 * bucket, 2.5 * bucket]
+    shares = list(_held(PlanConfig(task="train", ranks=4, zero=2), learned, own, step))
+    assert shares == [0, 1.25 * bucket, 2.5 * bucket, 0.25 * bucket + 1.25 * bucket + 0.625 * bucket]
+
+
+def test_gemini_fits_a_step_into_its_budget(folder):
+    base = PlanConfig(task="train", weights=folder / "tiny", batch=1, recompute=FULL)
+    with pytest.raises(UserError, match="too small for this model and batch; give at least") as refused:
+        footprint(replace(base, gemini=GeminiConfig("10KiB")))
+    [least] = re.findall(r"give at least ([\d.]+) MiB", str(refused.value))
+    tight = footprint(replace(base, gemini=GeminiConfig(f"{least}MiB")))
+    assert tight.least_bytes <= tight.peak_bytes <= float(least) * 2**20
+    roomy = footprint(replace(base, gemini=GeminiConfig("1GB")))
+    assert roomy.host_bytes == 0
+    assert tight.host_bytes > 8 * sum(p.numel() for p in tiny_pipeline().unet.parameters())
+    assert sum(tight.seconds.values()) > sum(roomy.seconds.values())
+    assert "the smallest budget is" in tight.said
+
+
+def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
+    argv = ["--weights", folder / "narrow", "--data.images", folder / "pictures", "--data.global_batch", 4]
+    argv += ["--device", "cpu", "--out", tmp_path / "run", "--steps", 2, "--checkpoint.every", 0, "--average", 0.9]
+    argv += ["--train-text-encoder", "--recompute.mode", "full", "--log.no-tensorboard"]
+    assert finetune.main([str(word) for word in argv]) == 0
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
+    common = PlanConfig(task="train", weights=folder / "narrow", batch=4, precision="fp32", average=True)
+    planned = footprint(replace(common, train_text_encoder=True, recompute=FULL))
+    assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+def test_the_plan_counts_what_sampling_allocates(folder):
+    """The narrow U-Net on meta, and on the CPU under an account, with attention in slices."""
+    from apps.diffusion.attention import set_attention
+    from apps.diffusion.pipeline import load_pipeline
+
+    planned = footprint(
+        PlanConfig(weights=folder / "narrow", precision="fp32", attention="sliced", batch=2, pixels=128, guided=False)
+    )
+    unet = load_pipeline(folder / "narrow").unet
+    set_attention(unet, "sliced")
+    account = MemoryAccount()
+    account.add(unet.parameters())
+    before = account.current_bytes
+    with torch.no_grad(), account:
+        x, text = torch.randn(2, 4, 16, 16), torch.randn(2, 77, 32)
+        unet(x, 500.0, text)
+    assert planned.moments["U-Net"] == pytest.approx(account.peak_bytes - before, rel=0.02)
+    assert planned.resident["U-Net"] == stored_bytes(unet)
+    quantize(unet, "int8")
+    eighth = footprint(PlanConfig(weights=folder / "narrow", precision="fp32", scheme="int8"))
+    assert eighth.resident["U-Net"] == stored_bytes(unet) == int8_bytes(narrow_pipeline(0).unet)
+
+
+def test_the_command_of_the_plan(capsys, tmp_path):
+    tiny = str(save_pipeline(tiny_pipeline(), tmp_path / "tiny"))
+    assert main(["--weights", tiny, "--precision", "fp16", "--scheme", "int8", "--memory-gb", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "fits 4 GB" in said
+    assert re.search(r"1 picture in [\d.e-]+ s at 40% of the A100's peak", said)
+    for argv, line in (
+        (["--weights", tiny, "--memory-gb", "1e-6"], r"needs .* and the device has 1e-06 GB; try --scheme int8"),
+        (["--model", "sdxl"], "no model 'sdxl'; those that have a name are sd_v1"),
+        (["--weights", str(tmp_path)], r"holds no model_index\.json"),
+        (["--pixels", "500"], "pixels is 500; give a multiple of 64"),
+        (["--gpu", "abacus"], "gpu=abacus has no known bf16 peak"),
+        (["--gemini.budget", "4GB"], "use --task train"),
+        (["--utilisation", "0"], "utilisation is 0"),
+    ):
+        with pytest.raises(UserError, match=line):
+            main(argv)
