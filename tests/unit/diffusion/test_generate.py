@@ -19,6 +19,7 @@ from apps.diffusion.samplers import draw_noise
 from core.config import UserError
 from core.metrics import MemoryAccount
 from tests.support.diffusion import narrow_pipeline
+from tests.support.diffusion_training import tiny_pipeline
 
 THEIRS = {"ddim": DDIMScheduler, "dpm++": DPMSolverMultistepScheduler, "euler": EulerDiscreteScheduler}
 
@@ -121,6 +122,18 @@ def test_a_tiled_decoder_needs_less_memory():
     assert torch.equal(pictures[0], pictures[1])
     assert pictures[2].shape == pictures[0].shape
     assert peaks[2] < 0.5 * peaks[0]
+
+
+def test_a_decoder_that_overflows_in_fp16_runs_again_in_fp32():
+    pipeline = tiny_pipeline(0).to(torch.float16)
+    latents = 3e4 * torch.randn(1, 4, 8, 8)
+    assert not pipeline.vae.decode(latents.half()).sample.isfinite().all()
+    [picture] = decode(pipeline, latents * pipeline.scaling_factor)
+    assert picture.isfinite().all()
+    assert picture.std() > 0.01
+    assert pipeline.vae.dtype == torch.float32
+    with pytest.raises(UserError, match="makes pictures that are not finite; sample in fp32 or bf16"):
+        list(decode(pipeline, latents * float("nan")))
 
 
 def test_the_command(folder, tmp_path, capsys):
