@@ -56,8 +56,6 @@ demo-serve: install
 	test -f runs/demo/hf/config.json || $(BIN)/python -m apps.llm.demo
 	$(BIN)/python -m apps.serve --model runs/demo --quantize int8
 
-# A subject from four pictures, into the tiny pipeline; trains that first where it is not there.
+# A subject from four pictures, into the pipeline that comes with the program.
 demo-diffusion: install
-	test -f runs/tiny/start/model_index.json || $(BIN)/python -m apps.diffusion.demo.prepare
-	test -f runs/tiny/pipeline/model_index.json || $(BIN)/python -m apps.diffusion pretrain --recipe tiny --resume
 	$(BIN)/python -m apps.diffusion.demo

@@ -36,6 +36,8 @@ from core.weights import Weights, read_json, write_json
 
 TEXT_PREFIX = "text_model."
 INDEX = "model_index.json"
+EMBEDDED = Path(__file__).parent / "demo" / "pipeline"
+"""the small pipeline that comes with this program"""
 # Component -> stem of its files of weights.
 _STEMS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
 _COMPONENTS = {

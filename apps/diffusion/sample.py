@@ -1,6 +1,6 @@
 """`diffusion sample`: pictures of prompts, as PNGs that tell how they were made.
 
-    diffusion sample --weights DIR --prompt "a red circle" "a blue star" --images 4 --out pictures
+    diffusion sample --prompt "a red circle" "a blue star" --images 4 --weights DIR --out pictures
 
 Pictures are numbered on from those that the folder holds. Each appears when it is whole.
 """
@@ -20,7 +20,7 @@ from apps.diffusion.formats.lora import load_lora, merge_lora
 from apps.diffusion.generate import Job, Sampling, generate, picture_size, sampler_of
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.noise import Prediction
-from apps.diffusion.pipeline import Pipeline, load_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units
 
@@ -30,7 +30,7 @@ class SampleConfig(Sampling):
     """Draw pictures."""
 
     weights: Path | None = None
-    """a diffusers folder or a single-file checkpoint"""
+    """a diffusers folder or a single-file checkpoint; without it the small pipeline that comes with this program"""
     lora: tuple[Path, ...] = ()
     """LoRA files to draw with"""
     lora_scale: float = 1.0
@@ -72,11 +72,9 @@ class SampleConfig(Sampling):
 def main(argv: list[str]) -> int:
     config = parse({"default": SampleConfig}, argv, "diffusion sample", default="default")
     jobs = jobs_of(config)
-    if config.weights is None:
-        raise UserError("no weights; give --weights, a diffusers folder or a single-file checkpoint")
     device = device_of(config.device)
     dtype = dtype_of(config.precision, device)
-    pipeline = load_pipeline(config.weights, dtype, config.prediction_type, config.tokenizer)
+    pipeline = load_pipeline(config.weights or EMBEDDED, dtype, config.prediction_type, config.tokenizer)
     for path in config.lora:
         merge_lora(pipeline, load_lora(path, pipeline), config.lora_scale)
     prepare(pipeline.to(device), config)
@@ -170,7 +168,10 @@ def settings_of(pipeline: Pipeline, config: SampleConfig, job: Job) -> dict[str,
     settings |= {"prompt": job.prompt, "seed": job.seed, "height": height, "width": width, "size": f"{width}x{height}"}
     if config.lora:
         settings |= {"lora": [str(path) for path in config.lora], "lora_scale": config.lora_scale}
-    return settings | {"weights": str(config.weights), "precision": str(pipeline.unet.dtype).removeprefix("torch.")}
+    return settings | {
+        "weights": str(config.weights or EMBEDDED),
+        "precision": str(pipeline.unet.dtype).removeprefix("torch."),
+    }
 
 
 def save_grid(names: list[Path], path: Path, columns: int | None = None) -> None:

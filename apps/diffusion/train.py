@@ -16,7 +16,7 @@ from apps.diffusion.data.prepare import prepare
 from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
 from apps.diffusion.initialise import begin_as_identity
 from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
-from apps.diffusion.pipeline import Pipeline, build_text_encoder, build_unet, load_pipeline, save_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, load_pipeline, save_pipeline
 from apps.diffusion.shapes import SHAPES
 from core.checkpoint import read_full
 from core.config import UserError, as_json
@@ -100,10 +100,8 @@ def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
 
 
 def weights_of(config: DiffusionConfig) -> Path:
-    """The folder that a run starts from.  Raises UserError where none is given."""
-    if config.weights is None:
-        raise UserError("no --weights given; it is the diffusers folder of the pipeline to start from")
-    return config.weights
+    """The folder that a run starts from: without --weights that of the pipeline that comes with the program."""
+    return config.weights or EMBEDDED
 
 
 def _shape(model: str) -> dict[str, Any]:

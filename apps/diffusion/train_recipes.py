@@ -33,10 +33,10 @@ def tiny() -> PretrainConfig:
     """
     return PretrainConfig(
         weights=Path("runs/tiny/start"),
-        data=DataConfig(images=Path("runs/tiny/pictures"), global_batch=16, buckets=False, caption_dropout=0.1),
+        data=DataConfig(images=Path("runs/tiny/pictures"), global_batch=32, buckets=False, caption_dropout=0.1),
         fresh="unet+text_encoder",
         train_text_encoder=True,
-        steps=6000,
+        steps=2200,
         optim=OptimConfig(
             lr=1.5e-3,
             betas=(0.9, 0.99),

@@ -28,7 +28,7 @@ from apps.diffusion.demo.pictures import as_images, write_subject_folder
 from apps.diffusion.demo.sheet import before_and_after
 from apps.diffusion.dreambooth import main as dreambooth
 from apps.diffusion.generate import Job, Sampling, generate
-from apps.diffusion.pipeline import INDEX, Pipeline, load_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
 from core.config import UserError, parse, run_command
 
 SUBJECT = "subject"
@@ -44,7 +44,7 @@ SHOWN = (
 class DemoConfig:
     """DreamBooth of a drawn subject, with its figures."""
 
-    weights: Path = Path("runs/tiny/pipeline")
+    weights: Path = EMBEDDED
     """the pipeline to start from; one of coloured shapes, as the figures are about them"""
     out: Path = Path("runs/demo-diffusion")
     steps: int = 150
@@ -59,26 +59,21 @@ class DemoConfig:
 
 def main(argv: list[str]) -> int:
     config = parse({"demo": DemoConfig}, argv, "python -m apps.diffusion.demo", default="demo")
-    if not (config.weights / INDEX).exists():
-        raise UserError(
-            f"{config.weights} holds no pipeline; make it with python -m apps.diffusion.demo.prepare and "
-            "diffusion pretrain --recipe tiny, or give --weights DIR"
-        )
-    if config.out.exists() and any(config.out.iterdir()):
-        if not (config.out / SUBJECT).is_dir():
-            raise UserError(f"{config.out} holds something that is not of this demo; choose another folder with --out")
-        shutil.rmtree(config.out)  # the demo always shows a run from scratch
     summary = run(config)
     (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(summary, config)
     return 0
 
 
-def run(config: DemoConfig) -> dict[str, Any]:
-    """The demo's figures; its files are in config.out."""
+def run(config: DemoConfig, detector: Detector | None = None) -> dict[str, Any]:
+    """The demo's figures; its files are in config.out.
+
+    detector  one of pictures as the pipeline's VAE gives them back; by default it is trained here
+    """
     pipeline = load_pipeline(config.weights)
+    clear(config.out)
     subject = write_subject_folder(config.out / SUBJECT, config.seed)
-    detector = train_detector(pipeline.vae, seed=config.seed)
+    detector = detector or train_detector(pipeline.vae, seed=config.seed)
     most = ceiling(pipeline.vae, detector, repeats=1, seed=config.seed + 7)
     before, shown_before = look(pipeline, config, detector)
     begin, cpu = time.perf_counter(), time.process_time()
@@ -89,6 +84,14 @@ def run(config: DemoConfig) -> dict[str, Any]:
     before_and_after(subject, SHOWN, shown_before, shown_after).save(config.out / "before-after.png")
     figures = {"before": asdict(before), "after": asdict(after), "drift_points": drift_points(before, after)}
     return figures | {"ceiling": most, "steps": config.steps, "prior": config.prior, **spent}
+
+
+def clear(out: Path) -> None:
+    """Remove an earlier run: the demo shows one from scratch.  Raises UserError for a folder of anything else."""
+    if out.exists() and any(out.iterdir()):
+        if not (out / SUBJECT).is_dir():
+            raise UserError(f"{out} holds something that is not of this demo; choose another folder with --out")
+        shutil.rmtree(out)
 
 
 def options(config: DemoConfig, subject: Path) -> list[str]:

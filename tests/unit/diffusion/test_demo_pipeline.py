@@ -108,5 +108,6 @@ def test_the_demo_runs_from_pictures_to_figures(
     with pytest.raises(UserError, match="not of this demo"):
         demo.main(["--weights", str(weights), "--out", str(tmp_path / "mine")])
     assert (tmp_path / "mine" / "photo.png").exists()
-    with pytest.raises(UserError, match="holds no pipeline; make it with"):
-        demo.main(["--weights", str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match="holds no"):
+        demo.main(["--weights", str(tmp_path / "nowhere"), "--out", str(out)])
+    assert (out / "summary.json").exists(), "an earlier run is there as long as the next cannot begin"

@@ -128,7 +128,6 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
     (dreambooth, {"instance_dir": "{folder}/subject"}, [], "go together"),
     (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": ""}, [], "is empty"),
     (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": "a", "class_prompt": "b"}, [], "go together"),
-    (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": "a", "weights": None}, [], "no --weights"),
     (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v9"}, [], "sd_v1"),
     (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v1"}, [], "width"),
     (pretrain, {"data__images": "{folder}/pictures", "fresh": "unet+text_encoder"}, [], "nothing would teach it"),
