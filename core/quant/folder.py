@@ -1,7 +1,7 @@
 """Quantized models in folders: made from a checkpoint tensor by tensor, loaded by memory map.
 
-    quantized.safetensors   (or shards with an index) plain tensors under their names; NAME.codes, NAME.scale and
-                            NAME.zero for a quantized weight NAME
+    quantized.safetensors   (or shards with an index) plain tensors under their names; NAME.codes, NAME.scale,
+                            NAME.zero and NAME.gain for a quantized weight NAME
     quantization.json       format, and scheme, shape and dtype of each quantized weight; written last
     config.json, …          as they were beside the checkpoint
 
@@ -262,6 +262,8 @@ def _in_parts(stream: Iterable[tuple[str, Tensor]], described: dict[str, Any]) -
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "transposed": value.transposed,
             }
+            if value.gain is not None:
+                described[name]["gain"] = True
             yield from ((f"{name}.{part}", tensor) for part, tensor in value.parts.items())
         else:
             yield name, value
@@ -310,7 +312,8 @@ def _described(folder: Path) -> dict[str, dict[str, Any]]:
 def _is_description(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and set(value) == {"scheme", "shape", "dtype", "transposed"}
+        and set(value) | {"gain"} == {"scheme", "shape", "dtype", "transposed", "gain"}
+        and value.get("gain", True) is True
         and isinstance(value["shape"], list)
         and len(value["shape"]) >= 2
         and all(isinstance(size, int) and size >= 0 for size in value["shape"])
@@ -324,7 +327,8 @@ def _part_shapes(described: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, t
     scheme, shape = described["scheme"], described["shape"]
     rows, columns = (shape[1], shape[0]) if described["transposed"] else (shape[0], math.prod(shape[1:]))
     if scheme.name != "int4":
-        return {"codes": (torch.int8, (rows, columns)), "scale": (torch.float32, (rows,))}
+        parts = {"codes": (torch.int8, (rows, columns)), "scale": (torch.float32, (rows,))}
+        return parts | {"gain": (torch.float32, (columns,))} if "gain" in described else parts
     groups = -(-columns // scheme.group_size)
     parts = {
         "codes": (torch.uint8, (rows, groups * scheme.group_size // 2)),
@@ -339,10 +343,8 @@ def _assembled(
     shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
     if shape != tuple(parameter.shape):
         raise UserError(f"{folder}: {name} is {list(shape)}, and config.json says {list(parameter.shape)}")
-    zero = parts.get("zero")
-    return QuantizedWeight(
-        described["scheme"], parts["codes"], parts["scale"], zero, shape, dtype, described["transposed"]
-    )
+    stored = (parts["codes"], parts["scale"], parts.get("zero"))
+    return QuantizedWeight(described["scheme"], *stored, shape, dtype, described["transposed"], gain=parts.get("gain"))
 
 
 def _fill(model: nn.Module, stream: Iterator[tuple[str, Tensor]], device: torch.device | str) -> None:

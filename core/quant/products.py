@@ -97,6 +97,8 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> T
 
 def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     scheme = weight.scheme
+    if weight.gain is not None:
+        x = x * weight.gain.to(x.dtype)
     if scheme.name == "int4":
         if weight.packed is not None and x.dtype in _BY_INTEGERS and x.numel() > 0:
             return packed_product(x, weight, bias)

@@ -19,7 +19,8 @@ class Scheme:
     int8      weights of 8 bits, one scale for each output channel
     w8a8      the same, and each token's input is rounded to 8 bits in steps of its own largest element
     llm.int8  w8a8 in which elements of the input above `threshold` are kept apart and not rounded (Dettmers et al.
-              2022, arXiv:2208.07339)
+              2022, arXiv:2208.07339), and columns of the weight that are much smaller than the others have a power of
+              two each, so that rounding leaves something of them
     int4      weights of 4 bits, one scale for `group_size` columns of an output channel; and one zero, unless symmetric
 
     Results of a token depend on no other token. Convolutions round weights only, by all schemes.

@@ -10,6 +10,10 @@ stay one tensor. Storage is by output channels, whatever the layer:
     codes  int8 [O, I], or uint8 [O, G group / 2] with two 4-bit codes a byte, as `core.kernels.quantized_matmul` packs
     scale  fp32 [O]; for 4 bits bf16 [O, G], where there are zeros with 5 significant bits: see `core.quant.packed`
     zero   uint8 [O, G], only for 4 bits that are not symmetric
+    gain   fp32 [I], only for llm.int8 where columns differ much: powers of two that the codes' columns stand for
+
+Columns that are much smaller than the others are those that meet outliers. In steps of their rows' largest elements
+little of them would be left, so they are rounded larger, and the inputs taken by so much smaller: exact, both.
 
 Shapes: O output channels, I inputs of each (kernel positions included), G groups of them.
 """
@@ -27,9 +31,11 @@ from core.config import UserError
 from core.kernels.quantized_matmul import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from core.quant.scheme import Scheme
 
-PARTS = ("codes", "scale", "zero")
+PARTS = ("codes", "scale", "zero", "gain")
 # Elements of a weight that are rounded at a time: temporaries stay small beside one layer.
 _SLAB = 1 << 16
+_SMALL = 0.25
+"""Of the usual column's largest element: columns whose own is smaller get a gain."""
 
 Function = Callable[..., Any]
 FUNCTIONS: dict[Any, Function] = {}
@@ -44,6 +50,7 @@ class QuantizedWeight(Tensor):
     scale: Tensor
     zero: Tensor | None
     transposed: bool
+    gain: Tensor | None
 
     @staticmethod
     def __new__(
@@ -55,6 +62,7 @@ class QuantizedWeight(Tensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         transposed: bool = False,
+        gain: Tensor | None = None,
     ) -> QuantizedWeight:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # pyright: ignore
 
@@ -67,8 +75,10 @@ class QuantizedWeight(Tensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         transposed: bool = False,
+        gain: Tensor | None = None,
     ):
         self.scheme, self.codes, self.scale, self.zero, self.transposed = scheme, codes, scale, zero, transposed
+        self.gain = gain
         self.packed: Any = None  # another form of the same, for the products of `core.quant.packed`
         self._row_sums: Tensor | None = None
 
@@ -85,7 +95,8 @@ class QuantizedWeight(Tensor):
         codes, scale, dtype = self.codes[rows], self.scale[rows], dtype or self.dtype
         if self.scheme.name == "int4":
             return dequantize_int4(codes, scale, zero, self.num_columns, dtype)
-        return dequantize_int8(codes, scale, dtype)
+        matrix_OI = dequantize_int8(codes, scale, dtype)
+        return matrix_OI if self.gain is None else matrix_OI * self.gain.to(dtype)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain tensor of the same shape."""
@@ -110,11 +121,12 @@ class QuantizedWeight(Tensor):
 
     def mapped(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
         """The same weight with each of its parts changed (moved, copied)."""
-        parts = [None if part is None else change(part) for part in (self.codes, self.scale, self.zero)]
-        assert parts[0] is not None
-        assert parts[1] is not None
+        parts = [None if part is None else change(part) for part in (self.codes, self.scale, self.zero, self.gain)]
+        codes, scale, zero, gain = parts
+        assert codes is not None
+        assert scale is not None
         return QuantizedWeight(
-            self.scheme, parts[0], parts[1], parts[2], tuple(self.shape), dtype or self.dtype, self.transposed
+            self.scheme, codes, scale, zero, tuple(self.shape), dtype or self.dtype, self.transposed, gain
         )
 
     def cut(self, box: tuple[slice, ...]) -> QuantizedWeight:
@@ -131,7 +143,8 @@ class QuantizedWeight(Tensor):
         assert codes is not None
         assert scale is not None
         shape = (rows.stop - rows.start, columns.stop - columns.start)
-        return QuantizedWeight(self.scheme, codes, scale, zero, shape, self.dtype)
+        gain = None if self.gain is None else self.gain[columns].clone()
+        return QuantizedWeight(self.scheme, codes, scale, zero, shape, self.dtype, gain=gain)
 
     def _columns(self, parts: list[Tensor | None], columns: slice) -> list[Tensor | None]:
         codes, scale, zero = parts
@@ -182,7 +195,8 @@ class QuantizedWeight(Tensor):
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Tensor:
         scheme, shape, dtype, transposed = context
-        return QuantizedWeight(scheme, parts["codes"], parts["scale"], parts.get("zero"), shape, dtype, transposed)
+        zero, gain = parts.get("zero"), parts.get("gain")
+        return QuantizedWeight(scheme, parts["codes"], parts["scale"], zero, shape, dtype, transposed, gain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self.mapped(torch.clone)
@@ -191,8 +205,9 @@ class QuantizedWeight(Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        context = (self.scheme, self.codes, self.scale, self.zero, tuple(self.shape), self.dtype, self.transposed)
-        return _rebuilt, (*context, isinstance(self, nn.Parameter))
+        stored = (self.scheme, self.codes, self.scale, self.zero)
+        context = (tuple(self.shape), self.dtype, self.transposed, self.gain)
+        return _rebuilt, (*stored, *context, isinstance(self, nn.Parameter))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"QuantizedWeight({self.scheme.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -222,8 +237,10 @@ def quantized_weight(weight: Tensor, scheme: Scheme, transposed: bool = False) -
     num_rows, num_columns = matrix_OI.shape
     step = max(1, _SLAB // max(num_columns, 1))
     whole: list[Tensor | None] = []
+    gain_I = _gain(matrix_OI, step) if scheme.name == "llm.int8" and weight.ndim == 2 else None
     for start in range(0, max(num_rows, 1), step):
-        slab = _rounded(matrix_OI[start : start + step], scheme)
+        slab_OI = matrix_OI[start : start + step]
+        slab = _rounded(slab_OI if gain_I is None else slab_OI.float() / gain_I, scheme)
         if not whole:
             whole = [None if part is None else part.new_empty(num_rows, *part.shape[1:]) for part in slab]
         for part, piece in zip(whole, slab):
@@ -232,7 +249,22 @@ def quantized_weight(weight: Tensor, scheme: Scheme, transposed: bool = False) -
     codes, scale, zero = whole
     assert codes is not None
     assert scale is not None
-    return QuantizedWeight(scheme, codes, scale, zero, tuple(weight.shape), weight.dtype, transposed)
+    return QuantizedWeight(scheme, codes, scale, zero, tuple(weight.shape), weight.dtype, transposed, gain_I)
+
+
+def _gain(matrix_OI: Tensor, step: int) -> Tensor | None:
+    """Of each column, so that none is much smaller than the usual one; None where none is, beside columns of zeros."""
+    largest_I = matrix_OI.new_zeros(matrix_OI.shape[1], dtype=torch.float32)
+    for start in range(0, len(matrix_OI), step):
+        largest_I = torch.maximum(largest_I, matrix_OI[start : start + step].float().abs().amax(0))
+    some_I = (largest_I > 0) & largest_I.isfinite()
+    if not bool(some_I.any()):
+        return None
+    share_I = (largest_I / largest_I[some_I].median()).clamp(min=2.0**-20)
+    small_I = some_I & (share_I < _SMALL)
+    if not bool(small_I.any()):
+        return None
+    return torch.where(small_I, share_I / torch.frexp(share_I).mantissa, 1.0)  # the power of two above it
 
 
 def _rounded(matrix_OI: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:

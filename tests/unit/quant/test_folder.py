@@ -1,5 +1,6 @@
 """Quantized folders: written whole or not at all, loaded by memory map, refused in one line where they are damaged."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 
 from core.config import UserError
 from core.metrics import MemoryAccount
-from core.models import load_pretrained
+from core.models import load_pretrained, save_pretrained
 from core.quant import (
     Architecture,
     QuantizedWeight,
@@ -23,7 +24,7 @@ from core.quant import (
     stored_bytes,
 )
 from core.weights import Weights, save_weights
-from tests.unit.quant.models import FAMILIES, UNet, saved, tokens, unet_inputs
+from tests.unit.quant.models import FAMILIES, UNet, decoder, saved, tokens, unet_inputs
 
 ALL = {"embeddings": True, "head": True}
 OF_UNET = Architecture(lambda folder: on_meta(UNet))
@@ -74,6 +75,26 @@ def test_round_trip_is_exact(family: str, options: dict, tmp_path: Path) -> None
     save_quantized(model, tmp_path / "again", tmp_path / "quantized")
     assert same(load_quantized(tmp_path / "again"), wanted)
     assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
+
+
+def test_gains_of_columns_are_kept(tmp_path: Path) -> None:
+    """Where columns differ much, llm.int8 stores what each stands for; a folder without it is refused."""
+    plain = decoder()
+    with torch.no_grad():
+        plain.blocks[0].mlp.up.weight[:, 3] /= 100
+    save_pretrained(plain, plain.config, tmp_path / "plain")
+    wanted = quantize(copy.deepcopy(plain), "llm.int8")
+    quantize_folder(tmp_path / "plain", tmp_path / "q", "llm.int8")
+    name = "blocks.0.mlp.up.weight"
+    described = json.loads((tmp_path / "q" / "quantization.json").read_text())["weights"]
+    assert [weight for weight, says in described.items() if "gain" in says] == [name]
+    for model in (load_quantized(tmp_path / "q"), load_quantized(tmp_path / "plain", "llm.int8")):
+        assert same(model, wanted)
+        assert torch.equal(model(tokens()), wanted(tokens()))
+    stored = {n: t.clone() for n, t in Weights(tmp_path / "q", "quantized").items() if n != f"{name}.gain"}
+    save_weights(stored.items(), tmp_path / "q", stem="quantized")
+    with pytest.raises(UserError, match=r"lacks blocks\.0\.mlp\.up\.weight\.gain"):
+        load_quantized(tmp_path / "q")
 
 
 def test_what_lies_in_the_folder(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ INT4 = Scheme("int4", 64)
 
 def weight_of(scheme: Scheme = INT4, shape: tuple[int, ...] = (10, 100), dtype: torch.dtype = torch.float32) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if scheme.name == "llm.int8":
+        values[:, 70] /= 100  # it gets a gain
     return nn.Parameter(quantized_weight(values, scheme), requires_grad=False)
 
 
@@ -65,9 +67,10 @@ def test_it_cannot_be_written_to() -> None:
         module.load_state_dict(state)
 
 
-@pytest.mark.parametrize("scheme", [Scheme("int8"), INT4, Scheme("int4", 32, True)], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme("int8"), Scheme("llm.int8"), INT4, Scheme("int4", 32, True)], ids=str)
 def test_copies(scheme: Scheme) -> None:
     weight = weight_of(scheme)
+    assert ("gain" in weight.parts) == (scheme.name == "llm.int8")
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight.clone(), weight.detach()):
         assert same(weight, other)
     assert isinstance(copy.deepcopy(weight), nn.Parameter)
@@ -137,7 +140,9 @@ def test_schemes_refuse_what_they_do_not_know() -> None:
     assert Scheme.from_json(INT4.as_json()) == INT4
 
 
-@pytest.mark.parametrize("scheme", [Scheme("int8"), Scheme("int4", 32), Scheme("int4", 32, symmetric=True)], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [Scheme("int8"), Scheme("llm.int8"), Scheme("int4", 32), Scheme("int4", 32, symmetric=True)], ids=str
+)
 def test_parts_of_ranks_make_up_the_whole(scheme: Scheme) -> None:
     """Rows and columns, the last of them fewer; nothing is rounded again."""
     weight = weight_of(scheme, (10, 100))
