@@ -1,0 +1,275 @@
+"""One model trained for a few steps in limited device memory: under Gemini, and by three others.
+
+All train the same decoder from the same weights on the same batch with torch's fused AdamW, activations recomputed by
+block. A contender is a function of a `Turn` that builds what it needs and returns the step:
+
+    plain       everything on the device; under bf16 by autocast
+    Gemini      `core.gemini.wrap` with the budget, and nothing else said
+    FSDP2       `fully_shard` by block with CPUOffloadPolicy; bf16 parameters, fp32 masters and reductions
+    DeepSpeed   ZeRO-Offload: stage 2, optimizer and gradients on the host, its own Adam there
+
+`python -m benchmarks.offload TURN.json RESULT.json` is one turn. On a GPU the budget is the process's memory fraction,
+set before anything else. On a CPU the peers' offload moves nothing, and the budget is that of Gemini's account.
+"""
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.gemini import Gemini, wrap
+from core.gemini.residency import ResidencyPlan
+from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.shapes import gpt, opt
+from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.precision import Precision, compute_dtype
+from core.runtime import join
+
+SEED = 0
+TURN_LIMIT_S = 1800
+
+
+@dataclass(frozen=True)
+class Shape:
+    """GPT-2's or OPT's form in any size. family: "GPT-2" or "OPT"."""
+
+    family: str
+    num_layers: int
+    dim: int
+    num_heads: int
+    vocab_size: int
+    max_length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.num_layers} x {self.dim}"
+
+    def config(self) -> DecoderConfig:
+        made = (opt if self.family == "OPT" else gpt)(self.num_layers, self.dim, self.num_heads)
+        return replace(made, vocab_size=self.vocab_size, max_length=self.max_length)
+
+    def num_parameters(self) -> int:
+        return self.config().num_parameters()
+
+
+def shaped(family: str, num_layers: int, dim: int, num_heads: int | None = None) -> Shape:
+    """With the family's vocabulary and positions, and heads of 64."""
+    vocab_size, max_length = {"GPT-2": (50257, 1024), "OPT": (50272, 2048)}[family]
+    return Shape(family, num_layers, dim, num_heads or dim // 64, vocab_size, max_length)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one contender is to do: `num_steps` after the first, in `budget_bytes` (None: as much as there is)."""
+
+    contender: str
+    shape: Shape
+    rows: int
+    length: int
+    num_steps: int
+    budget_bytes: int | None
+    device: str = "cpu"
+    precision: Precision = "fp32"
+
+    @staticmethod
+    def from_json(text: str) -> "Turn":
+        fields = json.loads(text)
+        return Turn(**(fields | {"shape": Shape(**fields["shape"])}))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """seconds: of each step after the first. peak_bytes: on the device. moved_bytes: over its link, in a step."""
+
+    seconds: list[float]
+    peak_bytes: int = 0
+    moved_bytes: int = 0
+
+
+class Training:
+    """A contender with its model: `step()` trains once and returns the loss."""
+
+    def __init__(self, turn: Turn, step: Callable[[], Tensor], gemini: Gemini | None = None):
+        self.turn, self.step, self.gemini = turn, step, gemini
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.gemini.moved_bytes if self.gemini is not None else 0
+
+    @property
+    def plan(self) -> ResidencyPlan:
+        assert self.gemini is not None
+        assert self.gemini.data.planned is not None
+        return self.gemini.data.planned.plan
+
+    def timed(self) -> float:
+        """Seconds of a step.  Raises ArithmeticError where it does not train."""
+        begin = time.perf_counter()
+        loss = float(self.step())
+        if self.turn.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        if not math.isfinite(loss):
+            raise ArithmeticError(f"{self.turn.contender}: the loss of {self.turn.shape.name} is {loss}")
+        return seconds
+
+
+def built(turn: Turn) -> nn.Module:
+    """The model with its first weights on the host; blocks recompute."""
+    with torch.device("meta"):
+        model = Decoder(turn.shape.config())
+    model.to_empty(device="cpu")
+    initialise(model, SEED)
+    apply_recompute(model, RecomputeConfig("full"))
+    return model
+
+
+def loss_of(turn: Turn) -> Callable[[nn.Module], Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    ids_BL = torch.randint(turn.shape.vocab_size, (turn.rows, turn.length), generator=generator).to(turn.device)
+    return lambda model: model(ids_BL, targets=ids_BL) / ids_BL.numel()
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor], context: Any = None
+) -> Callable[[], Tensor]:
+    """The step of torch's tutorials."""
+
+    def step() -> Tensor:
+        with context or contextlib.nullcontext():
+            value = loss(model)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return step
+
+
+def plain(turn: Turn) -> Training:
+    model = built(turn).to(turn.device)
+    dtype = compute_dtype(turn.precision)
+    autocast = torch.autocast(turn.device, dtype) if dtype.itemsize == 2 else None
+    return Training(turn, _loop(model, _adamw(model), loss_of(turn), autocast))
+
+
+def gemini(turn: Turn) -> Training:
+    assert turn.budget_bytes is not None
+    model, loss = built(turn), loss_of(turn)
+    optimizer = _adamw(model)
+    wrapped = wrap(
+        model, optimizer, turn.budget_bytes, precision=turn.precision, sample=lambda: loss, device=turn.device
+    )
+    return Training(turn, _loop(model, optimizer, loss), wrapped)
+
+
+def fsdp2_offload(turn: Turn) -> Training:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    join(turn.device)
+    model = built(turn)
+    options = {
+        "mesh": init_device_mesh(turn.device, (1,)),
+        "mp_policy": MixedPrecisionPolicy(compute_dtype(turn.precision), torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=turn.device == "cuda"),
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return Training(turn, _loop(model, _adamw(model), loss_of(turn)))
+
+
+def zero_offload(turn: Turn) -> Training:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": turn.rows,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  # DeepSpeedCPUAdam, since the optimizer is offloaded
+        "bf16": {"enabled": turn.precision == "bf16"},
+        "steps_per_print": 1_000_000,
+    }
+    join(turn.device)
+    model = built(turn)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    loss = loss_of(turn)
+
+    def step() -> Tensor:
+        value = loss(engine)
+        engine.backward(value)
+        engine.step()
+        return value.detach()
+
+    return Training(turn, step)
+
+
+CONTENDERS: dict[str, Callable[[Turn], Training]] = {
+    "Gemini": gemini,
+    "plain PyTorch": plain,
+    "FSDP2 + CPUOffloadPolicy": fsdp2_offload,
+    "DeepSpeed ZeRO-Offload": zero_offload,
+}
+
+
+def take_turn(turn: Turn) -> Ran:
+    """Train.  Raises UserError or torch.OutOfMemoryError where the budget is too small."""
+    if turn.device == "cuda":
+        if turn.budget_bytes is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, turn.budget_bytes / total))
+        torch.cuda.reset_peak_memory_stats()
+    training = CONTENDERS[turn.contender](turn)
+    training.timed()
+    before = training.moved_bytes
+    seconds = [training.timed() for _ in range(turn.num_steps)]
+    moved = (training.moved_bytes - before) // turn.num_steps
+    peak = training.gemini.device_peak_bytes if training.gemini is not None else 0
+    if turn.device == "cuda":
+        peak = torch.cuda.max_memory_reserved()
+    return Ran(seconds, peak, moved)
+
+
+def attempt(turn: Turn, python: Path) -> Ran | None:
+    """A turn in a process of its own; None where the budget is too small.  Raises UserError where it fails."""
+    with tempfile.TemporaryDirectory(prefix="turn-") as name:
+        given, found = Path(name) / "turn.json", Path(name) / "found.json"
+        given.write_text(json.dumps(asdict(turn)))
+        command = [python, "-m", "benchmarks.offload", given, found]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TURN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{turn.contender} took more than {TURN_LIMIT_S} s for {turn.shape.name}") from None
+        if done.returncode != 0:
+            said = " ".join(done.stderr.strip().splitlines()[-1:])
+            raise UserError(f"{turn.contender} failed on {turn.shape.name}: {said}")
+        content = json.loads(found.read_text())
+    return None if content is None else Ran(**content)
+
+
+def main(given: str, found: str) -> None:
+    turn = Turn.from_json(Path(given).read_text())
+    try:
+        content = asdict(take_turn(turn))
+    except (UserError, torch.OutOfMemoryError):
+        content = None
+    Path(found).write_text(json.dumps(content))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
