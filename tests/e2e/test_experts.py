@@ -59,8 +59,8 @@ def test_what_transformers_has_no_class_for_keeps_its_own_names(capsys, tmp_path
 
 
 def test_plan_knows_experts() -> None:
-    options = ("plan", "--recipe", "mixtral_8x7b", "--nproc", 64, "--gpu", "H100", "--zero", 3, "--data.global_batch", 128)
-    planned = llm(*options, "--mesh.ep", 8)
+    cluster = ("--nproc", 64, "--gpu", "H100", "--zero", 3, "--mesh.ep", 8)
+    planned = llm("plan", "--recipe", "mixtral_8x7b", *cluster, "--data.global_batch", 128)
     assert "46,702,792,704 parameters" in planned
     assert "12,747" in planned  # millions that multiply a token
     assert "tokens/s" in planned
