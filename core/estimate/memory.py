@@ -35,7 +35,7 @@ from core.estimate.shape import ModelShape, RunShape, Weight
 from core.kernels.cross_entropy import cut
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
-from core.parallel.pipeline.schedule import most_in_flight
+from core.parallel.pipeline.schedule import Kind, most_in_flight
 from core.precision import compute_dtype
 
 
@@ -315,8 +315,28 @@ def _block_activations(model: ModelShape, run: RunShape, stages: StagesOf, rank:
         kept_by[stage], beyond = kept, max(beyond, worst - kept)
     if run.pp == 1:
         return sum(kept_by.values()), beyond
+
+    def pending(stage: int) -> float:
+        """Between I and W the gradients of what weights made: of products, and of norms."""
+        blocks = [model.block_of(index) for index in stages.ranges[stage]]
+        return run.tokens * sum(b.selective.bytes_per_token(run) + 2 * b.input.bytes_per_token(run) for b in blocks)
+
     actions = run_schedule(run).ranks[rank]
-    return most_in_flight(actions, lambda stage: kept_by[stage]), beyond
+    kept = most_in_flight(actions, lambda stage: kept_by[stage], pending)
+    return kept + _waiting_heads(model, run, stages, rank), beyond
+
+
+def _waiting_heads(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) -> float:
+    """What heads keep for backwards that do not follow at once: of gpipe, a gradient of the weight each."""
+    if stages.owners[-1] != rank or model.head is None:
+        return 0.0
+    last, waiting, most = len(stages.ranges) - 1, 0, 0
+    for action in run_schedule(run).ranks[rank]:
+        if action.stage == last:
+            waiting += (action.kind is Kind.FORWARD) - action.passes_on_gradients
+            most = max(most, waiting)
+    weight_bytes = run.width_bytes * -(-model.head.vocab_size // run.tp) * model.head.width
+    return (most - 1) * (_head_bytes(model, run, has_head=True).activations + weight_bytes)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,10 @@ def test_two_parts_are_the_whole(of_loss: bool) -> None:
     torch.testing.assert_close(split.input(), expected["input"], rtol=1e-12, atol=1e-14)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert again.grad is None
+    assert split.computed
+    split.accumulate_computed()
+    assert hooked == ["once"]
+    assert not split.computed
     split.weights()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-12, atol=1e-14, msg=name)
@@ -100,6 +104,7 @@ def test_what_lies_before_the_entrance_is_of_the_second_part() -> None:
     split = SplitBackward(out, None, model.entrance)
     split.input()
     assert all(parameter.grad is None for parameter in model.parameters())
+    split.accumulate_computed()
     split.weights()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-12, atol=1e-14, msg=name)

@@ -84,10 +84,10 @@ def test_what_a_schedule_keeps() -> None:
         name: estimate_memory(BLOCKS, run_of(name)).activations_bytes
         for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
     }
-    block = 4 * 100
+    block, gradients = 4 * 100, 4 * 2 * 10  # of a microbatch; the latter wait between I and W
     assert activations == {
         "gpipe": 8 * 2 * block, "1f1b": 4 * 2 * block, "interleaved": (4 + 2 * 3 + 1) * block,
-        "zb-h1": 4 * 2 * block, "zbv": 8 * block,
+        "zb-h1": 4 * 2 * (block + gradients), "zbv": 8 * block + 2 * gradients,
     }  # fmt: skip
 
 

@@ -8,8 +8,9 @@ weights hang on the path's sides. `SplitBackward`
    of the parameters run, and the activations are let go.
 
 A node that is a Python function computes all its gradients at once, and may not run twice; what it gives its weights
-is kept in the first part. Weights that hang on several nodes (used twice) are done together, each node with the
-gradients it saw: what flows down the path a second time, from one of them to another, is replaced.
+in the first part can be accumulated right after it (`accumulate_computed`). Weights that hang on several nodes (used
+twice) are done together, each node with the gradients it saw: what flows down the path a second time, from one of them
+to another, is replaced.
 
 Nothing of the graph is let go before the second part. Activation checkpointing would compute a block again for every
 weight, so the two are not combined. Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.
@@ -59,26 +60,24 @@ class SplitBackward:
         self._input_gradient = torch.zeros_like(self._entrance) if found is None else found
         return self._input_gradient
 
+    @property
+    def computed(self) -> bool:
+        """Whether the gradients of some weights are there already, so that `accumulate_computed` frees memory."""
+        return any(all(side.runs_once for side in sides) for sides in self._groups)
+
+    def accumulate_computed(self) -> None:
+        """Of the weights whose gradients the first part had to compute."""
+        for sides in self._groups:
+            if all(side.runs_once for side in sides):
+                _accumulate(sides, retain_graph=True)
+        self._groups = [sides for sides in self._groups if not all(side.runs_once for side in sides)]
+
     def weights(self) -> None:
-        """Accumulate the gradients of the weights, and let go of the graph."""
+        """Accumulate the gradients of the other weights, and let go of the graph."""
         # Where no weight is used twice every node is run once, and can let go of what it keeps.
         retain = any(len(sides) > 1 for sides in self._groups)
         for sides in self._groups:
-            edges = [edge for side in sides for edge in side.edges()]
-            if not edges:
-                continue
-            handles = [handle for side in sides if (handle := side.hold())] if len(sides) > 1 else []
-            leaves = set().union(*(side.leaves for side in sides))
-            try:
-                torch.autograd.backward(
-                    tuple(edge for edge, _ in edges),
-                    tuple(gradient for _, gradient in edges),
-                    inputs=[leaf.variable for leaf in leaves],  # pyright: ignore[reportAttributeAccessIssue]
-                    retain_graph=retain,
-                )
-            finally:
-                for handle in handles:
-                    handle.remove()
+            _accumulate(sides, retain)
         if self._entrance.grad_fn is not None:
             self._entrance.backward(self._input_gradient)
         self._groups = []
@@ -96,12 +95,12 @@ class _Side:
             if below is not None and below not in path
         ]
         self.leaves = _leaves([below for _, below, _ in self._beside])
-        self._runs_once = isinstance(node, BackwardCFunction)
+        self.runs_once = isinstance(node, BackwardCFunction)
         self._seen: Grads | None = None
 
     def watch(self) -> RemovableHandle:
         """Note what arrives at the node or, of a Python function, what it gives to the sides."""
-        if self._runs_once:
+        if self.runs_once:
             return self.node.register_hook(self._note_outputs)
         return self.node.register_prehook(self._note_inputs)
 
@@ -115,7 +114,7 @@ class _Side:
         """Where the second part begins, with which gradients."""
         if self._seen is None:
             return []
-        if self._runs_once:
+        if self.runs_once:
             starts = [GradientEdge(below, number) for _, below, number in self._beside]
         else:
             starts = [GradientEdge(self.node, index) for index in range(len(self._seen))]
@@ -123,7 +122,26 @@ class _Side:
 
     def hold(self) -> RemovableHandle | None:
         """Until removed, the node takes what it saw in the first part, whatever arrives."""
-        return None if self._runs_once or self._seen is None else self.node.register_prehook(lambda _: self._seen)
+        return None if self.runs_once or self._seen is None else self.node.register_prehook(lambda _: self._seen)
+
+
+def _accumulate(sides: list[_Side], retain_graph: bool) -> None:
+    """The gradients of the weights beside some nodes, which share none with others."""
+    edges = [edge for side in sides for edge in side.edges()]
+    if not edges:
+        return
+    handles = [handle for side in sides if (handle := side.hold())] if len(sides) > 1 else []
+    leaves = set().union(*(side.leaves for side in sides))
+    try:
+        torch.autograd.backward(
+            tuple(edge for edge, _ in edges),
+            tuple(gradient for _, gradient in edges),
+            inputs=[leaf.variable for leaf in leaves],  # pyright: ignore[reportAttributeAccessIssue]
+            retain_graph=retain_graph,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _node(tensor: Tensor) -> Node:

@@ -51,6 +51,7 @@ class _Held:
 
     output: Tensor
     entrance: Tensor | None
+    exit: tuple[Tensor, Tensor] | None = None
     split: SplitBackward | None = None
 
 
@@ -239,10 +240,10 @@ class _Step:
                 output = check_activation(end.activation)
                 self._pass((True, stage, microbatch), output.detach())
                 return _Held(output, self.stages.entrance)
-            entrance = self.stages.entrance
+            entrance, exit = self.stages.entrance, self.stages.exit
         assert stage == self.of.num_stages - 1, f"the loss of stage {stage} was computed without calling the model"
         self.total += value.detach()
-        return _Held(value * self.scale if self.scale != 1.0 else value, entrance)
+        return _Held(value * self.scale if self.scale != 1.0 else value, entrance, exit)
 
     def _gradient(self, action: Action) -> Tensor | None:
         """What the next stage has sent of this one's output; None on the last, whose output is the loss."""
@@ -260,10 +261,23 @@ class _Step:
 
     def _input(self, action: Action, held: _Held) -> None:
         assert held.entrance is not None, "the first block was given no tensor"
-        held.split = SplitBackward(held.output, self._gradient(action), held.entrance)
+        output, gradient = held.output, self._gradient(action)
+        if held.exit is not None:
+            output, gradient = self._back_to_blocks(held.output, *held.exit)
+        held.split = SplitBackward(output, gradient, held.entrance)
+        held.output, held.exit = output, None
         gradient = held.split.input()
+        if held.split.computed:
+            with self.pipeline.inner.microbatch(last=False):
+                held.split.accumulate_computed()
         if action.stage:
             self._pass_gradient(action, gradient)
+
+    def _back_to_blocks(self, loss: Tensor, output: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
+        """The last block's output and its gradient, when the backward of all that lies behind it is done."""
+        with self.pipeline.inner.microbatch(last=False):
+            loss.backward()
+        return output, torch.zeros_like(copy) if copy.grad is None else copy.grad
 
     def _pass_gradient(self, action: Action, gradient: Tensor) -> None:
         self._pass((False, action.stage - 1, action.microbatch), gradient)

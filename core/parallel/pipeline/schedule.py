@@ -313,15 +313,25 @@ def bubble_in_theory(
     return idle / (step + idle)
 
 
-def most_in_flight(actions: Sequence[Action], weight: Callable[[int], float] = lambda stage: 1.0) -> float:
-    """The most that forwards have left for backwards at a time; weight: of the activations of a stage's microbatch."""
+def most_in_flight(
+    actions: Sequence[Action],
+    weight: Callable[[int], float] = lambda stage: 1.0,
+    pending: Callable[[int], float] = lambda stage: 0.0,
+) -> float:
+    """The most that forwards have left for backwards at a time.
+
+    weight   of the activations of a stage's microbatch
+    pending  of what I adds to them until W
+    """
     held = most = 0.0
     for action in actions:
         if action.kind is Kind.FORWARD:
             held += weight(action.stage)
+        elif action.kind is Kind.INPUT:
+            held += pending(action.stage)
         most = max(most, held)
         if action.releases:
-            held -= weight(action.stage)
+            held -= weight(action.stage) + pending(action.stage) * (action.kind is Kind.WEIGHTS)
     return most
 
 

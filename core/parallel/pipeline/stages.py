@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,7 +35,7 @@ def cut_into_stages(model: nn.Module, plan: PipelinePlan, axis: DeviceMesh, conf
     split = config.split or split_by_cost(num_blocks, len(owner_of), plan.costs)
     stages = Stages(model, plan, owner_of, split, axis.get_local_rank())
     if config.schedule in SPLIT_BACKWARD:
-        stages.note_entrance()
+        stages.note_ends()
     return stages
 
 
@@ -87,6 +88,7 @@ class Stages:
     own        the stages of this rank
     current    the stage that computes; None: none
     entrance   the tensor that its blocks go on from, as far as the backward needs it
+    exit       what the last block returns, and the copy that the rest of the forward takes; None but for `note_ends`
     shared     name -> the ranks that hold it, owner first, of the parameters that stages of several ranks share
     """
 
@@ -99,6 +101,7 @@ class Stages:
         self.own = [stage for stage, owner in enumerate(owner_of) if owner == rank]
         self.current: int | None = None
         self.entrance: Tensor | None = None
+        self.exit: tuple[Tensor, Tensor] | None = None
         self._received, self._end = _Received(), _End()
         self._slots = self._find_slots()
         self.shared: dict[str, list[int]] = {}
@@ -139,14 +142,26 @@ class Stages:
             elif len(holders) > 1:
                 self.shared[names[0]] = holders
 
-    def note_entrance(self) -> None:
-        """From now on `entrance` is known on the first stage, too: what its first block is given."""
+    def note_ends(self) -> None:
+        """What a backward in two parts needs on the first and the last stage.
 
-        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+        From now on `entrance` is also known on the first, where it is what the first block is given; and on the last
+        what lies behind the blocks is a graph of its own, from `exit`'s copy to the loss: the head's forward has made
+        its gradients already, so there is nothing to put off.
+        """
+
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             if self.current == 0 and args and isinstance(args[0], Tensor):
                 self.entrance = args[0]
 
-        self.blocks[0].register_forward_pre_hook(note)
+        def leave(_: nn.Module, __: Any, out: Any) -> Any:
+            if self.current != self.num_stages - 1 or not torch.is_grad_enabled():
+                return out
+            self.exit = check_activation(out), out.detach().requires_grad_()
+            return self.exit[1]
+
+        self.blocks[0].register_forward_pre_hook(enter)
+        self.blocks[-1].register_forward_hook(leave)
 
     @contextmanager
     def computing(self, stage: int, received: Tensor | None) -> Iterator[None]:
@@ -164,7 +179,7 @@ class Stages:
         finally:
             for parent, leaf, module in self._slots:
                 parent._modules[leaf] = module
-            self.current = self.entrance = self._received.activation = None
+            self.current = self.entrance = self.exit = self._received.activation = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.current is None:
