@@ -102,7 +102,7 @@ def options(config: DemoConfig, subject: Path) -> list[str]:
         *("--instance-dir", str(subject), "--instance-prompt", subject_prompt()),
         *(prior if config.prior else ()),
         *("--num-class-images", str(config.class_images), "--data.global-batch", "8"),
-        *("--train-text-encoder", "--optim.lr", "2e-4"),
+        *("--train-text-encoder", "--optim.lr", "2e-4", "--optim.schedule.shape", "cosine"),
         *("--steps", str(config.steps), "--seed", str(config.seed), "--checkpoint.every", "0"),
         *("--out", str(config.out / "pipeline")),
     ]
