@@ -28,7 +28,10 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     """tokens of all sequences in one step"""
     prefill_chunk: int = 512
-    """tokens of prompts in a step while somebody writes: more shortens their start, fewer the others' pauses"""
+    """tokens of prompts in a step at most, while somebody writes"""
+    stretch: float = 2.0
+    """how many times as long a step with prompts may take while somebody writes: more shortens the prompts' start, less
+    the others' pauses"""
     max_length: int | None = None
     """tokens of prompt and text together; by default those that the model is meant for"""
     prefix_sharing: bool = True
@@ -37,6 +40,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.kv_gb is not None and self.kv_gb <= 0:
             raise UserError(f"kv_gb is {self.kv_gb}; give a positive number of GB")
+        if self.stretch <= 1:
+            raise UserError(f"stretch is {self.stretch}; a step with prompts takes longer, so give more than 1")
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"max_length is {self.max_length}; prompt and text need at least 2 tokens")
 

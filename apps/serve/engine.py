@@ -1,18 +1,21 @@
-"""The engine: sequences, pages and model, a step at a time. No threads, no clock, no text but the sequences' own.
+"""The engine: sequences, pages and model, a step at a time. No threads, no text but the sequences' own, and no clock
+but the one that paces prompts beside those who write.
 
 A step: schedule; give back, claim and grow pages; run the model over all new tokens; draw the next token of each
 sequence whose tokens are all computed; end those that are done; report what is new.
 """
 
 import itertools
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from apps.serve import sampler
 from apps.serve.detokenize import TextStream
+from apps.serve.pace import Pace
 from apps.serve.pages import Match, Pages
 from apps.serve.request import Delta, Event, FinishReason, PromptDone, Request, Sequence, State, Token
 from apps.serve.runner import Runner, Step
@@ -40,6 +43,7 @@ class Engine:
     """Serves one model. Not thread-safe: `apps.serve.loop` gives it a thread.
 
     max_length  tokens that prompt and text may have together
+    pace        how long chunks of prompts are beside those who write; None: always `limits.prefill_chunk`
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class Engine:
         vocab_size: int,
         max_length: int,
         sharing: bool = True,
+        pace: Pace | None = None,
     ):
+        self.pace = pace
         self.runner, self.text, self.limits = runner, text, limits
         self.vocab_size = vocab_size
         self.pages = Pages(num_pages, limits.page_size, sharing)
@@ -119,9 +125,10 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute one step.  Returns what became known by it."""
         matches: dict[int, Match] = {}
-        batch = schedule(
-            self._waiting_jobs(matches), map(self._running_job, self.running), self.pages.num_free, self.limits
-        )
+        limits = self.limits
+        if self.pace is not None:
+            limits = replace(limits, prefill_chunk=self.pace.chunk(limits.prefill_chunk))
+        batch = schedule(self._waiting_jobs(matches), map(self._running_job, self.running), self.pages.num_free, limits)
         by_number = {s.number: s for s in (*self.running, *self.waiting)}
         for number in batch.preempted:
             self._preempt(by_number[number])
@@ -130,7 +137,11 @@ class Engine:
         if not parts:
             return []
         step, asked = self._plan(parts, copies)
+        began = time.perf_counter()
         logits_RV = self.runner.run(step)
+        if self.pace is not None:
+            writers = sum(count == 1 for _, count in parts)
+            self.pace.observe(writers, len(step.ids) - writers, time.perf_counter() - began)
         self.counts.steps += 1
         self.counts.computed_tokens += len(step.ids)
         for sequence, count in parts:

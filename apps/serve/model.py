@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.config import EngineConfig
 from apps.serve.engine import Engine
+from apps.serve.pace import Pace
 from apps.serve.runner import PAGE_DTYPES, Runner
 from apps.serve.scheduler import Limits
 from apps.serve.text import Text, load_text
@@ -82,6 +83,7 @@ def build_engine(
         vocab_size=source.config.vocab_size,
         max_length=max_length,
         sharing=config.prefix_sharing,
+        pace=Pace(config.stretch),
     )
 
 
