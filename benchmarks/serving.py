@@ -4,7 +4,7 @@ The same requests for all: prompts of random tokens and texts of exactly as many
 from one seed; greedy; the same weights (random, of a published shape, through one folder); one thread a core. With
 concurrency c, c clients ask at once, each its next request when it has its answer. In turns; medians over the rounds.
 
-ours fp32, int8, int4  the engine of apps.serve, without HTTP; embeddings and head quantized too
+ours fp32, int8, w8a8, int4  the engine of apps.serve, without HTTP; embeddings and head quantized too
 ours static            fp32 with batches that nobody joins until all have ended: a server without continuous batching
 transformers           `generate` on padded batches of c requests, each until its longest text has ended
 continuous             transformers' `generate_batch` (continuous batching over paged attention)
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,13 @@ from apps.serve.bench import BenchConfig, Load, Served, figures, loads
 from apps.serve.detokenize import Detokenizer
 from apps.serve.engine import Engine
 from apps.serve.model import page_bytes
+from apps.serve.pace import Pace
 from apps.serve.request import Delta, Request, Sampling
 from apps.serve.runner import Runner
 from apps.serve.scheduler import Limits
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
-from benchmarks.serving_peers import PEERS
+from benchmarks.serving_peers import PEERS, in_batches
 from core.config import UserError, run_command
 from core.models import SHAPES, Decoder, DecoderConfig, initialise, load_pretrained, save_pretrained
 from core.precision import bf16_units
@@ -116,22 +117,31 @@ class Contender:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+def engine_of(model: Decoder, concurrency: int, length: int, pace: Pace | None = None) -> Engine:
+    """For so many sequences at once of at most so many tokens."""
+    num_pages, dtype = concurrency * (-(-length // PAGE_SIZE) + 1), model.embedding.tokens.weight.dtype
+    return Engine(
+        Runner(model, num_pages, PAGE_SIZE, dtype), _NoText(), Limits(PAGE_SIZE, 2048, 512, concurrency),
+        num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=length, pace=pace,
+    )  # fmt: skip
+
+
 def ours(name: str, model: Decoder, *, static: bool = False) -> Contender:
     def serve(load: list[Load], concurrency: int) -> tuple[list[Served], float]:
-        length = max(len(asked.prompt) + asked.max_tokens for asked in load)
-        num_pages = concurrency * (-(-length // PAGE_SIZE) + 1)
-        dtype = model.embedding.tokens.weight.dtype
-        engine = Engine(
-            Runner(model, num_pages, PAGE_SIZE, dtype), _NoText(), Limits(PAGE_SIZE, 2048, 512, concurrency),
-            num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=length,
-        )  # fmt: skip
-        waiting = [Request(str(n), a.prompt, a.max_tokens, Sampling(temperature=0)) for n, a in enumerate(load)]
-        served = {request.id: Served(200, len(request.prompt)) for request in waiting}
+        engine = engine_of(model, concurrency, max(len(asked.prompt) + asked.max_tokens for asked in load))
+        waiting = [
+            (a.at_s or 0.0, Request(str(n), a.prompt, a.max_tokens, Sampling(temperature=0)))
+            for n, a in enumerate(load)
+        ]
+        served = {request.id: Served(200, len(request.prompt)) for _, request in waiting}
         sent: dict[str, float] = {}
         began, under_way = time.perf_counter(), 0
         while waiting or engine.has_work:
-            while waiting and under_way < concurrency and not (static and engine.running):
-                request = waiting.pop(0)
+            if waiting and not engine.has_work:
+                time.sleep(max(0.0, waiting[0][0] - (time.perf_counter() - began)))
+            now = time.perf_counter() - began
+            while waiting and waiting[0][0] <= now and under_way < concurrency and not (static and engine.running):
+                _, request = waiting.pop(0)
                 sent[request.id] = time.perf_counter()
                 engine.submit(request)
                 under_way += 1
@@ -148,15 +158,15 @@ def ours(name: str, model: Decoder, *, static: bool = False) -> Contender:
 
 def transformers_generate(model: Any) -> Contender:
     def serve(load: list[Load], concurrency: int) -> tuple[list[Served], float]:
-        began = time.perf_counter()
-        for first in range(0, len(load), concurrency):
-            batch = load[first : first + concurrency]
-            width = max(len(asked.prompt) for asked in batch)
-            ids = torch.tensor([[0] * (width - len(a.prompt)) + list(a.prompt) for a in batch])
-            mask = torch.tensor([[0] * (width - len(a.prompt)) + [1] * len(a.prompt) for a in batch])
-            longest = max(asked.max_tokens for asked in batch)
-            lengths = {"max_new_tokens": longest, "min_new_tokens": longest}
+        def write(prompts: list[list[int]], count: int) -> None:
+            width = max(map(len, prompts))
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+            lengths = {"max_new_tokens": count, "min_new_tokens": count}
             model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
+
+        began = time.perf_counter()
+        in_batches([(list(a.prompt), a.max_tokens, a.at_s or 0.0) for a in load], concurrency, write)
         elapsed = time.perf_counter() - began
         return [Served(200, len(a.prompt), [elapsed], a.max_tokens) for a in load], elapsed
 
@@ -185,7 +195,7 @@ def transformers_continuous(model: Any) -> Contender:
 
 
 @contextlib.contextmanager
-def peer(name: str, python: Path, folder: Path, scratch: Path) -> Iterator[Contender]:
+def peer(name: str, python: Path | None, folder: Path, scratch: Path) -> Iterator[Contender]:
     """A process that serves with another engine.  Raises UserError with its reason where it cannot."""
     arguments = [python, "-m", "benchmarks.serving_peers", name, folder, torch.get_num_threads(), scratch]
     process = subprocess.Popen(
@@ -202,7 +212,7 @@ def peer(name: str, python: Path, folder: Path, scratch: Path) -> Iterator[Conte
 
     def serve(load: list[Load], concurrency: int) -> tuple[list[Served], float]:
         assert process.stdin is not None
-        asked = {"load": [(a.prompt, a.max_tokens) for a in load], "concurrency": concurrency}
+        asked = {"load": [(a.prompt, a.max_tokens, a.at_s or 0.0) for a in load], "concurrency": concurrency}
         print(json.dumps(asked), file=process.stdin, flush=True)
         found = answer()
         elapsed = found["elapsed_s"]
@@ -239,7 +249,7 @@ def contenders(size: Size, dtype: torch.dtype, folder: Path, scratch: Path, opti
     logging.disable_progress_bar()
     write_model(size, folder)
     found = []
-    for scheme in ("int8", "int4"):
+    for scheme in ("int8", "w8a8", "int4"):
         quantize_folder(folder, scratch / scheme, scheme, embeddings=True, head=True)
         model = load_quantized(scratch / scheme)
         assert isinstance(model, Decoder)
@@ -255,6 +265,24 @@ def contenders(size: Size, dtype: torch.dtype, folder: Path, scratch: Path, opti
     return found if options.quick else [*found, transformers_continuous(theirs)]
 
 
+def join_peers(
+    found: list[Contender], processes: contextlib.ExitStack, names: Iterable[str], size: Size, folder: Path,
+    scratch: Path, options: Options,
+) -> list[str]:  # fmt: skip
+    """Start those of the peers that are there, and put them with the others.  Returns why some are left out."""
+    notes = []
+    for name in names if options.peers_python else ():
+        if name.startswith("llama.cpp") and size.model.family != "bloom":
+            continue
+        try:
+            theirs = processes.enter_context(peer(name, options.peers_python, folder, scratch))
+            theirs.serve([Load(None, (5, 6, 7), 2)], 1)
+            found.append(theirs)
+        except UserError as error:
+            notes.append(f"left out: {error}")
+    return notes
+
+
 def measure(options: Options) -> Measured:
     rows, targets = [], []
     notes = [f"{torch.get_num_threads()} threads", "weights are random; greedy; texts of exactly the length asked for"]
@@ -266,15 +294,7 @@ def measure(options: Options) -> Measured:
             folder, scratch = Path(root) / "model", Path(root) / "scratch"
             scratch.mkdir()
             found = contenders(size, dtype, folder, scratch, options)
-            for name in PEERS if options.peers_python else ():
-                if name.startswith("llama.cpp") and size.model.family != "bloom":
-                    continue
-                try:
-                    theirs = processes.enter_context(peer(name, options.peers_python, folder, scratch))
-                    theirs.serve([Load(None, (5, 6, 7), 2)], 1)
-                    found.append(theirs)
-                except UserError as error:
-                    notes.append(f"left out: {error}")
+            notes += join_peers(found, processes, PEERS, size, folder, scratch, options)
             for one in found:
                 versions |= one.versions
             for turns in size.turns:

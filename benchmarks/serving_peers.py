@@ -2,9 +2,10 @@
 
 `python -m benchmarks.serving_peers NAME FOLDER THREADS SCRATCH` is one of them, in an environment that has it (this
 module imports nothing of the project). It loads the Hugging Face folder, writes {"ready": {package: version}}, then
-for each line {"load": [[prompt ids, new tokens], ..], "concurrency": c} serves the load and writes
+for each line {"load": [[prompt ids, new tokens, at], ..], "concurrency": c} serves the load and writes
 {"times_s": [[..], ..], "elapsed_s": s}: for each request the times of its tokens, where the engine tells them one by
-one, else none. Or {"error": why} in place of either.
+one, else none. Or {"error": why} in place of either. A request is not taken before it comes, `at` seconds after the
+first could; requests stand in the order in which they come.
 
 CTranslate2 int8      batches of c requests, each until its longest text has ended; no other interface
 bitsandbytes NF4      transformers' generate on such batches
@@ -24,15 +25,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-Load = list[tuple[list[int], int]]
+Load = list[tuple[list[int], int, float]]
 Serve = Callable[[Load, int], list[list[float]]]
 
 
 def in_batches(load: Load, concurrency: int, write: Callable[[list[list[int]], int], None]) -> list[list[float]]:
-    """Static batching: `write(prompts, new tokens of the longest)`."""
-    for first in range(0, len(load), concurrency):
-        batch = load[first : first + concurrency]
-        write([prompt for prompt, _ in batch], max(count for _, count in batch))
+    """Static batching of those who have come: `write(prompts, new tokens of the longest)`."""
+    began, first = time.perf_counter(), 0
+    while first < len(load):
+        time.sleep(max(0.0, load[first][2] - (time.perf_counter() - began)))
+        now = time.perf_counter() - began
+        batch = [one for one in load[first : first + concurrency] if one[2] <= now]
+        write([prompt for prompt, _, _ in batch], max(count for _, count, _ in batch))
+        first += len(batch)
     return [[] for _ in load]
 
 
@@ -95,10 +100,12 @@ def vllm(folder: Path, threads: int, scratch: Path) -> Serve:
 
     def serve(load: Load, concurrency: int) -> list[list[float]]:
         times: list[list[float]] = [[] for _ in load]
-        sent, coming, under_way = {}, list(enumerate(load)), 0
+        sent, coming, under_way, began = {}, list(enumerate(load)), 0, time.perf_counter()
         while coming or under_way:
-            while coming and under_way < concurrency:
-                number, (prompt, count) = coming.pop(0)
+            if coming and not under_way:
+                time.sleep(max(0.0, coming[0][1][2] - (time.perf_counter() - began)))
+            while coming and under_way < concurrency and coming[0][1][2] <= time.perf_counter() - began:
+                number, (prompt, count, _) = coming.pop(0)
                 wanted = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
                 sent[str(number)] = time.perf_counter()
                 engine.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
@@ -134,13 +141,15 @@ class LlamaCpp:
 
     def __call__(self, load: Load, concurrency: int) -> list[list[float]]:
         coming, lock, ready = list(load), threading.Lock(), self.prepare(concurrency)
+        began = time.perf_counter()
 
         def client() -> None:
             while True:
                 with lock:
                     if not coming:
                         return
-                    prompt, count = coming.pop(0)
+                    prompt, count, at = coming.pop(0)
+                time.sleep(max(0.0, at - (time.perf_counter() - began)))
                 asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True}
                 answer = ready.handle_completions(asked | {"cache_prompt": False, "samplers": ["top_k"], "top_k": 1})
                 assert answer.get("tokens_predicted", answer.get("usage", {}).get("completion_tokens")) == count, answer
