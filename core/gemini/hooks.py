@@ -16,6 +16,7 @@ A forward inside a backward (recomputed activations) is a forward like all other
 has ended, unused parameters, counts as zero in its chunk's reduction.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -182,11 +183,16 @@ class ModuleHooks:
                 self._out_of_use(call, HOLD_AFTER_BWD)
 
     def _gradient_hook(self, member: Member) -> Callable[[Tensor], None]:
+        # The garbage collector does not see into these hooks of a parameter: what they held could never be freed.
+        hooks, of = weakref.ref(self), weakref.ref(member)
+
         def arrived(parameter: Tensor) -> None:
-            grad = parameter.grad
+            own, member, grad = hooks(), of(), parameter.grad
+            assert own is not None
+            assert member is not None
             assert grad is not None
             parameter.grad = None
-            self._take_gradient(member, grad._local_tensor if isinstance(grad, DTensor) else grad)
+            own._take_gradient(member, grad._local_tensor if isinstance(grad, DTensor) else grad)
 
         return arrived
 

@@ -1,7 +1,9 @@
 """Any module trains under Gemini as it does without, bit for bit, in any budget; what is not there is not read."""
 
+import gc
 import math
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -203,6 +205,17 @@ def test_training_goes_on_after_an_exception(plain, budget, options) -> None:
     assert data.tier.current_bytes == lives_here + coming_and_going
     assert not data.hooks._forwards
     assert not data.hooks._backwards
+
+
+@pytest.mark.parametrize(("budget", "options"), [(TIGHT, {}), (RESIDENT, SAMPLE)])
+def test_a_model_that_nobody_needs_any_more_is_freed(budget, options) -> None:
+    def trained() -> list[weakref.ref]:
+        data = train(Net, budget, adamw, steps=1, **options).gemini.data
+        return [weakref.ref(thing) for thing in (data.model, data.hooks, *data.chunks)]
+
+    left_behind = trained()
+    gc.collect()
+    assert not [ref() for ref in left_behind if ref() is not None]
 
 
 def test_compiled_blocks(plain) -> None:
