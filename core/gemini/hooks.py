@@ -18,6 +18,7 @@ has ended, unused parameters, counts as zero in its chunk's reduction.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,9 +36,18 @@ OUTSIDE = -1
 
 
 class Unit:
+    """A module with the parameters that its forward reads. What is merged stays for good, so nobody follows it."""
+
     def __init__(self, name: str, module: nn.Module, members: Sequence[Member]):
-        self.name, self.module, self.members = name, module, list(members)
-        self.chunks: list[Chunk] = list(dict.fromkeys(m.chunk for m in self.members))
+        self.name, self.module, self._members = name, module, list(members)
+
+    @cached_property
+    def members(self) -> list[Member]:
+        return [member for member in self._members if not member.chunk.merged]
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        return list(dict.fromkeys(member.chunk for member in self.members))
 
 
 class Call:
@@ -130,7 +140,7 @@ class ModuleHooks:
         call = Call(unit, self._clock)
         self._forwards.append(call)
         self._into_use(unit)
-        if torch.is_grad_enabled():
+        if unit.members and torch.is_grad_enabled():
             for tensor in tensors_in(inputs):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(lambda _: self._after_backward(call))
@@ -157,13 +167,14 @@ class ModuleHooks:
     def _before_backward(self, call: Call) -> None:
         backward = torch._C._current_graph_task_id()
         self._end_calls(backward, call)
-        if call in self._backwards:
+        if call in self._backwards or (call.backward == backward and not call.unit.members):
             return
         call.backward = backward
         self._restore(call.unit)
         self.executor.at("backward", call.unit.name, call.unit.chunks)
-        self._backwards.append(call)
-        self._into_use(call.unit)
+        if call.unit.members:
+            self._backwards.append(call)
+            self._into_use(call.unit)
 
     def _after_backward(self, call: Call) -> None:
         if call in self._backwards:
