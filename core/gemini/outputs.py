@@ -10,6 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
     """Those of a module's inputs or output: in tuples, dicts, what torch's pytrees know, dataclasses; each once."""
+    if isinstance(output, Tensor):  # most outputs are nothing else
+        yield output
+        return
     seen: set[int] = set()
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
