@@ -32,10 +32,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps.fold.model.alphafold import AlphaFold, Recycled
+from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.embedders import TemplatePairEmbedder
 from apps.fold.model.evoformer import EvoformerBlock, PairUpdates
 from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.folding import Recycled
 from apps.fold.model.heads import Heads, Logits, aligned_tm_scores, predicted_aligned_error
 from apps.fold.model.layers import Transition
 from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias

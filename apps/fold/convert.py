@@ -5,7 +5,7 @@ from pathlib import Path
 
 from apps.fold.weights.alphafold import arrays_of, write_npz
 from apps.fold.weights.folder import read_note, save_folder
-from apps.fold.weights.source import read_weights
+from apps.fold.weights.source import read_alphafold
 from core.config import UserError, parse
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     config = parse({"default": ConvertConfig}, argv, "fold convert", default="default")
     if config.source is None or config.out is None:
         raise UserError("fold convert needs both --source WEIGHTS and --out FOLDER (or --out NAME.npz)")
-    model, parameters = read_weights(config.source)
+    model, parameters = read_alphafold(config.source)
     if config.out.suffix == ".npz":
         write_npz(config.out, arrays_of(parameters, model))
     else:

@@ -30,8 +30,9 @@ from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.demo import DEMO_WEIGHTS, NOTE
 from apps.fold.features.sequences import Record, read_fasta
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ModelConfig
+from apps.fold.model.config import ESMFoldConfig, ModelConfig
 from apps.fold.model.features import Features
+from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
@@ -39,6 +40,7 @@ from apps.fold.subbatch import HEADS, How, Job, apply_subbatches, free_bytes, pl
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
+from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
 from apps.fold.weights.source import build, read_weights
 from core.comm.collectives import all_reduce_max
@@ -53,8 +55,8 @@ class PredictConfig:
     input: Path | None = None
     """a FASTA file; `fold predict IN.fasta` means the same"""
     weights: tuple[Path, ...] = ()
-    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`; none: demo-tiny, a
-    toy that the package carries"""
+    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`, of ESMFold as
+    transformers has them; none: demo-tiny, a toy that the package carries"""
     out: Path = Path("folded")
     """one folder a sequence, and summary.csv"""
     msa: Path | None = None
@@ -92,6 +94,7 @@ For real predictions give --weights one or more of
   params_model_N.npz or params_model_N_ptm.npz, N from 1 to 5, as they lie in AlphaFold's archive:
     https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar (CC BY 4.0)
   OpenFold's finetuning_*.pt: https://huggingface.co/nz/OpenFold (CC BY 4.0)
+  ESMFold's folder, which needs no alignment: https://huggingface.co/facebook/esmfold_v1 (MIT)
   a folder of `fold convert` or of `fold train`"""
 
 
@@ -101,7 +104,7 @@ class Model:
 
     name: str
     config: ModelConfig
-    module: AlphaFold
+    module: Network
     note: str = ""
     axis: DeviceMesh | None = None
 
@@ -127,6 +130,9 @@ def main(argv: list[str]) -> int:
     config = parse({"default": PredictConfig}, argv, "fold predict", default="default")
     if config.input is None:
         raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --weights W --out DIR")
+    for path in config.weights if max(config.nproc, world_size()) > 1 else ():
+        if path.is_dir() and is_esmfold(path):
+            raise UserError(f"{path} holds ESMFold, which one rank predicts; leave out --nproc, or torchrun")
     if config.nproc > 1 and not launched():
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
@@ -197,8 +203,8 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
         return _outcome(target, done)
     if folder.exists() and not config.overwrite:
         raise UserError(f"{folder} stems from other options or files; give --overwrite, or another --out")
-    if len(target.alignment) == 1:
-        progress.console.print(f"{record.name}: no alignment; a sequence alone folds poorly", markup=False)
+    if note := _about_alignment(target, models):
+        progress.console.print(f"{record.name}: {note}", markup=False)
     begun = time.monotonic()
     predictions = []
     for model in models:
@@ -226,6 +232,14 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
     return _outcome(target, done)
 
 
+def _about_alignment(target: Target, models: list[Model]) -> str:
+    """What a user should know of the alignment, or of there being none."""
+    of_alignments = any(not isinstance(model.config, ESMFoldConfig) for model in models)
+    if len(target.alignment) == 1:
+        return "no alignment; a sequence alone folds poorly" if of_alignments else ""
+    return "" if of_alignments else "ESMFold reads the sequence alone; its alignment is left aside"
+
+
 def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
     dtype = compute_dtype(config.precision)
     features = target.iterations(model.config, seed)
@@ -235,6 +249,7 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
     iterations = OnDevice(features, config.device, dtype)
     with torch.inference_mode():
         if model.axis is not None:
+            assert isinstance(model.module, AlphaFold)
             shard_evoformer(model.module, model.axis, _shares(job, budget, model.axis))
             folding = model.module.fold(iterations)
             pairs = read_shards(model.module.heads, folding.pair_BNNZ, mask_BN, model.axis)

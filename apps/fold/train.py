@@ -22,7 +22,7 @@ from apps.fold.training.objective import Objective
 from apps.fold.training.recipes import RECIPES
 from apps.fold.training.validation import validation
 from apps.fold.weights.folder import save_folder
-from apps.fold.weights.source import read_weights
+from apps.fold.weights.source import read_alphafold
 from core.config import as_json, parse
 from core.mesh import data_axis
 from core.metrics import plot_loss
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 def train(config: FoldTrainConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
-    of_weights, values = (None, None) if config.weights is None else read_weights(config.weights)
+    of_weights, values = (None, None) if config.weights is None else read_alphafold(config.weights)
     model = model_config(config, of_weights)
     with start(config.device, config.seed) as runtime:
         mesh = runtime.mesh(config.mesh, config.zero)

@@ -17,6 +17,7 @@ from apps.fold.model.config import tiny
 from apps.fold.score import compare, corresponding
 from apps.fold.weights.folder import save_folder
 from core.config import run_command
+from tests.support import esmfold
 from tests.support.command import losses, run, summary
 from tests.support.fold import GOLDEN, random_parameters
 
@@ -142,6 +143,36 @@ def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Pa
     assert confidences[-1].mean() < min(one.mean() for one in confidences[:-1]) - 5
     assert np.corrcoef(np.concatenate(confidences), np.concatenate(scores))[0, 1] >= 0.6
     assert sum(path.stat().st_size for path in DEMO_WEIGHTS.iterdir()) < 3_000_000
+
+
+def test_esmfold_from_its_folder(tmp_path: Path, capsys) -> None:
+    folder = esmfold.save(tmp_path / "esmfold")
+    (tmp_path / "in.fasta").write_text(FASTA)
+    (tmp_path / "short.a3m").write_text(">short\nMKTAYWC\n>a\nMK-AYWC\n")
+    options = ("--weights", folder, "--out", tmp_path / "out", "--msa", tmp_path)
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 2, err
+    assert err.count("error:") == 1
+    assert "no alignment" not in said
+    assert "short: ESMFold reads the sequence alone" in said
+    ranking = json.loads((tmp_path / "out" / "long" / "ranking.json").read_text())["predictions"]
+    assert [row["model"] for row in ranking] == ["esmfold"]
+    assert ranking[0]["ptm"] > 0
+    (predicted,) = read_structure(tmp_path / "out" / "long" / "rank_1.cif")
+    assert len(predicted.sequence) == 22
+    code, said, _ = fold(capsys, "plan", "--model", folder, "--length", 300)
+    assert code == 0
+    assert "blocks.*.sequence_to_pair" in said
+    for command in (
+        ("convert", "--source", folder, "--out", tmp_path / "ours"),
+        ("train", "--recipe", "debug", "--weights", folder, "--out", tmp_path / "run"),
+    ):
+        code, _, err = fold(capsys, *command)
+        assert code == 2
+        assert "holds ESMFold" in err
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", folder, "--nproc", 2)
+    assert code == 2
+    assert "which one rank predicts" in err
 
 
 def test_an_alignment_or_template_that_does_not_fit_stops_only_its_record(

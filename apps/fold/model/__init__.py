@@ -1,4 +1,4 @@
-"""AlphaFold 2 (Jumper et al., Nature 596, 583, 2021; algorithm numbers are those of its supplement).
+"""AlphaFold 2 (Jumper et al., Nature 596, 583, 2021; algorithm numbers are those of its supplement), and ESMFold.
 
 config.py      widths and depths, presets
 residues.py    atoms, rigid groups, ideal geometry
@@ -12,5 +12,8 @@ evoformer.py   the blocks and stacks
 embedders.py   input, recycling and template embedders
 structure.py   invariant point attention and the structure module
 heads.py       heads, and what their logits say
-alphafold.py   the whole
+folding.py     recycling, common to both models
+alphafold.py   AlphaFold, the whole
+esmfold.py     ESMFold (Lin et al., Science 379, 1123, 2023), the whole
+network.py     the model of a configuration
 """

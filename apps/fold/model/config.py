@@ -1,6 +1,7 @@
 """Widths and depths of the model. The defaults are those of the released weights (supplement, 1.6 to 1.9)."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from core.config import UserError
 
@@ -106,6 +107,53 @@ class ModelConfig:
             raise UserError(f"hidden_share={self.hidden_share}; give a share from 0 to below 1")
         if self.num_recycles < 0:
             raise UserError(f"num_recycles={self.num_recycles}; give 0 or more")
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """ESM-2, as transformers builds it. The defaults are those of the released ESMFold's."""
+
+    vocabulary: tuple[str, ...]
+    dim: int = 2560
+    num_layers: int = 36
+    num_heads: int = 40
+    inner_dim: int = 10240
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    token_dropout: bool = True
+    norm_before: bool = False
+    """whether embeddings are normalised before the layers"""
+
+    def for_transformers(self) -> dict[str, Any]:
+        """Arguments of its EsmConfig."""
+        return {
+            "vocab_size": len(self.vocabulary),
+            "mask_token_id": self.vocabulary.index("<mask>"),
+            "pad_token_id": self.vocabulary.index("<pad>"),
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.inner_dim,
+            "layer_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "position_embedding_type": "rotary",
+            "token_dropout": self.token_dropout,
+            "emb_layer_norm_before": self.norm_before,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ESMFoldConfig(ModelConfig):
+    """ESMFold: of the model above a row of an MSA, without templates and extra rows.
+
+    msa_dim is the row's, single_dim the structure module's, evoformer.outer_dim half of what a pair is told.
+    """
+
+    language: LanguageConfig
+    structure_pair_dim: int = 128
+    """channels of the pairs that the structure module reads"""
+    position_bins: int = 32
+    """positions are clipped at this distance"""
 
 
 def preset(name: str) -> ModelConfig:

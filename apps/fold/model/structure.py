@@ -179,7 +179,7 @@ class StructureModule(nn.Module):
         super().__init__()
         self.num_layers, self.length_scale = config.num_layers, config.length_scale
         self.single_norm = LayerNorm(single_dim)
-        self.pair_norm = LayerNorm(pair_dim)
+        self.pair_norm: nn.Module = LayerNorm(pair_dim)
         self.input = Linear(single_dim, config.dim)
         self.attention = InvariantPointAttention(pair_dim, config)
         self.attention_norm = LayerNorm(config.dim)

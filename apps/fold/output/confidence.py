@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apps.fold.model.alphafold import Folding
-from apps.fold.model.heads import Heads, plddt
+from apps.fold.model.folding import Folding
+from apps.fold.model.heads import plddt
+from apps.fold.model.network import NetworkHeads
 from apps.fold.subbatch.reading import PairNumbers
 
 
@@ -33,7 +34,7 @@ class Folded:
         return float(self.plddt.mean())
 
 
-def folded(sequence: str, folding: Folding, heads: Heads, pairs: PairNumbers) -> Folded:
+def folded(sequence: str, folding: Folding, heads: NetworkHeads, pairs: PairNumbers) -> Folded:
     """The numbers of a prediction with a batch of one; `pairs`: what the heads read of its pair representation."""
     return Folded(
         sequence,

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from apps.fold.model.alphafold import AlphaFold, Recycled
 from apps.fold.model.features import Features
+from apps.fold.model.folding import FoldingModel, Recycled
 from apps.fold.model.structure import StructureModule
 from apps.fold.subbatch.operations import OPERATIONS, Operation, operations_of
 from apps.fold.subbatch.slices import Cuts, How, every
@@ -85,7 +85,7 @@ def restore(model: nn.Module) -> None:
         operation = OPERATIONS.get(type(module))
         if operation is not None:
             module.__dict__.pop(operation.slot, None)
-        if isinstance(module, AlphaFold):
+        if isinstance(module, FoldingModel):
             module.__dict__.pop("nothing", None)
 
 
@@ -95,14 +95,15 @@ def offload_pairs(model: nn.Module, empty: Callable[..., Tensor] | None = None) 
     empty  (shape, dtype) -> zeros there; by default pinned where there is a GPU
     """
     empty = empty or _host_zeros
+    assert isinstance(model, FoldingModel)
+    config = model.config
 
     def nothing(features: Features) -> Recycled:
         like, (B, N) = features.msa_BSNF, features.aatype_BN.shape
-        row = like.new_zeros(B, N, model.config.msa_dim)
-        pairs = empty((B, N, N, model.config.pair_dim), like.dtype)
+        row = like.new_zeros(B, N, config.msa_dim)
+        pairs = empty((B, N, N, config.pair_dim), like.dtype)
         return Recycled(row, pairs, torch.zeros(B, N, 3, device=like.device))
 
-    assert isinstance(model, AlphaFold)
     model.nothing = nothing
 
 

@@ -3,13 +3,14 @@
 Wrapped are the forwards of modules, or a method that computes a part of one. Parameters keep their names.
 
     module                        what is cut                                 result
-    AlphaFold.embed_pairs         rows of z                                   over the last iteration's z
+    FoldingModel.embed_pairs      rows of z                                   over the last iteration's z
     TemplatePairEmbedder          rows of z, of each template's pairs         over z
     ExtraEmbedder                 sequences
     RowAttentionWithPairBias      sequences (the bias: rows of z)             over m
     Column[Global]Attention       residues                                    over m
     Transition                    sequences of m, rows of z                   over its input
     OuterProductMean              rows of z (its factors: sequences)          over z
+    SequenceToPair                rows of z                                   over z
     TriangleMultiplication        see products.py                             over z
     TriangleAttention             rows of z; columns around ending nodes      over z
     InvariantPointAttention       residues; z is normalised slice by slice
@@ -27,7 +28,9 @@ from torch import Tensor, nn
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.attention import GatedAttention
 from apps.fold.model.embedders import ExtraEmbedder, TemplatePairEmbedder
+from apps.fold.model.esmfold import ESMFold, SequenceToPair
 from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.folding import FoldingModel
 from apps.fold.model.layers import Transition
 from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
 from apps.fold.model.rigid import Frames
@@ -125,6 +128,16 @@ def _factors(module: OuterProductMean, slices: list[slice], m: Tensor, mask: Ten
     return a_BSNC, b_BSNC
 
 
+def _sequence_to_pair(module: SequenceToPair, whole: Any, how: How, cuts: Cuts, m: Tensor, z: Tensor) -> Tensor:
+    q_BNC, k_BNC = module.factors(m)
+
+    def rows(at: slice) -> Tensor:
+        added = module.update(q_BNC, k_BNC[:, at])
+        return added.add_(fetch(z[:, at], m)) if not torch.is_grad_enabled() else z[:, at] + added
+
+    return update(z, cuts(z.shape[1], how.rows), 1, rows)
+
+
 # --- the pairs --------------------------------------------------------------------------------------------------------
 
 
@@ -142,11 +155,10 @@ def _triangle_attention(module: TriangleAttention, whole: Any, how: How, cuts: C
 
 
 def _embed_pairs(
-    model: AlphaFold, whole: Any, how: How, cuts: Cuts, features: Features, last: Tensor, points: Tensor
+    model: FoldingModel, whole: Any, how: How, cuts: Cuts, features: Features, last: Tensor, points: Tensor
 ) -> Tensor:
     def rows(at: slice) -> Tensor:
-        added = model.recycling_embedder.pairs(fetch(last[:, at], features.msa_BSNF), points, at)
-        return model.input_embedder.pairs(features, at) + added
+        return model.pair_rows(features, fetch(last[:, at], features.msa_BSNF), points, at)
 
     return update(last, cuts(last.shape[1], how.rows), 1, rows)
 
@@ -250,6 +262,15 @@ def _embed_work(model: AlphaFold, features: Features, last: Tensor, points: Tens
     return Work(2 * last.numel() * model.recycling_embedder.distance.in_features, 8 * _bytes(last), 12)
 
 
+def _distance_work(model: ESMFold, features: Features, last: Tensor, points: Tensor) -> Work:
+    return Work(0, 8 * _bytes(last), 12)
+
+
+def _sequence_work(module: SequenceToPair, m: Tensor, z: Tensor) -> Work:
+    inner, pairs = module.out.in_features, z.numel() // z.shape[-1]
+    return Work(2 * pairs * inner * z.shape[-1], 3 * _bytes(z) + 4 * pairs * inner * z.element_size(), 8)
+
+
 def _template_work(module: TemplatePairEmbedder, z: Tensor, templates: TemplateFeatures, mask: Tensor) -> Work:
     C, T, pairs = module.embed.out_features, templates.mask_BT.shape[1], z.numel() // z.shape[-1]
     inner = module.num_heads * module.head_dim
@@ -278,6 +299,7 @@ def _bytes(x: Tensor) -> int:
 
 OPERATIONS: dict[type[nn.Module], Operation] = {
     AlphaFold: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _embed_work, 1),
+    ESMFold: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _distance_work, 1),
     TemplatePairEmbedder: Operation("forward", _template_pairs, lambda _, z, *rest: z.shape[1], _template_work),
     ExtraEmbedder: Operation("forward", _extra, lambda _, features: features.extra_msa_BEN.shape[1], _extra_work, None),
     RowAttentionWithPairBias: Operation("forward", _row_attention, lambda _, m, *rest: m.shape[1], _row_work),
@@ -285,6 +307,7 @@ OPERATIONS: dict[type[nn.Module], Operation] = {
     ColumnGlobalAttention: Operation("forward", _column_attention, lambda _, m, mask: m.shape[2], _column_work),
     Transition: Operation("forward", _transition, lambda _, x: x.shape[1], _transition_work),
     OuterProductMean: Operation("forward", _outer_product, lambda _, m, z, mask: z.shape[1], _outer_work, 1),
+    SequenceToPair: Operation("forward", _sequence_to_pair, lambda _, m, z: z.shape[1], _sequence_work, 1),
     TriangleMultiplication: Operation("forward", multiply, lambda _, z, mask: z.shape[1], _product_work),
     TriangleAttention: Operation("forward", _triangle_attention, lambda _, z, mask: z.shape[1], _edges_work),
     InvariantPointAttention: Operation("gather", _gather, lambda _, q, *rest: q.shape[1], _gather_work, None),

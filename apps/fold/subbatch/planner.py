@@ -28,16 +28,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ModelConfig
+from apps.fold.model.config import ESMFoldConfig, ModelConfig
 from apps.fold.model.embedders import TemplatePairEmbedder
 from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.network import Network, network
 from apps.fold.model.structure import Structure
 from apps.fold.model.triangle import TriangleMultiplication
 from apps.fold.subbatch.execute import normalise_in_slices, offload_pairs, wrap
 from apps.fold.subbatch.operations import Operation, Work, operations_of
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import Cuts, How, every, first_only
+from apps.fold.weights.esmfold import esmfold_table
 from apps.fold.weights.table import name_table
 from core.config import UserError
 from core.kernels.operator import forced
@@ -211,7 +212,7 @@ class _Survey:
 
     def _look(self, short: ModelConfig) -> None:
         with torch.device("meta"):
-            model = AlphaFold(short).to(self.job.dtype).eval()
+            model = network(short).to(self.job.dtype).eval()
         if not self.job.hidden:
             _without_masks(model)
         for name, module, operation in operations_of(model):
@@ -254,7 +255,7 @@ class _Survey:
         account.peak_bytes = account.current_bytes
         return result
 
-    def _visit_heads(self, model: AlphaFold, z: Tensor, mask: Tensor) -> None:
+    def _visit_heads(self, model: Network, z: Tensor, mask: Tensor) -> None:
         host = _stand_in if self.job.device == "cuda" else partial(torch.empty, device="meta")
 
         def read(module: nn.Module, whole: Any, how: How, cuts: Cuts, z: Tensor, mask: Tensor) -> Any:
@@ -501,7 +502,14 @@ def _unmasked(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **
 
 
 def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    return sum(prod(entry.shape) for entry in name_table(config)) * dtype.itemsize
+    return _num_parameters(config) * dtype.itemsize
+
+
+@lru_cache(maxsize=16)
+def _num_parameters(config: ModelConfig) -> int:
+    if isinstance(config, ESMFoldConfig):
+        return sum(prod(shape) for entry in esmfold_table(config) for shape in entry.sources.values())
+    return sum(prod(entry.shape) for entry in name_table(config))
 
 
 def meta_features(job: Job) -> Features:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apps.fold.model.heads import Heads, aligned_tm_scores, predicted_aligned_error
+from apps.fold.model.heads import aligned_tm_scores, predicted_aligned_error
+from apps.fold.model.network import NetworkHeads
 from apps.fold.subbatch.slices import fetch, put
 
 
@@ -20,7 +21,7 @@ class PairNumbers:
 
 
 def read_pairs(
-    heads: Heads, z_BNNZ: Tensor, mask_BN: Tensor, slices: list[slice], host: Callable[..., Tensor] = torch.empty
+    heads: NetworkHeads, z_BNNZ: Tensor, mask_BN: Tensor, slices: list[slice], host: Callable[..., Tensor] = torch.empty
 ) -> PairNumbers:
     """The heads on z[1, N, N, Z], slice by slice of rows; no logits of all pairs are ever there.
 

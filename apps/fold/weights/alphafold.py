@@ -138,15 +138,20 @@ def parameters_of(arrays: Mapping[str, np.ndarray], config: ModelConfig, origin:
     }
 
 
-def check_names(origin: object, expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError unless both hold the same names with the same shapes."""
+def check_names(
+    origin: object,
+    expected: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, tuple[int, ...]],
+    wanted: str = "weights of a monomer or ptm model",
+) -> None:
+    """Raises UserError unless both hold the same names with the same shapes; `wanted` is what should be given."""
     missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
     other = [name for name in sorted(set(expected) & set(given)) if tuple(given[name]) != expected[name]]
     said = [f"lacks {_some(missing)}"] if missing else []
     said += [f"holds {_some(unknown)}, which the model has not"] if unknown else []
     said += [f"has {other[0]} of shape {list(given[other[0]])} and not {list(expected[other[0]])}"] if other else []
     if said:
-        raise UserError(f"{origin} {'; '.join(said)}; give weights of a monomer or ptm model, complete")
+        raise UserError(f"{origin} {'; '.join(said)}; give {wanted}, complete")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -39,7 +39,7 @@ def load_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def read_note(path: Path) -> str:
     """What predictions with these weights are to be marked with; of most folders, and of files, nothing."""
-    return str(_stored(path).get("note", "")) if path.is_dir() else ""
+    return str(read_json(path / "config.json").get("note", "")) if path.is_dir() else ""
 
 
 def _stored(folder: Path) -> dict[str, Any]:

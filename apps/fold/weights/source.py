@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ModelConfig, preset
+from apps.fold.model.config import ESMFoldConfig, ModelConfig, preset
+from apps.fold.model.esmfold import ESMFold
+from apps.fold.model.network import Network, network
 from apps.fold.weights.alphafold import load_npz
+from apps.fold.weights.esmfold import is_esmfold, load_esmfold
 from apps.fold.weights.folder import load_folder
 from apps.fold.weights.openfold import load_pt
 from core.config import UserError
@@ -21,19 +23,19 @@ WHERE = (
 
 
 def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and parameters of an npz of AlphaFold's, a .pt of OpenFold's, or a folder of `fold convert`.
+    """Configuration and parameters of an npz of AlphaFold's, a .pt of OpenFold's, a folder of ours or of ESMFold.
 
     Raises UserError for anything else.
     """
     if path.is_dir():
-        return load_folder(path)
+        return load_esmfold(path) if is_esmfold(path) else load_folder(path)
     if not path.is_file():
         raise UserError(f"there are no weights at {path}; {WHERE}")
     if path.suffix == ".npz":
         return _named(path, *load_npz(path))
     if path.suffix in (".pt", ".pth", ".ckpt"):
         return _named(path, *load_pt(path))
-    raise UserError(f"{path} is neither params_model_*.npz, nor an OpenFold .pt, nor a folder of `fold convert`")
+    raise UserError(f"{path} is neither params_model_*.npz, nor an OpenFold .pt, nor a folder (fold convert, ESMFold)")
 
 
 def _named(path: Path, config: ModelConfig, parameters: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -42,11 +44,25 @@ def _named(path: Path, config: ModelConfig, parameters: dict[str, Tensor]) -> tu
     return (replace(config, max_extra_msa=preset(name[0]).max_extra_msa) if name else config), parameters
 
 
+def read_alphafold(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The same for what works with AlphaFold alone.  Raises UserError for ESMFold, too."""
+    config, parameters = read_weights(path)
+    if isinstance(config, ESMFoldConfig):
+        raise UserError(
+            f"{path} holds ESMFold, which is for fold predict and fold plan as it is; give AlphaFold weights"
+        )
+    return config, parameters
+
+
 def build(
     config: ModelConfig, parameters: dict[str, Tensor], dtype: torch.dtype, device: str | torch.device
-) -> AlphaFold:
+) -> Network:
     """The model with these parameters, in evaluation mode."""
     with torch.device("meta"):
-        model = AlphaFold(config)
-    model.load_state_dict({name: value.to(device, dtype) for name, value in parameters.items()}, assign=True)
+        model = network(config)
+    buffers = {name for name, _ in model.named_buffers()}  # frequencies of rotary positions: not to be rounded
+    values = {name: value.to(device, None if name in buffers else dtype) for name, value in parameters.items()}
+    model.load_state_dict(values, assign=True)
+    if isinstance(model, ESMFold):
+        model.language.fill_buffers(device)
     return model.eval().requires_grad_(False)

@@ -25,6 +25,7 @@ from apps.fold.model.config import (
     EvoformerConfig,
     ModelConfig,
     PairConfig,
+    StructureConfig,
 )
 
 ROOT = "alphafold/alphafold_iteration/"
@@ -70,7 +71,7 @@ class Entry:
 
 
 @dataclass
-class _Scope:
+class Scope:
     """Where the builder stands: our prefix, AlphaFold's scope, OpenFold's prefix, the block of a stack."""
 
     ours: str
@@ -79,9 +80,9 @@ class _Scope:
     block: tuple[int, int] | None = None
     entries: list[Entry] = field(default_factory=list)
 
-    def inside(self, ours: str, alphafold: str, openfold: str) -> "_Scope":
+    def inside(self, ours: str, alphafold: str, openfold: str) -> "Scope":
         """A part of this; an empty name stays where it is."""
-        return _Scope(
+        return Scope(
             _joined(self.ours, ours, "."), _joined(self.alphafold, alphafold, "/"),
             _joined(self.openfold, openfold, "."), self.block, self.entries,
         )  # fmt: skip
@@ -113,25 +114,26 @@ def _joined(first: str, second: str, separator: str) -> str:
 def name_table(config: ModelConfig) -> list[Entry]:
     """An entry for every parameter of `AlphaFold(config)`."""
     entries: list[Entry] = []
-    top = _Scope("", "", "", None, entries)
+    top = Scope("", "", "", None, entries)
     _embedders(top, config)
     if config.templates is not None:
         _templates(top, config)
     for number in range(config.extra.num_blocks):
         block = (number, config.extra.num_blocks)
         names = (f"extra_blocks.{number}", "evoformer/extra_msa_stack", f"extra_msa_stack.blocks.{number}")
-        _evoformer_block(_Scope(*names, block, entries), config.extra_dim, config.pair_dim, config.extra, True)
+        _evoformer_block(Scope(*names, block, entries), config.extra_dim, config.pair_dim, config.extra, True)
     for number in range(config.evoformer.num_blocks):
         block = (number, config.evoformer.num_blocks)
         names = (f"blocks.{number}", "evoformer/evoformer_iteration", f"evoformer.blocks.{number}")
-        _evoformer_block(_Scope(*names, block, entries), config.msa_dim, config.pair_dim, config.evoformer, False)
+        _evoformer_block(Scope(*names, block, entries), config.msa_dim, config.pair_dim, config.evoformer, False)
     top.linear("single", "evoformer/single_activations", "evoformer.linear", (config.msa_dim, config.single_dim))
-    _structure(top.inside("structure_module", "structure_module", "structure_module"), config)
+    scope = top.inside("structure_module", "structure_module", "structure_module")
+    structure(scope, config.single_dim, config.pair_dim, config.structure)
     _heads(top.inside("heads", "", "aux_heads"), config)
     return entries
 
 
-def _embedders(top: _Scope, config: ModelConfig) -> None:
+def _embedders(top: Scope, config: ModelConfig) -> None:
     msa, pair = config.msa_dim, config.pair_dim
     scope = top.inside("input_embedder", "evoformer", "input_embedder")
     scope.linear("target", "preprocess_1d", "linear_tf_m", (TARGET_DIM, msa))
@@ -147,7 +149,7 @@ def _embedders(top: _Scope, config: ModelConfig) -> None:
     scope.linear("linear", "extra_msa_activations", "linear", (EXTRA_DIM, config.extra_dim))
 
 
-def _templates(top: _Scope, config: ModelConfig) -> None:
+def _templates(top: Scope, config: ModelConfig) -> None:
     templates = config.templates
     assert templates is not None
     scope = top.inside("template_embedder.torsions", "evoformer", "template_embedder.template_single_embedder")
@@ -164,7 +166,7 @@ def _templates(top: _Scope, config: ModelConfig) -> None:
             f"template_pair_stack.blocks.{number}",
         )
         stack.block = (number, templates.num_blocks)
-        _pair_updates(stack, "", "", templates.dim, templates.pair)
+        pair_updates(stack, "", "", templates.dim, templates.pair)
     heads = (templates.num_heads, templates.head_dim)
     attention = scope.inside("", "attention", "template_pointwise_att.mha")
     attention.add("query.weight", attention.source("//query_w", "linear_q.weight", (config.pair_dim, *heads), 1))
@@ -176,12 +178,12 @@ def _templates(top: _Scope, config: ModelConfig) -> None:
     _attention_output(attention, "out.weight", "out.bias", heads, config.pair_dim)
 
 
-def _attention_output(scope: _Scope, weight: str, bias: str, heads: tuple[int, int], dim: int) -> None:
+def _attention_output(scope: Scope, weight: str, bias: str, heads: tuple[int, int], dim: int) -> None:
     scope.add(weight, scope.source("//output_w", "linear_o.weight", (*heads, dim), 2))
     scope.add(bias, scope.source("//output_b", "linear_o.bias", (dim,), 0))
 
 
-def _attention(scope: _Scope, dim: int, num_heads: int, head_dim: int) -> None:
+def _attention(scope: Scope, dim: int, num_heads: int, head_dim: int) -> None:
     """A GatedAttention; the scope's names are those of the attention itself."""
     heads = (num_heads, head_dim)
     letters = (("query_w", "q"), ("key_w", "k"), ("value_w", "v"))
@@ -189,13 +191,13 @@ def _attention(scope: _Scope, dim: int, num_heads: int, head_dim: int) -> None:
     _gate_and_output(scope, dim, heads)
 
 
-def _gate_and_output(scope: _Scope, dim: int, heads: tuple[int, int]) -> None:
+def _gate_and_output(scope: Scope, dim: int, heads: tuple[int, int]) -> None:
     scope.add("gate.weight", scope.source("//gating_w", "linear_g.weight", (dim, *heads), 1))
     scope.add("gate.bias", scope.source("//gating_b", "linear_g.bias", heads, 0))
     _attention_output(scope, "out_weight", "out_bias", heads, dim)
 
 
-def _evoformer_block(scope: _Scope, msa: int, pair: int, config: EvoformerConfig, global_columns: bool) -> None:
+def _evoformer_block(scope: Scope, msa: int, pair: int, config: EvoformerConfig, global_columns: bool) -> None:
     heads = (config.msa_heads, config.msa_head_dim)
     rows = scope.inside("row_attention", "msa_row_attention_with_pair_bias", "msa_att_row")
     rows.norm("norm", "query_norm", "layer_norm_m", msa)
@@ -218,10 +220,10 @@ def _evoformer_block(scope: _Scope, msa: int, pair: int, config: EvoformerConfig
     shape = (config.outer_dim, config.outer_dim, pair)
     outer.add("out.weight", outer.source("//output_w", "linear_out.weight", shape, 2))
     outer.add("out.bias", outer.source("//output_b", "linear_out.bias", (pair,), 0))
-    _pair_updates(scope, "pair", "pair_stack", pair, config.pair)
+    pair_updates(scope, "pair", "pair_stack", pair, config.pair)
 
 
-def _global_attention(scope: _Scope, dim: int, num_heads: int, head_dim: int) -> None:
+def _global_attention(scope: Scope, dim: int, num_heads: int, head_dim: int) -> None:
     heads = (num_heads, head_dim)
     scope.add("query.weight", scope.source("//query_w", "linear_q.weight", (dim, *heads), 1))
     scope.add(
@@ -232,13 +234,14 @@ def _global_attention(scope: _Scope, dim: int, num_heads: int, head_dim: int) ->
     _gate_and_output(scope, dim, heads)
 
 
-def _transition(scope: _Scope, dim: int, factor: int) -> None:
+def _transition(scope: Scope, dim: int, factor: int) -> None:
     scope.norm("norm", "input_layer_norm", "layer_norm", dim)
     scope.linear("up", "transition1", "linear_1", (dim, factor * dim))
     scope.linear("down", "transition2", "linear_2", (factor * dim, dim))
 
 
-def _pair_updates(block: _Scope, ours: str, openfold: str, dim: int, config: PairConfig) -> None:
+def pair_updates(block: Scope, ours: str, openfold: str, dim: int, config: PairConfig) -> None:
+    """PairUpdates within a block, by what it is called there."""
     scope = block.inside(ours, "", openfold)
     for name, theirs in (("outgoing", "out"), ("incoming", "in")):
         part = scope.inside(name, f"triangle_multiplication_{name}", f"tri_mul_{theirs}")
@@ -252,7 +255,7 @@ def _pair_updates(block: _Scope, ours: str, openfold: str, dim: int, config: Pai
     _transition(transition, dim, config.transition_factor)
 
 
-def _triangle_multiplication(scope: _Scope, dim: int, product: int, *, swapped: bool) -> None:
+def _triangle_multiplication(scope: Scope, dim: int, product: int, *, swapped: bool) -> None:
     scope.norm("norm", "layer_norm_input", "layer_norm_in", dim, "_")
     sides = (("right", "a"), ("left", "b")) if swapped else (("left", "a"), ("right", "b"))
     parts = [
@@ -268,11 +271,11 @@ def _triangle_multiplication(scope: _Scope, dim: int, product: int, *, swapped: 
         scope.add(f"{name}_bias", scope.source(f"{af}//bias", f"linear_{of}.bias", (dim,), 0))
 
 
-def _structure(scope: _Scope, config: ModelConfig) -> None:
-    c = config.structure
-    scope.norm("single_norm", "single_layer_norm", "layer_norm_s", config.single_dim)
-    scope.norm("pair_norm", "pair_layer_norm", "layer_norm_z", config.pair_dim)
-    scope.linear("input", "initial_projection", "linear_in", (config.single_dim, c.dim))
+def structure(scope: Scope, single: int, pair: int, c: StructureConfig) -> None:
+    """The structure module on single and pair representations of these widths."""
+    scope.norm("single_norm", "single_layer_norm", "layer_norm_s", single)
+    scope.norm("pair_norm", "pair_layer_norm", "layer_norm_z", pair)
+    scope.linear("input", "initial_projection", "linear_in", (single, c.dim))
     fold = scope.inside("", "fold_iteration", "")
     ipa = fold.inside("attention", "invariant_point_attention", "ipa")
     H, P, V = c.num_heads, c.query_points, c.value_points
@@ -281,8 +284,8 @@ def _structure(scope: _Scope, config: ModelConfig) -> None:
     ipa.linear("key_value", "kv_scalar", "linear_kv", (c.dim, 2 * H * c.head_dim))
     ipa.linear("query_point", "q_point_local", "linear_q_points.linear", (c.dim, 3 * H * P))
     ipa.linear("key_value_point", "kv_point_local", "linear_kv_points.linear", (c.dim, 3 * H * (P + V)))
-    ipa.linear("bias", "attention_2d", "linear_b", (config.pair_dim, H))
-    ipa.linear("out", "output_projection", "linear_out", (H * (c.head_dim + 4 * V + config.pair_dim), c.dim))
+    ipa.linear("bias", "attention_2d", "linear_b", (pair, H))
+    ipa.linear("out", "output_projection", "linear_out", (H * (c.head_dim + 4 * V + pair), c.dim))
     fold.norm("attention_norm", "attention_layer_norm", "layer_norm_ipa", c.dim)
     for number, suffix in enumerate(_suffixes(c.transition_layers)):
         names = (f"transition.layers.{number}", f"transition{suffix}", f"transition.layers.0.linear_{number + 1}")
@@ -304,7 +307,7 @@ def _suffixes(count: int) -> Iterator[str]:
     return (f"_{number}" if number else "" for number in range(count))
 
 
-def _heads(scope: _Scope, config: ModelConfig) -> None:
+def _heads(scope: Scope, config: ModelConfig) -> None:
     heads, structure = config.heads, config.structure.dim
     plddt = scope.inside("plddt", "predicted_lddt_head", "plddt")
     plddt.norm("norm", "input_layer_norm", "layer_norm", structure)
