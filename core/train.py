@@ -33,7 +33,7 @@ from core.config import UserError, as_json
 from core.data import Batches, Prefetch
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
-from core.mesh import MeshConfig, data_axis, gradient_axis
+from core.mesh import MeshConfig, data_axis, gradient_axis, pipeline_ranks
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.nn.moe import load_figures, take_load
 from core.optim.average import WeightAverage
@@ -299,12 +299,13 @@ def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConf
 
 def _expert_load(data: ParallelModel) -> dict[str, Any]:
     """Figures of the step's load of experts, over all ranks; none of a model without experts."""
-    load = take_load(data.model)
+    load = take_load(data.model, data.device)
     if load is None:
         return {}
     if data.mesh.size() > 1:
         dist.all_reduce(load)
-    copies = data.mesh.size() // gradient_axis(data.mesh).size()  # ranks of tensor parallelism route alike
+    stages = pipeline_ranks(data.mesh)  # have other layers; ranks of tensor parallelism route alike
+    copies = data.mesh.size() // gradient_axis(data.mesh).size() // stages
     return load_figures(load / copies)
 
 

@@ -6,6 +6,7 @@ forward makes the gradients already (`core.kernels.cross_entropy`), so all of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,12 +50,26 @@ class StagesOf:
 def stage_costs(model: ModelShape, run: RunShape) -> Costs:
     """FLOPs a token, forward and backward, of blocks, embedding and head: what stages are balanced by."""
     head = model.head.vocab_size * model.head.width if model.head is not None else 0
-    multiplied = max(model.num_matmul_parameters - head, 0) // model.num_blocks
-    one = transformer_flops_per_token(multiplied, 1, model.block.scores_dim, run.sequence_length)
-    if not one:  # of a model whose products are not given
+    multiplied = max(model.num_matmul_parameters - head, 0)
+    blocks = tuple(
+        transformer_flops_per_token(round(multiplied * share), 1, model.block.scores_dim, run.sequence_length)
+        for share in _shares(model)
+    )
+    if not all(blocks):  # of a model whose products are not given
         return Costs((1.0,) * model.num_blocks)
     # Looking up and adding up rows: three operations an element, where a product has thousands.
-    return Costs((one,) * model.num_blocks, before=3.0 * model.dim, behind=6.0 * head)
+    return Costs(blocks, before=3.0 * model.dim, behind=6.0 * head)
+
+
+def _shares(model: ModelShape) -> list[float]:
+    """Of the blocks in what multiplies a token: alike, or by their matrices where some have experts."""
+    elements = [0.0] * model.num_blocks
+    for weight in model.weights if model.num_experts else ():
+        if 0 <= weight.block < model.num_blocks and len(weight.shape) >= (3 if weight.experts else 2):
+            used = model.expert_rows / model.num_experts if weight.experts else 1.0
+            elements[weight.block] += used * math.prod(weight.shape)
+    total = sum(elements)
+    return [n / total for n in elements] if total else [1 / model.num_blocks] * model.num_blocks
 
 
 def stages_of(model: ModelShape, run: RunShape) -> StagesOf:

@@ -17,10 +17,11 @@ _REPEATS = 5
 def measured_costs(config: DecoderConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Costs:
     """Seconds, forward and backward, of a microbatch of [rows, length] tokens in the embedding, a block and the head.
 
-    All blocks of a decoder are alike, so one is built, whole, as on one rank of tensor parallelism; the least of some
-    repetitions counts.
+    Blocks of a decoder are alike, or of two kinds, with experts and without; one of each kind is measured, whole, as on
+    one rank of tensor and expert parallelism. The least of some repetitions counts.
     """
-    one = Decoder(replace(config, num_layers=1)).to(device=device, dtype=dtype)
+    period = config.moe.every if config.moe.num_experts else 1
+    one = Decoder(replace(config, num_layers=period)).to(device=device, dtype=dtype)
     initialise(one, 0)
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     positions, context = one.default_positions(ids, None), StepContext()
@@ -32,8 +33,12 @@ def measured_costs(config: DecoderConfig, rows: int, length: int, dtype: torch.d
         out = out if one.project_out is None else one.project_out(out)
         return one.head(out, ids, length)
 
+    def of_block(index: int) -> float:
+        return _seconds(lambda: one.blocks[index](x_BLD, positions, rotary, None, context))
+
+    plain, last = of_block(0), of_block(period - 1)
     return Costs(
-        blocks=(_seconds(lambda: one.blocks[0](x_BLD, positions, rotary, None, context)),) * config.num_layers,
+        blocks=tuple(plain if (index + 1) % period else last for index in range(config.num_layers)),
         before=_seconds(lambda: one.embedding(ids, positions)),
         behind=_seconds(behind),
     )

@@ -62,11 +62,6 @@ def check_experts_of(config: DecoderConfig, mesh: MeshConfig) -> None:
         raise UserError(
             f"mesh.tp_mode={mesh.tp_mode} does not cut experts; use --mesh.tp_mode 1d, or a model without them"
         )
-    if config.moe.num_experts and mesh.pp > 1:
-        raise UserError(
-            f"mesh.pp={mesh.pp} and a model with experts: what their routers add to the loss does not pass from stage "
-            "to stage; use mesh.pp=1 with mesh.ep, mesh.tp, mesh.cp or --zero 3"
-        )
 
 
 def check_heads_of(config: DecoderConfig, mesh: MeshConfig) -> None:

@@ -145,28 +145,34 @@ class AuxiliaryLoss:
     multiplied by, and goes to each layer together with the gradient of that layer's output. So it needs no place in the
     blocks' outputs, and a layer that is computed again for its backward gets it, too.
 
+    A forward that other ranks begin, or go on with, takes `value` from rank to rank, and the backward `grad` the other
+    way (`core.parallel.pipeline`).
+
     weight_B  of each row: its targets, those that other ranks hold included
+    value     the sum so far; None: nothing was attached
+    open      whether what is attached is counted; not, when the forward is over and a block is computed again
+    grad      of the total, from the beginning of the backward on
     """
 
     def __init__(self, weight_B: Tensor):
         self.weight_B = weight_B
         self.open = True
         self.grad: Tensor | None = None
-        self._value: Tensor | None = None
+        self.value: Tensor | None = None
 
     def attach(self, y: Tensor, loss: Tensor, share: float = 1.0) -> Tensor:
         """y, whose backward also gives `loss` the gradient of the total, times `share`."""
         if self.open:
             value = loss.detach()
-            self._value = value if self._value is None else self._value + value
+            self.value = value if self.value is None else self.value + value
         return _Attach.apply(y, loss, share, self)  # pyright: ignore[reportReturnType]
 
     def added_to(self, total: Tensor) -> Tensor:
         """The total of the forward with all that was attached in it; what is attached after this is not counted."""
         self.open = False
-        if self._value is None:
+        if self.value is None:
             return total
-        return _Collect.apply(total, self._value.to(total.dtype), self)  # pyright: ignore[reportReturnType]
+        return _Collect.apply(total, self.value.to(total.dtype), self)  # pyright: ignore[reportReturnType]
 
 
 class _Attach(Function):
@@ -194,17 +200,15 @@ class _Collect(Function):
         return grads[0], None, None
 
 
-def take_load(model: nn.Module) -> Tensor | None:
+def take_load(model: nn.Module, device: torch.device) -> Tensor | None:
     """fp64[layers, E + 5]: what this rank's experts were given since this was last asked, to be summed over the ranks.
 
-    None for a model without experts. For each layer: rows of each expert, choices, those dropped, then sums of balance
-    loss, z-loss and weights.
+    None for a model without experts; zeros for layers that this rank does not compute. For each layer: rows of each
+    expert, choices, those dropped, then sums of balance loss, z-loss and weights.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     found = [
-        torch.zeros(m.config.num_experts + 5, dtype=torch.float64, device=m.router.weight.device)
-        if m.load is None
-        else m.load
+        torch.zeros(m.config.num_experts + 5, dtype=torch.float64, device=device) if m.load is None else m.load
         for m in layers
     ]
     for module in layers:

@@ -16,6 +16,7 @@ from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig
+from tests.parity.test_experts import CHOICE, GSHARD, SWITCH, TOPK
 from tests.parity.test_resume import STEPS, STOP, outcome
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT, OPT_350M, TOLERANCE
 from tests.support import pipeline
@@ -24,7 +25,7 @@ from tests.support.small import config_of, train
 from tests.support.training import Case, difference_from_single, largest_difference, run
 
 TWO, FOUR = MeshConfig(pp=2), MeshConfig(pp=4)
-HYBRID = MeshConfig(pp=2, dp_replicate=2, dp_shard=2)
+HYBRID, EXPERTS = MeshConfig(pp=2, dp_replicate=2, dp_shard=2), MeshConfig(pp=2, ep=2)
 
 
 def deep(model: DecoderConfig, num_layers: int = 5) -> DecoderConfig:
@@ -82,6 +83,15 @@ CASES = {
     "1f1b-2d": (8, Case(deep(GPT2, 3), MeshConfig(pp=2, tp=4, tp_mode="2d"), staged("1f1b", microbatches=2))),
     "zbv-2.5d": (8, Case(deep(LLAMA, 4), MeshConfig(pp=2, tp=4, tp_mode="2.5d"), staged("zbv", 1, microbatches=2))),
     "zbv-hybrid": (8, Case(deep(GPT2, 4), HYBRID, staged("zbv", 2, microbatches=2))),
+    "1f1b-topk": (2, Case(deep(TOPK), TWO, staged("1f1b"), batch=11)),
+    "gpipe-gshard-recomputed": (2, Case(deep(GSHARD), TWO, staged("gpipe", recompute=FULL))),
+    "zb-h1-expert-choice": (2, Case(deep(CHOICE), TWO, staged("zb-h1"))),
+    "zbv-switch": (2, Case(deep(SWITCH), TWO, staged("zbv"))),
+    "interleaved-topk-ep-zero3": (4, Case(deep(TOPK), EXPERTS, staged("interleaved", 3, microbatches=3))),
+    "zb-h1-switch-ep": (4, Case(deep(SWITCH), EXPERTS, staged("zb-h1", microbatches=3))),
+    "zbv-topk-ep-zero1": (4, Case(deep(TOPK), EXPERTS, staged("zbv", 1))),
+    "1f1b-gshard-ep-tp": (8, Case(deep(GSHARD, 3), replace(EXPERTS, tp=2), staged("1f1b"))),
+    "zbv-topk-ep-ring-zero2": (8, Case(deep(TOPK, 4), replace(EXPERTS, cp=2), staged("zbv", 2, microbatches=3))),
     "1f1b-cp-tp": (8, Case(deep(GPT2, 3), MeshConfig(pp=2, cp=2, tp=2), staged("1f1b", microbatches=3))),
 }  # fmt: skip
 
@@ -161,6 +171,16 @@ def test_dropout_does_not_depend_on_recomputation_or_schedule(ranks, tmp_path: P
     assert not torch.equal(found["plain"][1][0]["head.weight"], found["none"][1][0]["head.weight"])
 
 
+def test_the_load_of_experts_is_that_of_all_stages(ranks) -> None:
+    case = Case(deep(SWITCH), EXPERTS, staged("zbv"), steps=2)
+    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"))
+    expected = ranks(1).run(pipeline.expert_load, plain)[0]
+    assert len(expected["moe_load"]) == 2
+    for found in ranks(4).run(pipeline.expert_load, case):
+        assert found.pop("moe_load") == expected["moe_load"]
+        assert found == pytest.approx({k: v for k, v in expected.items() if k != "moe_load"}, rel=1e-10)
+
+
 @pytest.mark.parametrize(
     ("fault", "schedule"),
     [
@@ -171,11 +191,13 @@ def test_dropout_does_not_depend_on_recomputation_or_schedule(ranks, tmp_path: P
         ("weights", "zb-h1"),
         ("weights", "zbv"),
         ("norm", "1f1b"),
+        ("what routers add", "gpipe"),
+        ("what routers add", "zbv"),
     ],
 )
 def test_a_fault_is_seen(ranks, fault: str, schedule: ScheduleName) -> None:
     """The tests above can fail: with any one thing broken that a pipeline needs, they would."""
-    case = Case(deep(GPT2), TWO, staged(schedule), steps=3)
+    case = Case(deep(TOPK if "routers" in fault else GPT2), TWO, staged(schedule), steps=3)
     plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"))
     expected = ranks(1).run(run, plain)[0]
     found = ranks(2).run(pipeline.broken_run, case, fault)

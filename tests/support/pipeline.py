@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.layout import full_tensor
-from core.mesh import MeshConfig, build_mesh
+from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
 from core.optim import clip
@@ -18,7 +18,8 @@ from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.run import Pipeline, _Step
 from core.parallel.pipeline.schedule import Action, PipelineConfig
-from tests.support.training import Case, of_all_stages, run
+from core.train import train_step
+from tests.support.training import Case, batch_of, build, loss, of_all_stages, run, weight
 
 LENGTHS = (7, 3, 9, 7, 1, 3)
 
@@ -41,6 +42,16 @@ def gradients_of_lengths(model: DecoderConfig, pipeline: PipelineConfig, mesh: M
         found |= {f"{name} of step {step}": full_tensor(_gradient(m)).clone() for name, m in data.masters.items()}
         data.release()
     return {"losses": losses, **of_all_stages(found, built)}
+
+
+def expert_load(case: Case) -> dict[str, Any]:
+    """Figures of the experts' load in the first step."""
+    state, config = build(case)
+    axis = data_axis(state.data.mesh)
+    rows = case.batch // axis.size()
+    mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
+    figures = train_step(state, mine, loss, weight, config, 0)
+    return {name: value for name, value in figures.items() if name.startswith("moe_")}
 
 
 def _gradient(master: Tensor) -> Tensor:
@@ -97,10 +108,19 @@ def _norm_of_stages_as_of_copies(_: Case) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _what_routers_add_stays_behind(_: Case) -> Iterator[None]:
+    with patch(
+        "core.parallel.pipeline.run._number", lambda _, device: torch.zeros(1, dtype=torch.float64, device=device)
+    ):
+        yield
+
+
 _FAULTS = {
     "shared gradient": _shared_gradient_is_not_summed,
     "shared value": _shared_value_is_not_sent,
     "last message": _last_message_is_empty,
     "weights": _one_weights_part_is_missing,
     "norm": _norm_of_stages_as_of_copies,
+    "what routers add": _what_routers_add_stays_behind,
 }

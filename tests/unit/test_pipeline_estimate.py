@@ -27,6 +27,7 @@ from core.estimate.pipeline import stages_of
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.models.measured_costs import measured_costs
+from core.nn.routing import MoEConfig
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 
 MACHINE = Machine(1e12, bandwidth=float("inf"), utilisation=0.5)
@@ -112,6 +113,15 @@ def test_measured_costs_are_of_every_part() -> None:
     assert len(set(costs.blocks)) == 1
     assert len(costs.blocks) == 3
     assert min(costs.before, costs.behind, costs.blocks[0]) > 0
+    mixed = measured_costs(replace(model, moe=MoEConfig(4, every=2)), 2, 8, torch.float32, torch.device("cpu"))
+    assert mixed.blocks[0] == mixed.blocks[2] != mixed.blocks[1]
+
+
+def test_a_block_with_experts_costs_what_its_tokens_are_multiplied_with() -> None:
+    model = DecoderConfig(vocab_size=100, dim=16, num_layers=4, num_heads=2, ffn_dim=32, moe=MoEConfig(8, every=2))
+    plain, experts, *_ = stage_costs(decoder_shape(model), run_of("1f1b")).blocks
+    second_mlp, router = 2 * 16 * 32, 8 * 16
+    assert experts - plain == 6 * (second_mlp + router)
 
 
 def test_the_step_is_drawn(tmp_path: Path) -> None:

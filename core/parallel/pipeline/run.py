@@ -11,7 +11,8 @@ exchanges that `.messages` puts between them, on the stages that `.stages` makes
 
 The shape of an activation may be another in every microbatch: the first time that tensors of some shapes come as a
 microbatch, the sender says what shape follows, and from then on both sides know. Gradients have the shape of what they
-belong to.
+belong to. A model whose blocks add to the loss by themselves (experts' routers: `Carried`) sends a second tensor with
+each, of one number: what they have added up to there, and with the gradients that of the loss.
 
 Why not the runtime of torch.distributed.pipelining (2.11 to 2.13): its stages infer one shape at the first step and
 hold every microbatch to it; they take their module's outputs and a loss of them, where here head and loss are one
@@ -35,7 +36,7 @@ from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.messages import Exchange, Message, with_messages
 from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, Schedule, schedule
-from core.parallel.pipeline.stages import StageEnd, Stages, check_activation
+from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
 
 _MOST_UNFINISHED = 4  # sends that may be on their way before the oldest is waited for: they hold on to what they send
 _FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,10 @@ _MOST_DIMS = 7
 
 Key = tuple[bool, int, int]
 """(forward?, cut between stages, microbatch) of what is passed on."""
+Parcel = tuple[Tensor, ...]
+"""What is passed on: activations or their gradient; and if blocks add to the loss, the sum or its gradient, fp64[1]."""
+Form = tuple[torch.dtype, tuple[int, ...], int]
+"""Format and shape of the first tensor of a parcel, and how many there are."""
 
 
 @dataclass
@@ -51,6 +56,7 @@ class _Held:
 
     output: Tensor
     entrance: Tensor | None
+    carried: Carried | None = None
     exit: tuple[Tensor, Tensor] | None = None
     split: SplitBackward | None = None
 
@@ -69,7 +75,7 @@ class Pipeline(ParallelModel):
         self.rank = stages.rank
         self.masters = {n: m for n, m in inner.masters.items() if stages.shared.get(n, [self.rank])[0] == self.rank}
         self.observe: Callable[[Action, float, float], None] | None = None
-        self._shapes: dict[tuple[int, Any], tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._shapes: dict[tuple[int, Any], Form] = {}
         stages.evaluate = self._evaluate
         stages.leave_before_the_loss()
         # NCCL wants all ranks of a group in its first message, and stages talk to their neighbours only.
@@ -152,47 +158,50 @@ class Pipeline(ParallelModel):
     def _evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """The whole model's forward, without gradients: the ranks take their stages in turn, and all get its result."""
         assert not torch.is_grad_enabled(), "a pipelined model is called by itself only without gradients"
-        owners, out = self.stages.owners, None
+        owners = self.stages.owners
+        parcel: Parcel = ()
         for stage, owner in enumerate(owners):
             if owner != self.rank:
                 continue
             if stage > 0 and owners[stage - 1] != self.rank:
-                out = self._receive(self.ranks[owners[stage - 1]])
-            with self.stages.computing(stage, out):
+                parcel = self._receive(self.ranks[owners[stage - 1]])
+            with self.stages.computing(stage, *(parcel or (None,))):
                 out = check_activation(self.stages.compute(*args, **kwargs))
+                parcel = (out, *_added(self.stages.carried, out.device))
             if stage < len(owners) - 1 and owners[stage + 1] != self.rank:
-                self._send(out, self.ranks[owners[stage + 1]])
-        return self._broadcast(out, owners[-1])
+                self._send(parcel, self.ranks[owners[stage + 1]])
+        return self._broadcast(parcel[0] if parcel else None, owners[-1])
 
-    def _send(self, x: Tensor, peer: int) -> None:
-        dist.send(_description(x), peer, self.group)
-        dist.send(x.contiguous(), peer, self.group)
+    def _send(self, parcel: Parcel, peer: int) -> None:
+        dist.send(_description(parcel), peer, self.group)
+        for tensor in parcel:
+            dist.send(tensor.contiguous(), peer, self.group)
 
-    def _receive(self, peer: int) -> Tensor:
-        x = self._described(lambda description: dist.recv(description, peer, self.group))
-        dist.recv(x, peer, self.group)
-        return x
+    def _receive(self, peer: int) -> Parcel:
+        parcel = self._described(lambda description: dist.recv(description, peer, self.group))
+        for tensor in parcel:
+            dist.recv(tensor, peer, self.group)
+        return parcel
 
     def _broadcast(self, x: Tensor | None, owner: int) -> Tensor:
         def description_of(description: Tensor) -> None:
             if self.rank == owner:
                 assert x is not None
-                description.copy_(_description(x))
+                description.copy_(_description((x,)))
             dist.broadcast(description, self.ranks[owner], self.group)
 
-        whole = self._described(description_of)
+        (whole,) = self._described(description_of)
         if self.rank == owner:
             assert x is not None
             whole.copy_(x)
         dist.broadcast(whole, self.ranks[owner], self.group)
         return whole
 
-    def _described(self, fill: Callable[[Tensor], Any]) -> Tensor:
-        """An empty tensor of the shape and format that `fill` writes into a description."""
-        description = torch.empty(_MOST_DIMS + 2, dtype=torch.int64, device=self.mesh.device_type)
+    def _described(self, fill: Callable[[Tensor], Any]) -> Parcel:
+        """Empty tensors of the form that `fill` writes into a description."""
+        description = _no_description(self.mesh.device_type)
         fill(description)
-        dtype, shape = _read(description)
-        return torch.empty(shape, dtype=dtype, device=self.mesh.device_type)
+        return _empty(_read(description), self.mesh.device_type)
 
 
 class _Step:
@@ -206,9 +215,9 @@ class _Step:
         self.signatures = [tuple(tuple(t.shape) for t in tree_leaves(m) if isinstance(t, Tensor)) for m in microbatches]
         self.total = torch.zeros((), dtype=torch.float64, device=pipeline.mesh.device_type)
         self.held: dict[tuple[int, int], _Held] = {}
-        self.passed: dict[Key, Tensor] = {}  # results of this rank that a stage waits for, here or elsewhere
-        self.coming: dict[Key, tuple[Tensor, list[dist.Work]]] = {}
-        self.sent: list[tuple[list[dist.Work], Tensor]] = []
+        self.passed: dict[Key, Parcel] = {}  # results of this rank that a stage waits for, here or elsewhere
+        self.coming: dict[Key, tuple[Parcel, list[dist.Work]]] = {}
+        self.sent: list[tuple[list[dist.Work], Parcel]] = []
         self.last = [action for action in of.ranks[pipeline.rank] if action.releases][-1]
 
     def compute(self, action: Action) -> None:
@@ -232,36 +241,43 @@ class _Step:
 
     def _forward(self, action: Action) -> _Held:
         stage, microbatch = action.stage, action.microbatch
-        received = self._take((True, stage - 1, microbatch)).requires_grad_() if stage else None
-        with self.stages.computing(stage, received):
+        received, *added = self._take((True, stage - 1, microbatch)) if stage else (None,)
+        with self.stages.computing(stage, received if received is None else received.requires_grad_(), *added):
             try:
                 value = self.loss(self.microbatches[microbatch])
             except StageEnd as end:
                 output = check_activation(end.activation)
-                self._pass((True, stage, microbatch), output.detach())
-                return _Held(output, self.stages.entrance)
-            entrance, exit = self.stages.entrance, self.stages.exit
+                self.passed[True, stage, microbatch] = (output.detach(), *_added(self.stages.carried, output.device))
+                return _Held(output, self.stages.entrance, self.stages.carried)
+            held = _Held(value, self.stages.entrance, self.stages.carried, self.stages.exit)
         assert stage == self.of.num_stages - 1, f"the loss of stage {stage} was computed without calling the model"
         self.total += value.detach()
-        return _Held(value * self.scale if self.scale != 1.0 else value, entrance, exit)
+        if self.scale != 1.0:
+            held.output = value * self.scale
+        return held
 
-    def _gradient(self, action: Action) -> Tensor | None:
+    def _gradient(self, action: Action, held: _Held) -> Tensor | None:
         """What the next stage has sent of this one's output; None on the last, whose output is the loss."""
-        return self._take((False, action.stage, action.microbatch)) if action.stage < self.of.num_stages - 1 else None
+        if action.stage == self.of.num_stages - 1:
+            return None
+        gradient, *of_loss = self._take((False, action.stage, action.microbatch))
+        if held.carried is not None:
+            held.carried.grad = of_loss[0][0]
+        return gradient
 
     def _backward(self, action: Action, held: _Held) -> None:
-        gradient = self._gradient(action)
+        gradient = self._gradient(action, held)
         if held.output.requires_grad:
             with self.pipeline.inner.microbatch(last=action == self.last):
                 held.output.backward(gradient)
         if action.stage:
             assert held.entrance is not None
             found = held.entrance.grad
-            self._pass_gradient(action, torch.zeros_like(held.entrance) if found is None else found)
+            self._pass_gradient(action, held, torch.zeros_like(held.entrance) if found is None else found)
 
     def _input(self, action: Action, held: _Held) -> None:
         assert held.entrance is not None, "the first block was given no tensor"
-        output, gradient = held.output, self._gradient(action)
+        output, gradient = held.output, self._gradient(action, held)
         if held.exit is not None:
             output, gradient = self._back_to_blocks(held.output, *held.exit)
         held.split = SplitBackward(output, gradient, held.entrance)
@@ -271,7 +287,7 @@ class _Step:
             with self.pipeline.inner.microbatch(last=False):
                 held.split.accumulate_computed()
         if action.stage:
-            self._pass_gradient(action, gradient)
+            self._pass_gradient(action, held, gradient)
 
     def _back_to_blocks(self, loss: Tensor, output: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
         """The last block's output and its gradient, when the backward of all that lies behind it is done."""
@@ -279,38 +295,39 @@ class _Step:
             loss.backward()
         return output, torch.zeros_like(copy) if copy.grad is None else copy.grad
 
-    def _pass_gradient(self, action: Action, gradient: Tensor) -> None:
-        self._pass((False, action.stage - 1, action.microbatch), gradient)
+    def _pass_gradient(self, action: Action, held: _Held, gradient: Tensor) -> None:
+        of_loss = () if held.carried is None else (_number(held.carried.grad, gradient.device),)
+        self.passed[False, action.stage - 1, action.microbatch] = (gradient, *of_loss)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _pass(self, key: Key, tensor: Tensor) -> None:
-        self.passed[key] = tensor
-
-    def _take(self, key: Key) -> Tensor:
+    def _take(self, key: Key) -> Parcel:
         if key in self.passed:
-            return self.passed.pop(key).detach()
-        tensor, works = self.coming.pop(key)
+            return tuple(tensor.detach() for tensor in self.passed.pop(key))
+        parcel, works = self.coming.pop(key)
         for work in works:
             work.wait()
-        return tensor
+        return parcel
 
     def exchange(self, messages: Exchange) -> None:
         """Hand over all messages of a moment; only those that come are waited for, and only when they are used."""
         keys = [(m.is_forward, m.cut, m.action.microbatch) for m in messages]
         mine = [m.sender == self.pipeline.rank for m in messages]
         self._agree_on_shapes(messages)
-        tensors = [
-            self.passed.pop(key).contiguous() if sends else self._empty(message)
+        parcels = [
+            tuple(tensor.contiguous() for tensor in self.passed.pop(key)) if sends else self._empty(message)
             for key, sends, message in zip(keys, mine, messages)
         ]
-        works = self._post(list(zip(messages, tensors)))
-        for index, (key, sends, tensor) in enumerate(zip(keys, mine, tensors)):
-            own = [works[index]] if len(works) == len(messages) else works
+        each = [(message, tensor) for message, parcel in zip(messages, parcels) for tensor in parcel]
+        works = self._post(each)
+        if len(works) != len(each):  # NCCL has one for all
+            works = works * len(each)
+        for key, sends, parcel in zip(keys, mine, parcels):
+            own, works = works[: len(parcel)], works[len(parcel) :]
             if sends:
-                self.sent.append((own, tensor))
+                self.sent.append((own, parcel))
             else:
-                self.coming[key] = tensor, own
+                self.coming[key] = parcel, own
         self._wait_for_sends(_MOST_UNFINISHED)
 
     def _post(self, messages: list[tuple[Message, Tensor]]) -> list[dist.Work]:
@@ -330,12 +347,12 @@ class _Step:
                 continue
             known = self.pipeline._shapes.get(kind)
             if message.sender == self.pipeline.rank:
-                output = self.passed[True, message.cut, message.action.microbatch]
-                own = output.dtype, tuple(output.shape)
+                parcel = self.passed[True, message.cut, message.action.microbatch]
+                own = _form(parcel)
                 assert known in (None, own), f"alike microbatches have activations {known} and {own} behind a stage"
-                description = _description(output)
+                description = _description(parcel)
             else:
-                description = torch.empty(_MOST_DIMS + 2, dtype=torch.int64, device=self.total.device)
+                description = _no_description(self.total.device)
             if known is None and kind not in new:
                 new[kind] = message, description
         if not new:
@@ -345,9 +362,9 @@ class _Step:
         for kind, (_, description) in new.items():
             self.pipeline._shapes[kind] = _read(description)
 
-    def _empty(self, message: Message) -> Tensor:
-        dtype, shape = self.pipeline._shapes[message.cut, self.signatures[message.action.microbatch]]
-        return torch.empty(shape, dtype=dtype, device=self.total.device)
+    def _empty(self, message: Message) -> Parcel:
+        form = self.pipeline._shapes[message.cut, self.signatures[message.action.microbatch]]
+        return _empty(form, self.total.device)
 
     def _wait_for_sends(self, most: int) -> None:
         while len(self.sent) > most:
@@ -362,13 +379,39 @@ class _Step:
         assert not left, f"a step of the pipeline has left {left} behind"
 
 
-def _description(x: Tensor) -> Tensor:
-    """Format and shape of a tensor, as a tensor."""
-    assert x.ndim <= _MOST_DIMS, f"{x.ndim} dims between two stages; at most {_MOST_DIMS} are sent"
-    padding = [0] * (_MOST_DIMS - x.ndim)
-    return torch.tensor([_FORMATS.index(x.dtype), x.ndim, *x.shape, *padding], dtype=torch.int64, device=x.device)
+def _added(carried: Carried | None, device: torch.device) -> Parcel:
+    """What a stage says beside its activations of what blocks have added to the loss so far."""
+    return () if carried is None else (_number(carried.value, device),)
 
 
-def _read(description: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    dtype, ndim, *sizes = description.tolist()
-    return _FORMATS[dtype], tuple(sizes[:ndim])
+def _number(x: Tensor | None, device: torch.device) -> Tensor:
+    """One number as it travels; zero for none."""
+    return torch.zeros(1, dtype=torch.float64, device=device) if x is None else x.detach().double().view(1)
+
+
+def _form(parcel: Parcel) -> Form:
+    return parcel[0].dtype, tuple(parcel[0].shape), len(parcel)
+
+
+def _empty(form: Form, device: torch.device | str) -> Parcel:
+    dtype, shape, num_tensors = form
+    first = torch.empty(shape, dtype=dtype, device=device)
+    return (first, *(torch.empty(1, dtype=torch.float64, device=device) for _ in range(num_tensors - 1)))
+
+
+def _description(parcel: Parcel) -> Tensor:
+    """The form of a parcel, as a tensor."""
+    dtype, shape, num_tensors = _form(parcel)
+    assert len(shape) <= _MOST_DIMS, f"{len(shape)} dims between two stages; at most {_MOST_DIMS} are sent"
+    numbers = [num_tensors, _FORMATS.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
+    return torch.tensor(numbers, dtype=torch.int64, device=parcel[0].device)
+
+
+def _no_description(device: torch.device | str) -> Tensor:
+    """Where one is received."""
+    return torch.empty(_MOST_DIMS + 3, dtype=torch.int64, device=device)
+
+
+def _read(description: Tensor) -> Form:
+    num_tensors, dtype, ndim, *sizes = description.tolist()
+    return _FORMATS[dtype], tuple(sizes[:ndim]), num_tensors

@@ -4,7 +4,8 @@
 While a stage computes, everything before its first block is replaced by modules that give back what was received, and
 the first block behind its last one by a module that ends the forward: what a model, a style or a loss does behind the
 blocks belongs to the last stage, whatever it is. Ids, positions, masks and targets are known to every stage, because
-the ranks of a pipeline read the same rows; only the tensor that blocks hand on travels.
+the ranks of a pipeline read the same rows; only the tensor that blocks hand on travels, and with it what they add to
+the loss otherwise (`Carried`), one number.
 
 Called while no stage computes (an evaluation), the model is the whole model on every rank: the ranks take their stages
 in turn, and all get what the last one returns.
@@ -12,7 +13,7 @@ in turn, and all get what the last one returns.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,21 +63,48 @@ class StageEnd(Exception):
         self.activation = activation
 
 
+class Carried(Protocol):
+    """What blocks add to what the model returns beside the tensor that they hand on, as routers of experts do.
+
+    Blocks are given it as the `auxiliary` of an argument. See `core.nn.moe.AuxiliaryLoss`.
+    """
+
+    value: Tensor | None
+    open: bool
+    grad: Tensor | None
+
+
+def _find_carried(*arguments: Any) -> Carried | None:
+    found = (getattr(argument, "auxiliary", None) for argument in arguments)
+    return next((carried for carried in found if carried is not None), None)
+
+
 class _Received(nn.Module):
     """In the place of what comes before a stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.activation: Tensor | None = None
+        self.added: Tensor | None = None
+        self.carried: Carried | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Tensor | None:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        if self.carried is None and (carried := _find_carried(*args, *kwargs.values())) is not None:
+            self.carried, carried.value = carried, None if self.added is None else self.added.view(())
         return self.activation
 
 
 class _End(nn.Module):
     """In the place of the block behind a stage."""
 
-    def forward(self, activation: Any, *_: Any, **__: Any) -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried: Carried | None = None
+
+    def forward(self, activation: Any, *args: Any, **kwargs: Any) -> Any:
+        self.carried = _find_carried(*args, *kwargs.values())
+        if self.carried is not None:
+            self.carried.open = False
         raise StageEnd(activation)
 
 
@@ -164,11 +192,15 @@ class Stages:
         self.blocks[-1].register_forward_hook(leave)
 
     @contextmanager
-    def computing(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """The model is this stage, and goes on from `received`, the activations of the one before."""
+    def computing(self, stage: int, received: Tensor | None, added: Tensor | None = None) -> Iterator[None]:
+        """The model is this stage, and goes on from `received`, the activations of the one before.
+
+        added  to the loss by the stages before
+        """
         assert self.current is None, f"stage {self.current} is computing"
         blocks, first_block = self.ranges[stage], len(self.plan.before)
-        self.current, self.entrance, self._received.activation = stage, received, received
+        self.current, self.entrance = stage, received
+        self._received.activation, self._received.added = received, added
         for index, (parent, leaf, _) in enumerate(self._slots):
             if stage > 0 and index < first_block + blocks.start:
                 parent._modules[leaf] = self._received
@@ -179,7 +211,13 @@ class Stages:
         finally:
             for parent, leaf, module in self._slots:
                 parent._modules[leaf] = module
-            self.current = self.entrance = self.exit = self._received.activation = None
+            self.current = self.entrance = self.exit = None
+            self._received.activation = self._received.added = self._received.carried = self._end.carried = None
+
+    @property
+    def carried(self) -> Carried | None:
+        """What the blocks of the stage that computes added to, once its forward is over."""
+        return self._received.carried or self._end.carried
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.current is None:
