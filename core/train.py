@@ -162,6 +162,7 @@ def fit(
     weight: Callable[[dict[str, Tensor]], Tensor] = num_rows,
     evaluate: Evaluate | None = None,
     average: WeightAverage | None = None,
+    keep_frozen: bool = True,
     flops_per_token: float | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -173,10 +174,13 @@ def fit(
     evaluate         model -> figures of an evaluation; called on every rank; where parameters are sharded, every rank
                      must call the model equally often
     average          follows the masters, and is part of the checkpoints
+    keep_frozen      checkpoints hold what does not learn; without it they are small where little learns, and whoever
+                     resumes has given the model those parameters
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """
-    state = TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), dict(values or {}), average)
+    loss_scale = LossScale(config.precision, config.loss_scale)
+    state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
     axis = data_axis(data.mesh)
     # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens and stages.
     seed_everything(config.seed + _drawing_rank(data.mesh))
@@ -332,9 +336,10 @@ class TrainState:
         loss_scale: LossScale,
         values: dict[str, Any],
         average: WeightAverage | None = None,
+        keep_frozen: bool = True,
     ):
         self.data, self.optimizer, self.loss_scale, self.values = data, optimizer, loss_scale, values
-        self.average = average
+        self.average, self.keep_frozen = average, keep_frozen
         self.loaded: dict[str, Any] = {}
         self.stopping = False
         self.loss = float("nan")
@@ -345,7 +350,8 @@ class TrainState:
 
         optim  parameter -> its optimizer's tensors; by default as they are now
         """
-        found = {f"model/{name}": parameter for name, parameter in self.data.frozen.items()}
+        frozen = self.data.frozen if self.keep_frozen else {}
+        found = {f"model/{name}": parameter for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.data.masters.items()}
         persistent = self.data.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}

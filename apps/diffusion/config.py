@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.noise import Prediction
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.runtime import launched, world_size
 from core.train import TrainConfig
 
-Method = Literal["full", "dreambooth"]
+Method = Literal["full", "lora", "dreambooth"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class FinetuneConfig(DiffusionConfig):
     """Go on training a pipeline that exists, on captioned images or on one subject."""
 
     method: Method = "full"
-    """full: all weights, on captioned images; dreambooth: all weights, on the images of one subject"""
+    """full: all weights; lora: low-rank adapters of them; dreambooth: all weights, on the images of one subject"""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     instance_dir: Path | None = None
     """images of the subject, three to five"""
     instance_prompt: str | None = None
@@ -176,9 +178,9 @@ def check_combination(config: DiffusionConfig) -> MeshConfig:
     if config.weights is not None and not config.weights.exists():
         raise UserError(f"--weights {config.weights} does not exist; give a diffusers folder")
     mesh = config.mesh.resolve(ranks_of(config), config.zero)
-    for name in ("tp", "cp"):
+    for name in ("pp", "tp", "cp"):
         if getattr(mesh, name) > 1:
-            raise UserError(f"mesh.{name}={getattr(mesh, name)}: the U-Net is not cut so; use mesh.{name}=1 and --zero")
+            raise UserError(f"mesh.{name}={getattr(mesh, name)}: a U-Net is not cut so; use mesh.{name}=1 and --zero")
     rows = config.data.global_batch * (2 if isinstance(config, FinetuneConfig) and config.has_prior else 1)
     if rows % mesh.data_ranks:
         raise UserError(

@@ -50,22 +50,25 @@ def emptied(model: nn.Module, device: torch.device) -> Callable[[nn.Module], Non
     for name, parameter in list(model.named_parameters()):
         empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         set_parameter(model, name, empty)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
 
+    @torch.no_grad()
     def fill(filled: nn.Module) -> None:
         give(filled, values)
         values.clear()
+        for name, value in buffers.items():  # whoever gave memory to the parameters may have given the buffers new
+            path, _, leaf = name.rpartition(".")
+            setattr(filled.get_submodule(path), leaf, value.to(filled.get_buffer(name).dtype))
 
     return fill
 
 
 @torch.no_grad()
 def give(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Every parameter of a (sharded) model gets its part of the value of its name."""
-    for name, parameter in model.named_parameters():
-        local(parameter).copy_(layout_of(parameter).local(values[name]))
+    """The parameters of these names of a (sharded) model get their parts of these values."""
+    for name, value in values.items():
+        parameter = model.get_parameter(name)
+        local(parameter).copy_(layout_of(parameter).local(value))
 
 
 class Objective:

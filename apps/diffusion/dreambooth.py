@@ -1,4 +1,7 @@
-"""`diffusion dreambooth`: teach a pipeline one subject, `diffusion finetune --method dreambooth` for short."""
+"""`diffusion dreambooth`: teach a pipeline one subject, `diffusion finetune --method dreambooth` for short.
+
+With `--method lora` into low-rank adapters instead of the weights.
+"""
 
 from apps.diffusion import finetune
 

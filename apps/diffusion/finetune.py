@@ -1,4 +1,4 @@
-"""`diffusion finetune --method full|dreambooth`: go on training a pipeline that exists.
+"""`diffusion finetune --method full|lora|dreambooth`: go on training a pipeline that exists.
 
 Each method has a recipe of its name, whose defaults are taken unless --recipe names another.
 """

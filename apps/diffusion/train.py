@@ -1,19 +1,22 @@
 """A training run: config -> pipeline -> mesh -> batches -> U-Net on meta -> materialise -> optimizer -> fit.
 
 What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), and the trained
-pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OUT)` and `--weights OUT` load.
+pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OUT)` and `--weights OUT` load; a LoRA run
+leaves its file instead.
 """
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from apps.diffusion.adapters import adapters_of, add_adapters
 from apps.diffusion.config import DiffusionConfig, FinetuneConfig, PretrainConfig, check_combination
 from apps.diffusion.data.likes import draw_class_images
 from apps.diffusion.data.prepare import prepare
 from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
+from apps.diffusion.formats.lora import Layout, load_lora, save_lora
 from apps.diffusion.initialise import begin_as_identity
 from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, load_pipeline, save_pipeline
@@ -24,6 +27,7 @@ from core.metrics import plot_loss
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
+from core.precision import compute_dtype
 from core.runtime import launched, leads, start
 from core.train import checkpoint_path, fit, launch_run, write_config
 
@@ -42,26 +46,27 @@ def run(command: str, config: DiffusionConfig, argv: list[str]) -> int:
 def train(config: DiffusionConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     pipeline = starting_pipeline(config)
-    schedule = NoiseSchedule(pipeline.schedule)
+    schedule, model = NoiseSchedule(pipeline.schedule), denoiser(config, pipeline)
     with start(config.device, config.seed) as runtime:
         mesh = runtime.mesh(config.mesh, config.zero)
         if isinstance(config, FinetuneConfig) and config.has_prior:
             draw_class_images(config, weights_of(config), runtime)
         batches = prepare(config, pipeline, runtime)
         write_config(config, runtime)
-        model = denoiser(config, pipeline)
         data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
         optimizer = build_optimizer(config.optim, data.masters)
         host = "cpu" if config.average_on_host else None
         average = None if config.average is None else WeightAverage(data.masters, ramp(config.average), host)
+        objective = Objective(schedule.to(runtime.device), config.noise.min_snr, getattr(config, "prior_weight", 1.0))
         summary = fit(
             data,
             optimizer,
             batches,
-            Objective(schedule.to(runtime.device), config.noise.min_snr, getattr(config, "prior_weight", 1.0)),
+            objective,
             config,
             runtime,
             average=average,
+            keep_frozen=False,  # they are those of --weights
             values=as_json(config),
         )
         if runtime.leads and finished(config, summary):
@@ -81,9 +86,13 @@ def starting_pipeline(config: DiffusionConfig) -> Pipeline:
     pipeline = load_pipeline(weights_of(config))
     pipeline.schedule = schedule_of(config, pipeline.schedule)
     NoiseSchedule(pipeline.schedule)  # complains before anything is encoded
-    if isinstance(config, PretrainConfig) and config.fresh != "nothing":
+    if begins_anew(config):
         _begin_anew(config, pipeline)
     return pipeline
+
+
+def begins_anew(config: DiffusionConfig) -> TypeGuard[PretrainConfig]:
+    return isinstance(config, PretrainConfig) and config.fresh != "nothing"
 
 
 def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
@@ -116,8 +125,7 @@ def schedule_of(config: DiffusionConfig, stored: ScheduleConfig) -> ScheduleConf
     Raises UserError for trained weights that are told to predict something else than they do.
     """
     wanted = config.noise.prediction or stored.prediction_type
-    anew = isinstance(config, PretrainConfig) and config.fresh != "nothing"
-    if wanted != stored.prediction_type and not anew:
+    if wanted != stored.prediction_type and not begins_anew(config):
         raise UserError(
             f"noise.prediction={wanted}, and {weights_of(config)} predicts {stored.prediction_type} (its "
             "scheduler_config.json says so): it would have to unlearn that; leave --noise.prediction out"
@@ -129,23 +137,44 @@ def schedule_of(config: DiffusionConfig, stored: ScheduleConfig) -> ScheduleConf
 
 
 def denoiser(config: DiffusionConfig, pipeline: Pipeline) -> Denoiser:
-    """What is trained of a pipeline, in training mode."""
+    """What is trained of a pipeline, in training mode; of a LoRA run only the adapters want a gradient.
+
+    Raises UserError for a LoRA to go on from that was made for another model, or for what is not trained.
+    """
     text_encoder = pipeline.text_encoder if config.train_text_encoder else None
-    return Denoiser(pipeline.unet, text_encoder, config.channels_last).train()
+    model = Denoiser(pipeline.unet, text_encoder, config.channels_last).train()
+    if is_lora(config):
+        start = None if config.lora.start is None else load_lora(config.lora.start, pipeline)
+        if start and text_encoder is None and any(name.startswith("text_encoder.") for name in start):
+            raise UserError(f"{config.lora.start} adapts the text encoder too; add --train-text-encoder")
+        add_adapters(model, config.lora, config.seed, start)
+    return model
+
+
+def is_lora(config: DiffusionConfig) -> TypeGuard[FinetuneConfig]:
+    return isinstance(config, FinetuneConfig) and config.method == "lora"
 
 
 def save(config: DiffusionConfig) -> None:
-    """The trained pipeline of the run's last checkpoint, as a diffusers folder in --out."""
+    """What the run's last checkpoint has learned, in --out: a diffusers folder, or the files of a LoRA."""
     pipeline = starting_pipeline(config)
     trained = denoiser(config, pipeline)
     kind = "model" if config.average is None else "average"
-    names = [name for name, _ in trained.named_parameters()]
+    names = [name for name, parameter in trained.named_parameters() if parameter.requires_grad]
     values = read_full(checkpoint_path(config.out), [f"{kind}/{name}" for name in names])
     give(trained, {name: values[f"{kind}/{name}"] for name in names})
-    save_pipeline(pipeline, config.out, getattr(torch, _DTYPES[config.save_precision]), replace=True)
+    dtype = compute_dtype(config.save_precision)
+    if not is_lora(config):
+        save_pipeline(pipeline, config.out, dtype, replace=True)
+        return
+    for layout, file in LORA_FILES.items():
+        if config.lora.layout in (layout, "both"):
+            aside = config.out / f".{file}"
+            aside.unlink(missing_ok=True)
+            save_lora(adapters_of(trained), aside, layout, dtype).replace(config.out / file)
 
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LORA_FILES: dict[Layout, str] = {"diffusers": "pytorch_lora_weights.safetensors", "kohya": "kohya.safetensors"}
 
 
 def report(config: DiffusionConfig, summary: dict[str, Any]) -> None:
@@ -162,4 +191,4 @@ def report(config: DiffusionConfig, summary: dict[str, Any]) -> None:
                 else f"{name:20} {summary[name]:,}"
             )
     print(f"{'loss curve':20} {config.out / 'loss.png'}")
-    print(f"{'pipeline':20} {config.out}")
+    print(f"{'LoRA' if is_lora(config) else 'pipeline':20} {config.out}")

@@ -60,6 +60,17 @@ def full() -> FinetuneConfig:
     )
 
 
+def lora() -> FinetuneConfig:
+    """Adapters of the attention layers; they stand a higher rate than the weights."""
+    return FinetuneConfig(
+        method="lora",
+        data=DataConfig(global_batch=1),
+        steps=1000,
+        optim=_adamw(1e-4),
+        out=Path("runs/lora"),
+    )
+
+
 def dreambooth() -> FinetuneConfig:
     """One subject into all weights; the rate of Ruiz et al. 2023, section 3.1."""
     return FinetuneConfig(
@@ -72,4 +83,4 @@ def dreambooth() -> FinetuneConfig:
 
 
 PRETRAIN: dict[str, Callable[[], PretrainConfig]] = {"pretrain": pretrain, "tiny": tiny}
-FINETUNE: dict[str, Callable[[], FinetuneConfig]] = {"full": full, "dreambooth": dreambooth}
+FINETUNE: dict[str, Callable[[], FinetuneConfig]] = {"full": full, "lora": lora, "dreambooth": dreambooth}

@@ -1,5 +1,7 @@
 """The training commands: what they leave, that they go on exactly, what they refuse before anything is trained."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,10 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
 from apps.diffusion import dreambooth, finetune, pretrain
+from apps.diffusion.adapters import LoraConfig, adapters_of, add_adapters
+from apps.diffusion.formats.lora import load_lora, save_lora
 from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.train import LORA_FILES
 from core.checkpoint import read_full
 from core.config import UserError
 from core.train import checkpoint_path
@@ -72,6 +77,7 @@ def test_a_run_leaves_a_pipeline_that_diffusers_loads(folder: Path, tmp_path: Pa
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
     likes = {"class_dir": folder / "likes", "class_prompt": "a photo of a dog", "prior_weight": 0.5}
+    likes |= {"num_class_images": 4}
     options = {**_subject(folder), **likes, "noise__offset": 0.1, "steps": 4, "optim__lr": 1e-3, "average": 0.5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert dreambooth.main(_argv(folder, whole, **options)) == 0
@@ -101,6 +107,98 @@ def test_what_begins_anew_learns_another_noise(folder: Path, tmp_path: Path) -> 
     assert pipeline.unet.conv_in.bias.abs().max() < 1e-3  # it began as `begin_as_identity` says
     theirs = StableDiffusionPipeline.from_pretrained(out, safety_checker=None, local_files_only=True)
     assert theirs.scheduler.config.rescale_betas_zero_snr
+
+
+def test_adapters_add_a_product_to_what_a_layer_makes() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleDict(
+        {"to_q": torch.nn.Linear(5, 7), "conv1": torch.nn.Conv2d(3, 4, 3, 2, 1), "other": torch.nn.Linear(5, 5)}
+    )
+    x, image = torch.randn(2, 5), torch.randn(2, 3, 9, 9)
+    before = layers["to_q"](x), layers["conv1"](image)
+    add_adapters(layers, LoraConfig(rank=2, alpha=3.0, targets="all"), seed=0)
+    assert torch.equal(layers["to_q"](x), before[0])
+    assert torch.equal(layers["conv1"](image), before[1])
+    assert [n for n, p in layers.named_parameters() if p.requires_grad] == [
+        "to_q.lora_down.weight", "to_q.lora_up.weight", "conv1.lora_down.weight", "conv1.lora_up.weight",
+    ]  # fmt: skip
+    for name in ("to_q", "conv1"):
+        torch.nn.init.normal_(layers[name].lora_up.weight)
+    lora = adapters_of(layers)
+    q = torch.nn.functional.linear(
+        x, layers["to_q"].weight + 1.5 * lora["to_q"].up @ lora["to_q"].down, layers["to_q"].bias
+    )
+    assert torch.allclose(layers["to_q"](x), q, atol=1e-5)
+    kernel = layers["conv1"].weight + lora["conv1"].delta()
+    c = torch.nn.functional.conv2d(image, kernel, layers["conv1"].bias, 2, 1)
+    assert torch.allclose(layers["conv1"](image), c, atol=1e-5)
+    assert lora["conv1"].alpha == 3.0
+
+
+def test_a_lora_run_leaves_files_that_diffusers_loads(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = {"method": "lora", "lora__rank": 4, "lora__alpha": 6, "lora__targets": "all", "lora__layout": "both"}
+    argv = [*_argv(folder, out, **_subject(folder), **options, optim__lr=0.05), "--train-text-encoder"]
+    assert dreambooth.main(argv) == 0
+    assert not (out / "model_index.json").exists()
+    held = [name for name in read_full(checkpoint_path(out)) if name.startswith("model/")]
+    assert held
+    assert all("lora_" in name for name in held)  # checkpoints are small
+    pipeline = load_pipeline(folder / "weights")
+    lora = load_lora(out / LORA_FILES["diffusers"], pipeline)
+    again = load_lora(out / LORA_FILES["kohya"], pipeline)
+    assert all(
+        torch.equal(pair.up, again[name].up) and pair.alpha == again[name].alpha == 6 for name, pair in lora.items()
+    )
+    assert {name.partition(".")[0] for name in lora} == {"unet", "text_encoder"}
+    assert any("conv" in name for name in lora)
+    theirs = StableDiffusionPipeline.from_pretrained(folder / "weights", safety_checker=None, local_files_only=True)
+    seen, times, text = torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 16, 16)
+    before = theirs.unet(seen, times, text).sample
+    theirs.load_lora_weights(out, weight_name=LORA_FILES["diffusers"])
+    after = theirs.unet(seen, times, text).sample
+    add_adapters(pipeline.unet, LoraConfig(), 0, {n[5:]: pair for n, pair in lora.items() if n.startswith("unet.")})
+    ours = pipeline.unet(seen, times, text).sample
+    assert (after - before).abs().max() > 1e-3
+    assert (ours - after).abs().max() < 1e-4 * (after - before).abs().max()
+    on = {**options, "lora__start": out / LORA_FILES["kohya"], "optim__lr": 0.0, "lora__rank": 9}
+    assert dreambooth.main([*_argv(folder, tmp_path / "on", **_subject(folder), **on), "--train-text-encoder"]) == 0
+    kept = load_lora(tmp_path / "on" / LORA_FILES["diffusers"], load_pipeline(folder / "weights"))
+    assert all(torch.equal(kept[name].down, pair.down) for name, pair in lora.items())
+    with pytest.raises(UserError, match="add --train-text-encoder"):
+        dreambooth.main(_argv(folder, tmp_path / "off", **_subject(folder), **on))
+    other = load_lora(out / LORA_FILES["diffusers"], load_pipeline(folder / "weights"))
+    name, pair = next(iter(other.items()))
+    save_lora({name: replace(pair, up=pair.up[:-1])}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match="made for another model"):
+        dreambooth.main(
+            _argv(folder, tmp_path / "o", **_subject(folder), **(on | {"lora__start": tmp_path / "other.safetensors"}))
+        )
+    assert not (tmp_path / "o").exists()
+
+
+OPTIMIZERS = [
+    ("adamw8bit", "fp32", {"optim__lr": 1e-3}),
+    ("adafactor", "bf16", {"optim__lr": 1e-2, "optim__factored": "largest", "optim__betas": "None"}),
+    ("adamw", "fp16", {"optim__lr": 1e-3, "average": 0.9, "loss_scale__initial": 256}),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "options"), OPTIMIZERS, ids=[name for name, *_ in OPTIMIZERS])
+def test_optimizers_and_formats_learn_and_go_on(folder: Path, tmp_path: Path, name, precision, options) -> None:
+    given = {**_subject(folder), "optim__name": name, "precision": precision, "data__global_batch": 2, "steps": 4}
+    given |= {"microbatch": 1, "recompute__mode": "full", **options}
+    more = ["--average-on-host"] if "average" in options else []
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert dreambooth.main([*_argv(folder, whole, **given), *more]) == 0
+    assert dreambooth.main([*_argv(folder, parts, **given, stop_after=2), *more]) == 0
+    assert dreambooth.main([*_argv(folder, parts, **given), *more, "--resume"]) == 0
+    found, wanted, start = _weights(parts), _weights(whole), _weights(folder / "weights")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    moved = [name for name in wanted if (wanted[name] - start[name]).abs().max() > 1e-5]
+    assert len(moved) > 0.9 * len(wanted)
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["loss"] < 10 for row in rows)
 
 
 REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
