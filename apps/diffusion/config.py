@@ -71,7 +71,10 @@ class DiffusionConfig(TrainConfig):
     """Train a Stable Diffusion pipeline; what all commands have."""
 
     weights: Path | None = None
-    """the pipeline to start from: a diffusers folder; without it the one that comes with this program"""
+    """the pipeline to start from, a diffusers folder or a single-file checkpoint; by default the one that comes with
+    this program"""
+    tokenizer: Path | None = None
+    """folder of a tokenizer, for single files, which hold none"""
     data: DataConfig = field(default_factory=DataConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     train_text_encoder: bool = False
@@ -176,7 +179,7 @@ def check_combination(config: DiffusionConfig) -> MeshConfig:
     if subject and config.data.images is not None:
         raise UserError("--data.images and --instance-dir; give the one or the other")
     if config.weights is not None and not config.weights.exists():
-        raise UserError(f"--weights {config.weights} does not exist; give a diffusers folder")
+        raise UserError(f"--weights {config.weights} does not exist; give a diffusers folder or a file")
     mesh = config.mesh.resolve(ranks_of(config), config.zero)
     for name in ("pp", "tp", "cp"):
         if getattr(mesh, name) > 1:

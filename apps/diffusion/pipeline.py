@@ -242,7 +242,10 @@ def load_pipeline(
 
 
 def contradiction(origin: object, said: str, told: str | None) -> str:
-    return f"{origin} predicts {said}, and --prediction-type {told} was given; leave it out"
+    return (
+        f"{origin} predicts {said}, and --prediction-type {told} was given (of training --noise.prediction); "
+        "leave it out"
+    )
 
 
 def _is_tokenizer(given: Any) -> bool:

@@ -6,6 +6,7 @@ leaves its file instead.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,7 +20,15 @@ from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
 from apps.diffusion.formats.lora import Layout, load_lora, save_lora
 from apps.diffusion.initialise import begin_as_identity
 from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
-from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, load_pipeline, save_pipeline
+from apps.diffusion.pipeline import (
+    EMBEDDED,
+    Pipeline,
+    build_text_encoder,
+    build_unet,
+    has_quantized,
+    load_pipeline,
+    save_pipeline,
+)
 from apps.diffusion.shapes import SHAPES
 from core.checkpoint import read_full
 from core.config import UserError, as_json
@@ -50,7 +59,7 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
     with start(config.device, config.seed) as runtime:
         mesh = runtime.mesh(config.mesh, config.zero)
         if isinstance(config, FinetuneConfig) and config.has_prior:
-            draw_class_images(config, weights_of(config), runtime)
+            draw_class_images(config, partial(load_weights, config), runtime)
         batches = prepare(config, pipeline, runtime)
         write_config(config, runtime)
         data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
@@ -83,7 +92,7 @@ def starting_pipeline(config: DiffusionConfig) -> Pipeline:
 
     Raises UserError for weights that cannot be trained as asked.
     """
-    pipeline = load_pipeline(weights_of(config))
+    pipeline = load_weights(config)
     pipeline.schedule = schedule_of(config, pipeline.schedule)
     NoiseSchedule(pipeline.schedule)  # complains before anything is encoded
     if begins_anew(config):
@@ -109,8 +118,19 @@ def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
 
 
 def weights_of(config: DiffusionConfig) -> Path:
-    """The folder that a run starts from: without --weights that of the pipeline that comes with the program."""
+    """What a run starts from: without --weights the pipeline that comes with the program."""
     return config.weights or EMBEDDED
+
+
+def load_weights(config: DiffusionConfig, dtype: torch.dtype = torch.float32) -> Pipeline:
+    """Raises UserError for weights that are no pipeline, or in 8 bits."""
+    weights = weights_of(config)
+    # A folder says what it predicts; a single file may have to be told.
+    told = config.noise.prediction if weights.is_file() and not begins_anew(config) else None
+    pipeline = load_pipeline(weights, dtype, told, config.tokenizer)
+    if any(has_quantized(module) for module in pipeline.modules.values()):
+        raise UserError(f"{weights} holds weights in 8 bits, which do not learn; give those that it was made from")
+    return pipeline
 
 
 def _shape(model: str) -> dict[str, Any]:

@@ -5,21 +5,26 @@ so a run that was stopped while drawing goes on.
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.data.folder import image_files
 from apps.diffusion.generate import Job, Sampling, generate
 from apps.diffusion.images import save_png, to_pil
-from apps.diffusion.pipeline import load_pipeline
+from apps.diffusion.pipeline import Pipeline
 from core.precision import compute_dtype
 from core.runtime import Runtime
 
 
-def draw_class_images(config: FinetuneConfig, weights: Path, runtime: Runtime) -> None:
-    """Fill --class-dir up to --num-class-images with pictures of --class-prompt."""
+def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipeline], runtime: Runtime) -> None:
+    """Fill --class-dir up to --num-class-images with pictures of --class-prompt.
+
+    load  format of the weights -> the pipeline that draws
+    """
     assert config.class_dir is not None
     assert config.class_prompt is not None
     names = _missing(config.class_dir, config.num_class_images)
@@ -30,12 +35,12 @@ def draw_class_images(config: FinetuneConfig, weights: Path, runtime: Runtime) -
     if runtime.leads:
         print(f"drawing {len(names)} images of {config.class_prompt!r} into {config.class_dir}")
     own = names[runtime.rank :: runtime.world_size]
-    pipeline = load_pipeline(weights, compute_dtype(config.precision)).to(runtime.device)
+    pipeline = load(compute_dtype(config.precision)).to(runtime.device)
     side = config.data.resolution
     sampling = Sampling(height=side, width=side)
     jobs = [Job(config.class_prompt, config.seed + number) for number, _ in own]
     for (_, path), (job, picture) in zip(own, generate(pipeline, jobs, sampling), strict=True):
-        save_png(to_pil(picture), path, {"prompt": job.prompt, "seed": job.seed, "weights": str(weights)})
+        save_png(to_pil(picture), path, {"prompt": job.prompt, "seed": job.seed})
     if runtime.world_size > 1:
         dist.barrier()
 

@@ -178,7 +178,7 @@ def _schedule(
     if predicts is None:
         raise UserError(
             f"{path} does not say what its U-Net predicts; give --prediction-type v_prediction (v2 and v2.1 at 768 px) "
-            "or epsilon (v2-base at 512 px)"
+            "or epsilon (v2-base at 512 px), of training --noise.prediction"
         )
     return ScheduleConfig(prediction_type=predicts, rescale_betas_zero_snr="ztsnr" in tensors)
 

@@ -5,19 +5,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from PIL import Image
 from safetensors.torch import load_file
 
 from apps.diffusion import dreambooth, finetune, pretrain
 from apps.diffusion.adapters import LoraConfig, adapters_of, add_adapters
+from apps.diffusion.config import FinetuneConfig
+from apps.diffusion.data.likes import draw_class_images
 from apps.diffusion.formats.lora import load_lora, save_lora
-from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.formats.single_file import save_single_file
+from apps.diffusion.pipeline import Pipeline, load_pipeline, save_pipeline
 from apps.diffusion.train import LORA_FILES
 from core.checkpoint import read_full
 from core.config import UserError
+from core.quant import quantize
+from core.runtime import Runtime
 from core.train import checkpoint_path
+from tests.support.diffusion import narrow_pipeline
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
 
 CPU = ("--device", "cpu", "--log.no-tensorboard")
@@ -177,6 +185,27 @@ def test_a_lora_run_leaves_files_that_diffusers_loads(folder: Path, tmp_path: Pa
     assert not (tmp_path / "o").exists()
 
 
+def test_class_images_that_are_missing_are_drawn(folder: Path, tmp_path: Path) -> None:
+    likes = tmp_path / "likes"
+    given = {"instance_dir": folder / "subject", "instance_prompt": "a photo of sks dog"}
+    config = FinetuneConfig(class_dir=likes, class_prompt="a photo of a dog", num_class_images=3, **given)
+    alone = Runtime(0, 0, 1, torch.device("cpu"))
+
+    def load(dtype: torch.dtype) -> Pipeline:
+        return load_pipeline(folder / "weights", dtype)
+
+    draw_class_images(config, load, alone)
+    drawn = {path.name: np.asarray(Image.open(path)).astype(int) for path in likes.iterdir()}
+    assert sorted(drawn) == ["class-00000.png", "class-00001.png", "class-00002.png"]
+    assert len({picture.tobytes() for picture in drawn.values()}) == 3
+    (likes / "class-00001.png").unlink()
+    draw_class_images(config, load, alone)
+    for path in likes.iterdir():  # the same picture, alone as beside others
+        assert np.abs(np.asarray(Image.open(path)).astype(int) - drawn[path.name]).max() <= 1
+    assert len(list(likes.iterdir())) == 3
+    draw_class_images(config, lambda dtype: pytest.fail("nothing is missing"), alone)
+
+
 OPTIMIZERS = [
     ("adamw8bit", "fp32", {"optim__lr": 1e-3}),
     ("adafactor", "bf16", {"optim__lr": 1e-2, "optim__factored": "largest", "optim__betas": "None"}),
@@ -199,6 +228,24 @@ def test_optimizers_and_formats_learn_and_go_on(folder: Path, tmp_path: Path, na
     assert len(moved) > 0.9 * len(wanted)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < row["loss"] < 10 for row in rows)
+
+
+def test_single_files_are_trained_on_too(tmp_path: Path) -> None:
+    pipeline = narrow_pipeline(0, v2=True)
+    save_pipeline(pipeline, tmp_path / "narrow")
+    save_single_file(pipeline, tmp_path / "narrow.safetensors")
+    write_pictures(tmp_path / "pictures", 1)
+    options = {"weights": tmp_path / "narrow.safetensors", "data__images": tmp_path / "pictures", "steps": 1}
+    argv = _argv(tmp_path, tmp_path / "run", **options, method="lora", tokenizer=tmp_path / "narrow")
+    assert finetune.main(argv) == 0
+    lora = load_lora(tmp_path / "run" / LORA_FILES["diffusers"], pipeline)
+    assert any(pair.up.abs().max() > 0 for pair in lora.values())
+    with pytest.raises(UserError, match="predicts v_prediction"):
+        finetune.main([*argv, "--noise.prediction", "epsilon"])
+    quantize(pipeline.unet, "int8")
+    save_pipeline(pipeline, tmp_path / "int8")
+    with pytest.raises(UserError, match="8 bits, which do not learn"):
+        finetune.main(_argv(tmp_path, tmp_path / "other", **options | {"weights": tmp_path / "int8"}))
 
 
 REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
