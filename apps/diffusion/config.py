@@ -6,6 +6,7 @@ from typing import Literal
 
 from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.noise import Prediction
+from apps.diffusion.validation import ValidationConfig
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.runtime import launched, world_size
@@ -77,6 +78,7 @@ class DiffusionConfig(TrainConfig):
     """folder of a tokenizer, for single files, which hold none"""
     data: DataConfig = field(default_factory=DataConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     train_text_encoder: bool = False
     """the text encoder learns too; otherwise its embeddings are made once"""
     average: float | None = None

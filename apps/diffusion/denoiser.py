@@ -84,8 +84,11 @@ class Objective:
 
     def __init__(self, schedule: NoiseSchedule, min_snr: float | None = None, prior_weight: float = 1.0):
         self.schedule, self.min_snr, self.prior_weight = schedule, min_snr, prior_weight
+        self._steps: Tensor | None = None
 
     def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if model.training:
+            self._steps = batch.get("steps")
         given = batch["latents"].dtype
         wide = torch.promote_types(given, torch.float32)
         sample_BChw, noise_BChw = batch["latents"].to(wide), batch["noise"].to(wide)
@@ -96,6 +99,11 @@ class Objective:
         target_BChw = self.schedule.target(sample_BChw, noise_BChw, timestep_B)
         error_B = (predicted_BChw - target_BChw).square().mean((1, 2, 3))
         return (error_B * self.weight(batch).to(wide)).mean()
+
+    @property
+    def steps_seen(self) -> int:
+        """How many steps the run has made, as the last batch it trained on says."""
+        return 0 if self._steps is None else int(self._steps[0]) + 1
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """Of each row [B], in fp64."""

@@ -2,7 +2,7 @@
 
 What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), and the trained
 pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OUT)` and `--weights OUT` load; a LoRA run
-leaves its file instead.
+leaves its file instead. Validation pictures lie in validation/.
 """
 
 from dataclasses import replace
@@ -30,6 +30,7 @@ from apps.diffusion.pipeline import (
     save_pipeline,
 )
 from apps.diffusion.shapes import SHAPES
+from apps.diffusion.validation import Validation
 from core.checkpoint import read_full
 from core.config import UserError, as_json
 from core.metrics import plot_loss
@@ -60,13 +61,25 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         mesh = runtime.mesh(config.mesh, config.zero)
         if isinstance(config, FinetuneConfig) and config.has_prior:
             draw_class_images(config, partial(load_weights, config), runtime)
-        batches = prepare(config, pipeline, runtime)
+        batches, heldout = prepare(config, pipeline, runtime)
         write_config(config, runtime)
         data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
         optimizer = build_optimizer(config.optim, data.masters)
         host = "cpu" if config.average_on_host else None
         average = None if config.average is None else WeightAverage(data.masters, ramp(config.average), host)
         objective = Objective(schedule.to(runtime.device), config.noise.min_snr, getattr(config, "prior_weight", 1.0))
+        validation = Validation(
+            config.validation,
+            pipeline,
+            batches.text,
+            data,
+            objective,
+            average,
+            heldout,
+            config.out / "validation",
+            config.seed,
+            compute_dtype(config.precision),
+        )
         summary = fit(
             data,
             optimizer,
@@ -74,6 +87,7 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
             objective,
             config,
             runtime,
+            evaluate=validation if config.validation.wanted else None,
             average=average,
             keep_frozen=False,  # they are those of --weights
             values=as_json(config),
@@ -211,4 +225,6 @@ def report(config: DiffusionConfig, summary: dict[str, Any]) -> None:
                 else f"{name:20} {summary[name]:,}"
             )
     print(f"{'loss curve':20} {config.out / 'loss.png'}")
+    for picture in sorted((config.out / "validation").glob("*.png"))[-1:]:
+        print(f"{'pictures':20} {picture}")
     print(f"{'LoRA' if is_lora(config) else 'pipeline':20} {config.out}")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from apps.diffusion.config import DiffusionConfig, FinetuneConfig
@@ -14,14 +15,19 @@ from apps.diffusion.pipeline import Pipeline
 from core.runtime import Runtime
 
 
-def prepare(config: DiffusionConfig, pipeline: Pipeline, runtime: Runtime) -> LatentBatches:
-    """The batches of a run.  Raises UserError for folders that nothing can be learned from.
+def prepare(
+    config: DiffusionConfig, pipeline: Pipeline, runtime: Runtime
+) -> tuple[LatentBatches, LatentBatches | None]:
+    """The batches of a run, and those held out.  Raises UserError for folders that nothing can be learned from.
 
     The VAE, and the text encoder where it does not learn, are on the device only as long as they encode.
     """
     share = (runtime.rank, runtime.world_size)
     instance, others = _folders(config, share)
-    for folder in (instance, others):
+    heldout = (
+        None if config.validation.images is None else read_folder(config.validation.images, config.data.prompt, share)
+    )
+    for folder in (instance, others, heldout):
         if runtime.leads and folder is not None:
             report_refused(folder)
     data = config.data
@@ -35,20 +41,25 @@ def prepare(config: DiffusionConfig, pipeline: Pipeline, runtime: Runtime) -> La
         used = list(dict.fromkeys(size for entry in entries for size in entry.keys))
         class_entries, more = entries_of(others, used, 1, False, vae_print, every_size=True)
         wanted += more
+    held_entries: list[Entry] = []
+    if heldout is not None:
+        held_entries, more = entries_of(heldout, sizes, 1, False, vae_print)
+        wanted += more
     pipeline.vae.to(runtime.device)
     encode_images(wanted, pipeline.vae, store, share, Telling(runtime.leads))
     pipeline.vae.to("cpu")
-    return LatentBatches(
-        entries,
-        store.__getitem__,
-        _text(config, pipeline, [entry.caption for entry in (*entries, *class_entries)], store, runtime),
-        data.global_batch,
-        config.seed,
-        Draws(
-            pipeline.schedule.num_train_timesteps, pipeline.scaling_factor, config.noise.offset, data.caption_dropout
-        ),
-        class_entries,
+    captions = [entry.caption for entry in (*entries, *class_entries, *held_entries)]
+    captions += [*config.validation.prompts, config.validation.sampling.negative]
+    text = _text(config, pipeline, captions, store, runtime)
+    draws = Draws(
+        pipeline.schedule.num_train_timesteps, pipeline.scaling_factor, config.noise.offset, data.caption_dropout
     )
+    batches = LatentBatches(entries, store.__getitem__, text, data.global_batch, config.seed, draws, class_entries)
+    if not held_entries:
+        return batches, None
+    calm = replace(draws, offset_noise=0.0, caption_dropout=0.0)
+    rows = batches.global_batch  # which divides over the ranks
+    return batches, LatentBatches(held_entries, store.__getitem__, text, rows, config.seed, calm)
 
 
 def _folders(config: DiffusionConfig, share: tuple[int, int]) -> tuple[ImageFolder, ImageFolder | None]:

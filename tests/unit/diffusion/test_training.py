@@ -185,6 +185,28 @@ def test_a_lora_run_leaves_files_that_diffusers_loads(folder: Path, tmp_path: Pa
     assert not (tmp_path / "o").exists()
 
 
+def test_validation_draws_a_grid_and_a_loss_that_only_learning_moves(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = {
+        **_subject(folder), "validation__num_images": 2, "validation__sampling__steps": 2,
+        "validation__images": folder / "pictures",
+        "evaluate_every": 1, "optim__lr": 0.0, "average": 0.5,
+    }  # fmt: skip
+    argv = _argv(folder, out, **options)
+    assert dreambooth.main([*argv, "--validation.prompts", "a dog", "a red circle"]) == 0
+    names = sorted(path.name for path in (out / "validation").iterdir())
+    assert names == ["step-00000001.png", "step-00000002.png", "step-00000003.png"]
+    pictures = [Image.open(out / "validation" / name).copy() for name in names]
+    assert pictures[0].size == (34, 34)
+    assert pictures[0].tobytes() == pictures[2].tobytes()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    losses.append(json.loads((out / "summary.json").read_text())["validation_loss"])
+    assert len(losses) == 3
+    assert len(set(losses)) == 1
+    assert len({row["loss"] for row in rows}) == 3
+
+
 def test_class_images_that_are_missing_are_drawn(folder: Path, tmp_path: Path) -> None:
     likes = tmp_path / "likes"
     given = {"instance_dir": folder / "subject", "instance_prompt": "a photo of sks dog"}

@@ -1,0 +1,135 @@
+"""How a run is doing, while it trains: pictures of fixed prompts from fixed noise, and the loss on images held out.
+
+Every rank draws its share of the pictures, all of them call the model equally often (where parameters are sharded a
+call is a collective), and the first puts them into one grid, `OUT/validation/step-00000100.png`, a row for each prompt.
+The loss is of the same noise at the same timesteps every time, so its curve moves by what was learned and nothing else.
+Both are of the moving average of the weights where there is one.
+
+Shapes: B pictures, C latent channels, h x w latents.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apps.diffusion.data.batches import LatentBatches
+from apps.diffusion.denoiser import Objective
+from apps.diffusion.generate import Sampling, decode, guide, picture_size, sampler_of
+from apps.diffusion.images import grid, save_png, to_pil
+from apps.diffusion.pipeline import Pipeline
+from apps.diffusion.samplers import draw_noise
+from core.config import UserError
+from core.mesh import data_axis
+from core.optim.average import WeightAverage
+from core.parallel.parallel_model import ParallelModel
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """What is looked at every --evaluate-every steps, and at the end."""
+
+    prompts: tuple[str, ...] = ()
+    """pictures of these go into a grid"""
+    num_images: int = 4
+    """of each prompt"""
+    sampling: Sampling = field(default_factory=Sampling)
+    images: Path | None = None
+    """a folder of images with captions, held out: their loss is validation_loss"""
+
+    def __post_init__(self) -> None:
+        if self.num_images < 1:
+            raise UserError(f"validation.num_images={self.num_images}; give at least 1")
+        if any(not prompt.strip() for prompt in self.prompts):
+            raise UserError("one of --validation.prompts is empty; say what to draw")
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.prompts) or self.images is not None
+
+
+@dataclass
+class Validation:
+    """Called by the training loop with its model; see the module's docstring."""
+
+    config: ValidationConfig
+    pipeline: Pipeline
+    """its VAE and its schedule draw; its other modules are not used"""
+    text: Callable[[str], Tensor]
+    data: ParallelModel
+    objective: Objective
+    average: WeightAverage | None
+    heldout: LatentBatches | None
+    folder: Path
+    seed: int
+    dtype: torch.dtype
+    """that the model computes in"""
+
+    def __call__(self, model: nn.Module) -> Mapping[str, float]:
+        with nullcontext() if self.average is None else self.average.in_place(self.data.publish):
+            figures = {} if self.heldout is None else {"validation_loss": self._loss(model, self.heldout)}
+            if self.config.prompts:
+                self._draw(model)
+        return figures
+
+    def _loss(self, model: nn.Module, batches: LatentBatches) -> float:
+        axis = data_axis(self.data.mesh)
+        total = torch.zeros((), dtype=torch.float64, device=self.data.device)
+        for step in range(batches.steps_an_epoch):
+            batch = batches.batch(step, axis.get_local_rank(), axis.size())
+            total += self.objective(model, {name: self._placed(value) for name, value in batch.items()})
+        if axis.size() > 1:
+            dist.all_reduce(total, group=axis.get_group())
+        return float(total) / axis.size() / batches.steps_an_epoch
+
+    def _placed(self, value: Tensor) -> Tensor:
+        return value.to(self.data.device, self.dtype if value.is_floating_point() else None)
+
+    def _draw(self, model: nn.Module) -> None:
+        config, axis = self.config, data_axis(self.data.mesh)
+        jobs = [(prompt, self.seed + number) for prompt in config.prompts for number in range(config.num_images)]
+        share = -(-len(jobs) // axis.size())
+        own = [jobs[min(axis.get_local_rank() * share + place, len(jobs) - 1)] for place in range(share)]
+        latents = torch.cat([self._latents(model, own[i : i + 4]) for i in range(0, share, 4)]).cpu()
+        shares: list[Tensor] = [latents] * axis.size()
+        if axis.size() > 1:
+            dist.all_gather_object(shares, latents, group=axis.get_group())
+        if dist.get_rank() == 0:
+            self._save(torch.cat(shares)[: len(jobs)])
+
+    def _latents(self, model: nn.Module, jobs: list[tuple[str, int]]) -> Tensor:
+        """[B, C, h, w] as the U-Net has them, from the noise of each job's seed."""
+        sampling = self.config.sampling
+        height, width = picture_size(self.pipeline, sampling)
+        sampler = sampler_of(self.pipeline, sampling)
+        prompts = [sampling.negative] * len(jobs) + [prompt for prompt, _ in jobs]
+        text = self._placed(torch.stack([self.text(prompt) for prompt in prompts]))
+        given = {"text" if text.is_floating_point() else "prompt_ids": text}
+        factor = self.pipeline.factor
+        shape = (self.pipeline.latent_channels, height // factor, width // factor)
+        generators = [torch.Generator().manual_seed(seed) for _, seed in jobs]
+        wide = torch.promote_types(self.dtype, torch.float32)
+
+        def noise() -> Tensor:
+            return draw_noise(shape, generators).to(text.device, wide)
+
+        x = sampler.start(noise())
+        for step, timestep in enumerate(sampler.timesteps):
+            seen = sampler.model_input(step, x).to(self.dtype).repeat(2, 1, 1, 1)
+            times = torch.full((len(seen),), float(timestep), device=seen.device)
+            predicted = model(seen, times, **given).to(wide)
+            x = sampler.step(step, x, guide(*predicted.chunk(2), sampling.guidance, sampling.guidance_rescale), noise)
+        return x
+
+    def _save(self, latents_BChw: Tensor) -> None:
+        self.pipeline.vae.to(self.data.device)
+        pictures = [to_pil(picture) for picture in decode(self.pipeline, latents_BChw.float())]
+        self.pipeline.vae.to("cpu")
+        path = self.folder / f"step-{self.objective.steps_seen:08d}.png"
+        save_png(
+            grid(pictures, self.config.num_images), path, {"prompts": list(self.config.prompts), "seed": self.seed}
+        )
