@@ -3,7 +3,8 @@
 One step of the engine's runner for 1, 8 and 32 sequences of 130 tokens, random weights of a published shape, one
 thread: the number of torch's operators (those inside others too), the processor's time of a step (median), and by
 torch.profiler which of it is in products and in attention. The rest is Python and small operators. Quantized weights
-are packed, as a loaded folder's are.
+are packed, as a loaded folder's are. Compiled: the same step by one graph (`serve --engine.compile`), if there is a C++
+compiler; its loops are no operators of torch.
 """
 
 import statistics
@@ -14,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from apps.serve.compiled import compile_runner
 from apps.serve.runner import Runner, Step
 from benchmarks.result import Measured, Number, Row
 from benchmarks.run import Benchmark, Options, main
@@ -69,8 +71,12 @@ def measure(options: Options) -> Measured:
     for name, shape in shapes.items():
         for scheme in ("fp32", "int8", "w8a8", "int4"):
             made = runner(shape, scheme, 32)
-            for batch in (1, 8, 32):
-                rows.append(Row({"shape": name, "weights": scheme, "sequences": batch}, _figures(made, step(batch))))
+            for kind in ("as written", "compiled"):
+                if kind == "compiled" and (scheme not in ("int8", "int4") or not compile_runner(made)):
+                    continue
+                for batch in (1, 8, 32):
+                    case = {"shape": name, "weights": scheme, "step": kind, "sequences": batch}
+                    rows.append(Row(case, _figures(made, step(batch))))
             del made
     return Measured(tuple(rows), (), ("1 thread; the processor's own time, not that of the clock",))
 

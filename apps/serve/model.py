@@ -61,6 +61,10 @@ def build_engine(
     _check_vocabulary(source, text)
     if source.config.moe.num_experts and (scheme is not None or (axis is not None and axis.size() > 1)):
         raise UserError(f"{source.name} has experts, which are served whole on one rank; leave --tp and --quantize out")
+    if config.compile:
+        from apps.serve.compiled import check_compilable  # what it imports, others need not wait for
+
+        check_compilable(device, 1 if axis is None else axis.size(), source.config.moe.num_experts)
     dtype = None if config.precision == "auto" else compute_dtype(config.precision)
     _require_memory(source, dtype, scheme, device, axis)
     model = _load(source, dtype, scheme, device, axis)
@@ -75,6 +79,10 @@ def build_engine(
         )
     num_pages = _num_pages(source.config, config, max_length, page_dtype, device, axis)
     runner = Runner(model, num_pages, config.page_size, page_dtype, axis)
+    if config.compile:
+        from apps.serve.compiled import compile_runner
+
+        compile_runner(runner)
     return Engine(
         runner,
         text,

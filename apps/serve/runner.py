@@ -11,6 +11,7 @@ Shapes: T tokens of the step, R rows whose logits are wanted, B sequences, H que
 size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,10 +105,15 @@ class PagedAttend:
                 pages[target] = pages[source]
 
 
+Body = Callable[[Tensor, Tensor, PagedContext], Tensor]
+"""(ids[1, T], positions[1, T], context) -> what the head is given, [1, T, D]."""
+
+
 class Runner:
     """A decoder with pages in its `attend` slots.
 
     axis  the tensor-parallel ranks over which the decoder is cut; None: it is whole
+    body  what computes in the decoder's place up to its head, if anything does (`apps.serve.compiled`)
     """
 
     def __init__(
@@ -126,6 +132,7 @@ class Runner:
             raise UserError(f"no memory for {num_pages} pages of the cache; give less by --kv_gb") from error
         for attention, pages in zip(attentions, self.pages, strict=True):
             attention.attend = pages
+        self.body: Body | None = None
 
     def run(self, step: Step) -> Tensor:
         """logits[R, V] in fp32 or wider, R those of `step.rows`.  Only the first rank of the axis calls it."""
@@ -176,6 +183,8 @@ class Runner:
             spans=spans(step.tables, step.lengths, step.starts, self.page_size) if self.device.type == "cpu" else None,
         )
         ids, positions = tensor([step.ids], torch.int64), tensor([step.positions], torch.int64)
-        logits_1RV = self.model(ids, positions=positions, context=context)
-        logits_RV = logits_1RV[0]
+        if self.body is None:
+            logits_RV = self.model(ids, positions=positions, context=context)[0]
+        else:
+            logits_RV = self.model.head(self.body(ids, positions, context), rows_R=context.rows_R)[0]
         return logits_RV.float() if logits_RV.dtype.itemsize < 4 else logits_RV

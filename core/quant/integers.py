@@ -20,6 +20,7 @@ Shapes: M rows of x, I columns, O output channels, P digits, R = P M rows of int
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from core.quant.weight import QuantizedWeight
 
@@ -50,10 +52,11 @@ class Codes:
     scale_O: Tensor
     sums_O: Callable[[], Tensor]
     form: Any = None
+    weight: QuantizedWeight | None = None
 
     @staticmethod
     def of(weight: QuantizedWeight) -> "Codes":
-        return Codes(weight.codes, weight.scale, lambda: weight.row_sums, weight.packed)
+        return Codes(weight.codes, weight.scale, lambda: weight.row_sums, weight.packed, weight)
 
 
 def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -> Tensor:
@@ -63,6 +66,8 @@ def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -
         y_MO = _by_digits(x_MI, Codes.of(weight))
     elif weight.scheme.name == "w8a8":
         y_MO = _rounded(x_MI, Codes.of(weight))
+    elif isinstance(x, FakeTensor):
+        y_MO = torch.ops.megalith.product_with_outliers(x_MI, _number(weight), len(weight.codes))
     else:
         y_MO = _with_outliers(x_MI, weight)
     if bias_O is not None:
@@ -116,6 +121,9 @@ def _outliers(x_MI: Tensor, apart_MI: Tensor, codes: Codes) -> Tensor:
 def _product(q_RI: Tensor, codes: Codes) -> Tensor:
     """scale (q codes^T) in fp32 [R, O], with exact sums. q holds integers within +-127, in fp32, and is lost."""
     rows, columns = q_RI.shape
+    if isinstance(q_RI, FakeTensor):
+        assert codes.weight is not None
+        return torch.ops.megalith.product_of_integers(q_RI, _number(codes.weight), len(codes.codes_OI))
     # _int_mm is slow or wrong for few columns
     if columns < 16:
         return _by_floats(q_RI, codes)
@@ -167,6 +175,44 @@ def packed_integers(codes_OI: Tensor, scale_O: Tensor) -> Any:
             return torch.ops.quantized.linear_prepack(made, None)
     finally:
         torch.backends.quantized.engine = before
+
+
+# --- while a graph is traced ------------------------------------------------------------------------------------------
+
+# A traced graph calls products as operators, because the kernel is chosen when it runs, by the number of rows.
+_TRACED: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
+
+torch.library.define("megalith::product_of_integers", "(Tensor q, int weight, int channels) -> Tensor")
+torch.library.define("megalith::product_with_outliers", "(Tensor x, int weight, int channels) -> Tensor")
+
+
+def _number(weight: QuantizedWeight) -> int:
+    """Under which a graph knows a weight."""
+    found = next((number for number, known in _TRACED.items() if known is weight), None)
+    if found is None:
+        found = max(_TRACED, default=-1) + 1
+        _TRACED[found] = weight
+    return found
+
+
+@torch.library.impl("megalith::product_of_integers", "CPU")
+def _product_of_integers(q: Tensor, weight: int, channels: int) -> Tensor:
+    """A graph may be given a lone token twice, so that there is none for one; that is multiplied once."""
+    codes, (rows, _) = Codes.of(_TRACED[weight]), q.shape
+    if rows in (2, 2 * _DIGITS) and torch.equal(q[::2], q[1::2]):
+        return _product(q[::2].contiguous(), codes).repeat_interleave(2, 0)
+    return _product(q, codes)
+
+
+@torch.library.impl("megalith::product_with_outliers", "CPU")
+def _product_with_outliers(x: Tensor, weight: int, channels: int) -> Tensor:
+    return _with_outliers(x, _TRACED[weight])
+
+
+@torch.library.register_fake("megalith::product_of_integers")
+@torch.library.register_fake("megalith::product_with_outliers")
+def _product_shape(x: Tensor, weight: int, channels: int) -> Tensor:
+    return x.new_empty(x.shape[0], channels)  # len() would be a number in the graph
 
 
 # --- which kernel -----------------------------------------------------------------------------------------------------
