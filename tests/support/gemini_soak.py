@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,13 +87,13 @@ class Soaked:
     late: Census
     losses: list[float]
     plain_losses: list[float]
-    num_thrown: int
+    thrown: Counter[str]
     num_evictions: int
     device_peak_bytes: int
     budget_bytes: int
 
 
-def soak(num_steps: int, budget_bytes: int, seed: int = 0, num_compared: int = 300) -> Soaked:
+def soak(num_steps: int, budget_bytes: int, seed: int = 0, num_compared: int = 2000) -> Soaked:
     """Train a model that learns to repeat what it reads, beside one without Gemini for the first steps."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -106,13 +107,12 @@ def soak(num_steps: int, budget_bytes: int, seed: int = 0, num_compared: int = 3
 
     largest = loss_of(torch.zeros(ROWS, LENGTH, dtype=torch.long))
     gemini = wrap(model, optimizer, budget_bytes, sample=lambda: largest, device="cpu")
-    losses, plain_losses, num_thrown, early = [], [], 0, None
+    losses, plain_losses, thrown, early = [], [], Counter(), None
     for index in range(num_steps):
         loss = loss_of(torch.randint(VOCAB, (draw.randint(1, ROWS), draw.randint(1, LENGTH))))
         block = draw.choice(list(model.blocks))
         places = ["before", "between", *(["again"] if block.recomputes else [])]
-        block.throws = draw.choice(places) if draw.random() < 0.05 else ""
-        throws = bool(block.throws)
+        where = block.throws = draw.choice(places) if draw.random() < 0.1 else ""
         try:
             value = loss(model)
             value.backward()
@@ -124,13 +124,13 @@ def soak(num_steps: int, budget_bytes: int, seed: int = 0, num_compared: int = 3
                 plain.step()
                 plain_losses.append(value.item())
         except Thrown:
-            assert throws
-            num_thrown += 1
+            assert where
+            thrown[where] += 1
         finally:
             block.throws = ""
             optimizer.zero_grad()
             plain.zero_grad()
-        if index == max(num_steps // 10, num_compared):
+        if index == max(num_steps // 10, 40):
             early = census()
     assert early is not None
     return Soaked(
@@ -138,7 +138,7 @@ def soak(num_steps: int, budget_bytes: int, seed: int = 0, num_compared: int = 3
         late=census(),
         losses=losses,
         plain_losses=plain_losses,
-        num_thrown=num_thrown,
+        thrown=thrown,
         num_evictions=gemini.data.tier.num_evictions,
         device_peak_bytes=gemini.device_peak_bytes,
         budget_bytes=budget_bytes,
@@ -147,8 +147,9 @@ def soak(num_steps: int, budget_bytes: int, seed: int = 0, num_compared: int = 3
 
 def require_flat(found: Soaked, num_steps: int) -> None:
     """Nothing grows, the budget holds, and what is learnt is what a model without Gemini learns of the same batches."""
-    assert found.num_thrown > num_steps // 40
-    assert len(found.losses) == num_steps - found.num_thrown
+    assert found.thrown.total() > num_steps // 20
+    assert set(found.thrown) == {"before", "between", "again"}
+    assert len(found.losses) == num_steps - found.thrown.total()
     assert found.num_evictions > num_steps
     assert found.device_peak_bytes <= found.budget_bytes
     assert found.late.num_handles == found.early.num_handles
