@@ -12,7 +12,7 @@ APP = App(
     {
         "predict": "structures with confidences for the sequences of a FASTA file",
         "plan": "whether a prediction fits, how it would be cut, how long a sequence may be",
-        "msa": "alignments of sequences with databases, by jackhmmer",
+        "msa": "alignments of sequences with databases, by jackhmmer, hhblits and MMseqs2",
         "train": "the model, on structures with alignments",
         "evaluate": "a prediction against an experimental structure",
         "convert": "weights from one format into another",

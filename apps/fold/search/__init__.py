@@ -1,6 +1,10 @@
 """Searching sequence databases for an alignment, by tools that are installed.
 
 database.py   FASTA databases: how many sequences, cut into shards
-jackhmmer.py  one search of one sequence in one shard, and its hits as rows
+jackhmmer.py  one search of one sequence in one shard, and its hits as rows; so are
+hhblits.py    and
+mmseqs.py
+hits.py       hits as rows of an alignment
+program.py    running a program
 jobs.py       all searches of a run, in parallel, each kept by what it depends on
 """

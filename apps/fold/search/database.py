@@ -31,7 +31,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Database:
-    """name is unique in a run; identity changes with the contents; Z sequences."""
+    """name is unique in a run; identity changes with the contents; num_sequences counts where a tool is told of it."""
 
     name: str
     path: Path
@@ -59,22 +59,32 @@ def open_database(path: Path, num_shards: int, cache: Path, name: str) -> Databa
 
 
 def identify(path: Path) -> str:
-    """A digest of name, size, time of change, and both ends: reading a terabyte to know it again would be a search."""
+    """A FASTA file's `digest_of`: reading a terabyte to know it again would be a search.
+
+    Raises UserError for a file that is none.
+    """
+    digest = digest_of(path)
+    with open(path, "rb") as file:
+        head = file.read(_LOOKED_AT)
+    if head[:2] == b"\x1f\x8b":
+        raise UserError(f"{path} is compressed, which no tool reads; unpack it: gunzip --keep {path}")
+    if not head.lstrip().startswith(b">"):
+        raise UserError(f"{path} does not begin with '>'; a database is a FASTA file")
+    return digest.hex()
+
+
+def digest_of(path: Path) -> bytes:
+    """Of a file's name, size, time of change, and both ends.  Raises UserError where it cannot be read."""
     try:
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
             found = hashlib.blake2b(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=16)
-            head = file.read(_LOOKED_AT)
-            found.update(head)
+            found.update(file.read(_LOOKED_AT))
             file.seek(max(0, stat.st_size - _LOOKED_AT))
             found.update(file.read(_LOOKED_AT))
     except OSError as error:
         raise UserError(f"cannot read the database {path} ({error}); give a FASTA file") from error
-    if head[:2] == b"\x1f\x8b":
-        raise UserError(f"{path} is compressed, which jackhmmer does not read; unpack it: gunzip --keep {path}")
-    if not head.lstrip().startswith(b">"):
-        raise UserError(f"{path} does not begin with '>'; a database is a FASTA file")
-    return found.hexdigest()
+    return found.digest()
 
 
 def _count(path: Path) -> int:

@@ -3,33 +3,38 @@
 Its alignment says which columns are the query's (`#=GC RF`); what a hit has between them is lower case in A3M.
 """
 
-import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from core.config import UserError
+from apps.fold.search.database import Database, Shard
+from apps.fold.search.hits import Hit
+from apps.fold.search.program import found, run, said_by
 
 _OPTIONS = ("--noali", "-N", "1", "--F1", "0.0005", "--F2", "5e-05", "--F3", "5e-07")
 INSTALL = "apt-get install hmmer, or conda install -c bioconda hmmer"
 
 
 @dataclass(frozen=True)
-class Hit:
-    """A row of an alignment: its name with the part of the sequence, its letters as A3M, the sequence's score."""
+class Jackhmmer:
+    """How searches are done; `version` is what the program says it is."""
 
-    name: str
-    row: str
-    score: float
+    program: str
+    version: str
+    e_value: float
+    threads: int
+
+    def told(self) -> dict[str, Any]:
+        return {"version": self.version, "e_value": self.e_value}
+
+    def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
+        return search(self.program, sequence, shard.file, database.num_sequences, self.e_value, self.threads, scratch)
 
 
 def version(program: str) -> str:
     """What the program says it is.  Raises UserError where it is not installed."""
-    if shutil.which(program) is None:
-        raise UserError(f"there is no {program} on the PATH; {INSTALL}")
-    said = subprocess.run([program, "-h"], capture_output=True, text=True, check=False).stdout.splitlines()
+    said = said_by([found(program, INSTALL), "-h"])
     return next((line.strip("# ").split(";")[0] for line in said if "HMMER" in line), program)
 
 
@@ -41,19 +46,14 @@ def search(
     Raises UserError with the last that the program said, where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="jackhmmer-", dir=scratch) as folder:
-        query, found, table = (Path(folder, name) for name in ("query.fasta", "found.sto", "found.tbl"))
+        query, aligned, table = (Path(folder, name) for name in ("query.fasta", "found.sto", "found.tbl"))
         query.write_text(f">query\n{sequence}\n", encoding="ascii")
         limits = ("-E", str(e_value), "--incE", str(e_value), "-Z", str(num_sequences), "--cpu", str(threads))
-        files = ("-o", "/dev/null", "-A", found, "--tblout", table, query, database)
-        done = subprocess.run(
-            [program, *_OPTIONS, *limits, *files], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-        )
-        if done.returncode:
-            said = " ".join((done.stderr or done.stdout).split())[-200:]
-            raise UserError(f"{program} failed on {database} (exit code {done.returncode}): {said}")
-        if not found.exists() or not found.stat().st_size:
+        files = ("-o", "/dev/null", "-A", aligned, "--tblout", table, query, database)
+        run([program, *_OPTIONS, *limits, *files], database)
+        if not aligned.exists() or not aligned.stat().st_size:
             return []
-        return _hits(found.read_text(encoding="latin-1"), _scores(table.read_text(encoding="latin-1")))
+        return _hits(aligned.read_text(encoding="latin-1"), _scores(table.read_text(encoding="latin-1")))
 
 
 def _scores(table: str) -> dict[str, float]:
@@ -89,13 +89,3 @@ def _a3m(letters: str, is_column: list[bool]) -> str:
         elif not gap:
             parts.append(letter.lower())
     return "".join(parts)
-
-
-def ranked(hits: Iterable[Hit], most: int) -> list[Hit]:
-    """The best hits first, each row once: an order that does not depend on how a database was cut."""
-    return sorted(set(hits), key=lambda hit: (-hit.score, hit.name))[:most]
-
-
-def as_a3m(sequence: str, hits: Iterable[Hit]) -> str:
-    """The alignment, the query first."""
-    return "".join(f">{name}\n{row}\n" for name, row in [("query", sequence), *((h.name, h.row) for h in hits)])

@@ -1,4 +1,4 @@
-"""All searches of a run: every sequence in every shard of every database, several at once.
+"""All searches of a run: every sequence in every shard of every database, by its tool, several at once.
 
 1. a job's result is a file in the cache, named by all that it depends on: the sequence, the program and its version,
    the options, Z and the shard. What is there is not searched again, after a crash or in another run
@@ -14,20 +14,31 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from apps.fold.search.database import Database, Shard
-from apps.fold.search.jackhmmer import Hit, search
+from apps.fold.search.hits import Hit
 from core.config import UserError
 
 
-@dataclass(frozen=True)
-class Tool:
-    """How every job is run."""
+class Tool(Protocol):
+    """A program that searches (jackhmmer.py, hhblits.py, mmseqs.py)."""
 
-    program: str
-    version: str
-    e_value: float
-    threads: int
+    def told(self) -> dict[str, Any]:
+        """What its results depend on: its version and options."""
+        ...
+
+    def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
+        """The hits of a sequence.  Raises UserError with what the program said, where it fails."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A database with the tool that searches it."""
+
+    tool: Tool
+    database: Database
 
 
 @dataclass(frozen=True)
@@ -35,32 +46,31 @@ class Job:
     """One sequence in one shard."""
 
     sequence: str
-    database: Database
+    source: Source
     shard: Shard
 
 
-def jobs_of(sequences: Iterable[str], databases: Iterable[Database]) -> list[Job]:
-    """Every sequence once, the longest first."""
-    databases = list(databases)
+def jobs_of(sequences: Iterable[str], sources: Iterable[Source]) -> list[Job]:
+    """Every sequence once, the longest first; of each the databases side by side, so that tools run together."""
+    sources = list(sources)
     distinct = sorted(set(sequences), key=lambda sequence: (-len(sequence), sequence))
-    return [Job(s, database, shard) for s in distinct for database in databases for shard in database.shards]
+    return [Job(s, source, shard) for s in distinct for source in sources for shard in source.database.shards]
 
 
 class Searches:
     """Runs jobs and keeps their results in a folder."""
 
-    def __init__(self, tool: Tool, cache: Path):
-        self.tool, self.folder = tool, cache / "searches"
+    def __init__(self, cache: Path):
+        self.folder = cache / "searches"
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, job: Job) -> Path:
         """Where a job's result is kept."""
         told = {
             "sequence": job.sequence,
-            "version": self.tool.version,
-            "e_value": self.tool.e_value,
-            "database": job.database.identity,
-            "Z": job.database.num_sequences,
+            **job.source.tool.told(),
+            "database": job.source.database.identity,
+            "Z": job.source.database.num_sequences,
             "shard": [job.shard.number, job.shard.count],
         }
         return self.folder / (hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest() + ".json")
@@ -98,16 +108,7 @@ class Searches:
         return failed
 
     def _search(self, job: Job) -> None:
-        tool = self.tool
-        hits = search(
-            tool.program,
-            job.sequence,
-            job.shard.file,
-            job.database.num_sequences,
-            tool.e_value,
-            tool.threads,
-            self.folder,
-        )
+        hits = job.source.tool.search(job.sequence, job.source.database, job.shard, self.folder)
         path = self.path(job)
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         aside.write_text(json.dumps([asdict(hit) for hit in hits]), encoding="utf-8")

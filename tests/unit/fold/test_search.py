@@ -1,4 +1,4 @@
-"""`fold msa` with the real jackhmmer on a small database: hits, shards, the cache, what is refused."""
+"""`fold msa` on small databases, with the real tools where they are: hits, shards, the cache, what is refused."""
 
 import os
 import random
@@ -13,7 +13,9 @@ import pytest
 from apps.fold.features.alignment import check_query, read_alignment
 from apps.fold.msa import main
 from apps.fold.search.database import open_database
-from apps.fold.search.jackhmmer import Hit, _a3m, ranked
+from apps.fold.search.hhblits import rows_of
+from apps.fold.search.hits import Hit, aligned_row, ranked
+from apps.fold.search.jackhmmer import _a3m
 from core.config import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -142,7 +144,7 @@ def test_a_failing_search_stops_only_its_sequence(tmp_path: Path, capsys) -> Non
     )
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n>crambin\n{CRAMBIN}\n")
-    options = ["--databases", str(_database(tmp_path / "db.fasta", 4)), "--program", str(program)]
+    options = ["--databases", str(_database(tmp_path / "db.fasta", 4)), "--jackhmmer", str(program)]
     options += ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     assert main([str(tmp_path / "in.fasta"), *options]) == 2
     said = capsys.readouterr()
@@ -158,9 +160,112 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a FASTA file and databases"):
         main([one])
     with pytest.raises(UserError, match="apt-get install hmmer"):
-        main([one, "--databases", one, "--program", "no-such-program"])
+        main([one, "--databases", one, "--jackhmmer", "no-such-program"])
     with pytest.raises(UserError, match="shards=0"):
         main([one, "--databases", one, "--shards", "0"])
+
+
+# --- hhblits and MMseqs2 ----------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_other_tools() -> None:
+    assert aligned_row("MK-TA", "MRG-A", 2, 8) == "--MRg-A--"
+    hits = rows_of(">query\nMKTA\n>one of many\nMKg\nTA\n>two\n-K-A\n", "MKTA", "db")
+    assert [(hit.name, hit.row) for hit in ranked(hits, 9)] == [("one", "MKgTA"), ("two", "-K-A")]
+    with pytest.raises(UserError, match="two of db does not have the query's 4 columns"):
+        rows_of(">query\nMKTA\n>one\nMKTA\n>two\nMKT\n", "MKTA", "db")
+
+
+_STAND_IN = r"""#!{python}
+import os, pathlib, sys, time
+NAME, FOLDER = {name!r}, pathlib.Path({folder!r})
+given = sys.argv[1:]
+if given in (["-h"], ["version"]):
+    sys.exit(print({{"jackhmmer": "# HMMER 9; now", "hhblits": "HHblits 9:", "mmseqs": "9-now"}}[NAME]))
+if "createdb" in given:
+    pathlib.Path(given[2]).write_text("made")
+    sys.exit()
+(FOLDER / f"{{NAME}}-{{os.getpid()}}.began").touch()
+while len({{path.name.partition("-")[0] for path in FOLDER.glob("*.began")}}) < 3:  # until all three tools are at it
+    time.sleep(0.01)
+value = dict(zip(given, given[1:]))
+if NAME == "hhblits":
+    query = pathlib.Path(value["-i"]).read_text().splitlines()[1]
+    pathlib.Path(value["-oa3m"]).write_text(f">query\n{{query}}\n>profile\n{{query[:-1]}}-\n")
+if NAME == "mmseqs":
+    assert pathlib.Path(given[2]).read_text() == "made"
+    query = pathlib.Path(given[1]).read_text().splitlines()[1]
+    pathlib.Path(given[3]).write_text(f"target\t50\t2\t7\t9\t{{query[1:3]}}-\t{{query[1:3]}}G\n")
+"""
+
+
+def _stand_in(folder: Path, name: str) -> str:
+    program = folder / name
+    program.write_text(_STAND_IN.format(python=sys.executable, name=name, folder=str(folder)))
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    return str(program)
+
+
+def _profiles(folder: Path) -> Path:
+    for part in ("a3m", "hhm", "cs219"):
+        for suffix in ("ffdata", "ffindex"):
+            (folder / f"profiles_{part}.{suffix}").write_text(part)
+    return folder / "profiles"
+
+
+def test_three_tools_search_at_once(tmp_path: Path, capsys) -> None:
+    """Each stand-in waits until the others have begun: one after another they would wait for ever."""
+    (tmp_path / "in.fasta").write_text(">crambin\n" + CRAMBIN + "\n")
+    options = [str(tmp_path / "in.fasta"), "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    for name in ("jackhmmer", "hhblits", "mmseqs"):
+        options += [f"--{name}", _stand_in(tmp_path, name)]
+    family, other = _database(tmp_path / "family.fasta", 4), _database(tmp_path / "other.fasta", 5)
+    options += ["--databases", str(family), "--hhblits-databases", str(_profiles(tmp_path))]
+    options += ["--mmseqs-databases", str(other), "--workers", "3"]
+    assert main(options) == 0
+    assert "3 searches run, 0 known" in capsys.readouterr().out
+    rows = {path.stem: _a3m_rows(path) for path in (tmp_path / "out" / "crambin").iterdir()}
+    query = (">query", CRAMBIN)
+    assert rows == {
+        "family": [query],
+        "profiles": [query, (">profile", CRAMBIN[:-1] + "-")],
+        "other": [query, (">target/7-9", "-" + CRAMBIN[1:3] + "g" + "-" * 43)],
+    }
+    assert main(options) == 0
+    assert "0 searches run, 3 known" in capsys.readouterr().out
+    assert main([*options, "--hhblits-e-value", "1e-6"]) == 0
+    assert "1 searches run, 2 known" in capsys.readouterr().out
+    (tmp_path / "profiles_hhm.ffdata").write_text("changed")
+    assert main(options) == 0
+    assert "1 searches run, 2 known" in capsys.readouterr().out
+
+    (tmp_path / "profiles_hhm.ffdata").unlink()
+    with pytest.raises(UserError, match=r"no .*profiles_hhm\.ffdata; give the prefix"):
+        main(options)
+    with pytest.raises(UserError, match="two databases are called family"):
+        main([*options[:-4], "--hhblits-databases", "x", "--mmseqs-databases", str(family)])
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs; ends where Debian's mmseqs2 is installed")
+def test_mmseqs_finds_the_family(tmp_path: Path, capsys) -> None:
+    (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n>crambin\n{CRAMBIN}\n")
+    options = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    family = _database(tmp_path / "family.fasta")
+    assert main([str(tmp_path / "in.fasta"), "--mmseqs-databases", str(family), *options]) == 0
+    path = tmp_path / "out" / "ubi" / "family.a3m"
+    found = read_alignment(path)
+    check_query(found, UBIQUITIN, "ubi")
+    names = {name[1:].rpartition("/")[0] for name, _ in _a3m_rows(path)[1:]}
+    assert names == {f"seq{number}" for number in range(0, 60, 4)}
+    assert found.deletions.max() == 2
+    assert (found.letters == 21).any()
+    assert len(_a3m_rows(tmp_path / "out" / "crambin" / "family.a3m")) == 1
+    made = next((tmp_path / "cache" / "databases").glob("*/mmseqs/database"))
+    capsys.readouterr()
+    options[1] = str(tmp_path / "again")
+    assert main([str(tmp_path / "in.fasta"), "--mmseqs-databases", str(made), *options]) == 0
+    again = _a3m_rows(tmp_path / "again" / "ubi" / "database.a3m")
+    assert sorted(again) == sorted(_a3m_rows(path))
 
 
 def test_the_command_needs_no_torch() -> None:
