@@ -71,7 +71,9 @@ class Sizes:
 def measure(options: Options) -> Measured:
     sizes = Sizes(dim=32, length=32, num_microbatches=4, steps=1) if options.quick else Sizes()
     figures = [counted(*case) for case in cases(options.quick)]
-    figures += [measured(name, 2, sizes) for name in (("1f1b", "zbv") if options.quick else NAMES)]
+    names: tuple[ScheduleName, ...] = ("1f1b", "zbv") if options.quick else NAMES
+    ranks = (2,) if options.quick else (2, 4)
+    figures += [measured(name, n, sizes) for n in ranks for name in names]
     return Measured(tuple(figures), tuple(targets(figures)), notes())
 
 
@@ -187,7 +189,7 @@ def _least_idle(steps: list[Times]) -> Times:
 
 
 def measured(name: ScheduleName, num_ranks: int, sizes: Sizes) -> Row:
-    found: list[Found] = on_ranks(num_ranks, step_of_rank, name, sizes, preload=[__spec__.name])
+    found: list[Found] = on_ranks(num_ranks, step_of_rank, name, sizes, preload=["core.models", "core.estimate"])
     times = {action: interval for one in found for action, interval in one.times.items()}
     of = schedule(name, num_ranks, sizes.num_microbatches)
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
@@ -234,15 +236,67 @@ def targets(rows: list[Row]) -> list[Target]:
     for row in rows:
         if "activations" in row.numbers:
             kept_bytes, expected = (row.numbers[n].value for n in ("activations", "as its actions say"))
-            found.append(Target(f"{row.case['schedule']}: activations, said / kept", 0.9, expected / kept_bytes))
+            case = f"{row.case['schedule']}, {row.case['ranks']} ranks"
+            found.append(Target(f"{case}: activations, said / kept", 0.9, expected / kept_bytes))
     return found
 
 
 def plot(result: Result, folder: Path) -> Path:
-    """The schedules on a clock, on 4 ranks with 8 microbatches, as `llm plan --timeline` draws them."""
-    assert result.figures
+    """pipeline-figures.png; and pipeline.png: the schedules on a clock, as `llm plan --timeline` draws them."""
     timelines = {name: unit_timeline(name, 4, 8) for name in NAMES}
-    return draw_timelines(folder / "pipeline.png", timelines, "forwards of all blocks of a rank")
+    draw_timelines(folder / "pipeline.png", timelines, "forwards of all blocks of a rank")
+    return draw_figures(result, folder / "pipeline-figures.png")
+
+
+def draw_figures(result: Result, png: Path) -> Path:
+    """Counted bubbles and microbatches over their closed forms, then what ranks did beside what their actions say."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    counts = [row for row in result.figures if row.case["from"] == "counts"]
+    ranks = [row for row in result.figures if row.case["from"] == "ranks"]
+    figure, panels = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    titles = ("bubble, counted (lines: in theory)", "most microbatches kept, counted (lines: in theory)")
+    for axes, what, title in zip(panels[0], ("bubble", "kept"), titles, strict=True):
+        _over_microbatches(axes, counts, what, "in theory" if what == "bubble" else "kept in theory")
+        axes.set_title(title, loc="left", fontsize=9)
+    _bars(
+        panels[1, 0], ranks, {"bubble": "measured", "of these durations": "these durations", "in theory": "in theory"}
+    )
+    panels[1, 0].set_title("bubble of a step on ranks of this machine", loc="left", fontsize=9)
+    _bars(panels[1, 1], ranks, {"activations": "kept", "as its actions say": "as its actions say"}, scale=1e-6)
+    panels[1, 1].set_title("most activations of a rank, MB", loc="left", fontsize=9)
+    figure.savefig(png, dpi=120)
+    plt.close(figure)
+    return png
+
+
+def _over_microbatches(axes: Any, rows: list[Row], what: str, theory: str) -> None:
+    """On 4 ranks, by microbatches: points counted, lines published."""
+    for name in NAMES:
+        own = sorted(
+            (row.case["microbatches"], row.numbers[what].value, row.numbers[theory].value)
+            for row in rows
+            if row.case["schedule"] == name and row.case["ranks"] == 4
+        )
+        (line,) = axes.plot([m for m, _, _ in own], [published for *_, published in own], label=name)
+        axes.plot([m for m, _, _ in own], [count for _, count, _ in own], "o", color=line.get_color())
+    axes.set_xlabel("microbatches, on 4 ranks")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _bars(axes: Any, rows: list[Row], numbers: dict[str, str], scale: float = 1.0) -> None:
+    """A group a case, a bar a number."""
+    width = 0.8 / len(numbers)
+    for index, (number, label) in enumerate(numbers.items()):
+        places = [place + (index - (len(numbers) - 1) / 2) * width for place in range(len(rows))]
+        axes.bar(places, [scale * row.numbers[number].value for row in rows], width, label=label)
+    labels = [f"{row.case['schedule']}\n{row.case['ranks']} ranks" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=7)
+    axes.legend(frameon=False, fontsize=8)
 
 
 BENCHMARK = Benchmark("pipeline", "Pipeline schedules: bubble and activations", measure, plot)
