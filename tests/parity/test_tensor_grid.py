@@ -60,6 +60,14 @@ def test_trains_as_one_rank_does(ranks, name: str) -> None:
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
+@pytest.mark.parametrize("mesh", [SQUARE, DEEP, CUBE], ids=["2d", "2.5d", "3d"])
+@pytest.mark.parametrize("optim", ["adafactor", "adamw8bit", "came", "lamb", "lars", "sgd", "sm3"])
+def test_every_optimizer(ranks, optim: str, mesh: MeshConfig) -> None:
+    """On parts of matrices and of vectors, ragged ones, as on one rank."""
+    difference, where = difference_from_single(ranks, mesh.tp, Case(ROTARY, mesh, parallel(), steps=4, optim=optim))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("mesh", [SQUARE, TESSERACT, CUBE], ids=["2d", "2.5d", "3d"])
 def test_a_plain_block_equals_itself(ranks, mesh: MeshConfig, norm: type[nn.Module]) -> None:
