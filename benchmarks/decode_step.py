@@ -4,7 +4,7 @@ One step of the engine's runner for 1, 8 and 32 sequences of 130 tokens, random 
 thread: the number of torch's operators (those inside others too), the processor's time of a step (median), and by
 torch.profiler which of it is in products and in attention. The rest is Python and small operators. Quantized weights
 are packed, as a loaded folder's are. Compiled: the same step by one graph (`serve --engine.compile`), if there is a C++
-compiler; its loops are no operators of torch.
+compiler, and not with --quick; its loops are no operators of torch.
 """
 
 import statistics
@@ -71,7 +71,7 @@ def measure(options: Options) -> Measured:
     for name, shape in shapes.items():
         for scheme in ("fp32", "int8", "w8a8", "int4"):
             made = runner(shape, scheme, 32)
-            for kind in ("as written", "compiled"):
+            for kind in ("as written",) if options.quick else ("as written", "compiled"):
                 if kind == "compiled" and (scheme not in ("int8", "int4") or not compile_runner(made)):
                     continue
                 for batch in (1, 8, 32):
