@@ -14,8 +14,9 @@ The life of a trainable chunk in a step:
 
     forward …      its parameters are read
     backward …     they are read again, and gradients are written into their place (`Moment.writes`)
-    reduce         all gradients are there; they go to where its optimizer shard is. Under gradient accumulation the
-                   next microbatch goes on at `forward`, with parameters that are fetched anew
+    reduce         all gradients are there; they go to where its optimizer shard is, and nothing reads its parameters
+                   in this microbatch any more. Under gradient accumulation the next one goes on at `forward`, with
+                   parameters that are fetched anew
     update         the optimizer makes new parameters: there, and nowhere else
 
 A chunk that does not learn, and any chunk in evaluation, is only read. Sharded over ranks, param_bytes are those of the

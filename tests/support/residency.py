@@ -37,11 +37,13 @@ def traces(draw: st.DrawFn, most_chunks: int = 6, uniform: bool = False) -> Trac
             add("forward", used)
         backward = draw(st.lists(subsets, max_size=6))
         last = {c: i for i, used in enumerate(backward) for c in used if c in learning}
+        reduced: set[int] = set()  # nothing reads these any more in this backward
         for i, used in enumerate(backward):
             add("backward", used, [c for c in used if c in learning and draw(st.booleans())])
             for c in used:
                 if last.get(c) == i:  # what comes later in this backward may be in use already
-                    add("reduce", [c, *draw(st.sampled_from([[], [o for o in backward[-1][:1] if o != c]]))])
+                    reduced.add(c)
+                    add("reduce", [c, *draw(st.sampled_from([[], [o for o in backward[-1][:1] if o not in reduced]]))])
         for c in learning:
             if c not in last:
                 add("reduce", [c])
