@@ -195,6 +195,16 @@ def test_released_widths_reach_their_targets() -> None:
     assert seconds < 20, "planning takes under 2 s on a machine that does nothing else"
 
 
+@pytest.mark.parametrize("residues", [1000, 4000])
+def test_half_of_the_memory_takes_little_more_time(residues: int) -> None:
+    """By FLOPs, bytes and launches, of what a prediction would take without a budget."""
+    job = Job(preset("model_5_ptm"), residues, 512, 1024, dtype=torch.bfloat16, device="cuda")
+    free = plan_subbatches(job, 10**15)
+    half = plan_subbatches(job, free.peak_bytes // 2)
+    assert half.peak_bytes <= free.peak_bytes // 2
+    assert free.seconds < half.seconds <= 1.1 * free.seconds
+
+
 def test_the_longest_sequence_is_the_longest() -> None:
     job = Job(_narrow(), 1, 4, 4)
     budget = 3_000_000
