@@ -220,6 +220,13 @@ def shard_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
     return mesh["dp_shard"] if len(names) == 1 else flat_axis(mesh, "+".join(names))
 
 
+def stage_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that hold the same stages of a pipeline; None where all do."""
+    if pipeline_ranks(mesh) == 1:
+        return None
+    return flat_axis(mesh, "+".join(name for name in mesh.mesh_dim_names or () if name != "pp"))
+
+
 def pipeline_ranks(mesh: DeviceMesh) -> int:
     """Ranks of the pp axis, which hold different parameters; a mesh of somebody else's need not name one."""
     return mesh["pp"].size() if "pp" in (mesh.mesh_dim_names or ()) else 1

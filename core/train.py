@@ -44,6 +44,7 @@ from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.compose import ParallelConfig
 from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
+from core.parallel.pipeline.schedule import SPLIT_BACKWARD
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.runtime import Runtime, StopRequest, launch, seed_everything
 
@@ -118,10 +119,15 @@ class TrainConfig(ParallelConfig):
                 f"{given} with zero={self.zero}: Gemini shards parameters, gradients and optimizer together; "
                 "use --zero 3, or --zero 0 for copies"
             )
-        if self.mesh.pp > 1 or self.mesh.ep > 1:
+        if self.mesh.ep > 1:
             raise UserError(
-                f"{given} with mesh.pp={self.mesh.pp} and mesh.ep={self.mesh.ep}: Gemini does not go with pipeline "
-                "stages or expert parallelism yet; use --mesh.tp, --mesh.cp and data parallel ranks"
+                f"{given} with mesh.ep={self.mesh.ep}: experts would be chunks of other ranks than all else, and there "
+                "is one kind of chunks; use mesh.ep=1, where Gemini moves experts, too"
+            )
+        if self.mesh.pp > 1 and self.pipeline.schedule in SPLIT_BACKWARD:
+            raise UserError(
+                f"{given} with pipeline.schedule={self.pipeline.schedule}: parameters leave before their gradients are "
+                "computed; use --pipeline.schedule 1f1b, gpipe or interleaved"
             )
 
     def spread(
@@ -291,12 +297,12 @@ def _drawing_rank(mesh: DeviceMesh) -> int:
 
 
 def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConfig) -> Sample:
-    """The loss of the run's first microbatch on this rank, for who wants to see a step before it runs."""
+    """The losses of the run's first microbatches on this rank, for who wants to see a step before it runs."""
 
-    def draw() -> Callable[[torch.nn.Module], Tensor]:
+    def draw() -> list[Callable[[torch.nn.Module], Tensor]]:
         axis = data_axis(data.mesh)
-        part = _microbatches(batches.batch(0, axis.get_local_rank(), axis.size()), config, data.device)[0]
-        return lambda model: loss(model, part)
+        parts = _microbatches(batches.batch(0, axis.get_local_rank(), axis.size()), config, data.device)
+        return [lambda model, part=part: loss(model, part) for part in parts]
 
     return draw
 

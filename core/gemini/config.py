@@ -1,7 +1,9 @@
 """What a user says of Gemini."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from core.config import UserError
 from core.gemini.residency import Policy
 from core.gemini.tier import parse_bytes
 
@@ -14,6 +16,14 @@ class GeminiConfig:
     policy: Policy = "auto"
     """auto: whatever makes the step shortest; static: what is not resident leaves after each use; cpu: nothing stays"""
 
+    trace: Path | None = None
+    """draw memory over a step here, device and host, as a PNG: as planned, and as the first two steps had it"""
+
     def __post_init__(self) -> None:
         if self.budget is not None:
             parse_bytes(self.budget)
+        elif self.trace is not None or self.policy != "auto":
+            given = f"gemini.trace={self.trace}" if self.trace is not None else f"gemini.policy={self.policy}"
+            raise UserError(f"{given} without a budget: nothing moves; give --gemini.budget, such as 10GiB")
+        if self.trace is not None and self.trace.suffix != ".png":
+            raise UserError(f"gemini.trace={self.trace}: the drawing is a PNG; give a name that ends in .png")

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from core.config import UserError
 from core.gemini.chunk import Chunk
+from core.gemini.gauge import Gauge
 from core.gemini.schedule import Schedule
 from core.gemini.states import FREE
 from core.gemini.streams import Streams
@@ -26,12 +27,16 @@ LETS_GO = ("evict", "release")
 
 
 class Executor:
-    """moves: for each moment of the schedule's trace, (kind, chunk) as `timeline.Move`."""
+    """moves: for each moment of the schedule's trace, (kind, chunk) as `timeline.Move`.
+
+    gauge  measures each moment, while there is one
+    """
 
     def __init__(self, chunks: Sequence[Chunk], tier: DeviceTier, transport: Transport, streams: Streams):
         self.chunks, self.tier, self.transport, self.streams = chunks, tier, transport, streams
         self.schedule: Schedule | None = None
         self.moves: Sequence[Sequence[tuple[str, int]]] = ()
+        self.gauge: Gauge | None = None
         self._clock = 0
         self._used_at = dict.fromkeys(chunks, 0)
         self._where = "the start"
@@ -43,7 +48,11 @@ class Executor:
     def at(self, kind: MomentKind, name: str, needed: Sequence[Chunk]) -> None:
         """The step has come to a moment; returns when what it needs is there."""
         self._where = f"{kind} of {name}"
+        if self.gauge is not None:
+            self.gauge.leave()
         begun = self.schedule.advance(kind, name) if self.schedule is not None else range(0)
+        if begun and self.gauge is not None:
+            self.gauge.enter(begun[-1])
         if begun:
             self._let_go_of(begun, needed)
             self._set_other(begun[-1], needed)

@@ -30,12 +30,16 @@ def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.
     others = np.array([moment.other_bytes for moment in trace.moments])
     gradients = np.zeros(num_moments, dtype=np.int64)
     for chunk in away:
+        if chunk.away_bytes is not None:  # its gradient has a place for good
+            continue
         reduces, updates = (
             [k for k, m in enumerate(trace.moments) if m.kind == kind and m.chunks[0] == chunk.index]
             for kind in ("reduce", "update")
         )
         for update in updates:
             gradients[reduces[0] : update + 1] += chunk.param_bytes
+    shards = sum(chunk.shard_bytes for chunk in away)
+    passing = sum(chunk.param_bytes for chunk in away if chunk.trainable and chunk.away_bytes is None)
     return {
         "device": {
             "resident chunks": np.full(num_moments, resident),
@@ -43,8 +47,8 @@ def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.
             "activations and temporaries": others,
         },
         "host": {
-            "masters and optimizer state": np.full(num_moments, sum(chunk.shard_bytes for chunk in away)),
-            "parameters": np.full(num_moments, sum(chunk.param_bytes for chunk in away)),
+            "masters and optimizer state": np.full(num_moments, shards),
+            "parameters": np.full(num_moments, sum(chunk.host_bytes for chunk in away) - shards - passing),
             "gradients": gradients,
         },
     }
@@ -54,12 +58,12 @@ def draw_memory(
     png: str | Path,
     trace: Trace,
     plan: ResidencyPlan,
-    measured_device_bytes: Sequence[int] | None = None,
-    measured_host_bytes: Sequence[int] | None = None,
+    measured_device_bytes: Sequence[int | None] | None = None,
+    measured_host_bytes: Sequence[int | None] | None = None,
 ) -> Path:
     """Draw the step that was planned as areas, and a measured one as lines; both moment by moment.
 
-    measured_…  everything on that tier at each moment of the trace
+    measured_…  everything on that tier at each moment of the trace; None of one that was not measured
 
     Returns the path of the PNG. Raises ValueError where a measured step has another number of moments.
     """
@@ -89,7 +93,7 @@ def draw_memory(
 
 
 def _draw_tier(
-    axes: Any, trace: Trace, tier: str, planned: dict[str, np.ndarray], measured: Sequence[int] | None
+    axes: Any, trace: Trace, tier: str, planned: dict[str, np.ndarray], measured: Sequence[int | None] | None
 ) -> None:
     edges = np.arange(len(trace.moments) + 1)
     for k, moment in enumerate(trace.moments):
@@ -100,7 +104,8 @@ def _draw_tier(
         axes.stairs(top, edges, baseline=below, fill=True, color=_COLOURS[kind], label=kind, zorder=1)
         below = top
     if measured is not None:
-        axes.stairs(np.array(measured) / 2**30, edges, baseline=None, color="#222222", linewidth=1.2, label="measured")
+        heights = np.array([np.nan if num_bytes is None else num_bytes / 2**30 for num_bytes in measured])
+        axes.stairs(heights, edges, baseline=None, color="#222222", linewidth=1.2, label="measured")
     axes.set_ylabel(f"{tier}, GiB")
     axes.set_xlim(0, max(1, len(trace.moments)))
     axes.set_ylim(bottom=0)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from core.gemini.chunk import Chunk, Member
 from core.gemini.executor import Executor
 from core.gemini.outputs import tensors_in
-from core.gemini.states import COMPUTE, HOLD, HOLD_AFTER_BWD, HOLD_AFTER_FWD, READY_TO_REDUCE
+from core.gemini.states import COMPUTE, HOLD, HOLD_AFTER_BWD, HOLD_AFTER_FWD, READY_TO_REDUCE, State
 from core.gemini.trace import MomentKind
 
 OUTSIDE = -1
@@ -240,7 +240,7 @@ class ModuleHooks:
             if member.state is not COMPUTE:
                 member.move(COMPUTE)
 
-    def _out_of_use(self, call: Call, to: Any) -> None:
+    def _out_of_use(self, call: Call, to: State) -> None:
         for member in call.unit.members:
             member.users -= 1
             if not member.users and member.state is COMPUTE:

@@ -10,6 +10,8 @@ for batch in batches:
     optimizer.zero_grad()
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
+from core.gemini.residency import Policy
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh
 from core.optim.clip import gradient_norm, scale_gradients
-from core.parallel.parallel_model import Sample
 from core.parallel.rows import own_rows
 from core.precision import Precision
 from core.runtime import join
@@ -86,7 +88,8 @@ def wrap(
     *,
     precision: Precision = "fp32",
     mesh: DeviceMesh | None = None,
-    sample: Sample | None = None,
+    sample: Callable[[], Callable[[nn.Module], Tensor]] | None = None,
+    policy: Policy = "auto",
     device: str | None = None,
 ) -> Gemini:
     """Train `model` in `budget` bytes of a device, with the optimizer that was made of its parameters.
@@ -97,6 +100,7 @@ def wrap(
     precision  of parameters and activations; masters, optimizer state and reductions are fp32, under fp64 fp64
     mesh       the ranks; by default all of the process group, over which chunks are sharded
     sample     draws a microbatch and returns the function model -> loss of it: with it a step is planned before it runs
+    policy     for comparisons: "static", "cpu"; see `core.gemini.residency`
     device     "cpu" or "cuda"; by default CUDA where there is one
 
     Raises UserError for a budget in which no step fits, and for an optimizer whose state cannot be cut.
@@ -111,10 +115,18 @@ def wrap(
         raise UserError(
             "gemini.wrap: the optimizer has parameters that are not the model's; give it model.parameters()"
         )
-    data = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget)))
+    data = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget), policy))
+    before = [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)
     for group in optimizer.param_groups:
         group["params"] = [_replaced(optimizer, p, data.masters[names[id(p)]], data) for p in group["params"]]
-    data.prepare(optimizer, sample)
+    try:
+        data.foresee(optimizer, sample)
+    except UserError:  # model and optimizer are as they were: another budget can be tried
+        for group, parameters in zip(optimizer.param_groups, before[0], strict=True):
+            group["params"] = parameters
+        optimizer.state.clear()
+        optimizer.state.update(before[1])
+        raise
     return Gemini(data, optimizer)
 
 
@@ -131,7 +143,7 @@ def _replaced(
                 f"gemini.wrap: the optimizer's {key} is not shaped like its parameter, so it cannot be cut over ranks; "
                 "wrap it before its first step"
             )
-        state[key] = own_rows(value, data.shard).clone()
+        state = {**state, key: own_rows(value, data.shard).clone()}
     if state:
         optimizer.state[master] = state
     return master

@@ -3,32 +3,31 @@
 1. One step is traced on fake tensors: the order of use, and what is in memory beside parameters at each moment.
 2. Parameters are packed into chunks in the order of their first use; how large a chunk is, `search` finds out.
 3. The residency planner says what lives on the device, and what moves when.
+4. Where a device's allocations cannot be foreseen to the byte, it says so again after the first step, on what that had.
 
 All ranks follow the plan of rank 0: what they fetch and reduce, they must fetch and reduce alike.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.gemini.chunk import Member
-from core.gemini.residency import Policy
-from core.gemini.search import Chunking, ParameterInfo, choose_chunk_size
-from core.gemini.tier import in_words
+from core.gemini.residency import Policy, plan_residency, smallest_budget, too_small
+from core.gemini.search import Chunking, MessageBytes, ParameterInfo, choose_chunk_size
 from core.gemini.timeline import Bandwidth
-from core.gemini.tracer import Speed, StepTrace
+from core.gemini.tracer import Speed, StepTrace, corrected
 from core.metrics import peak_flops
 
 SHARE_OF_PEAK = 0.4
 """Of a device's FLOP/s, what products of usual sizes reach."""
 
 PROBE_BYTES = 1 << 22
-MOST_ROUNDS = 4
-
-MessageBytes = Callable[[Sequence[Sequence[str]]], int]
 
 
 def plan(
@@ -38,45 +37,57 @@ def plan(
     message_bytes: MessageBytes,
     bandwidth: Bandwidth,
     policy: Policy,
+    axis: DeviceMesh | None,
 ) -> Chunking:
-    """The plan of rank 0, on every rank.  Raises UserError where no step fits, with the smallest budget that does.
+    """The plan of the first rank, on every rank.
 
     parameters     in the order of their first use
     message_bytes  names in each chunk -> what messages between ranks take of the budget whatever the plan
+    axis           the ranks that run the same step; None: all
+
+    Raises UserError where no step fits, with the smallest budget in which it does; on every rank there is, also those
+    of other stages, whose steps may fit.
     """
+    group = None if axis is None else axis.get_group()
     outcome: list[Chunking | str] = [""]
-    if dist.get_rank() == 0:  # what differs between ranks (speeds, ragged shards) must not make plans differ
+    if dist.get_rank(group) == 0:  # what differs between ranks (speeds, ragged shards) must not make plans differ
         try:
-            outcome[0] = _planned(step, parameters, budget_bytes, message_bytes, bandwidth, policy)
+            outcome[0] = choose_chunk_size(parameters, step, budget_bytes, bandwidth, policy, message_bytes)
         except UserError as error:
             outcome[0] = str(error)
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], str):
-        raise UserError(f"gemini: {outcome[0]}")
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    refused = outcome[0] if isinstance(outcome[0], str) else None
+    if axis is not None:
+        said: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, refused)
+        refused = next((words for words in said if words is not None), None)
+    if refused is not None or isinstance(outcome[0], str):
+        raise UserError(f"gemini: {refused}")
     return outcome[0]
 
 
-def _planned(
-    step: StepTrace,
-    parameters: Sequence[ParameterInfo],
-    budget_bytes: int,
-    message_bytes: MessageBytes,
-    bandwidth: Bandwidth,
-    policy: Policy,
+def corrected_plan(
+    chunking: Chunking, others: Sequence[int | None], bandwidth: Bandwidth, policy: Policy, axis: DeviceMesh | None
 ) -> Chunking:
-    """Messages take from the budget what the chunks' sizes say, and those follow from the budget: until both agree."""
-    fixed = message_bytes([[parameter.name] for parameter in parameters])
-    for _ in range(MOST_ROUNDS):
-        try:
-            chunking = choose_chunk_size(parameters, step, max(1, budget_bytes - fixed), bandwidth, policy)
-        except UserError as error:
-            beside = f" beside {in_words(fixed)} for messages between ranks" if fixed else ""
-            raise UserError(f"{error}{beside}") from None
-        needed = message_bytes(chunking.parameters)
-        if needed <= fixed:
-            return chunking
-        fixed = needed
-    raise UserError(f"a budget of {in_words(budget_bytes)} leaves no room for messages between ranks; give more")
+    """The same chunks with a plan on what a real step had beside model data, on the rank where it had most.
+
+    others  [moment] bytes; None of one that did not come
+
+    Raises UserError where that leaves too little of the budget, with the smallest budget that would do.
+    """
+    group = None if axis is None else axis.get_group()
+    seen: list[Sequence[int | None]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(seen, others, group=group)
+    most = [max((n for n in found if n is not None), default=None) for found in zip(*seen, strict=True)]
+    moments = chunking.trace.moments
+    measured = [(m.other_bytes if n is None else n, m.seconds) for n, m in zip(most, moments, strict=True)]
+    trace = corrected(chunking.trace, measured)
+    least, budget_bytes = smallest_budget(trace), chunking.plan.budget_bytes
+    if least > budget_bytes:
+        raise UserError(f"gemini: as its first step ran, {too_small(budget_bytes, least)}")
+    plans = [plan_residency(trace, budget_bytes, bandwidth, policy)]
+    dist.broadcast_object_list(plans, group=group, group_src=0)
+    return replace(chunking, trace=trace, plan=plans[0])
 
 
 def infos(
@@ -90,7 +101,8 @@ def infos(
     found = []
     for member in members:
         reduced = member.own_elements(ranks) * wide.itemsize if member.trainable else 0
-        merges = alone and member.dtype == wide
+        own, narrow = member.own_elements(ranks) * member.dtype.itemsize, member.dtype != wide
+        merges = alone and not narrow
         found.append(
             ParameterInfo(
                 member.name,
@@ -99,6 +111,7 @@ def infos(
                 state.get(member.name, 0) + reduced,  # the reduced gradient lies beside the master
                 member.trainable,
                 str(member.dtype),
+                own if not member.trainable else 2 * reduced + state.get(member.name, 0) + (own if narrow else 0),
             )
         )
     return found

@@ -23,8 +23,10 @@ from core.config import UserError
 from core.gemini.chunk import Chunk, Member
 from core.gemini.config import GeminiConfig
 from core.gemini.executor import Executor
+from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
-from core.gemini.planning import bandwidth_of, infos, plan, speed_of
+from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, speed_of
+from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed
 from core.gemini.state_bytes import state_bytes
@@ -33,15 +35,17 @@ from core.gemini.tier import DeviceTier, in_words, parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
-from core.mesh import Zero, shard_axis
+from core.mesh import Zero, shard_axis, stage_axis
 from core.parallel.data import DataParallel, cast_parameter, with_local
-from core.parallel.parallel_model import Sample
 from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
 from core.precision import Precision
 
 CHUNKS_IN_BUDGET = 16
 """A chunk takes at most this part of the budget, unless a single parameter is larger."""
+
+DRAWN_STEPS = 2
+"""Steps that are drawn beside the plan, the later over the earlier: by the second the optimizer has its state."""
 
 
 class GeminiReplicas(DataParallel):
@@ -60,6 +64,9 @@ class GeminiReplicas(DataParallel):
         self.config = config
         self.tier = DeviceTier(parse_bytes(config.budget))
         self.planned: Chunking | None = None
+        self._is_measured = False  # in this step
+        self._warming: Gauge | None = None
+        self._undrawn = DRAWN_STEPS if config.trace is not None else 0
         self.chunks: list[Chunk] = []
         self.executor: Executor | None = None
         super().__init__(model, mesh, zero, precision, materialise, reduce_each=True)
@@ -138,49 +145,57 @@ class GeminiReplicas(DataParallel):
                     setattr(module, name, fill if buffer.is_meta else fill.copy_(buffer))
 
     def _adopt(self) -> list[Member]:
-        """The parameters that the model computes with: those it was given, with memory that chunks take care of."""
+        """The parameters that the model computes with: those it was given."""
         members = []
         for names in parameter_names(self.model):
             given = self.model.get_parameter(names[0])
-            own = local(given.detach())
-            nothing = torch.empty(1, dtype=own.dtype, device=self.device).expand(own.shape)
             if given.is_meta:
-                given = with_local(given, nothing)
+                given = with_local(given, self._nothing(local(given.detach())))
                 for name in names:
                     set_parameter(self.model, name, given)
-            elif isinstance(given, DTensor):
-                given._local_tensor.data = nothing
-            else:
-                given.data = nothing
             members.append(Member(names[0], given, self._rows[names[0]]))
         return members
 
+    def _nothing(self, like: Tensor) -> Tensor:
+        return torch.empty(1, dtype=like.dtype, device=self.device).expand(like.shape)
+
     # --- before the first step ----------------------------------------------------------------------------------------
 
-    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
+    def foresee(self, optimizer: torch.optim.Optimizer, step: Callable[[], Callable[[nn.Module], Any]] | None) -> None:
         """Pack, and decide where each chunk lives.  Raises UserError where no step fits into the budget."""
         if self.executor is not None:
             return
+        self._optimizer = optimizer
         units = units_of(self.model)
-        step = None if sample is None else self._traced(sample, units)
+        traced = None if step is None else self._traced(step, units)
         of = {member.name: member for member in self._adopt()}
         self.streams = Streams(self.device)
         transport = Transport(self.mesh, self.shard, self.tier, self.streams)
         state = state_bytes(optimizer, self.masters)
-        members = [of[name] for name in (of if step is None else step.order)]
+        members = [of[name] for name in (of if traced is None else traced.order)]
         parameters = infos(members, self.ranks, self.reduce_dtype, state, alone=not transport.sends)
 
         def messages(names: Sequence[Sequence[str]]) -> int:
             return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
 
-        if step is None:
+        if traced is None:
             chunk_bytes = self.tier.budget_bytes // CHUNKS_IN_BUDGET
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
             self._require_room(parameters, messages(names))
         else:
-            bandwidth = bandwidth_of(self.device, self.ranks)
-            self.planned = plan(step, parameters, self.tier.budget_bytes, messages, bandwidth, self.config.policy)
+            self._bandwidth = bandwidth_of(self.device, self.ranks)
+            self.planned = plan(
+                traced,
+                parameters,
+                self.tier.budget_bytes,
+                messages,
+                self._bandwidth,
+                self.config.policy,
+                stage_axis(self.mesh),
+            )
             names = self.planned.parameters
+        for member in of.values():  # from here on chunks take care of its memory
+            member.tensor.data = self._nothing(member.tensor)
         self.chunks = [
             Chunk(index, [of[name] for name in chunk], self.device, self.reduce_dtype, self.ranks)
             for index, chunk in enumerate(names)
@@ -193,42 +208,88 @@ class GeminiReplicas(DataParallel):
             self.executor,
         )
         if self.planned is not None:
-            self._settle(self.planned)
+            announce(self.planned.plan, self.mesh)
+            if self.warms_up:
+                self._warm_up(self.planned)
+            else:
+                self._settle(self.planned)
 
     @property
     def ranks(self) -> int:
         """Over which a chunk is sharded."""
         return 1 if self.shard is None else self.shard.size()
 
-    def _traced(self, sample: Sample, units: dict[str, list[str]]) -> StepTrace | None:
+    def _traced(self, step: Callable[[], Callable[[nn.Module], Any]], units: dict[str, list[str]]) -> StepTrace | None:
         """A step of the model; `units` learn what they read of modules that they do not call.
 
-        None of a model without memory that looks at values: it goes without a plan.
+        None of a model without memory that looks at values, or where another rank has one: it goes without a plan.
         """
-        speed = speed_of(self.device, self.compute_dtype)
+        traced, why = None, ""
         try:
-            step = trace_step(self.model, sample(), speed, self.device, units=units)
+            speed = speed_of(self.device, self.compute_dtype)
+            # Drawn parameters would be whole, and there is a budget because a device does not hold them whole.
+            draws = self.device.type == "cpu"
+            traced = trace_step(self.model, step(), speed, self.device, units=units, draws=draws)
         except UserError as error:
             if not any(parameter.is_meta for parameter in self.model.parameters()):
                 raise
+            why = str(error)
+        said: list[str] = [why] * dist.get_world_size()
+        dist.all_gather_object(said, why)
+        if any(said):
             if dist.get_rank() == 0:
-                print(f"gemini: chunks come when they are needed, and no plan is made: {error}")
+                print(f"gemini: chunks come when they are needed, and no plan is made: {next(filter(None, said))}")
             return None
-        for module, parameters in step.reads.items():
+        assert traced is not None
+        for module, parameters in traced.reads.items():
             units[module] = list(dict.fromkeys([*units.get(module, ()), *parameters]))
-        return step
+        return traced
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the first step is measured while nothing lives on the device: allocators round, libraries take."""
+        return self.device.type == "cuda"
+
+    def _warm_up(self, planned: Chunking) -> None:
+        """Chunks come when they are needed in the first step."""
+        assert self.executor is not None
+        self.executor.follow(Schedule(planned.trace), [()] * (len(planned.trace.moments) + 1))
+        self.executor.gauge = self._warming = self._gauge(planned)
+        self._warming.__enter__()
+
+    def _correct(self, planned: Chunking, gauge: Gauge) -> None:
+        """The first step is over: now it is known what lives on the device."""
+        assert self.executor is not None
+        gauge.__exit__(None, None, None)
+        self.executor.gauge = self._warming = None
+        policy = self.config.policy
+        self.planned = corrected_plan(planned, gauge.others, self._bandwidth, policy, stage_axis(self.mesh))
+        if self.planned.plan.resident != planned.plan.resident:
+            announce(self.planned.plan, self.mesh)
+        self.tier.set_other(0)
+        self._settle(self.planned)
 
     def _settle(self, planned: Chunking) -> None:
         """What the plan keeps on the device goes there; the rest is where it is."""
         assert self.executor is not None
         self.executor.follow(Schedule(planned.trace), planned.plan.moves)
+        for chunk in self.chunks:
+            self.executor.drop(chunk)
         for index in sorted(planned.plan.resident):
             chunk, info = self.chunks[index], planned.trace.chunks[index]
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
             chunk.settle(alone=not self.executor.transport.sends)
+            self._take_state_along(chunk)
             self.executor.load(chunk)
-        if dist.get_rank() == 0:
-            print(f"gemini: {planned.plan.describe()}")
+
+    def _take_state_along(self, chunk: Chunk) -> None:
+        """The optimizer's state, if there is any, goes where the masters are."""
+        for member in chunk.members:
+            state = self._optimizer.state.get(member.rows, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and value.device != member.rows.device:
+                    moved = value.to(member.rows.device)
+                    state[key] = tag(moved, layout_of(value)) if hasattr(value, "layout_in_whole") else moved
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""
@@ -245,15 +306,51 @@ class GeminiReplicas(DataParallel):
     def microbatch(self, last: bool) -> Iterator[None]:
         """Every microbatch is reduced, into the shards: whole gradients of two do not fit where parameters stand."""
         assert self.executor is not None, "prepare comes first"
-        try:
+        with self.foreseen():
+            try:
+                yield
+            except BaseException:
+                self.hooks.give_up()
+                raise
+            self.hooks.end_backward()
+
+    @contextmanager
+    def foreseen(self) -> Iterator[None]:
+        """The first such part of a step that is to be drawn is measured."""
+        executor, planned = self.executor, self.planned
+        assert executor is not None
+        if planned is None or executor.gauge is not None or self._is_measured or not self._undrawn:
             yield
-        except BaseException:
-            self.hooks.give_up()
-            raise
-        self.hooks.end_backward()
+            return
+        executor.gauge = gauge = self._gauge(planned)
+        try:
+            with gauge:
+                yield
+        finally:
+            executor.gauge = None
+        self._is_measured, self._undrawn = True, self._undrawn - 1
+        assert self.config.trace is not None
+        draw(self.config.trace, planned, gauge, self.mesh)
+
+    def _gauge(self, planned: Chunking) -> Gauge:
+        gauge = Gauge(len(planned.trace.moments), self.chunks, self.tier, self._model_data())
+        gauge.add(self.model.buffers())
+        return gauge
+
+    def _model_data(self) -> list[Tensor]:
+        """All tensors of parameters, masters, gradients and the optimizer's state."""
+        assert self.executor is not None
+        found = [*self.executor.transport.messages]
+        for chunk in self.chunks:
+            found += [chunk.buffer, *(t for t in (chunk.masters, chunk.values) if t is not None)]
+            if chunk.trainable and not chunk.alone:
+                found.append(chunk.make_grad())
+        return found + [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
     def _finish(self) -> None:
         assert self.executor is not None
+        if self.executor.gauge is not None:
+            self.executor.gauge.pause()
         self.executor.transport.finish()
         for chunk in self.chunks:
             if not chunk.trainable or chunk.alone:
@@ -280,3 +377,6 @@ class GeminiReplicas(DataParallel):
                 self.executor.drop(chunk)
             if chunk.resident:
                 self.executor.load(chunk)
+        self._is_measured = False
+        if self._warming is not None and self.planned is not None and self._warming.has_measured:
+            self._correct(self.planned, self._warming)

@@ -97,6 +97,14 @@ def smallest_budget(trace: Trace) -> int:
     return int(lifetimes.occupied(frozenset()).max(initial=0))
 
 
+def too_small(budget_bytes: int, least_bytes: int) -> str:
+    """What is said of a budget in which nothing works, with the smallest that would do."""
+    return (
+        f"a budget of {_gib(budget_bytes)} on the device is too small for this model and batch; "
+        f"give at least {_gib(least_bytes, up=True)}, or a smaller batch, or recompute activations"
+    )
+
+
 def plan_residency(
     trace: Trace,
     budget_bytes: int,
@@ -109,10 +117,7 @@ def plan_residency(
         raise UserError(f"no residency policy '{policy}'; the policies are {', '.join(get_args(Policy))}")
     least = smallest_budget(trace)
     if budget_bytes < least:
-        raise UserError(
-            f"a budget of {_gib(budget_bytes)} on the device is too small for this model and batch; "
-            f"give at least {_gib(least, up=True)}, or a smaller batch, or recompute activations"
-        )
+        raise UserError(too_small(budget_bytes, least))
     search = _Search(trace, budget_bytes, bandwidth, keeps=policy == "auto", host_budget_bytes=host_budget_bytes)
     resident, timeline = search.nothing_resident() if policy == "cpu" else search.best()
     host_bytes = _host_bytes(trace, resident)
@@ -138,9 +143,7 @@ def plan_residency(
 
 
 def _host_bytes(trace: Trace, resident: frozenset[int]) -> int:
-    """Parameters, masters, optimizer state, and of what learns a gradient."""
-    away = [chunk for chunk in trace.chunks if chunk.index not in resident]
-    return sum(c.param_bytes * (2 if c.trainable else 1) + c.shard_bytes for c in away)
+    return sum(chunk.host_bytes for chunk in trace.chunks if chunk.index not in resident)
 
 
 def _gib(num_bytes: float, up: bool = False) -> str:

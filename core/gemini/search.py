@@ -8,10 +8,11 @@ as it will run, and the shortest step wins; of equally short ones, one that move
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from core.gemini.residency import Policy, ResidencyPlan, plan_residency, smallest_budget
+from core.config import UserError
+from core.gemini.residency import Policy, ResidencyPlan, plan_residency, smallest_budget, too_small
 from core.gemini.timeline import Bandwidth
 from core.gemini.trace import ChunkInfo, Trace
 from core.gemini.tracer import StepTrace
@@ -21,10 +22,21 @@ PIECES = (8, 16, 32, 64)
 
 PIECE_OF_BUDGET = 16
 
+MessageBytes = Callable[[Sequence[Sequence[str]]], int]
+"""Names in each chunk -> what messages between ranks take of the budget, whatever the plan."""
+
+
+def no_messages(parameters: Sequence[Sequence[str]]) -> int:
+    """Of one rank."""
+    return 0
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter before it has a chunk. buffer_bytes are its part of the buffer, padding included; see `ChunkInfo`."""
+    """A parameter before it has a chunk. buffer_bytes are its part of the buffer, padding included; see `ChunkInfo`.
+
+    away_bytes  of all parameters or of none
+    """
 
     name: str
     buffer_bytes: int
@@ -32,6 +44,7 @@ class ParameterInfo:
     optim_bytes: int
     trainable: bool
     dtype: str = ""
+    away_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,21 +81,23 @@ def choose_chunk_size(
     budget_bytes: int,
     bandwidth: Bandwidth,
     policy: Policy = "auto",
+    messages: MessageBytes = no_messages,
 ) -> Chunking:
     """The chunk size with the shortest planned step, with its chunks and plan.
 
     parameters  in order of use (`StepTrace.order`)
+    messages    what they take is not in the plan's budget
 
     Raises UserError, with the smallest budget that would do, where no candidate's step fits.
     """
-    tried = [_on_chunks(parameters, step, size) for size in _candidates(parameters, budget_bytes)]
-    fitting = [found for found in tried if smallest_budget(found[2]) <= budget_bytes]
-    if not fitting:  # what takes least room, whatever the budget: each parameter comes and goes by itself
-        fitting = [_on_chunks(parameters, step, 1)]
-    chunkings = [
-        Chunking(size, names, trace, plan_residency(trace, budget_bytes, bandwidth, policy))
-        for size, names, trace in fitting
-    ]
+    chunkings = []
+    for size in _candidates(parameters, budget_bytes):
+        names, trace = _on_chunks(parameters, step, size)
+        room = budget_bytes - messages(names)
+        if smallest_budget(trace) <= room:
+            chunkings.append(Chunking(size, names, trace, plan_residency(trace, room, bandwidth, policy)))
+    if not chunkings:
+        raise UserError(too_small(budget_bytes, least_budget(parameters, step, messages)))
     shortest_s = min(found.plan.step_s for found in chunkings)
     # Smaller differences are less than the prediction is good for.
     as_short = [found for found in chunkings if found.plan.step_s <= 1.002 * shortest_s]
@@ -93,10 +108,11 @@ def choose_chunk_size(
     )
 
 
-def least_budget(parameters: Sequence[ParameterInfo], step: StepTrace) -> int:
+def least_budget(parameters: Sequence[ParameterInfo], step: StepTrace, messages: MessageBytes = no_messages) -> int:
     """Bytes of the device without which the step fits with no chunk size."""
     sizes = _candidates(parameters, sum(parameter.buffer_bytes for parameter in parameters))
-    return min(smallest_budget(_on_chunks(parameters, step, size)[2]) for size in sizes)
+    packings = [_on_chunks(parameters, step, size) for size in sizes]
+    return min(smallest_budget(trace) + messages(names) for names, trace in packings)
 
 
 def _candidates(parameters: Sequence[ParameterInfo], budget_bytes: int) -> list[int]:
@@ -111,7 +127,7 @@ def _candidates(parameters: Sequence[ParameterInfo], budget_bytes: int) -> list[
 
 def _on_chunks(
     parameters: Sequence[ParameterInfo], step: StepTrace, chunk_bytes: int
-) -> tuple[int, tuple[tuple[str, ...], ...], Trace]:
+) -> tuple[tuple[tuple[str, ...], ...], Trace]:
     chunks = packed(parameters, chunk_bytes)
     infos = [
         ChunkInfo(
@@ -120,8 +136,9 @@ def _on_chunks(
             sum(p.master_bytes for p in chunk),
             sum(p.optim_bytes for p in chunk),
             chunk[0].trainable,
+            None if chunk[0].away_bytes is None else sum(p.away_bytes or 0 for p in chunk),
         )
         for index, chunk in enumerate(chunks)
     ]
     names = tuple(tuple(p.name for p in chunk) for chunk in chunks)
-    return chunk_bytes, names, step.on_chunks(infos, names)
+    return names, step.on_chunks(infos, names)

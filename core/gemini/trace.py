@@ -33,13 +33,25 @@ MomentKind = Literal["forward", "backward", "reduce", "update"]
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """One chunk: `index` is its place in `Trace.chunks`."""
+    """One chunk: `index` is its place in `Trace.chunks`.
+
+    away_bytes  all that it takes of the host where it lives there; by default parameters, and of what learns a gradient
+                beside the shard
+    """
 
     index: int
     param_bytes: int
     master_bytes: int
     optim_bytes: int
     trainable: bool
+    away_bytes: int | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """What it takes there where it lives on the host."""
+        if self.away_bytes is not None:
+            return self.away_bytes
+        return self.param_bytes * (2 if self.trainable else 1) + self.shard_bytes
 
     @property
     def shard_bytes(self) -> int:

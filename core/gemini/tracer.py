@@ -11,9 +11,9 @@
 
 A gradient counts as other memory from when autograd has made it until it is put into its chunk.
 
-Where a model looks at values (`if mask.any()`, experts that take what a router gives them), there are no values to look
-at. If it has its parameters, the step then runs for real where they are; else that is an error. Not seen: memory inside
-one operator, what a collective needs, and updates.
+Where a model looks at values (`if mask.any()`, experts that take what a router gives them), there are none to look at.
+If it has its parameters, the step then runs for real where they are; else, if that is allowed, with parameters drawn at
+random: a router sends tokens everywhere alike. Not seen: memory inside one operator, what a collective needs, updates.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -95,15 +96,18 @@ class StepTrace:
 
 def trace_step(
     model: nn.Module,
-    step: Callable[[nn.Module], Tensor],
+    step: Callable[[nn.Module], Tensor | Iterator[None]],
     speed: Speed,
     device: torch.device | str = "cpu",
     num_microbatches: int = 1,
     units: Mapping[str, Collection[str]] | None = None,
+    draws: bool = False,
 ) -> StepTrace:
     """Trace `num_microbatches` times `step(model)`, the loss of one microbatch, and its backward if it has one.
 
+    step   or, for a pipeline, runs forwards and backwards itself, and yields behind each backward
     units  module -> parameters that are in use while its forward or backward runs; by default every module and its own
+    draws  a model that looks at values and has none may get memory and random ones for the while
 
     The model may lie on the meta device; it, its gradients and the random state are left as they were.
     Raises UserError where the model looks at values and has none, and where it uses a parameter outside of any module.
@@ -118,13 +122,14 @@ def trace_step(
     except Exception as error:
         # Operators that need values, or that fake tensors do not know, fail in many ways; what is wrong with the model
         # itself fails again for real.
-        if any(tensor.is_meta or not _has_memory(tensor) for tensor in model.parameters()):
+        has_values = all(_has_memory(tensor) and not tensor.is_meta for tensor in model.parameters())
+        if not (has_values or draws):
             said = next(iter(str(error).splitlines()), "")
             raise UserError(
                 f"the model's step cannot be foreseen without values ({type(error).__name__}: {said}); give the model "
                 "its parameters before it is traced, or see that it runs"
             ) from error
-    with torch.random.fork_rng(), _stand_ins(model, _copy):
+    with torch.random.fork_rng(), _stand_ins(model, _copy if has_values else lambda tensor: _drawn(tensor, device)):
         return _record(model, step, _Recorder(model, speed, device.type, units), num_microbatches)
 
 
@@ -168,9 +173,16 @@ def _stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[N
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    if hasattr(tensor, "__tensor_flatten__"):  # DTensor and its kind
+    if isinstance(tensor, DTensor):
+        return _sharded_as(tensor, _fake(mode, tensor._local_tensor, device))
+    if hasattr(tensor, "__tensor_flatten__"):
         return mode.from_tensor(tensor.detach())
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _sharded_as(tensor: DTensor, own: Tensor) -> DTensor:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -180,6 +192,16 @@ def _has_memory(tensor: Tensor) -> bool:
 def _copy(tensor: Tensor) -> Tensor:
     """Parameters are only read; buffers may be written."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+
+def _drawn(tensor: Tensor, device: torch.device) -> Tensor:
+    """Values of an untrained model; what is in memory is copied."""
+    if _has_memory(tensor) and not tensor.is_meta:
+        return _copy(tensor)
+    if isinstance(tensor, DTensor):
+        return _sharded_as(tensor, _drawn(tensor._local_tensor, device))
+    drawn = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return drawn.normal_(0.0, 0.02) if tensor.is_floating_point() else drawn
 
 
 # --- recording --------------------------------------------------------------------------------------------------------
@@ -219,12 +241,16 @@ class _Cut:
 
 
 def _record(
-    model: nn.Module, step: Callable[[nn.Module], Tensor], recorder: _Recorder, num_microbatches: int
+    model: nn.Module, step: Callable[[nn.Module], Tensor | Iterator[None]], recorder: _Recorder, num_microbatches: int
 ) -> StepTrace:
     with torch.compiler.set_stance("force_eager"), recorder.hooks(), recorder:
         recorder.add(model.buffers())
         for _ in range(num_microbatches):
             loss = step(model)
+            if isinstance(loss, Iterator):
+                for _ in loss:
+                    recorder.finish()
+                continue
             if loss.requires_grad:
                 loss.backward()
             del loss

@@ -59,6 +59,11 @@ class Transport:
         self.tier.take(sum(sizes), "messages")
         self._fetched, self._reduced = (torch.empty(n, dtype=torch.uint8, device=chunks[0].device) for n in sizes)
 
+    @property
+    def messages(self) -> list[Tensor]:
+        """Their memory."""
+        return [message for message in (self._fetched, self._reduced) if message is not None]
+
     # --- to the device ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Shard
 from core.config import UserError
 from core.layout import Layout, detached, layout_of, local, tag
 from core.mesh import DATA_AXES, EXPERT_AXIS, Zero, gradient_axis, shard_axis
-from core.parallel.parallel_model import ParallelModel
+from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
 from core.parallel.rows import own_rows, paired_rows, row_length
 from core.precision import Precision, compute_dtype, master_dtype
@@ -76,6 +76,21 @@ class DataParallel(ParallelModel):
     @abstractmethod
     def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
         """Shard, give memory to what has none, materialise, and make the masters."""
+
+    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
+        self.foresee(optimizer, None if sample is None else lambda: sample()[0])
+
+    def foresee(self, optimizer: torch.optim.Optimizer, step: Callable[[], Callable[[nn.Module], Any]] | None) -> None:
+        """As `prepare`.
+
+        step  draws the function model -> loss of a microbatch; or one that runs several forwards and backwards of the
+              model itself, and yields behind each backward
+        """
+
+    @contextmanager
+    def foreseen(self) -> Iterator[None]:
+        """Around that part of a step which `foresee` was shown."""
+        yield
 
     @abstractmethod
     @contextmanager

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import detached
 
-Sample = Callable[[], Callable[[nn.Module], Tensor]]
+Sample = Callable[[], Sequence[Callable[[nn.Module], Tensor]]]
+"""Draws the microbatches of a step: of each the function model -> its loss."""
 
 
 class ParallelModel(ABC):
@@ -55,7 +56,7 @@ class ParallelModel(ABC):
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:  # noqa: B027
         """Before the first step and before the optimizer has state: what a step will look like.
 
-        sample  draws a microbatch, and returns the function model -> loss of it; None: nothing is known of it
+        sample  draws a step's microbatches; None: nothing is known of it
         """
 
     @abstractmethod

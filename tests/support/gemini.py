@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from core.gemini import Gemini, wrap
+from core.gemini.executor import Executor
 
 WIDTH = 16
 
@@ -88,6 +89,8 @@ def train(
     """Train plainly (budget None) or under Gemini; unused parameters count as ones with a gradient of zero."""
     torch.manual_seed(0)
     model = make()
+    if budget is None:
+        model.to(torch.float64 if options.get("precision") == "fp64" else torch.float32)
     parameters = [p for p in model.parameters() if p.requires_grad]
     made = optimizer(parameters)
     gemini = None if budget is None else wrap(model, made, budget, **options)
@@ -115,3 +118,44 @@ def require_equal(found: Run, expected: Run) -> None:
 
 def model_bytes(make: Callable[[], nn.Module]) -> int:
     return sum(p.numel() * p.element_size() for p in make().parameters())
+
+
+class Accounted:
+    """Within, no parameter can be reached outside of the account of the device, whenever a module begins or ends.
+
+    Every parameter's memory is that of a chunk's buffer which is there, or a single element; what buffers take is
+    booked, to the byte; and a chunk that is not there has no memory.
+    """
+
+    def __init__(self) -> None:
+        self.num_checks = 0
+        self._at = Executor.at
+
+    def __enter__(self) -> "Accounted":
+        at = self._at
+
+        def checked(executor: Executor, *args: Any) -> None:
+            at(executor, *args)
+            self._check(executor)
+
+        Executor.at = checked
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Executor.at = self._at
+
+    def _check(self, executor: Executor) -> None:
+        self.num_checks += 1
+        there, booked = 0, sum(message.nbytes for message in executor.transport.messages)
+        for chunk in executor.chunks:
+            memory = chunk.buffer.untyped_storage()
+            there += memory.nbytes()
+            booked += chunk.num_bytes if chunk.is_filled or chunk.resident else 0
+            assert memory.nbytes() == (chunk.num_bytes if chunk.is_filled or chunk.resident else 0), chunk.name
+            for member in chunk.members:
+                own = member.tensor.untyped_storage()
+                assert own.data_ptr() == memory.data_ptr() if chunk.is_filled else own.nbytes() <= 8, member.name
+        shards = executor.tier.current_bytes - booked
+        assert shards >= 0
+        assert (shards > 0) == any(chunk.resident and chunk.trainable for chunk in executor.chunks)
+        assert executor.tier.current_bytes + executor.tier.other_bytes <= executor.tier.budget_bytes

@@ -22,6 +22,8 @@ from core.nn.attention import StepContext
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.parallel.compose import ParallelConfig, parallelize
+from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.run import Pipeline
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, train_step
 
@@ -93,9 +95,9 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         materialise=lambda m: initialise(m, case.seed),
     )
     optimizer = build_optimizer(config.optim, data.masters)
-    rows = case.batch // data_axis(mesh).size() if case.microbatch is None else case.microbatch
-    first = {k: v[:rows] for k, v in batch_of(case, 0).items()}
-    data.prepare(optimizer, (lambda: lambda m: loss(m, first)) if case.planned else None)
+    sizes = config.microbatch_rows(case.batch // data_axis(mesh).size())
+    parts = [{k: v[:rows] for k, v in batch_of(case, 0).items()} for rows in sizes]
+    data.prepare(optimizer, (lambda: [lambda m, part=part: loss(m, part) for part in parts]) if case.planned else None)
     return TrainState(data, optimizer, LossScale(config.precision), {}), config
 
 
@@ -121,9 +123,15 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     return whole if case.budget is None else whole | moved(state.data)
 
 
-def moved(data: GeminiReplicas) -> dict[str, int]:
+def gemini_of(data: ParallelModel) -> GeminiReplicas:
+    inner = data.inner if isinstance(data, Pipeline) else data
+    assert isinstance(inner, GeminiReplicas)
+    return inner
+
+
+def moved(data: ParallelModel) -> dict[str, int]:
     """What Gemini had to do: the most bytes on the device, its budget, bytes moved, evictions."""
-    tier = data.tier
+    tier = gemini_of(data).tier
     return {
         "peak": tier.peak_bytes,
         "budget": tier.budget_bytes,

@@ -7,7 +7,7 @@ exchanges that `.messages` puts between them, on the stages that `.stages` makes
     reduce   data parallelism's reductions; then what the copies of a shared parameter (a tied head) have gathered is
              added on the rank that owns it. Only there it has a master, and so optimizer state, a place in the norm of
              the gradients and in checkpoints
-    publish  data parallelism's; then the owner's values go to the copies
+    publish  the owner's masters go to those of the copies; then data parallelism's
 
 The shape of an activation may be another in every microbatch: the first time that tensors of some shapes come as a
 microbatch, the sender says what shape follows, and from then on both sides know. Gradients have the shape of what they
@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from core.layout import local
 from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.backward import SplitBackward
+from core.parallel.pipeline.foreseen import ForeseenStep
 from core.parallel.pipeline.messages import Exchange, Message, with_messages
 from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, Schedule, schedule
 from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
@@ -80,7 +80,15 @@ class Pipeline(ParallelModel):
         stages.leave_before_the_loss()
         # NCCL wants all ranks of a group in its first message, and stages talk to their neighbours only.
         dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.group)
-        self._publish_shared()
+        self.publish()
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        return self.inner.frozen
 
     @property
     def device_peak_bytes(self) -> int | None:
@@ -90,7 +98,7 @@ class Pipeline(ParallelModel):
         return self.inner.figures()
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
-        self.inner.prepare(optimizer, sample)
+        self.inner.foresee(optimizer, None if sample is None else lambda: ForeseenStep(self, sample()))
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return schedule(self.config.schedule, self.axis.size(), num_microbatches, self.config.chunks)
@@ -98,11 +106,12 @@ class Pipeline(ParallelModel):
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         of = self.schedule(len(microbatches))
         step = _Step(self, of, microbatches, loss, scale)
-        for what in with_messages(of)[self.rank]:
-            if isinstance(what, Action):
-                step.compute(what)
-            else:
-                step.exchange(what)
+        with self.inner.foreseen():
+            for what in with_messages(of)[self.rank]:
+                if isinstance(what, Action):
+                    step.compute(what)
+                else:
+                    step.exchange(what)
         step.finish()
         dist.all_reduce(step.total, group=self.group)
         return step.total
@@ -118,40 +127,43 @@ class Pipeline(ParallelModel):
                 self._sum_on_owner(gradient, owner, copies)
 
     def _sum_on_owner(self, gradient: Tensor, owner: int, copies: list[int]) -> None:
+        device = self.mesh.device_type  # gradients may lie on the host
         if self.rank != owner:
-            dist.send(gradient.contiguous(), self.ranks[owner], self.group)
+            dist.send(gradient.to(device).contiguous(), self.ranks[owner], self.group)
             return
         for copy in copies:
-            other = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            other = torch.empty(gradient.shape, dtype=gradient.dtype, device=device)
             dist.recv(other, self.ranks[copy], self.group)
-            gradient += other
+            gradient += other.to(gradient.device)
 
     def release(self) -> None:
         self.inner.release()
 
     def publish(self) -> None:
-        self.inner.publish()
         self._publish_shared()
+        self.inner.publish()
 
     @torch.no_grad()
     def _publish_shared(self) -> None:
+        device = self.mesh.device_type
         for name, (owner, *copies) in self._shared():
             if self.rank not in (owner, *copies):
                 continue
-            value = local(self.model.get_parameter(name))
-            if not value.numel():
+            master = self.inner.masters[name]
+            if not master.numel():
                 continue
             if self.rank == owner:
                 for copy in copies:
-                    dist.send(value.contiguous(), self.ranks[copy], self.group)
+                    dist.send(master.detach().to(device).contiguous(), self.ranks[copy], self.group)
             else:
-                received = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                received = torch.empty(master.shape, dtype=master.dtype, device=device)
                 dist.recv(received, self.ranks[owner], self.group)
-                value.copy_(received)
+                master.copy_(received)
 
     def _shared(self) -> list[tuple[str, list[int]]]:
-        """In an order that all ranks have."""
-        return sorted(self.stages.shared.items())
+        """Of those that learn, in an order that all ranks have."""
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        return sorted((name, ranks) for name, ranks in self.stages.shared.items() if name not in frozen)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
+from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeConfig
-from tests.support.training import Case, build, difference_from_single, largest_difference, run
+from tests.parity.test_experts import TOPK
+from tests.support.training import Case, build, difference_from_single, gemini_of, largest_difference, run
 
 TOLERANCE = 1e-10
 GPT2 = DecoderConfig(vocab_size=61, dim=24, num_layers=4, num_heads=6, ffn_dim=50, max_length=9)
@@ -65,11 +69,13 @@ def test_optimizers(ranks, optim: str) -> None:
 
 def planned(given: Case, share: float) -> dict[str, Any]:
     """A run in a budget in which `share` of the model data fits beside everything else of the step."""
-    everything = build(replace(given, budget="1GB", planned=True))[0].data
+    everything = gemini_of(build(replace(given, budget="1GB", planned=True))[0].data)
     trace, plan = everything.planned.trace, everything.planned.plan
-    messages = everything.tier.current_bytes - trace.model_bytes
-    others = plan.device_peak_bytes - trace.model_bytes + messages
-    return run(replace(given, budget=str(others + int(share * trace.model_bytes)), planned=True))
+    alone = [[member] for chunk in everything.chunks for member in chunk.members]
+    messages = everything.executor.transport.message_bytes(alone, everything.reduce_dtype)
+    others = torch.tensor(plan.device_peak_bytes - trace.model_bytes + messages + int(share * trace.model_bytes))
+    dist.all_reduce(others, op=dist.ReduceOp.MAX)  # stages differ
+    return run(replace(given, budget=str(int(others)), planned=True))
 
 
 def test_planned_on_two_ranks(ranks) -> None:
@@ -80,6 +86,41 @@ def test_planned_on_two_ranks(ranks) -> None:
         assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
         assert found["peak"] <= found["budget"]
         assert found["moved"] > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_experts(ranks, num_ranks: int) -> None:
+    """Planned on drawn parameters, since a router looks at values; tokens then go elsewhere."""
+    given = Case(TOPK, parallel=ParallelConfig(zero=3, precision="fp64"))
+    expected = ranks(1).run(run, replace(given, parallel=ParallelConfig(precision="fp64")))[0]
+    for found in ranks(num_ranks).run(planned, given, 0.35):
+        difference, where = largest_difference(found, expected, given.steps)
+        assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+        assert found["peak"] <= found["budget"]
+        assert found["evictions"] >= given.steps
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "schedule", "model"),
+    [
+        (2, MeshConfig(pp=2), "1f1b", replace(GPT2, num_layers=5)),
+        (2, MeshConfig(pp=2), "interleaved", OPT),
+        (4, MeshConfig(pp=2), "1f1b", GPT2),
+        (4, MeshConfig(pp=2, tp=2), "gpipe", GPT2),
+    ],
+)
+def test_stages_have_their_own_chunks(ranks, num_ranks: int, mesh: MeshConfig, schedule: Any, model: Any) -> None:
+    """Planned with several microbatches under way; a tied head is on the first stage and the last."""
+    parallel = ParallelConfig(zero=3, precision="fp64", pipeline=PipelineConfig(schedule, microbatches=3))
+    given = Case(model, mesh=mesh, parallel=parallel)
+    plain = replace(given, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"))
+    expected = ranks(1).run(run, plain)[0]
+    results = ranks(num_ranks).run(planned, given, 0.4)
+    for found in results:
+        difference, where = largest_difference(found, expected, given.steps)
+        assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+        assert found["peak"] <= found["budget"]
+    assert all(found["moved"] > 0 and found["evictions"] > 0 for found in results[:1])
 
 
 def test_mixed_precision_is_that_of_fsdp2(ranks) -> None:
