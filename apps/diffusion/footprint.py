@@ -13,132 +13,38 @@ Shapes: B pictures, C latent channels, h x w latents, L tokens, D width of the t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from apps.diffusion.attention import AttentionName, set_attention
+from apps.diffusion.attention import set_attention
 from apps.diffusion.denoiser import Denoiser, Objective
 from apps.diffusion.generate import guide
 from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
 from apps.diffusion.pipeline import INDEX, build_meta
+from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.config import UserError
 from core.estimate import gigabytes
 from core.gemini.chunk import aligned
-from core.gemini.config import GeminiConfig
 from core.gemini.search import Chunking, ParameterInfo, choose_chunk_size, least_budget
 from core.gemini.tier import parse_bytes
 from core.gemini.timeline import Bandwidth
-from core.gemini.tracer import Speed, StepTrace, trace_step
-from core.metrics.throughput import gpu_peak_flops
-from core.optim.build import OptimConfig
+from core.gemini.tracer import StepTrace, trace_step
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.plan import blocks_of
-from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.parallel.recompute import apply_recompute
 from core.parallel.rows import row_length
-from core.precision import COMPUTE_DTYPE, master_dtype
 from core.quant.quantize import choose
 from core.weights import read_json
 
 HOST_UPDATE = 2e10
 """Bytes of masters and state that the host's optimizer goes through in a second."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """What is to be run, and on what."""
-
-    task: Literal["sample", "train"] = "sample"
-    model: str = "sd_v1"
-    """a published model; diffusion recipes lists them"""
-    weights: Path | None = None
-    """a diffusers folder instead, of which only the configurations are read"""
-    batch: int = 1
-    """pictures at once on a device; DreamBooth with prior preservation: twice the subject's"""
-    pixels: int | None = None
-    """side of the pictures; by default what the model was trained on"""
-    steps: int | None = None
-    """sample: evaluations for a picture (25); train: optimizer steps (1000)"""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    attention: AttentionName = "flash"
-    scheme: Literal["none", "int8"] = "none"
-    """sample: weights of the U-Net in 8 bits"""
-    guided: bool = True
-    """sample: with classifier-free guidance, which doubles the U-Net's batch"""
-    vae_tile: int | None = None
-    """sample: pixels of the decoder's tiles"""
-    train_text_encoder: bool = False
-    """train: the text encoder too; otherwise its embeddings are cached and it is not on the device"""
-    average: bool = False
-    """train: a moving average of the weights, on the device"""
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    """train: activation checkpointing"""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    ranks: int = 1
-    """train: data-parallel devices"""
-    zero: Literal[0, 1, 2, 3] = 0
-    """train: what is divided over them: 1 optimizer, 2 also gradients, 3 also parameters"""
-    gemini: GeminiConfig = field(default_factory=GeminiConfig)
-    """train: a device's memory; what does not fit lives on the host"""
-    gpu: str = "A100"
-    """the device whose data sheet says what it computes: A100, H100, L4, RTX 3080, …"""
-    memory_gb: float | None = None
-    """say whether it fits a device of that size"""
-    memory_gb_s: float = 1000.0
-    """that the device reads of its memory in a second"""
-    bandwidth_gb_s: float = 25.0
-    """over the link to the host, and to other devices"""
-    utilisation: float = 0.4
-    """of the data sheet's FLOP/s, what is reached"""
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "ranks", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}; give at least 1")
-        for name in ("memory_gb", "memory_gb_s", "bandwidth_gb_s", "utilisation"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name} is {value}; give a positive number")
-        if self.weights is None and self.model not in SHAPES:
-            raise UserError(f"no model {self.model!r}; those that have a name are {', '.join(SHAPES)}")
-        if self.pixels is not None and (self.pixels <= 0 or self.pixels % 64):
-            raise UserError(f"pixels is {self.pixels}; give a multiple of 64, such as 512")
-        if self.vae_tile is not None and (self.vae_tile < 64 or self.vae_tile % 8):
-            raise UserError(f"vae_tile is {self.vae_tile}; give a multiple of 8 from 64 on, such as 512")
-        if self.gemini.budget is not None and (self.task == "sample" or self.zero not in (0, 3)):
-            raise UserError(
-                f"gemini.budget={self.gemini.budget} with task={self.task} and zero={self.zero}: Gemini is for "
-                "training, and shards all or nothing; use --task train and --zero 3 or 0"
-            )
-        if gpu_peak_flops(self.gpu, COMPUTE_DTYPE[self.precision]) is None:
-            raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return COMPUTE_DTYPE[self.precision]
-
-    @property
-    def wide(self) -> torch.dtype:
-        """Of masters, gradients and the optimizer's state."""
-        return master_dtype(self.precision)
-
-    @property
-    def speed(self) -> Speed:
-        peak = gpu_peak_flops(self.gpu, self.dtype)
-        assert peak is not None
-        return Speed(self.utilisation * peak, 1e9 * self.memory_gb_s)
-
-    @property
-    def name(self) -> str:
-        return self.model if self.weights is None else str(self.weights)
 
 
 @dataclass(frozen=True)
@@ -165,12 +71,17 @@ class Footprint:
 def footprint(config: PlanConfig) -> Footprint:
     """Raises UserError for a folder of something else, and for a budget in which no step fits."""
     shape = shape_of(config)
-    modules = meta_modules(shape) if config.weights is None else _modules_of(config.weights, shape)
+    return (_sampling if config.task == "sample" else _training)(config, shape, modules_of(config, shape))
+
+
+def modules_of(config: PlanConfig, shape: Shape) -> Modules:
+    """Without memory, in the format that they compute in."""
+    modules = meta_modules(shape) if config.weights is None else _built(config.weights, shape)
     for module in modules.values():
         nn.Module.to(module, config.dtype)
     for name in ("unet", "vae"):
         set_attention(modules[name], config.attention)
-    return _sampling(config, shape, modules) if config.task == "sample" else _training(config, shape, modules)
+    return modules
 
 
 def shape_of(config: PlanConfig) -> Shape:
@@ -185,7 +96,7 @@ def shape_of(config: PlanConfig) -> Shape:
     return Shape(**configs, schedule=schedule)
 
 
-def _modules_of(folder: Path, shape: Shape) -> Modules:
+def _built(folder: Path, shape: Shape) -> Modules:
     configs = {"unet": shape.unet, "vae": shape.vae, "text_encoder": shape.text_encoder}
     return {name: build_meta(name, config, folder) for name, config in configs.items()}
 
@@ -267,15 +178,17 @@ def _int8_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Li
 
 
 def _training(config: PlanConfig, shape: Shape, modules: Modules) -> Footprint:
+    model, step = training_step(config, shape, modules)
+    return (by_replicas if config.gemini.budget is None else by_gemini)(config, model, step)
+
+
+def training_step(config: PlanConfig, shape: Shape, modules: Modules) -> tuple[nn.Module, StepTrace]:
+    """What is trained, and a step of it.  Who holds it, and where, does not matter to the step."""
     text_encoder = modules["text_encoder"] if config.train_text_encoder else None
     model = Denoiser(modules["unet"], text_encoder, channels_last=True).train()
     apply_recompute(model, config.recompute)
     objective = Objective(NoiseSchedule(shape.schedule))
-    step = trace_step(model, lambda model: objective(model, _batch(config, shape)), config.speed)
-    computing = sum(stretch.seconds for stretch in step.microbatches[0])
-    if config.gemini.budget is not None:
-        return _by_gemini(config, model, step)
-    return _by_replicas(config, model, step, computing)
+    return model, trace_step(model, lambda model: objective(model, _batch(config, shape)), config.speed)
 
 
 def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
@@ -290,7 +203,7 @@ def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
     return batch | {"text": torch.empty(text, dtype=config.dtype)}
 
 
-def _by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace, computing: float) -> Footprint:
+def by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
     """Without Gemini: `core.parallel.data`."""
     learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     own = {name: _own_shape(parameter, config.ranks if config.zero else 1) for name, parameter in learned.items()}
@@ -310,6 +223,7 @@ def _by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace, computin
     whole = wide * sum(map(torch.numel, learned.values()))
     gradients = masters if config.zero >= 2 else whole
     passed = 2 * masters + state + gradients
+    computing = sum(stretch.seconds for stretch in stretches)
     seconds = {"computing": computing, "updating": passed / config.speed.bytes_per_s}
     if config.ranks > 1:
         sent = 2 * whole * (config.ranks - 1) / config.ranks
@@ -362,7 +276,7 @@ def _gathered(config: PlanConfig, model: nn.Module) -> int:
     return narrow * (total - sum(blocks) + 2 * largest) + wide * (largest + -(-total // config.ranks))
 
 
-def _by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
+def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
     """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
     assert config.gemini.budget is not None
     budget, ranks = parse_bytes(config.gemini.budget), config.ranks if config.zero else 1
@@ -389,12 +303,14 @@ def _by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footpri
 
 
 def _info(config: PlanConfig, name: str, parameter: Tensor, ranks: int) -> ParameterInfo:
-    learns = parameter.requires_grad
-    masters = config.wide.itemsize * aligned(row_length(parameter, ranks)) if learns else 0
+    """As `core.gemini.planning.infos` says it of a parameter."""
+    learns, wide = parameter.requires_grad, config.wide.itemsize
+    reduced = wide * aligned(row_length(parameter, ranks)) if learns else 0
+    merges = config.ranks == 1 and parameter.dtype == config.wide  # what lives on the device is its own master
     own = _own_shape(parameter, ranks)
-    state = state_bytes(config.optim, own, config.wide.itemsize, whole=tuple(parameter.shape)) if learns else 0
+    state = state_bytes(config.optim, own, wide, whole=tuple(parameter.shape)) if learns else 0
     buffer = aligned(parameter.numel()) * parameter.itemsize
-    return ParameterInfo(name, buffer, masters, state + masters, learns, str(parameter.dtype))
+    return ParameterInfo(name, buffer, 0 if merges else reduced, state + reduced, learns, str(parameter.dtype))
 
 
 def _message_bytes(config: PlanConfig, chunking: Chunking, parameters: Mapping[str, Tensor], ranks: int) -> int:

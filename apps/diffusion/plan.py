@@ -11,7 +11,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from apps.diffusion.footprint import STEPS, Footprint, PlanConfig, footprint, pixels_of, shape_of
+from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
+from apps.diffusion.plan_config import PlanConfig
 from core.config import UserError, parse
 from core.estimate import gigabytes
 

@@ -8,9 +8,19 @@ import pytest
 import torch
 
 from apps.diffusion import finetune
-from apps.diffusion.footprint import PlanConfig, _held, footprint, int8_bytes
+from apps.diffusion.footprint import (
+    _held,
+    by_gemini,
+    by_replicas,
+    footprint,
+    int8_bytes,
+    modules_of,
+    shape_of,
+    training_step,
+)
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.plan import main
+from apps.diffusion.plan_config import PlanConfig
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.tracer import StepTrace, Stretch
@@ -52,34 +62,37 @@ def test_the_plan_of_sampling(folder):
     assert eighth.resident["U-Net"] < plain.resident["U-Net"]
     assert plain.moments["U-Net"] < eighth.moments["U-Net"] < plain.moments["U-Net"] + plain.resident["U-Net"]
     assert eighth.seconds == plain.seconds
-    sliced = footprint(replace(base, attention="sliced"))
+    sliced = footprint(replace(base, attention="sliced", vae_tile=64, guided=False, batch=2))
     assert sliced.moments["U-Net"] > plain.moments["U-Net"] + 4 * 4096 * 4096
-    tiled = footprint(replace(base, vae_tile=64))
-    assert tiled.moments["VAE"] < plain.moments["VAE"]
-    assert tiled.moments["U-Net"] == plain.moments["U-Net"]
-    unguided = footprint(replace(base, guided=False, batch=2))
-    assert unguided.seconds["25 steps"] == pytest.approx(plain.seconds["25 steps"], rel=0.1)
+    assert sliced.moments["VAE"] < 4 * 4096 * 4096  # the scores of a tile are those of 1024 positions
 
 
 def tiny_modules():
     return tiny_pipeline().modules.values()
 
 
+def traced(config):
+    shape = shape_of(config)
+    return training_step(config, shape, modules_of(config, shape))
+
+
 def test_the_plan_of_training(folder):
     count = sum(p.numel() for p in tiny_pipeline().unet.parameters())
     base = PlanConfig(task="train", weights=folder / "tiny", batch=8, pixels=64, recompute=FULL)
-    whole = footprint(base)
+    step = traced(base)
+    whole = by_replicas(base, *step)
     assert whole.resident == {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
+    spread = by_replicas(replace(base, ranks=4, zero=1), *step)
+    assert spread.resident["optimizer's state"] == pytest.approx(2 * count, rel=0.1)
+    assert spread.resident["parameters"] == 2 * count
+    assert spread.moments == whole.moments
+    assert spread.seconds["gradients between devices"] == 2 * 4 * count * 3 / 4 / 25e9
+    sharded = by_replicas(replace(base, ranks=4, zero=3), *step)
+    assert sharded.resident["parameters"] == 0
+    assert sharded.moments["update"] == pytest.approx(count, rel=0.1)
     kept = footprint(replace(base, recompute=RecomputeConfig()))
     assert kept.moments["forward and backward"] > whole.moments["forward and backward"]
     assert kept.seconds["computing"] < 0.9 * whole.seconds["computing"]
-    spread = footprint(replace(base, ranks=4, zero=1))
-    assert spread.resident["optimizer's state"] == pytest.approx(2 * count, rel=0.1)
-    assert spread.resident["parameters"] == 2 * count
-    assert spread.moments["update"] == 4 * count
-    sharded = footprint(replace(base, ranks=4, zero=3))
-    assert sharded.resident["parameters"] == 0
-    assert sharded.moments["update"] == pytest.approx(count, rel=0.1)
 
 
 def test_gradients_of_buckets_are_counted_whole_and_of_zero_2_in_shares():
@@ -99,10 +112,11 @@ def test_gradients_of_buckets_are_counted_whole_and_of_zero_2_in_shares():
 
 def test_gemini_fits_a_step_into_its_budget(folder):
     base = PlanConfig(task="train", weights=folder / "tiny", batch=1, recompute=FULL)
+    step = traced(base)
     with pytest.raises(UserError, match="too small for this model and batch; give at least") as refused:
-        footprint(replace(base, gemini=GeminiConfig("10KiB")))
+        by_gemini(replace(base, gemini=GeminiConfig("10KiB")), *step)
     [least] = re.findall(r"give at least ([\d.]+) MiB", str(refused.value))
-    tight = footprint(replace(base, gemini=GeminiConfig(f"{least}MiB")))
+    tight = by_gemini(replace(base, gemini=GeminiConfig(f"{least}MiB")), *step)
     assert tight.least_bytes <= tight.peak_bytes <= float(least) * 2**20
     roomy = footprint(replace(base, gemini=GeminiConfig("1GB")))
     assert roomy.host_bytes == 0
@@ -140,9 +154,8 @@ def test_the_plan_counts_what_sampling_allocates(folder):
         unet(x, 500.0, text)
     assert planned.moments["U-Net"] == pytest.approx(account.peak_bytes - before, rel=0.02)
     assert planned.resident["U-Net"] == stored_bytes(unet)
-    quantize(unet, "int8")
-    eighth = footprint(PlanConfig(weights=folder / "narrow", precision="fp32", scheme="int8"))
-    assert eighth.resident["U-Net"] == stored_bytes(unet) == int8_bytes(narrow_pipeline(0).unet)
+    quantize(unet)
+    assert int8_bytes(narrow_pipeline(0).unet) == stored_bytes(unet)
 
 
 def test_the_command_of_the_plan(capsys, tmp_path):

@@ -1,0 +1,107 @@
+"""The options of `diffusion plan`: what is to be run, and on what."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from apps.diffusion.attention import AttentionName
+from apps.diffusion.shapes import SHAPES
+from core.config import UserError
+from core.gemini.config import GeminiConfig
+from core.gemini.tracer import Speed
+from core.metrics.throughput import gpu_peak_flops
+from core.optim.build import OptimConfig
+from core.parallel.recompute import RecomputeConfig
+from core.precision import COMPUTE_DTYPE, master_dtype
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is to be run, and on what."""
+
+    task: Literal["sample", "train"] = "sample"
+    model: str = "sd_v1"
+    """a published model; diffusion recipes lists them"""
+    weights: Path | None = None
+    """a diffusers folder instead, of which only the configurations are read"""
+    batch: int = 1
+    """pictures at once on a device; DreamBooth with prior preservation: twice the subject's"""
+    pixels: int | None = None
+    """side of the pictures; by default what the model was trained on"""
+    steps: int | None = None
+    """sample: evaluations for a picture (25); train: optimizer steps (1000)"""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    attention: AttentionName = "flash"
+    scheme: Literal["none", "int8"] = "none"
+    """sample: weights of the U-Net in 8 bits"""
+    guided: bool = True
+    """sample: with classifier-free guidance, which doubles the U-Net's batch"""
+    vae_tile: int | None = None
+    """sample: pixels of the decoder's tiles"""
+    train_text_encoder: bool = False
+    """train: the text encoder too; otherwise its embeddings are cached and it is not on the device"""
+    average: bool = False
+    """train: a moving average of the weights, on the device"""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """train: activation checkpointing"""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ranks: int = 1
+    """train: data-parallel devices"""
+    zero: Literal[0, 1, 2, 3] = 0
+    """train: what is divided over them: 1 optimizer, 2 also gradients, 3 also parameters"""
+    gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    """train: a device's memory; what does not fit lives on the host"""
+    gpu: str = "A100"
+    """the device whose data sheet says what it computes: A100, H100, L4, RTX 3080, …"""
+    memory_gb: float | None = None
+    """say whether it fits a device of that size"""
+    memory_gb_s: float = 1000.0
+    """that the device reads of its memory in a second"""
+    bandwidth_gb_s: float = 25.0
+    """over the link to the host, and to other devices"""
+    utilisation: float = 0.4
+    """of the data sheet's FLOP/s, what is reached"""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "ranks", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; give at least 1")
+        for name in ("memory_gb", "memory_gb_s", "bandwidth_gb_s", "utilisation"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name} is {value}; give a positive number")
+        if self.weights is None and self.model not in SHAPES:
+            raise UserError(f"no model {self.model!r}; those that have a name are {', '.join(SHAPES)}")
+        if self.pixels is not None and (self.pixels <= 0 or self.pixels % 64):
+            raise UserError(f"pixels is {self.pixels}; give a multiple of 64, such as 512")
+        if self.vae_tile is not None and (self.vae_tile < 64 or self.vae_tile % 8):
+            raise UserError(f"vae_tile is {self.vae_tile}; give a multiple of 8 from 64 on, such as 512")
+        if self.gemini.budget is not None and (self.task == "sample" or self.zero not in (0, 3)):
+            raise UserError(
+                f"gemini.budget={self.gemini.budget} with task={self.task} and zero={self.zero}: Gemini is for "
+                "training, and shards all or nothing; use --task train and --zero 3 or 0"
+            )
+        if gpu_peak_flops(self.gpu, COMPUTE_DTYPE[self.precision]) is None:
+            raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of masters, gradients and the optimizer's state."""
+        return master_dtype(self.precision)
+
+    @property
+    def speed(self) -> Speed:
+        peak = gpu_peak_flops(self.gpu, self.dtype)
+        assert peak is not None
+        return Speed(self.utilisation * peak, 1e9 * self.memory_gb_s)
+
+    @property
+    def name(self) -> str:
+        return self.model if self.weights is None else str(self.weights)
