@@ -6,13 +6,19 @@ Shapes: B rows, C latent channels, h x w latents, L tokens, D width of the text 
 from collections.abc import Callable, Mapping
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import Transformer2DModel, UNet2DConditionModel
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from transformers import CLIPTextModel
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from apps.diffusion.noise import NoiseSchedule
 from core.layout import layout_of, local
 from core.parallel.plan import set_parameter
+
+_BLOCKS = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D, CLIPEncoderLayer)
 
 
 class Denoiser(nn.Module):
@@ -39,6 +45,13 @@ class Denoiser(nn.Module):
             text = self.text_encoder(prompt_ids)[0]
         seen = noisy_BChw.contiguous(memory_format=self.memory_format)
         return self.unet(seen, timestep_B, encoder_hidden_states=text, return_dict=False)[0]
+
+    def repeated_blocks(self) -> list[nn.Module]:
+        """What is sharded, recomputed and compiled by itself.
+
+        Not the elements of the U-Net's lists, which are whole resolutions: few, large, and each unlike the others.
+        """
+        return [module for module in self.modules() if isinstance(module, _BLOCKS)]
 
 
 def emptied(model: nn.Module, device: torch.device) -> Callable[[nn.Module], None]:

@@ -79,7 +79,12 @@ def parameter_names(model: nn.Module) -> list[list[str]]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the elements of its outermost module lists."""
+    """The repeated blocks of a model: what is sharded, recomputed and compiled by itself.
+
+    They are what its method `repeated_blocks()` says, or else the elements of its outermost module lists.
+    """
+    if hasattr(model, "repeated_blocks"):
+        return list(model.repeated_blocks())  # pyright: ignore[reportCallIssue]
     blocks, inside = [], set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inside:

@@ -2,8 +2,8 @@
 
     none        keep everything
     full        keep each block's input (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost)
-    selective   keep matrix products, compute again what is cheap and large: attention, norms, activations
-                (Korthikanti et al. 2022, section 5)
+    selective   keep matrix products and convolutions, compute again what is cheap and large: attention, norms,
+                activations (Korthikanti et al. 2022, section 5)
 
 `every` n recomputes one block of n, the first, the (n+1)-th, … and leaves the others as they are.
 """
@@ -25,6 +25,7 @@ _MATRIX_PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
     torch.ops.mkldnn._linear_pointwise.default,  # what core.nn.linear takes on a CPU
     torch.ops.aten._grouped_mm.default,  # what core.nn.experts takes on a GPU
 )

@@ -52,6 +52,15 @@ def test_blocks_are_the_outermost_lists() -> None:
     assert blocks_of(nn.Linear(1, 1)) == []
 
 
+def test_a_model_may_say_what_its_blocks_are() -> None:
+    class Saying(Net):
+        def repeated_blocks(self) -> list[nn.Module]:
+            return [self.head]
+
+    net = Saying()
+    assert blocks_of(net) == [net.head]
+
+
 def refusals() -> list[str]:
     axis = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")["tp"]
     said = []

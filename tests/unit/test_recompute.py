@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import UserError
 from core.metrics import MemoryAccount
-from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.parallel.recompute import RecomputeConfig, RecomputeMode, apply_recompute
 
 
 class Block(nn.Module):
@@ -61,6 +62,22 @@ def test_gradients_are_the_same_and_less_is_kept() -> None:
 @pytest.mark.parametrize(("every", "calls"), [(1, [2, 2, 2, 2]), (2, [2, 1, 2, 1]), (3, [2, 1, 1, 2])])
 def test_every_nth_block(every: int, calls: list[int]) -> None:
     assert run(RecomputeConfig("full", every))[1] == calls
+
+
+@pytest.mark.parametrize(("mode", "convolutions"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_convolutions_are_kept_as_matrix_products_are(mode: RecomputeMode, convolutions: int) -> None:
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counting.count += func is torch.ops.aten.convolution.default
+            return func(*args, **(kwargs or {}))
+
+    net = nn.ModuleList([nn.Sequential(nn.Conv2d(2, 2, 3), nn.SiLU())])
+    apply_recompute(net, RecomputeConfig(mode))
+    with Counting():
+        net[0](torch.randn(1, 2, 5, 5)).sum().backward()
+    assert Counting.count == convolutions
 
 
 def test_every_is_at_least_one() -> None:

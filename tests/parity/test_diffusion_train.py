@@ -1,0 +1,265 @@
+"""Training a U-Net by core's step is what a plain PyTorch loop with diffusers' own scheduler does, on any mesh.
+
+1. One rank against the loop written out below: losses, displacements and the moving average of 10 steps, for each
+   prediction, with and without prior preservation and min-SNR, in fp64; adapters against PEFT's.
+2. n ranks against one: ZeRO, accumulation, recomputation, Gemini under a budget, with the text encoder learning too or
+   not, all weights or adapters.
+
+Adam's epsilon is large: a key's bias has a gradient of zero, and a small one would turn the noise of its rounding into
+steps.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import DDPMScheduler
+from diffusers.training_utils import EMAModel
+from peft import LoraConfig as PeftConfig
+
+from apps.diffusion.adapters import DOWN, UP, LoraConfig, add_adapters
+from apps.diffusion.denoiser import Denoiser, Objective, emptied
+from apps.diffusion.noise import NoiseSchedule
+from apps.diffusion.pipeline import Pipeline
+from core.gemini.config import GeminiConfig
+from core.layout import full_tensor
+from core.mesh import MeshConfig, build_mesh, data_axis
+from core.optim.average import WeightAverage, ramp
+from core.optim.build import OptimConfig, build_optimizer
+from core.optim.schedule import ScheduleConfig
+from core.parallel.compose import parallelize
+from core.parallel.recompute import RecomputeConfig
+from core.precision import LossScale
+from core.train import TrainConfig, TrainState, num_rows, train_step
+from tests.support.diffusion_training import drawn_batches, tiny_pipeline
+from tests.support.training import LR, largest_difference, moved
+
+TOLERANCE = 1e-10
+DECAY, CLIP, EPS, PRIOR, AVERAGE = 0.02, 0.6, 1e-4, 0.7, 0.4
+
+
+@dataclass(frozen=True)
+class Case:
+    prediction: str = "epsilon"
+    prior: bool = False
+    min_snr: float | None = None
+    train_text: bool = False
+    zero: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    microbatch: int | None = None
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    steps: int = 10
+    offset: float = 0.0
+    lora: LoraConfig | None = None
+    budget: str | None = None
+
+
+def denoiser(case: Case) -> tuple[Pipeline, Denoiser]:
+    """What learns, in fp32 as it is loaded; adapters begin with a part of their own."""
+    pipeline = tiny_pipeline(prediction=case.prediction)  # pyright: ignore[reportArgumentType]
+    model = Denoiser(pipeline.unet, pipeline.text_encoder if case.train_text else None, channels_last=True).train()
+    if case.lora is not None:
+        add_adapters(model, case.lora, seed=3)
+        generator = torch.Generator().manual_seed(4)
+        for name, parameter in model.named_parameters():
+            if name.endswith(f"{UP}.weight"):
+                parameter.data.normal_(0, 0.1, generator=generator)
+    return pipeline, model
+
+
+def ours(case: Case, weight_of: float = PRIOR) -> dict[str, Any]:
+    """Losses, and whole displacements by name, on every rank."""
+    pipeline, model = denoiser(case)
+    config = TrainConfig(
+        zero=case.zero,  # pyright: ignore[reportArgumentType]
+        precision="fp64",
+        mesh=case.mesh,
+        microbatch=case.microbatch,
+        recompute=case.recompute,
+        gemini=GeminiConfig(case.budget),
+        steps=case.steps,
+        optim=OptimConfig(
+            lr=LR, betas=(0.9, 0.99), eps=EPS, weight_decay=DECAY, clip_norm=CLIP, schedule=ScheduleConfig("constant")
+        ),
+    )
+    mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
+    axis = data_axis(mesh)
+    data = parallelize(model, mesh, config, materialise=emptied(model, torch.device("cpu")))
+    average = WeightAverage(data.masters, ramp(AVERAGE))
+    state = TrainState(data, build_optimizer(config.optim, data.masters), LossScale("fp64"), {}, average)
+    batches = drawn_batches(4, case.prior, case.train_text, offset_noise=case.offset)
+    objective = Objective(NoiseSchedule(pipeline.schedule), case.min_snr, weight_of)
+    data.prepare(
+        state.optimizer, lambda: lambda m: objective(m, wide(batches.batch(0, axis.get_local_rank(), axis.size())))
+    )
+    start = {name: full_tensor(master).clone() for name, master in data.masters.items()}
+    losses = []
+    for step in range(case.steps):
+        batch = batches.batch(step, axis.get_local_rank(), axis.size())
+        losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
+    end = {name: full_tensor(master) for name, master in data.masters.items()}
+    result = found(losses, start, end, [full_tensor(average.tensors[name]) for name in end])
+    return result if case.budget is None else result | moved(data)  # pyright: ignore[reportArgumentType]
+
+
+def wide(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def found(losses: list[float], start: dict, end: dict, averages: list) -> dict[str, Any]:
+    """What is compared: the average's displacement beside that of the parameters."""
+    displacement = {name: value - start[name] for name, value in end.items()}
+    displacement |= {f"{name} average": value - start[name] for name, value in zip(end, averages, strict=True)}
+    begin = start | {f"{name} average": start[name] for name in end}
+    return {"losses": losses, "start": begin, "displacement": displacement}
+
+
+def plain(case: Case) -> dict[str, Any]:
+    """The same by diffusers' scheduler, PEFT and torch's optimizer, in the form of diffusers' scripts."""
+    pipeline = tiny_pipeline(prediction=case.prediction)  # pyright: ignore[reportArgumentType]
+    unet, text_encoder = pipeline.unet.double().train(), pipeline.text_encoder.double().train()
+    scheduler = DDPMScheduler.from_config(pipeline.schedule.to_json())
+    modules: dict[str, Any] = {"unet": unet} | ({"text_encoder": text_encoder} if case.train_text else {})
+    if case.lora is not None:
+        adapt_by_peft(modules, case)
+    named = {
+        f"{part}.{our_name(name)}": p
+        for part, module in modules.items()
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    start = {name: p.detach().clone() for name, p in named.items()}
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": DECAY},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=EPS, foreach=False)
+    ema = EMAModel(named.values(), decay=AVERAGE)
+    batches = drawn_batches(4, case.prior, case.train_text, offset_noise=case.offset)
+    losses = []
+    for step in range(case.steps):
+        batch = wide(batches.batch(step, 0, 1))
+        latents, noise, timesteps = batch["latents"], batch["noise"], batch["timesteps"]
+        text = text_encoder(batch["prompt_ids"]).last_hidden_state if case.train_text else batch["text"]
+        predicted = unet(scheduler.add_noise(latents, noise, timesteps), timesteps, text).sample
+        if case.prediction == "epsilon":
+            target = noise
+        elif case.prediction == "v_prediction":
+            target = scheduler.get_velocity(latents, noise, timesteps)
+        else:
+            target = latents
+        if case.prior:
+            instance, likes = (
+                mean_loss(predicted[rows], target[rows], timesteps[rows], scheduler, case)
+                for rows in (~batch["prior"], batch["prior"])
+            )
+            loss = instance + PRIOR * likes
+        else:
+            loss = mean_loss(predicted, target, timesteps, scheduler, case)
+        loss.backward()
+        gradients = [p.grad for p in named.values() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))
+        for gradient in gradients:  # clip_grad_norm_ divides by the norm + 1e-6
+            gradient.mul_(min(1.0, CLIP / float(norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.step(named.values())
+        losses.append(loss.item())
+    return found(losses, start, {name: p.detach() for name, p in named.items()}, ema.shadow_params)
+
+
+def adapt_by_peft(modules: dict[str, Any], case: Case) -> None:
+    """PEFT's adapters of attention, with the values that ours begin with."""
+    assert case.lora is not None
+    targets = {"unet": ["to_q", "to_k", "to_v", "to_out.0"], "text_encoder": ["q_proj", "k_proj", "v_proj", "out_proj"]}
+    begin = dict(denoiser(case)[1].named_parameters())
+    for part, module in modules.items():
+        module.requires_grad_(False)
+        module.add_adapter(PeftConfig(r=case.lora.rank, lora_alpha=case.lora.alpha, target_modules=targets[part]))
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = begin[f"{part}.{our_name(name)}"].detach().double()
+
+
+def our_name(name: str) -> str:
+    return name.replace("lora_A.default", DOWN).replace("lora_B.default", UP)
+
+
+def mean_loss(predicted, target, timesteps, scheduler, case: Case) -> torch.Tensor:
+    error = torch.nn.functional.mse_loss(predicted, target, reduction="none").mean((1, 2, 3))
+    if case.min_snr is None:
+        return error.mean()
+    level = scheduler.alphas_cumprod.double()[timesteps]
+    snr = level / (1 - level)
+    clamped = torch.minimum(snr, torch.full_like(snr, case.min_snr))
+    divisor = {"epsilon": snr, "v_prediction": snr + 1, "sample": torch.ones_like(snr)}[case.prediction]
+    return (error * clamped / divisor).mean()
+
+
+def both(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    return ours(case), plain(case)
+
+
+@pytest.mark.parametrize("prior", [False, True], ids=["captions", "prior"])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_ten_steps_are_those_of_a_plain_loop(ranks, prediction: str, prior: bool) -> None:
+    for case in (
+        Case(prediction, prior, train_text=prior),
+        Case(prediction, prior, min_snr=0.5, train_text=not prior, offset=0.1),
+    ):
+        got, wanted = ranks(1).run(both, case)[0]
+        assert all(moved.norm() > 0 for name, moved in wanted["displacement"].items() if "weight" in name)
+        difference, where = largest_difference(got, wanted, case.steps)
+        assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}, {case}"
+
+
+def test_another_weight_of_the_class_is_seen(ranks) -> None:
+    case = Case(prior=True, min_snr=0.5, steps=3)
+    got = ranks(1).run(ours, case, weight_of=PRIOR + 1e-6)[0]
+    difference, _ = largest_difference(got, ranks(1).run(plain, case)[0], case.steps)
+    assert difference > 1e3 * TOLERANCE
+
+
+def test_adapters_learn_as_pefts_do(ranks) -> None:
+    case = Case("v_prediction", prior=True, train_text=True, lora=LoraConfig(rank=3, alpha=5.0))
+    got, wanted = ranks(1).run(both, case)[0]
+    assert len(wanted["displacement"]) == 2 * 2 * (4 * 2 * 4 + 2 * 4)  # of U-Net and text encoder, and their averages
+    assert all(value.norm() > 0 for value in wanted["displacement"].values())
+    difference, where = largest_difference(got, wanted, case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"
+
+
+LORA = LoraConfig(rank=2, alpha=3.0, targets="all")
+TEXT = {"train_text": True}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1-zero3": (1, TEXT | {"zero": 3}),
+    "1-gemini": (1, TEXT | {"budget": "6.6MB"}),
+    "1-gemini-accumulated": (1, {"budget": "2.4MB", "microbatch": 3, "recompute": RecomputeConfig("full")}),
+    "2-zero3-recomputed": (2, TEXT | {"zero": 3, "recompute": RecomputeConfig("full")}),
+    "2-gemini": (2, TEXT | {"zero": 3, "budget": "4.1MB"}),
+    "2-lora-zero2": (2, TEXT | {"lora": LORA, "zero": 2}),
+    "4-zero0-recomputed": (4, {"recompute": RecomputeConfig("selective")}),
+}
+_WANTED: dict[Case, dict[str, Any]] = {}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_train_as_one(ranks, mesh: str) -> None:
+    num_ranks, options = MESHES[mesh]
+    difference, where, results = _difference(ranks, num_ranks, options)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+    if "budget" in options:
+        for result in results:
+            assert 0 < result["peak"] <= result["budget"]
+            assert result["moved"] > 0
+
+
+def _difference(ranks, num_ranks: int, options: dict[str, Any]) -> tuple[float, str, list[dict[str, Any]]]:
+    case = Case("v_prediction", prior=True, min_snr=0.5, steps=4, **options)
+    single = replace(case, zero=0, mesh=MeshConfig(), microbatch=None, recompute=RecomputeConfig(), budget=None)
+    if single not in _WANTED:
+        _WANTED[single] = ranks(1).run(ours, single)[0]
+    results = ranks(num_ranks).run(ours, case)
+    return *max(largest_difference(result, _WANTED[single], case.steps) for result in results), results
