@@ -91,9 +91,8 @@ def ours(case: Case, weight_of: float = PRIOR) -> dict[str, Any]:
     state = TrainState(data, build_optimizer(config.optim, data.masters), LossScale("fp64"), {}, average)
     batches = drawn_batches(4, case.prior, case.train_text, offset_noise=case.offset)
     objective = Objective(NoiseSchedule(pipeline.schedule), case.min_snr, weight_of)
-    data.prepare(
-        state.optimizer, lambda: lambda m: objective(m, wide(batches.batch(0, axis.get_local_rank(), axis.size())))
-    )
+    first = batches.batch(0, axis.get_local_rank(), axis.size())
+    data.prepare(state.optimizer, lambda: [lambda m: objective(m, wide(first))])
     start = {name: full_tensor(master).clone() for name, master in data.masters.items()}
     losses = []
     for step in range(case.steps):
