@@ -185,9 +185,9 @@ def test_the_loss_does_not_depend_on_recomputation_or_microbatches_and_load_is_c
         model = decoder(moe)
         apply_recompute(model, RecomputeConfig(mode))
         total = sum(float(_backward(model, i, t)) for i, t in zip(ids.split(split), targets.split(split), strict=True))
-        load = take_load(model)
+        load = take_load(model, torch.device("cpu"))
         assert load is not None
-        assert take_load(model).sum() == 0
+        assert take_load(model, torch.device("cpu")).sum() == 0
         assert load[:, :4].sum(1).tolist() == [2 * ids.numel()] * 3
         results.append((total, [p.grad for p in model.parameters()], load))
     (expected, grads, load), *others = results
@@ -234,7 +234,7 @@ def test_figures_of_a_load() -> None:
     context = StepContext()
     context.auxiliary = AuxiliaryLoss(torch.tensor([3, 1]))
     moe(torch.randn(2, L, D), context=context)
-    load = take_load(moe)
+    load = take_load(moe, torch.device("cpu"))
     assert load is not None
     figures = load_figures(load)
     assert figures["moe_load"] == [[4, 0, 0, 0, 0]]  # ceil(0.9 * 9 / 5) = 2 in each of two rows
