@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.ranks import Pools
 
@@ -14,6 +15,14 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_is_left() -> Iterator[None]:
+    """What joins one for as long as the process lives (`core.gemini.wrap`) leaves it to the other tests here."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
