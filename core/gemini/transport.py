@@ -8,18 +8,31 @@
 Messages have their own memory, as large as the largest chunk needs, on the device for good.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from core.gemini.chunk import Chunk, Member, aligned
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
 from core.mesh import gradient_axis
 from core.parallel.rows import paired_rows, row_length
+
+
+@contextmanager
+def beside_the_step() -> Iterator[None]:
+    """What is done here is no part of the model: neither autograd nor a selective checkpoint is to see it.
+
+    A selective checkpoint matches the operators of the recomputation with those of the forward, and in the one a chunk
+    may come that was there already in the other.
+    """
+    with torch.no_grad(), _disable_current_modes():
+        yield
 
 
 class Transport:
@@ -66,7 +79,7 @@ class Transport:
 
     # --- to the device ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @beside_the_step()
     def fetch(self, chunk: Chunk) -> None:
         """Fill the buffer, whose bytes are booked; `chunk.ready` says when it is."""
         with self.streams.fetching():
@@ -97,7 +110,7 @@ class Transport:
 
     # --- to the shard -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @beside_the_step()
     def reduce(self, chunk: Chunk) -> None:
         """Add the gradients that stand in the buffer, those of its `ready_members`, to the shard's.
 

@@ -13,11 +13,13 @@ from core.parallel.compose import ParallelConfig
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_experts import TOPK
+from tests.parity.test_train import LLAMA
 from tests.support.training import Case, build, difference_from_single, gemini_of, largest_difference, run
 
 TOLERANCE = 1e-10
 GPT2 = DecoderConfig(vocab_size=61, dim=24, num_layers=4, num_heads=6, ffn_dim=50, max_length=9)
 OPT = replace(GPT2, family="opt", position_offset=2, activation="relu", tied_head=False)
+ROTARY = replace(LLAMA, num_layers=4)
 TIGHT = 100_000  # bytes for all on the device; the parameters alone have 173,000
 HYBRID = MeshConfig(dp_replicate=2, dp_shard=2)
 
@@ -64,7 +66,8 @@ def test_recomputation(ranks, mode: str) -> None:
 
 @pytest.mark.parametrize("optim", ["adafactor", "lamb", "sgd"])
 def test_optimizers(ranks, optim: str) -> None:
-    check(ranks, 2, case(GPT2, TIGHT, optim=optim), evicts=True)
+    """Without biases in attention: a key's has a gradient of zero, and Adafactor turns rounding noise into steps."""
+    check(ranks, 2, case(ROTARY, TIGHT, optim=optim), evicts=True)
 
 
 def planned(given: Case, share: float) -> dict[str, Any]:
