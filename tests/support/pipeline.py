@@ -82,9 +82,9 @@ def _last_message_is_empty(case: Case) -> Iterator[None]:
     """What arrives of the last microbatch, activations or gradients, is zeros."""
     take = _Step._take
 
-    def without_the_last(step: _Step, key: tuple[bool, int, int]) -> Tensor:
+    def without_the_last(step: _Step, key: tuple[bool, int, int]) -> tuple[Tensor, ...]:
         found = take(step, key)
-        return torch.zeros_like(found) if key[2] == len(step.microbatches) - 1 else found
+        return tuple(map(torch.zeros_like, found)) if key[2] == len(step.microbatches) - 1 else found
 
     with patch.object(_Step, "_take", without_the_last):
         yield
