@@ -15,7 +15,10 @@ from tests.unit.models.test_pretrained import example, random_decoder
 PROMPTS = ([1, 2, 3], [*range(20)], [5], [*range(20), 7, 8])
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="no C++ compiler; ends where Debian's g++ is",
+)
 def test_compiled_steps() -> None:
     plain = random_decoder(example("bloom", max_length=64)).float()
     decoder, written = pack(quantize(plain, "int8", embeddings=True, head=True)), []

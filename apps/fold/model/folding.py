@@ -10,6 +10,7 @@ Gradients flow through the last iteration only.
 Shapes: B batch, S rows of the MSA, N residues, D = c_m, Z = c_z.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class Folding:
     atom_mask_BN37: Tensor
 
 
-class FoldingModel(nn.Module):
+class FoldingModel(nn.Module, ABC):
     """The iterations.  A model gives `trunk`, `pair_rows` and `beta_of`, and the modules below."""
 
     config: ModelConfig
@@ -87,9 +88,9 @@ class FoldingModel(nn.Module):
         structure = self.structure_module(single_BND, pair_BNNZ, features.aatype_BN, features.mask_BN)
         return msa_BSND, pair_BNNZ, structure, single_BND
 
+    @abstractmethod
     def trunk(self, features: Features, recycled: Recycled | None) -> tuple[Tensor, Tensor]:
         """m[B, S, N, D], which may have rows of templates behind those of the MSA, and z[B, N, N, Z]."""
-        raise NotImplementedError
 
     def nothing(self, features: Features) -> Recycled:
         """What the first iteration gets from the one before it."""
@@ -101,10 +102,10 @@ class FoldingModel(nn.Module):
         """z[B, N, N, Z] of the input and of the last iteration."""
         return self.pair_rows(features, last_BNNZ, points_BN3)
 
+    @abstractmethod
     def pair_rows(self, features: Features, last_BINZ: Tensor, points_BN3: Tensor, at: slice = slice(None)) -> Tensor:
         """The rows `at` of it, [B, I, N, Z], of which last_BINZ are the last iteration's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def beta_of(self, aatype_BN: Tensor, positions_BN373: Tensor) -> Tensor:
         """CB of each residue, [B, N, 3], whose distances the next iteration is told."""
-        raise NotImplementedError
