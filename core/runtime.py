@@ -59,6 +59,18 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def ranks_of(nproc: int) -> int:
+    """How many ranks a run will have: those of the launcher that started this process, else --nproc.
+
+    Raises UserError when both are given and disagree.
+    """
+    if not launched():
+        return nproc
+    if nproc not in (1, world_size()):
+        raise UserError(f"nproc={nproc} under a launcher of {world_size()} ranks; leave --nproc out")
+    return world_size()
+
+
 def leads() -> bool:
     """Whether this process is rank 0, before any process group exists."""
     return os.environ.get("RANK", "0") == "0"

@@ -9,7 +9,7 @@ from apps.diffusion.noise import Prediction
 from apps.diffusion.validation import ValidationConfig
 from core.config import UserError
 from core.mesh import MeshConfig
-from core.runtime import launched, world_size
+from core.runtime import ranks_of
 from core.train import TrainConfig
 
 Method = Literal["full", "lora", "dreambooth"]
@@ -162,15 +162,6 @@ class FinetuneConfig(DiffusionConfig):
         return self.class_dir is not None
 
 
-def ranks_of(config: DiffusionConfig) -> int:
-    """How many ranks the run will have: those of the launcher that started this process, else --nproc."""
-    if launched():
-        if config.nproc not in (1, world_size()):
-            raise UserError(f"nproc={config.nproc} under a launcher of {world_size()} ranks; leave --nproc out")
-        return world_size()
-    return config.nproc
-
-
 def check_combination(config: DiffusionConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     subject = isinstance(config, FinetuneConfig) and config.instance_dir is not None
@@ -182,7 +173,7 @@ def check_combination(config: DiffusionConfig) -> MeshConfig:
         raise UserError("--data.images and --instance-dir; give the one or the other")
     if config.weights is not None and not config.weights.exists():
         raise UserError(f"--weights {config.weights} does not exist; give a diffusers folder or a file")
-    mesh = config.mesh.resolve(ranks_of(config), config.zero)
+    mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     for name in ("pp", "tp", "cp"):
         if getattr(mesh, name) > 1:
             raise UserError(f"mesh.{name}={getattr(mesh, name)}: a U-Net is not cut so; use mesh.{name}=1 and --zero")

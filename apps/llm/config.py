@@ -10,7 +10,7 @@ from core.models.decoder import DecoderConfig
 from core.models.plan import check_experts_of, check_heads_of
 from core.parallel.context import check_length
 from core.parallel.ulysses import check_exchange
-from core.runtime import launched, world_size
+from core.runtime import ranks_of
 from core.train import TrainConfig
 
 
@@ -48,21 +48,9 @@ class FinetuneConfig(PretrainConfig):
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""
 
 
-def ranks_of(config: PretrainConfig) -> int:
-    """How many ranks the run will have: those of the launcher that started this process, else --nproc.
-
-    Raises UserError when both are given and disagree.
-    """
-    if launched():
-        if config.nproc not in (1, world_size()):
-            raise UserError(f"nproc={config.nproc} under a launcher of {world_size()} ranks; leave --nproc out")
-        return world_size()
-    return config.nproc
-
-
 def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
-    mesh = config.mesh.resolve(ranks_of(config), config.zero)
+    mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     check_heads_of(config.model, mesh)
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from apps.llm.config import PretrainConfig, check_combination, ranks_of
+from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.corpus import Corpus, prepare
 from apps.llm.export import export
 from apps.llm.plan import run_shape, warning
@@ -29,7 +29,7 @@ from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.parallel.pipeline.split import Costs
 from core.precision import compute_dtype
-from core.runtime import Runtime, device_bytes, launched, leads, start
+from core.runtime import Runtime, device_bytes, launched, leads, ranks_of, start
 from core.train import fit, launch_run, write_config
 
 
@@ -43,7 +43,7 @@ def run(command: str, config: PretrainConfig, argv: list[str], materialise: Call
     check_combination(config)
     if config.nproc > 1 and not launched():
         return launch_run(config.out, config.nproc, "apps.llm", [command, *argv])
-    if leads() and (line := warning(config, device_bytes(config.device, ranks_of(config)))):
+    if leads() and (line := warning(config, device_bytes(config.device, ranks_of(config.nproc)))):
         print(f"warning: {line}", file=sys.stderr)
     corpus = prepare(config.data, config.out.parent / "corpora", progress=show_progress)
     if leads() and corpus.skipped:

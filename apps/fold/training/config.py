@@ -9,7 +9,7 @@ from apps.fold.training.batches import BatchConfig
 from apps.fold.training.dataset import Selection
 from core.config import UserError
 from core.mesh import MeshConfig
-from core.runtime import launched, world_size
+from core.runtime import ranks_of
 from core.train import TrainConfig
 
 _OWN_MODELS = {"demo": demo, "debug": lambda: tiny(templates=False)}
@@ -94,20 +94,11 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
     return replace(model, **{k: v for k, v in given.items() if v is not None})
 
 
-def ranks_of(config: FoldTrainConfig) -> int:
-    """How many ranks the run will have: those of the launcher that started this process, else --nproc."""
-    if launched():
-        if config.nproc not in (1, world_size()):
-            raise UserError(f"nproc={config.nproc} under a launcher of {world_size()} ranks; leave --nproc out")
-        return world_size()
-    return config.nproc
-
-
 def check_combination(config: FoldTrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     if config.data.structures is None:
         raise UserError("fold train needs --data.structures FOLDER of mmCIF files (--recipe tiny brings its own)")
-    mesh = config.mesh.resolve(ranks_of(config), config.zero)
+    mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     batch, ranks = config.data.global_batch, mesh.data_ranks
     if batch % ranks:
         divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
