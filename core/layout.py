@@ -18,6 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from core.mesh import flat_axis, sub_mesh
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -61,7 +63,7 @@ class Layout:
         assert self.mesh is not None
         if self._is_joint(axis):
             return math.prod(map(self.axis_size, axis.split("+")))
-        return self.mesh.size(int(axis)) if axis.isdigit() else self.mesh[axis].size()
+        return self.mesh.size(int(axis)) if axis.isdigit() else sub_mesh(self.mesh, axis).size()
 
     def axis_index(self, axis: str) -> int:
         """Where this rank is on an axis."""
@@ -71,14 +73,14 @@ class Layout:
             for part in axis.split("+"):
                 index = index * self.axis_size(part) + self.axis_index(part)
             return index
-        return self.mesh.get_local_rank(int(axis)) if axis.isdigit() else self.mesh[axis].get_local_rank()
+        return self.mesh.get_local_rank(int(axis)) if axis.isdigit() else sub_mesh(self.mesh, axis).get_local_rank()
 
     def axis_group(self, axis: str) -> ProcessGroup:
         """The process group of this rank's line along an axis."""
         assert self.mesh is not None
         if self._is_joint(axis):
-            return self.mesh[tuple(axis.split("+"))]._flatten(axis).get_group()
-        return self.mesh.get_group(int(axis)) if axis.isdigit() else self.mesh[axis].get_group()
+            return flat_axis(self.mesh, axis).get_group()
+        return self.mesh.get_group(int(axis)) if axis.isdigit() else sub_mesh(self.mesh, axis).get_group()
 
     def _is_joint(self, axis: str) -> bool:
         assert self.mesh is not None

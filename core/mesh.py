@@ -187,11 +187,22 @@ def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, config.sizes(), mesh_dim_names=config.axes)
 
 
+def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """The mesh of some of the axes: `mesh[axes]`, remembered by `mesh`.
+
+    Slicing makes a new mesh, which takes milliseconds; what a step asks for a hundred times is asked here.
+    """
+    known: dict[tuple[str, ...], DeviceMesh] = vars(mesh).setdefault("_sub_meshes", {})
+    if axes not in known:
+        known[axes] = mesh[axes]
+    return known[axes]
+
+
 def tensor_axes(mesh: DeviceMesh) -> DeviceMesh:
     """What tensor parallelism is given: the axis tp, or the three of its grid."""
     names = mesh.mesh_dim_names
     assert names is not None
-    return mesh["tp"] if "tp" in names else mesh[GRID_AXES]
+    return sub_mesh(mesh, "tp") if "tp" in names else sub_mesh(mesh, *GRID_AXES)
 
 
 def data_axis(mesh: DeviceMesh) -> DeviceMesh:
@@ -199,7 +210,7 @@ def data_axis(mesh: DeviceMesh) -> DeviceMesh:
 
     A collective when it is first asked for; the mesh remembers it.
     """
-    return mesh[(*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS))]._flatten("dp")
+    return _flattened(mesh, (*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS)), "dp")
 
 
 def gradient_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
@@ -217,7 +228,7 @@ def shard_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
     cut  as above
     """
     names = ("dp_shard", *(a for a in _of_mesh(mesh, EXPERT_AXIS) if a not in cut), *_sequence_axis(mesh))
-    return mesh["dp_shard"] if len(names) == 1 else flat_axis(mesh, "+".join(names))
+    return sub_mesh(mesh, "dp_shard") if len(names) == 1 else flat_axis(mesh, "+".join(names))
 
 
 def stage_axis(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -229,7 +240,7 @@ def stage_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def pipeline_ranks(mesh: DeviceMesh) -> int:
     """Ranks of the pp axis, which hold different parameters; a mesh of somebody else's need not name one."""
-    return mesh["pp"].size() if "pp" in (mesh.mesh_dim_names or ()) else 1
+    return sub_mesh(mesh, "pp").size() if "pp" in (mesh.mesh_dim_names or ()) else 1
 
 
 def _of_mesh(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
@@ -239,12 +250,19 @@ def _of_mesh(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
 
 def _sequence_axis(mesh: DeviceMesh) -> tuple[str, ...]:
     """cp, where it has several ranks."""
-    return tuple(axis for axis in _of_mesh(mesh, "cp") if mesh[axis].size() > 1)
+    return tuple(axis for axis in _of_mesh(mesh, "cp") if sub_mesh(mesh, axis).size() > 1)
 
 
 def flat_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The axes "a+b" of the mesh as one. A collective when it is first asked for; the mesh remembers it."""
-    return mesh[tuple(name.split("+"))]._flatten(name)
+    return _flattened(mesh, tuple(name.split("+")), name)
+
+
+def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    known: dict[str, DeviceMesh] = vars(mesh).setdefault("_flat_axes", {})
+    if name not in known:
+        known[name] = sub_mesh(mesh, *axes)._flatten(name)
+    return known[name]
 
 
 def split_axis(axis: DeviceMesh, inner: int, names: tuple[str, str]) -> tuple[DeviceMesh, DeviceMesh]:

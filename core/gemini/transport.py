@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from core.gemini.chunk import Chunk, Member, aligned
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
-from core.mesh import gradient_axis
+from core.mesh import gradient_axis, sub_mesh
 from core.parallel.rows import paired_rows, row_length
 
 
@@ -142,7 +142,7 @@ class Transport:
         if self.ranks > 1:
             reduced = message[chunk.own_elements * self.ranks :]
             dist.reduce_scatter_tensor(reduced, whole, group=self.shard.get_group())
-        replicas = self.mesh["dp_replicate"]
+        replicas = sub_mesh(self.mesh, "dp_replicate")
         if replicas.size() > 1:
             dist.all_reduce(reduced, group=replicas.get_group())
         return reduced

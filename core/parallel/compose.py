@@ -99,7 +99,7 @@ def parallelize(
     materialise    fills the parameters and buffers of a model built on the meta device, each rank its shard. The
                    replicas of a model that has values take those of the first
     """
-    tp, cp = tensor_axes(mesh), mesh["cp"]
+    tp, cp, pp = tensor_axes(mesh), mesh["cp"], mesh["pp"]
     if plan is not None and tp.size() > 1:
         apply_plan(model, plan, tp)
     elif tp.size() > 1:
@@ -114,14 +114,14 @@ def parallelize(
                 f"mesh.ep={mesh[EXPERT_AXIS].size()} without a plan: say which modules hold experts, or use mesh.ep=1"
             )
         apply_plan(model, expert_plan, mesh)
-    config.check_pipeline(mesh["pp"].size())
-    if pipeline_plan is None and mesh["pp"].size() > 1:
+    config.check_pipeline(pp.size())
+    if pipeline_plan is None and pp.size() > 1:
         raise UserError(
-            f"mesh.pp={mesh['pp'].size()} without a plan: say which modules are the model's blocks, or use mesh.pp=1"
+            f"mesh.pp={pp.size()} without a plan: say which modules are the model's blocks, or use mesh.pp=1"
         )
     stages = None
-    if pipeline_plan is not None and mesh["pp"].size() > 1:
-        stages = cut_into_stages(model, pipeline_plan, mesh["pp"], config.pipeline)
+    if pipeline_plan is not None and pp.size() > 1:
+        stages = cut_into_stages(model, pipeline_plan, pp, config.pipeline)
     apply_recompute(model, config.recompute)
     if config.compile:
         for block in blocks_of(model):

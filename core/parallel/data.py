@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from core.config import UserError
 from core.layout import Layout, detached, layout_of, local, tag
-from core.mesh import DATA_AXES, EXPERT_AXIS, Zero, gradient_axis, shard_axis
+from core.mesh import DATA_AXES, EXPERT_AXIS, Zero, gradient_axis, shard_axis, sub_mesh
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
 from core.parallel.rows import own_rows, paired_rows, row_length
@@ -122,10 +122,10 @@ class DataParallel(ParallelModel):
     def _sum_partial(self, grads: list[Tensor | None], axis: str) -> None:
         """All-reduce over a model-parallel axis, in one message, what the shards of the activations contributed."""
         present = [g for g in grads if g is not None and g.numel()]
-        if not present or self.mesh[axis].size() == 1:
+        if not present or sub_mesh(self.mesh, axis).size() == 1:
             return
         flat = torch.cat([g.flatten() for g in present])
-        dist.all_reduce(flat, group=self.mesh[axis].get_group())
+        dist.all_reduce(flat, group=sub_mesh(self.mesh, axis).get_group())
         for grad, summed in zip(present, flat.split([g.numel() for g in present]), strict=True):
             grad.copy_(summed.view_as(grad))
 
@@ -348,7 +348,7 @@ class _Bucket:
         if self.owner.zero == 2:
             self.whole = None
         assert self.own is not None
-        replicas = self.owner.mesh["dp_replicate"]
+        replicas = sub_mesh(self.owner.mesh, "dp_replicate")
         if self.axis is not None and replicas.size() > 1:
             dist.all_reduce(self.own, group=replicas.get_group())
         masters = {n: self.owner.masters[n] for n in self.names}
@@ -483,10 +483,12 @@ def expert_units(model: nn.Module) -> list[nn.Module]:
 
 def _with_replicas(mesh: DeviceMesh, axis: DeviceMesh) -> DeviceMesh:
     """The axis over which is sharded, and where there are replicas of the shards, dp_replicate before it."""
-    if mesh["dp_replicate"].size() == 1:
+    if sub_mesh(mesh, "dp_replicate").size() == 1:
         return axis
     names = axis.mesh_dim_names
-    return mesh[DATA_AXES] if names == ("dp_shard",) else DeviceMesh._concatenate([mesh["dp_replicate"], axis])
+    if names == ("dp_shard",):
+        return sub_mesh(mesh, *DATA_AXES)
+    return DeviceMesh._concatenate([sub_mesh(mesh, "dp_replicate"), axis])
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

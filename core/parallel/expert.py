@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.comm.collectives import all_gather, all_reduce, exchange_rows, gather_from, scatter_to
 from core.config import UserError
 from core.layout import Layout, layout_of, shares, tag
-from core.mesh import EXPERT_AXIS
+from core.mesh import EXPERT_AXIS, sub_mesh
 from core.parallel.context import ShardedContext
 from core.parallel.plan import mark_partial_parameter
 
@@ -62,7 +62,7 @@ def expert_parallel(moe: Any, mesh: DeviceMesh) -> nn.Module:
 
     mesh  the whole mesh, for the weights may be cut over other axes too
     """
-    axis, experts = mesh[EXPERT_AXIS], moe.experts
+    axis, experts = sub_mesh(mesh, EXPERT_AXIS), moe.experts
     check_experts(experts.num_experts, axis.size())
     held = [share.stop - share.start for share in shares(experts.num_experts, axis.size())]
     for module in experts.modules():

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.comm.collectives import all_gather, all_reduce
 from core.config import UserError
 from core.layout import Layout, shares
+from core.mesh import sub_mesh
 from core.parallel.plan import cut_parameter, mark_partial_parameter
 
 
@@ -46,11 +47,11 @@ class Spread:
 
     @cached_property
     def col_axis(self) -> DeviceMesh:
-        return self.mesh[self.cols]
+        return sub_mesh(self.mesh, self.cols)
 
     @cached_property
     def row_axes(self) -> tuple[DeviceMesh, ...]:
-        return tuple(self.mesh[axis] for axis in self.rows)
+        return tuple(sub_mesh(self.mesh, axis) for axis in self.rows)
 
     @cached_property
     def col(self) -> int:

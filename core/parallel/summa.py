@@ -30,6 +30,8 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.mesh import sub_mesh
+
 
 class Grid:
     """This rank's row and column of the q x q grid, and how K is cut over it.
@@ -39,10 +41,11 @@ class Grid:
     """
 
     def __init__(self, mesh: DeviceMesh, sizes: list[int]):
-        self.row, self.col = mesh["tp_row"].get_local_rank(), mesh["tp_col"].get_local_rank()
-        self.along_row, self.along_col = mesh["tp_col"].get_group(), mesh["tp_row"].get_group()
+        rows, cols = sub_mesh(mesh, "tp_row"), sub_mesh(mesh, "tp_col")
+        self.row, self.col = rows.get_local_rank(), cols.get_local_rank()
+        self.along_row, self.along_col = cols.get_group(), rows.get_group()
         self.sizes = sizes
-        assert len(sizes) == mesh["tp_row"].size() == mesh["tp_col"].size()
+        assert len(sizes) == rows.size() == cols.size()
 
 
 class Message:

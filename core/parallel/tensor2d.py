@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.layout import Layout, shares
+from core.mesh import sub_mesh
 from core.parallel import grid_loss
 from core.parallel.grid import Spread, cut_vector
 from core.parallel.plan import cut_parameter, mark_partial_parameter
@@ -68,7 +69,7 @@ def _cut_matrix(
     for dim, axis in enumerate(axes):
         layout = layout.cut(mesh, axis, dim, (units or {}).get(axis, 1))
     cut_parameter(module, "weight", layout)
-    if mesh["tp_depth"].size() > 1:
+    if sub_mesh(mesh, "tp_depth").size() > 1:
         mark_partial_parameter(module.get_parameter("weight"), ("tp_depth",))
 
 
@@ -109,7 +110,7 @@ class _Table:
             raise UserError("a sharded vocabulary looks up plain embeddings; build it without padding_idx and max_norm")
         num_rows = module.weight.shape[0]
         _cut_matrix(module, mesh, ("tp_row", "tp_col"))
-        self.at, self.axis = Spread(mesh), mesh["tp_row"]
+        self.at, self.axis = Spread(mesh), sub_mesh(mesh, "tp_row")
         self.row, self.group = self.axis.get_local_rank(), self.axis.get_group()
         self.start = shares(num_rows, self.axis.size())[self.row].start
 

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.comm.collectives import all_gather, all_reduce, reduce_scatter
 from core.config import UserError
 from core.layout import Layout, shares
+from core.mesh import sub_mesh
 from core.parallel import grid_loss
 from core.parallel.grid import Spread, cut_vector
 from core.parallel.plan import cut_parameter
@@ -49,7 +50,7 @@ class Matrix:
     """A weight[O, I] whose inputs lie at `at`: I cut over at.cols, O over at.rows[-1] and then tp_depth."""
 
     def __init__(self, module: nn.Module, at: Spread, in_unit: int = 1, out_unit: int = 1):
-        self.at, self.depth = at, at.mesh["tp_depth"]
+        self.at, self.depth = at, sub_mesh(at.mesh, "tp_depth")
         self.across, self.inner = at.row_axes[-1], at.col_axis
         shape = tuple(module.get_parameter("weight").shape)
         layout = Layout(shape).cut(at.mesh, at.rows[-1], 0, out_unit).cut(at.mesh, at.cols, 1, in_unit)

@@ -11,7 +11,7 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
 from core.parallel.recompute import RecomputeConfig
-from tests.support.training import Case, difference_from_single
+from tests.support.training import Case, difference_from_single, meshes_of_a_step
 
 TOLERANCE = 1e-10
 
@@ -102,6 +102,14 @@ def test_accumulation_of_sharded_gradients(ranks, zero: int) -> None:
 def test_recomputation(ranks, mode: str, zero: int) -> None:
     options = parallel(zero, recompute=RecomputeConfig(mode, every=1 if zero else 2))
     check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=options))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [(MeshConfig(tp=2), 1), (MeshConfig(tp=4, tp_mode="2d"), 0), (MeshConfig(cp=2), 2)]
+)
+def test_a_step_makes_no_meshes(ranks, mesh: MeshConfig, zero: int) -> None:
+    """Slices of the mesh were most of what a step of a small model took."""
+    assert ranks(4).run(meshes_of_a_step, Case(GPT2, mesh, parallel(zero))) == [0] * 4
 
 
 @pytest.mark.parametrize("model", [GPT2, BLOOM], ids=["gpt2", "bloom"])

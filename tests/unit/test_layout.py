@@ -22,8 +22,8 @@ class Sizes:
 
     sizes: dict[str, int]
 
-    def __getitem__(self, axis: str) -> Any:
-        return Sizes({"": self.sizes[axis]})
+    def __getitem__(self, axes: tuple[str]) -> Any:
+        return Sizes({"": self.sizes[axes[0]]})
 
     def size(self) -> int:
         return self.sizes[""]
