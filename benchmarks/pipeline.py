@@ -218,6 +218,7 @@ def notes() -> tuple[str, ...]:
         "compute nothing.",
         "in theory: published, of stages of equal cost, with F, I and W of equal cost (B = I + W) and messages that "
         "take no time; of these durations: on a clock, with the medians of the step measured.",
+        "More ranks than cores take turns: while one waits another has its core, and what idles is not the schedule's.",
         "kept: at most, by the rank that keeps most, in microbatches of all blocks of a rank. zb-h1 and zbv let go of "
         "activations only when the gradients of the weights are there.",
         "activations: bytes after an action beyond those before the step, on the rank that keeps most; they count what "

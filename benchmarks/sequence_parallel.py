@@ -5,9 +5,8 @@ parallelism on BERT twice as fast, or sequences half as long again, in the same 
 that of Shoeybi et al. 2019 ("tensor"); "megatron" is what it has become since: norms and residuals, too, are sharded,
 along the sequence (Korthikanti et al. 2022).
 
-1. Longest sequence. Of a training step at two lengths every tensor that is alive is accounted, on the rank that needs
-   most. Memory is affine in the length wherever no matrix of scores is kept, which gives a first guess at the longest
-   sequence that fits the budget; from there real steps go up or down in units of 48 until the next would not fit.
+1. Longest sequence. Of a training step every tensor that is alive is accounted, on the rank that needs most. Real steps
+   of doubled, then bisected lengths find the longest sequence that fits the budget, in units of 48.
 2. Communication of a step at one length, counted: bytes that a rank sends, by ring algorithms.
 3. Time of a step at that length, from a barrier to the end of the slowest rank.
 
@@ -15,7 +14,6 @@ The encoder has the modules of the decoder, attends both ways and predicts 15 % 
 shards parameters and state over the ranks that share sequences, so that all contenders hold about 1 / n of them.
 """
 
-import math
 import statistics
 import sys
 import time
@@ -63,14 +61,13 @@ TENSOR: Plan = {
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured: the encoder, a budget of bytes a rank, the lengths of the first guess, the length of the rest.
+    """What is measured: the encoder, a budget of bytes a rank for the longest sequence, the length of the rest.
 
     steps  timed
     """
 
     model: DecoderConfig
     budget_bytes: int
-    lengths: tuple[int, int]
     length: int
     steps: int
     ranks: tuple[int, ...]
@@ -82,9 +79,9 @@ def encoder(dim: int, num_layers: int, num_heads: int, max_length: int) -> Decod
     )
 
 
-QUICK = Size(encoder(32, 1, 4, 2048), 7_000_000, (UNIT, 2 * UNIT), UNIT, 1, (1, 2))
-USUAL = Size(encoder(256, 4, 4, 8192), 130_000_000, (480, 960), 1440, 5, (1, 2, 4))
-FULL = Size(encoder(768, 12, 12, 32768), 4_000_000_000, (960, 1920), 2880, 5, (1, 2, 4))
+QUICK = Size(encoder(32, 1, 4, 2048), 7_000_000, UNIT, 1, (1, 2))
+USUAL = Size(encoder(256, 2, 4, 8192), 110_000_000, 960, 5, (1, 2, 4))
+FULL = Size(encoder(768, 12, 12, 32768), 4_000_000_000, 2880, 5, (1, 2, 4))
 
 
 def measure(options: Options) -> Measured:
@@ -148,7 +145,7 @@ def _on_ranks(size: Size, contender: str, num_ranks: int) -> dict[str, Any]:
 def _of_a_rank(size: Size, contender: str) -> dict[str, Any]:
     plan = TENSOR if contender == "tensor" else tensor_parallel_plan(size.model)
     run = _Run(size.model, CONTENDERS[contender](dist.get_world_size()), plan)
-    longest = _longest(size, run.peak_bytes)
+    longest = longest_within(size, run.peak_bytes)
     peak = run.peak_bytes(size.length)
     with count_volume(run.data.mesh) as volume:
         run.step(size.length)
@@ -161,21 +158,23 @@ def _of_a_rank(size: Size, contender: str) -> dict[str, Any]:
     }
 
 
-def _longest(size: Size, peak_bytes: Callable[[int], int]) -> int:
-    """The longest sequence, in units, whose step stays within the budget; 0 where none does, at most the model's."""
-    most = size.model.max_length // UNIT * UNIT
-    short, long = size.lengths
-    at_short, at_long = peak_bytes(short), peak_bytes(long)
-    per_token = max(1.0, (at_long - at_short) / (long - short))
-    guess = math.floor((short + (size.budget_bytes - at_short) / per_token) / UNIT) * UNIT
-    length = min(max(UNIT, guess), most)
-    while peak_bytes(length) > size.budget_bytes:
-        length -= UNIT
-        if not length:
-            return 0
-    while length < most and peak_bytes(length + UNIT) <= size.budget_bytes:
-        length += UNIT
-    return length
+def longest_within(size: Size, peak_bytes: Callable[[int], int]) -> int:
+    """The longest sequence, in units, whose step stays within the budget; 0 where none does, at most the model's.
+
+    By doubling and bisection: longer sequences never need less.
+    """
+    most = size.model.max_length // UNIT
+    fits, too_long = 0, 1
+    while too_long <= most and peak_bytes(too_long * UNIT) <= size.budget_bytes:
+        fits, too_long = too_long, 2 * too_long
+    too_long = min(too_long, most + 1)
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if peak_bytes(middle * UNIT) <= size.budget_bytes:
+            fits = middle
+        else:
+            too_long = middle
+    return fits * UNIT
 
 
 class _Run:

@@ -116,6 +116,13 @@ def test_microbatches_of_any_length(ranks, schedule: ScheduleName) -> None:
                 assert (found[name] - value).norm() <= TOLERANCE * max(float(value.norm()), 1e-6), name
 
 
+def test_waiting_is_no_computing(ranks) -> None:
+    """What an action is said to take is without the messages that it waits for: a bubble is seen as one."""
+    first, last = ranks(2).run(pipeline.seconds_of_forwards, Case(GPT2, TWO, staged("gpipe")), 0.5)
+    assert min(first) >= 0.5
+    assert min(last) < 0.4
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_narrow_formats(ranks, precision: Any) -> None:
     """As one rank with the same microbatches in the same format; fp16 with its loss scale, skipped steps too."""

@@ -1,7 +1,9 @@
 """Pipelines beside one rank: microbatches of several lengths, and steps that have one thing broken."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +19,7 @@ from core.optim import clip
 from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.run import Pipeline, _Step
-from core.parallel.pipeline.schedule import Action, PipelineConfig
+from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig
 from core.train import train_step
 from tests.support.training import Case, batch_of, build, loss, of_all_stages, run, weight
 
@@ -52,6 +54,26 @@ def expert_load(case: Case) -> dict[str, Any]:
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
     figures = train_step(state, mine, loss, weight, config, 0)
     return {name: value for name, value in figures.items() if name.startswith("moe_")}
+
+
+def seconds_of_forwards(case: Case, slow_s: float) -> list[float]:
+    """Of this rank's, with a first stage that takes `slow_s` for each of its own."""
+    state, _ = build(case)
+    data, seconds = state.data, []
+    assert isinstance(data, Pipeline)
+
+    def slow_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if data.rank == 0:
+            time.sleep(slow_s)
+        return loss(model, batch)
+
+    def observe(action: Action, begin: float, end: float) -> None:
+        if action.kind is Kind.FORWARD:
+            seconds.append(end - begin)
+
+    data.observe = observe
+    data.run([batch_of(case, step) for step in range(3)], partial(slow_loss, data.model))
+    return seconds
 
 
 def _gradient(master: Tensor) -> Tensor:

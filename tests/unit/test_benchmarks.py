@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import evoformer, tensor_parallel, train
+from benchmarks import evoformer, sequence_parallel, tensor_parallel, train
 from benchmarks import run as runner
 from benchmarks.contenders import CONTENDERS, Turn, batch_of
 from benchmarks.result import Measured, Number, Row, Target, beginning, read, result_of, show, validate, write
@@ -239,3 +239,17 @@ def test_the_evoformers_contenders_have_one_weight_each_and_are_compared_before_
     evoformer.require_equal("reference", plain, ours, fp32)
     with pytest.raises(UserError, match="reference computes another z than ours"):
         evoformer.require_equal("reference", (ours[0], 1.001 * ours[1]), ours, fp32)
+
+
+@pytest.mark.parametrize("longest", [0, 48, 96, 144, 1008, 8160])
+def test_the_longest_sequence_is_found_in_few_steps(longest: int) -> None:
+    """Memory need not be affine in the length; 8160 is the model's limit in units of 48."""
+    size, tried = replace(sequence_parallel.USUAL, budget_bytes=100), []
+
+    def peak_bytes(length: int) -> int:
+        tried.append(length)
+        return 100 if length <= longest else 101
+
+    assert sequence_parallel.longest_within(size, peak_bytes) == longest
+    assert len(tried) <= 16
+    assert max(tried) <= 8192

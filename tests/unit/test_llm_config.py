@@ -1,8 +1,10 @@
 """The llm commands' configuration: recipes, the check of a combination, the warning before a run that does not fit."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,15 @@ def goes_together() -> Iterator[tuple[str, str, str]]:
                     yield form, option, cell
 
 
+@pytest.fixture(scope="module")
+def sources_are_read_once() -> Iterator[None]:
+    """tyro looks up every option's text in the sources, again for each command line: half of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "getsource", cache(inspect.getsource))
+        yield
+
+
+@pytest.mark.usefixtures("sources_are_read_once")
 @pytest.mark.parametrize(("form", "option", "cell"), goes_together())
 def test_the_page_says_what_goes_together(form: str, option: str, cell: str) -> None:
     assert cell in ("yes", "no")

@@ -233,6 +233,7 @@ class _Step:
         self.last = [action for action in of.ranks[pipeline.rank] if action.releases][-1]
 
     def compute(self, action: Action) -> None:
+        self._receive(action)
         begin = time.perf_counter()
         key = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
@@ -313,13 +314,17 @@ class _Step:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
+    def _receive(self, action: Action) -> None:
+        """Wait for what the action needs, where another rank sends it."""
+        is_forward = action.kind is Kind.FORWARD
+        key = is_forward, action.stage - is_forward, action.microbatch
+        if action.kind is not Kind.WEIGHTS and key in self.coming:
+            self.passed[key], works = self.coming.pop(key)
+            for work in works:
+                work.wait()
+
     def _take(self, key: Key) -> Parcel:
-        if key in self.passed:
-            return tuple(tensor.detach() for tensor in self.passed.pop(key))
-        parcel, works = self.coming.pop(key)
-        for work in works:
-            work.wait()
-        return parcel
+        return tuple(tensor.detach() for tensor in self.passed.pop(key))
 
     def exchange(self, messages: Exchange) -> None:
         """Hand over all messages of a moment; only those that come are waited for, and only when they are used."""
