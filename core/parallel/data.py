@@ -26,6 +26,7 @@ Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compr
 """
 
 import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -221,13 +222,18 @@ class Replicas(DataParallel):
         return [_Bucket(names, self) for names in buckets]
 
     def _hook(self, name: str, bucket: "_Bucket") -> Callable[[Tensor], None]:
+        # The garbage collector does not see into these hooks of a parameter: what they held could never be freed.
+        replicas, of = weakref.ref(self), weakref.ref(bucket)
+
         def ready(parameter: Tensor) -> None:
-            grad = parameter.grad
+            own, bucket, grad = replicas(), of(), parameter.grad
             assert grad is not None
+            if own is None or bucket is None:
+                return  # the model has outlived what spread it
             parameter.grad = None
             bucket.add(name, grad._local_tensor if isinstance(grad, DTensor) else grad)
-            if self._sync:
-                self._launch_complete()
+            if own._sync:
+                own._launch_complete()
 
         return ready
 

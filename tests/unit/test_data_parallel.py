@@ -1,6 +1,8 @@
 """What each ZeRO level holds, byte for byte, and the parameters that need care: frozen, unused, tied, transposed."""
 
+import gc
 import math
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -322,3 +324,39 @@ def nothing_to_train(zero: Zero) -> str:
 def test_a_model_that_is_all_frozen_is_refused(ranks) -> None:
     for zero in (0, 3):
         assert "nothing to train" in ranks(1).run(nothing_to_train, zero)[0]
+
+
+def left_behind(zero: Zero, precision: Precision) -> int:
+    """How many of a trained model, its parameters and what spread it are there when nobody has them any more."""
+
+    def trained() -> list[weakref.ref]:
+        data = spread(Weights(), zero, precision)
+        optimizer = build_optimizer(OptimConfig(), data.masters)
+        backward(data, torch.ones(1, dtype=data.compute_dtype))
+        data.reduce()
+        optimizer.step()
+        data.release()
+        data.publish()
+        return [weakref.ref(thing) for thing in (data, data.model, *data.model.parameters())]
+
+    references = trained()
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_model_that_nobody_needs_any_more_is_freed(ranks, zero: Zero, precision: Precision) -> None:
+    assert ranks(1).run(left_behind, zero, precision) == [0]
+
+
+def kept_gradient() -> float:
+    model = Weights()
+    spread(model, 0)
+    gc.collect()
+    model(torch.ones(1, dtype=torch.float64)).sum().backward()
+    return float(next(model.parameters()).grad.sum())
+
+
+def test_a_model_that_outlives_what_spread_it_keeps_its_gradients(ranks) -> None:
+    assert ranks(1).run(kept_gradient) == [2.0 * math.prod(SHAPES[0])]
