@@ -28,7 +28,7 @@ from core.gemini.hooks import ModuleHooks, Unit, units_of
 from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, speed_of
 from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
-from core.gemini.search import Chunking, ParameterInfo, packed
+from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, in_words, parse_bytes
@@ -40,9 +40,6 @@ from core.parallel.data import DataParallel, cast_parameter, with_local
 from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
 from core.precision import Precision
-
-CHUNKS_IN_BUDGET = 16
-"""A chunk takes at most this part of the budget, unless a single parameter is larger."""
 
 DRAWN_STEPS = 2
 """Steps that are drawn beside the plan, the later over the earlier: by the second the optimizer has its state."""
@@ -179,7 +176,7 @@ class GeminiReplicas(DataParallel):
             return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
 
         if traced is None:
-            chunk_bytes = self.tier.budget_bytes // CHUNKS_IN_BUDGET
+            chunk_bytes = piece_of_budget(parameters, self.tier.budget_bytes)
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
             self._require_room(parameters, messages(names))
         else:

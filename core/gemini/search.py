@@ -4,6 +4,10 @@ Small chunks waste a latency on every copy, and large ones come and go with para
 the budget's rest together in too few pieces, and the smallest budget in which a step fits grows with them. What is best
 follows from the model, the budget and the machine, so nobody is asked: every candidate is packed, its step is planned
 as it will run, and the shortest step wins; of equally short ones, one that moves least, in as few copies as that takes.
+
+No chunk takes more than an eighth of the model, unless a single parameter does: the messages between ranks have memory
+for the largest chunk, several times over, and where everything is resident no plan would mind one chunk as large as the
+model.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ PIECES = (8, 16, 32, 64)
 """Candidates: the model's parameters in so many chunks; a part of the budget; no two parameters together."""
 
 PIECE_OF_BUDGET = 16
+"""A chunk takes at most this part of the budget, where nothing says that another size is better."""
 
 MessageBytes = Callable[[Sequence[Sequence[str]]], int]
 """Names in each chunk -> what messages between ranks take of the budget, whatever the plan."""
@@ -75,6 +80,12 @@ def packed(parameters: Sequence[ParameterInfo], chunk_bytes: int) -> list[list[P
     return chunks
 
 
+def piece_of_budget(parameters: Sequence[ParameterInfo], budget_bytes: int) -> int:
+    """The size of a chunk that follows from the budget; a part of the model, where the budget is more than that."""
+    total = sum(parameter.buffer_bytes for parameter in parameters)
+    return max(1, min(budget_bytes // PIECE_OF_BUDGET, total // min(PIECES)))
+
+
 def choose_chunk_size(
     parameters: Sequence[ParameterInfo],
     step: StepTrace,
@@ -118,7 +129,7 @@ def least_budget(parameters: Sequence[ParameterInfo], step: StepTrace, messages:
 def _candidates(parameters: Sequence[ParameterInfo], budget_bytes: int) -> list[int]:
     """Sizes that lead to different chunks, smallest first."""
     total = sum(parameter.buffer_bytes for parameter in parameters)
-    sizes = {max(1, total // pieces) for pieces in PIECES} | {max(1, budget_bytes // PIECE_OF_BUDGET), 1}
+    sizes = {max(1, total // pieces) for pieces in PIECES} | {piece_of_budget(parameters, budget_bytes), 1}
     different: dict[tuple[int, ...], int] = {}
     for size in sorted(sizes):
         different.setdefault(tuple(map(len, packed(parameters, size))), size)

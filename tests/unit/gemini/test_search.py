@@ -10,7 +10,15 @@ from torch import nn
 from core.config import UserError
 from core.gemini.figure import draw_memory, planned_memory
 from core.gemini.residency import plan_residency, smallest_budget
-from core.gemini.search import ParameterInfo, _candidates, choose_chunk_size, least_budget, packed
+from core.gemini.search import (
+    PIECE_OF_BUDGET,
+    ParameterInfo,
+    _candidates,
+    choose_chunk_size,
+    least_budget,
+    packed,
+    piece_of_budget,
+)
 from core.gemini.timeline import Bandwidth
 from core.gemini.trace import ChunkInfo
 from core.gemini.tracer import Speed, StepTrace, trace_step
@@ -76,6 +84,17 @@ def test_the_dearer_a_copy_the_larger_the_chunk(blocks):
         for s in (0.0, 1e-2)
     ]
     assert sizes[0] < sizes[1]
+
+
+def test_where_everything_fits_no_chunk_is_as_large_as_the_model(blocks):
+    step, parameters = blocks
+    chosen = choose_chunk_size(parameters, step, 1 << 30, Bandwidth(1e8, 1e8, 1e8, 1e9, latency_s=1e-2))
+    assert chosen.plan.moved_bytes == 0
+    sizes = {parameter.name: parameter.buffer_bytes for parameter in parameters}
+    largest = max(sum(sizes[name] for name in chunk) for chunk in chosen.parameters)
+    assert largest <= sum(sizes.values()) / 8
+    assert piece_of_budget(parameters, 64 * PIECE_OF_BUDGET) == 64
+    assert piece_of_budget(parameters, 1) == 1
 
 
 def test_a_budget_in_which_no_size_works_names_the_smallest_that_does(blocks):
