@@ -18,7 +18,6 @@ has ended, unused parameters, counts as zero in its chunk's reduction.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,15 +38,12 @@ class Unit:
     """A module with the parameters that its forward reads. What is merged stays for good, so nobody follows it."""
 
     def __init__(self, name: str, module: nn.Module, members: Sequence[Member]):
-        self.name, self.module, self._members = name, module, list(members)
+        self.name, self.module, self.members = name, module, list(members)
+        self.settled()
 
-    @cached_property
-    def members(self) -> list[Member]:
-        return [member for member in self._members if not member.chunk.merged]
-
-    @cached_property
-    def chunks(self) -> list[Chunk]:
-        return list(dict.fromkeys(member.chunk for member in self.members))
+    def settled(self) -> None:
+        self.members = [member for member in self.members if not member.chunk.merged]
+        self.chunks: list[Chunk] = list(dict.fromkeys(member.chunk for member in self.members))
 
 
 class Call:
@@ -63,11 +59,15 @@ class Call:
 
 
 class ModuleHooks:
-    """Between the modules of a model and the executor of its chunks."""
+    """Between the modules of a model and the executor of its chunks.
+
+    rests  everything is merged: nothing comes or goes, and unless it is measured, no moment needs to be known
+    """
 
     def __init__(self, units: Sequence[Unit], chunks: Sequence[Chunk], executor: Executor):
         self.units, self.chunks, self.executor = units, chunks, executor
         self.sends = executor.transport.sends
+        self.rests = False
         self._clock = 0
         self._forwards: list[Call] = []
         self._backwards: list[Call] = []
@@ -103,6 +103,12 @@ class ModuleHooks:
 
         return called
 
+    def settled(self) -> None:
+        """It has been decided, between two steps, what lives on the device."""
+        for unit in self.units:
+            unit.settled()
+        self.rests = all(chunk.merged for chunk in self.chunks)
+
     # --- a backward as a whole ----------------------------------------------------------------------------------------
 
     def end_backward(self) -> None:
@@ -130,6 +136,8 @@ class ModuleHooks:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, inputs: Any) -> None:
+        if self.rests and self.executor.gauge is None:
+            return
         backward = torch._C._current_graph_task_id()
         if backward == OUTSIDE and self._backwards:
             self.end_backward()
@@ -151,7 +159,7 @@ class ModuleHooks:
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         if not self._forwards or self._forwards[-1].unit is not unit:
-            return  # it never began: what it needs could not be fetched
+            return  # it never began: nobody follows it, or what it needs could not be fetched
         call = self._forwards.pop()
         self._clock += 1
         call.left = self._clock

@@ -278,6 +278,9 @@ class GeminiReplicas(DataParallel):
             chunk.settle(alone=not self.executor.transport.sends)
             self._take_state_along(chunk)
             self.executor.load(chunk)
+        self.hooks.settled()
+        if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
+            self.tier.set_other(planned.trace.other_peak_bytes)
 
     def _take_state_along(self, chunk: Chunk) -> None:
         """The optimizer's state, if there is any, goes where the masters are."""

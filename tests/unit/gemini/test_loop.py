@@ -145,6 +145,15 @@ def test_where_everything_fits_a_step_runs_the_operators_of_the_model_and_no_oth
     assert operators(RESIDENT) == operators(None)
 
 
+def test_where_everything_fits_nobody_follows_the_step() -> None:
+    """And the account of the device has what was planned all the same."""
+    data = train(Net, RESIDENT, adamw, **SAMPLE).gemini.data
+    assert data.hooks.rests
+    assert data.hooks._clock == 0
+    assert data.tier.peak_bytes == data.planned.plan.device_peak_bytes
+    assert not train(partial(Net, recompute=False), 110_000, adamw, steps=1, **SAMPLE).gemini.data.hooks.rests
+
+
 def test_the_first_step_corrects_what_was_foreseen(plain, monkeypatch) -> None:
     """Where activations are foreseen half as large as they turn out to be, and nothing lives on the device before."""
     make, budget = partial(Net, recompute=False), 110_000
@@ -172,6 +181,8 @@ def test_the_first_step_corrects_what_was_foreseen(plain, monkeypatch) -> None:
     assert foreseen[0].other_peak_bytes <= right.other_peak_bytes / 2
     assert data.planned.trace.other_peak_bytes == pytest.approx(right.other_peak_bytes, rel=0.1)
     assert {chunk.index for chunk in data.chunks if chunk.resident} == data.planned.plan.resident != frozenset()
+    assert any(chunk.merged for chunk in data.chunks)
+    assert not [m.name for unit in data.hooks.units for m in unit.members if m.chunk.merged], "they stay for good"
     assert data.executor.gauge is None
     assert data.tier.peak_bytes <= budget
 
@@ -205,7 +216,8 @@ def test_what_is_drawn_is_what_tensors_really_took(tmp_path, monkeypatch) -> Non
         seen = [k for k, others in enumerate(gauge.others) if others is not None]
         assert len(seen) > 0.9 * len([m for m in planned.trace.moments if m.kind != "update"])
         differences = [gauge.others[k] - planned.trace.moments[k].other_bytes for k in seen]
-        assert sum(abs(n) <= 64 for n in differences) > 0.9 * len(seen), differences  # Python's numbers are tensors
+        # Python's numbers are tensors, and where a chunk ends in a block, its norm's gradients come a moment later.
+        assert sum(abs(n) <= 256 for n in differences) > 0.9 * len(seen), differences
         assert max(differences) <= 2_000  # of 110,000
         assert max(gauge.device[k] for k in seen) <= budget + 2_000
         assert max(gauge.device[k] for k in seen) > 0.8 * planned.plan.device_peak_bytes
