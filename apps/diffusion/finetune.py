@@ -3,6 +3,9 @@
 Each method has a recipe of its name, whose defaults are taken unless --recipe names another.
 """
 
+from typing import get_args
+
+from apps.diffusion.config import Method
 from apps.diffusion.train import run
 from apps.diffusion.train_recipes import FINETUNE
 from core.config import UserError, parse
@@ -10,8 +13,8 @@ from core.config import UserError, parse
 
 def main(argv: list[str], command: str = "finetune", method: str = "full") -> int:
     method = _method(argv) or method
-    if method not in FINETUNE:
-        raise UserError(f"no method {method!r}; the methods are {', '.join(FINETUNE)}")
+    if method not in get_args(Method):
+        raise UserError(f"no method {method!r}; the methods are {', '.join(get_args(Method))}")
     return run(command, parse(FINETUNE, argv, f"diffusion {command}", default=method), argv)
 
 

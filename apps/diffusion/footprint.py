@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from apps.diffusion.adapters import add_adapters
 from apps.diffusion.attention import set_attention
 from apps.diffusion.denoiser import Denoiser, Objective
 from apps.diffusion.generate import guide
@@ -186,6 +187,8 @@ def training_step(config: PlanConfig, shape: Shape, modules: Modules) -> tuple[n
     """What is trained, and a step of it.  Who holds it, and where, does not matter to the step."""
     text_encoder = modules["text_encoder"] if config.train_text_encoder else None
     model = Denoiser(modules["unet"], text_encoder, channels_last=True).train()
+    if config.method == "lora":
+        add_adapters(model, config.lora, seed=0)
     apply_recompute(model, config.recompute)
     objective = Objective(NoiseSchedule(shape.schedule))
     return model, trace_step(model, lambda model: objective(model, _batch(config, shape)), config.speed)

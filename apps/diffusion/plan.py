@@ -2,6 +2,7 @@
 
     diffusion plan --model sd_v1 --scheme int8 --precision fp16 --memory-gb 4
     diffusion plan --task train --model sd_v2_base --batch 16 --recompute.mode full --gemini.budget 5.6GB
+    diffusion plan --recipe dreambooth_6gb
 
 How it is counted: `apps.diffusion.footprint`.
 """
@@ -12,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
-from apps.diffusion.plan_config import PlanConfig
+from apps.diffusion.plan_config import RECIPES, PlanConfig
 from core.config import UserError, parse
 from core.estimate import gigabytes
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": PlanConfig}, argv, "diffusion plan", default="default")
+    config = parse(RECIPES, argv, "diffusion plan", default="default")
     found = footprint(config)
     side = pixels_of(config, shape_of(config))
     title = f"{config.name}, {config.task}, {config.batch} of {side} x {side} px, {config.precision}"

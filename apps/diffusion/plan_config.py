@@ -1,13 +1,18 @@
 """The options of `diffusion plan`: what is to be run, and on what."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.attention import AttentionName
+from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.shapes import SHAPES
+from apps.diffusion.train_recipes import FINETUNE
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.tracer import Speed
@@ -40,6 +45,9 @@ class PlanConfig:
     """sample: with classifier-free guidance, which doubles the U-Net's batch"""
     vae_tile: int | None = None
     """sample: pixels of the decoder's tiles"""
+    method: Literal["full", "lora"] = "full"
+    """train: all weights, or low-rank adapters of them"""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     train_text_encoder: bool = False
     """train: the text encoder too; otherwise its embeddings are cached and it is not on the device"""
     average: bool = False
@@ -105,3 +113,32 @@ class PlanConfig:
     @property
     def name(self) -> str:
         return self.model if self.weights is None else str(self.weights)
+
+
+def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:
+    """The plan of a training run on one device; of a subject's, with class images (prior preservation)."""
+    rows = config.data.global_batch * (1 if config.method == "full" else 2)
+    return PlanConfig(
+        task="train",
+        model=model,
+        batch=min(rows, config.microbatch or rows),
+        steps=config.steps,
+        precision=config.precision,  # pyright: ignore[reportArgumentType]
+        method="lora" if config.method == "lora" else "full",
+        lora=config.lora,
+        train_text_encoder=config.train_text_encoder,
+        average=config.average is not None and not config.average_on_host,
+        recompute=config.recompute,
+        optim=config.optim,
+        zero=config.zero,
+        gemini=config.gemini,
+    )
+
+
+def _of_recipe(name: str) -> PlanConfig:
+    return of_training(FINETUNE[name]())
+
+
+RECIPES: dict[str, Callable[[], PlanConfig]] = {"default": PlanConfig}
+RECIPES |= {name: partial(_of_recipe, name) for name in FINETUNE}
+"""By name; those of `diffusion finetune` as they train v1."""

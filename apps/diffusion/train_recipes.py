@@ -1,12 +1,15 @@
 """Recipes of the training commands: functions that return the configuration of a run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from apps.diffusion.config import DataConfig, FinetuneConfig, NoiseConfig, PretrainConfig
 from core.checkpoint import CheckpointConfig
+from core.gemini.config import GeminiConfig
 from core.optim.build import OptimConfig
 from core.optim.schedule import ScheduleConfig
+from core.parallel.recompute import RecomputeConfig
 
 
 def _adamw(lr: float, shape: str = "constant", warmup_steps: int = 0) -> OptimConfig:
@@ -82,5 +85,44 @@ def dreambooth() -> FinetuneConfig:
     )
 
 
+def _in_little(config: FinetuneConfig, budget: str | None) -> FinetuneConfig:
+    """With what spares memory: 16 bits, 8-bit moments, blocks recomputed, and Gemini in a budget."""
+    return replace(
+        config,
+        precision="bf16",
+        recompute=RecomputeConfig("full"),
+        optim=replace(config.optim, name="adamw8bit"),
+        gemini=GeminiConfig(budget),
+    )
+
+
+def dreambooth_6gb() -> FinetuneConfig:
+    """DreamBooth of U-Net and text encoder on a device of 6 GB, whose context wants some of them."""
+    return _in_little(replace(dreambooth(), train_text_encoder=True), "5GB")
+
+
+def lora_4gb() -> FinetuneConfig:
+    """Adapters on a device of 4 GB, with nothing on the host."""
+    return _in_little(lora(), None)
+
+
+def full_5gb() -> FinetuneConfig:
+    """All weights of the U-Net on a device of 5 GB, two images at a time."""
+    return _in_little(replace(full(), data=replace(full().data, global_batch=2)), "4GB")
+
+
+def full_6gb() -> FinetuneConfig:
+    """All weights of the U-Net on a device of 6 GB, sixteen images at a time."""
+    return _in_little(full(), "5GB")
+
+
 PRETRAIN: dict[str, Callable[[], PretrainConfig]] = {"pretrain": pretrain, "tiny": tiny}
-FINETUNE: dict[str, Callable[[], FinetuneConfig]] = {"full": full, "lora": lora, "dreambooth": dreambooth}
+FINETUNE: dict[str, Callable[[], FinetuneConfig]] = {
+    "full": full,
+    "lora": lora,
+    "dreambooth": dreambooth,
+    "dreambooth_6gb": dreambooth_6gb,
+    "lora_4gb": lora_4gb,
+    "full_5gb": full_5gb,
+    "full_6gb": full_6gb,
+}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from apps.diffusion import finetune
+from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.footprint import (
     _held,
     by_gemini,
@@ -20,7 +21,7 @@ from apps.diffusion.footprint import (
 )
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.plan import main
-from apps.diffusion.plan_config import PlanConfig
+from apps.diffusion.plan_config import RECIPES, PlanConfig
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.tracer import StepTrace, Stretch
@@ -136,6 +137,34 @@ def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
     assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
 
 
+def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
+    argv = [
+        "--weights",
+        folder / "narrow",
+        "--data.images",
+        folder / "pictures",
+        "--data.global_batch",
+        4,
+        "--steps",
+        2,
+    ]
+    argv += ["--device", "cpu", "--out", tmp_path / "run", "--checkpoint.every", 0, "--method", "lora"]
+    assert finetune.main([str(word) for word in [*argv, "--lora.rank", 3, "--log.no-tensorboard"]]) == 0
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
+    config = PlanConfig(task="train", weights=folder / "narrow", batch=4, precision="fp32", method="lora")
+    planned = footprint(replace(config, lora=LoraConfig(rank=3)))
+    assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
+    assert planned.resident["optimizer's state"] < 0.1 * planned.resident["parameters"]
+
+
+def test_recipes_are_planned_as_they_run():
+    sixteen, subject, adapters = (RECIPES[name]() for name in ("full_6gb", "dreambooth_6gb", "lora_4gb"))
+    assert (sixteen.batch, sixteen.gemini.budget, sixteen.optim.name) == (16, "5GB", "adamw8bit")
+    assert (subject.batch, subject.train_text_encoder, subject.recompute) == (2, True, FULL)
+    assert (adapters.method, adapters.lora, adapters.gemini.budget) == ("lora", LoraConfig(), None)
+    assert all(recipe().precision == "bf16" for name, recipe in RECIPES.items() if name.endswith("gb"))
+
+
 def test_the_plan_counts_what_sampling_allocates(folder):
     """The narrow U-Net on meta, and on the CPU under an account, with attention in slices."""
     from apps.diffusion.attention import set_attention
@@ -166,6 +195,7 @@ def test_the_command_of_the_plan(capsys, tmp_path):
     assert re.search(r"1 picture in [\d.e-]+ s at 40% of the A100's peak", said)
     for argv, line in (
         (["--weights", tiny, "--memory-gb", "1e-6"], r"needs .* and the device has 1e-06 GB; try --scheme int8"),
+        (["--recipe", "lora_1gb"], "no recipe 'lora_1gb', did you mean lora_4gb"),
         (["--model", "sdxl"], "no model 'sdxl'; those that have a name are sd_v1"),
         (["--weights", str(tmp_path)], r"holds no model_index\.json"),
         (["--pixels", "500"], "pixels is 500; give a multiple of 64"),

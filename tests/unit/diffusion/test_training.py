@@ -252,6 +252,29 @@ def test_optimizers_and_formats_learn_and_go_on(folder: Path, tmp_path: Path, na
     assert all(0 < row["loss"] < 10 for row in rows)
 
 
+@pytest.mark.parametrize("name", ["came", "lamb", "lars", "muon", "sgd", "sm3"])
+def test_other_optimizers_learn(folder: Path, tmp_path: Path, name: str) -> None:
+    given = {**_subject(folder), "optim__name": name, "optim__lr": 1e-2, "optim__betas": "None", "steps": 2}
+    assert dreambooth.main(_argv(folder, tmp_path / "run", **given, optim__weight_decay="None")) == 0
+    found, start = _weights(tmp_path / "run"), _weights(folder / "weights")
+    assert all(value.isfinite().all() for value in found.values())
+    moved = [name for name, value in found.items() if not torch.equal(value, start[name])]
+    assert len(moved) > 0.9 * len(found)
+
+
+def test_recipes_of_little_memory_run_in_it(folder: Path, tmp_path: Path) -> None:
+    """Their settings together, on a pipeline that is as much smaller as the budget is."""
+    for recipe, budget in (("dreambooth_6gb", 2_000_000), ("full_5gb", 1_500_000)):
+        likes = {"class_dir": folder / "likes", "class_prompt": "a photo of a dog", "num_class_images": 4}
+        given = {**_subject(folder), **likes} if recipe.startswith("dream") else {"data__images": folder / "pictures"}
+        out = tmp_path / recipe
+        argv = _argv(folder, out, **given, recipe=recipe, gemini__budget=f"{budget // 1000}KB", optim__lr=1e-3)
+        assert (dreambooth if recipe.startswith("dream") else finetune).main(argv) == 0
+        assert 0 < json.loads((out / "summary.json").read_text())["device_peak_bytes"] <= budget
+        found, start = _weights(out), _weights(folder / "weights")
+        assert sum(not torch.equal(value, start[name]) for name, value in found.items()) > 0.9 * len(found)
+
+
 def test_single_files_are_trained_on_too(tmp_path: Path) -> None:
     pipeline = narrow_pipeline(0, v2=True)
     save_pipeline(pipeline, tmp_path / "narrow")
