@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.demo import DEMO_WEIGHTS, NOTE
 from apps.fold.features.sequences import Record, read_fasta
+from apps.fold.features.templates import Allowed
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ESMFoldConfig, ModelConfig
 from apps.fold.model.features import Features
@@ -62,7 +63,10 @@ class PredictConfig:
     msa: Path | None = None
     """an A3M or Stockholm file, or a folder of NAME.a3m, NAME.sto or NAME/*; none: the sequence alone"""
     templates: Path | None = None
-    """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*"""
+    """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*; where --msa holds NAME.hhr (fold msa
+    --hhsearch-databases), a folder of mmCIF files by the entries' names, for its hits"""
+    max_template_date: str = ""
+    """of hits those that were published until then, as 2018-04-30; by default all"""
     num_recycles: int | None = None
     """recycling iterations; by default the model's, 3"""
     seed: int = 0
@@ -81,6 +85,7 @@ class PredictConfig:
     """ranks on this machine that share each prediction (axial parallelism); under torchrun leave it out"""
 
     def __post_init__(self) -> None:
+        Allowed(self.max_template_date)
         if self.memory is not None and self.memory <= 0:
             raise UserError(f"memory={self.memory}; give GiB")
         for name in ("num_seeds", "nproc"):
@@ -185,7 +190,8 @@ def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
 def _attempt(record: Record, models: list[Model], config: PredictConfig, progress: Progress, alone: bool) -> Outcome:
     """Fold one record; whatever is wrong with it becomes its outcome and a line."""
     try:
-        target = find_target(record, config.msa, config.templates, alone)
+        allowed = Allowed(config.max_template_date)
+        target = find_target(record, config.msa, config.templates, alone, allowed)
         return _fold(target, models, config, progress)
     except (UserError, MemoryError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -203,7 +209,8 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
         return _outcome(target, done)
     if folder.exists() and not config.overwrite:
         raise UserError(f"{folder} stems from other options or files; give --overwrite, or another --out")
-    if note := _about_alignment(target, models):
+    of_templates = target.notes if any(model.config.templates is not None for model in models) else ()
+    for note in filter(None, (_about_alignment(target, models), *of_templates)):
         progress.console.print(f"{record.name}: {note}", markup=False)
     begun = time.monotonic()
     predictions = []
@@ -315,6 +322,7 @@ def _key(target: Target, config: PredictConfig) -> dict[str, Any]:
         "weights": [str(path.resolve()) for path in config.weights],
         "num_recycles": config.num_recycles,
         "seeds": [config.seed, config.num_seeds],
+        "max_template_date": config.max_template_date,
         "precision": config.precision,
     }
 

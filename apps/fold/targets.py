@@ -8,25 +8,37 @@ from pathlib import Path
 import numpy as np
 
 from apps.fold.features.alignment import Alignment, check_query, merge, read_alignment, single_sequence
+from apps.fold.features.hhr import check_hits, read_hhr
 from apps.fold.features.msa import draw, features_of
 from apps.fold.features.sequences import Record
-from apps.fold.features.templates import read_templates
+from apps.fold.features.templates import (
+    ANY,
+    Allowed,
+    Template,
+    features_of_templates,
+    read_templates,
+    structure_of,
+    templates_of_hits,
+)
 from apps.fold.model.config import ModelConfig
-from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.features import Features
 from core.config import UserError
 
+HITS = (".hhr",)
 ALIGNMENTS = (".a3m", ".sto", ".stockholm", ".fasta", ".aln")
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
+_TOLD = 5  # hits that are no templates, a line each
 
 
 @dataclass(frozen=True)
 class Target:
-    """A record with everything that is known of it."""
+    """A record with everything that is known of it, and what a user should know of how that was found."""
 
     record: Record
     alignment: Alignment
-    templates: TemplateFeatures | None
+    templates: tuple[Template, ...]
     files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def sequence(self) -> str:
@@ -42,27 +54,58 @@ class Target:
     def iterations(self, config: ModelConfig, seed: int) -> list[Features]:
         """Features of every recycling iteration, each drawn anew; a function of the target and the seed."""
         generator = np.random.default_rng(seed)
-        templates = self.templates if config.templates is not None else None
+        taken = self.templates[: config.max_templates] if config.templates is not None else ()
+        templates = features_of_templates(taken)
         drawn = [draw(self.alignment, config, generator) for _ in range(config.num_recycles + 1)]
         return [features_of(self.sequence, self.alignment, one, config, templates) for one in drawn]
 
 
-def find_target(record: Record, msa: Path | None, templates: Path | None, alone: bool) -> Target:
+def find_target(
+    record: Record, msa: Path | None, templates: Path | None, alone: bool, allowed: Allowed = ANY
+) -> Target:
     """The record with its files.
 
     msa, templates  a file (for a record that is `alone`), or a folder that holds NAME.a3m or NAME.sto (several: a
-                    folder NAME of them), and NAME.cif or a folder NAME of structures
+                    folder NAME of them), and NAME.cif or a folder NAME of structures. Where the first holds NAME.hhr,
+                    the second is a folder of mmCIF files by the entries' names, for its hits
 
     Raises UserError for files that do not fit the sequence.
     """
     alignments = _files(msa, record, alone, ALIGNMENTS, "--msa")
-    structures = _files(templates, record, alone, STRUCTURES, "--templates")
+    hits = _files(msa, record, alone, HITS, "--msa") if msa is not None and msa.is_dir() else []
     read = [read_alignment(path) for path in alignments]
     for path, alignment in zip(alignments, read):
         check_query(alignment, record.sequence, path)
     merged = merge([single_sequence(record.sequence), *read])
-    found = read_templates(structures, record.sequence)
-    return Target(record, merged, found, (*alignments, *structures))
+    if hits:
+        found, structures, notes = _found_by_hits(hits, record, templates, allowed)
+    else:
+        structures = _files(templates, record, alone, STRUCTURES, "--templates")
+        found = read_templates(structures, record.sequence)
+        notes = [] if structures or templates is None else [f"no template: {templates} holds none by its name"]
+    return Target(record, merged, tuple(found), (*alignments, *hits, *structures), tuple(notes))
+
+
+def _found_by_hits(
+    files: list[Path], record: Record, folder: Path | None, allowed: Allowed
+) -> tuple[list[Template], list[Path], list[str]]:
+    """Templates, their structures, and notes."""
+    if folder is None:
+        return [], [], [f"{files[0]} names templates; give --templates, a folder of their mmCIF files, to use them"]
+    if not folder.is_dir():
+        raise UserError(f"--templates {folder} is to be a folder of mmCIF files, since {files[0]} names its entries")
+    hits = []
+    for path in files:
+        hits += read_hhr(path)
+        check_hits(hits, record.sequence, path)
+    hits.sort(key=lambda hit: -hit.sum_probs)
+    found, left_out = templates_of_hits(hits, record.sequence, folder, allowed)
+    structures = [structure_of(one.name.partition("_")[0], folder) for one in found]
+    notes = [f"{len(found)} templates of {len(hits)} hits" + (f": {found[0].name}, …" if found else "")]
+    notes += [f"no template: {line}" for line in left_out[:_TOLD]]
+    if len(left_out) > _TOLD:
+        notes.append(f"no template: {len(left_out) - _TOLD} hits more")
+    return found, structures, notes
 
 
 def _files(where: Path | None, record: Record, alone: bool, suffixes: Iterable[str], option: str) -> list[Path]:

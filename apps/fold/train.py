@@ -16,7 +16,7 @@ from apps.fold.model.config import ModelConfig
 from apps.fold.training.average import WeightAverage, parameters_of
 from apps.fold.training.batches import FoldBatches
 from apps.fold.training.config import FoldTrainConfig, check_combination, model_config
-from apps.fold.training.dataset import Dataset, load, prepare, report_refused
+from apps.fold.training.dataset import Dataset, beside, load, prepare, report_refused
 from apps.fold.training.initialise import fill, initialise
 from apps.fold.training.objective import Objective
 from apps.fold.training.recipes import RECIPES
@@ -86,16 +86,20 @@ def _datasets(config: FoldTrainConfig, runtime: Runtime) -> tuple[Dataset, Datas
     assert data.structures is not None
     cache = data.cache or config.out.parent / "chains"
     folders = [data.structures] + ([data.validation] if data.validation is not None else [])
+    there = beside(data.alignments, data.templates)
     for folder in folders:
-        prepare(folder, data.alignments, data.selection, cache, (runtime.rank, runtime.world_size))
+        prepare(folder, there, data.selection, cache, (runtime.rank, runtime.world_size))
     if runtime.world_size > 1:
         dist.barrier()
-    datasets = [load(folder, data.alignments, data.selection, cache) for folder in folders]
+    datasets = [load(folder, there, data.selection, cache) for folder in folders]
     if runtime.leads:
         for dataset in datasets:
             report_refused(dataset)
-        alone = sum(chain.num_rows == 1 for chain in datasets[0].chains)
-        print(f"{len(datasets[0])} chains to learn from, {alone} of them without an alignment")
+        chains = datasets[0].chains
+        alone = sum(chain.num_rows == 1 for chain in chains)
+        print(f"{len(chains)} chains to learn from, {alone} of them without an alignment")
+        if data.templates is not None:
+            print(f"{sum(chain.num_templates > 0 for chain in chains)} of them have templates")
     return datasets[0], datasets[1] if data.validation is not None else None
 
 

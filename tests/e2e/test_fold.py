@@ -19,7 +19,7 @@ from apps.fold.weights.folder import save_folder
 from core.config import run_command
 from tests.support import esmfold
 from tests.support.command import losses, run, summary
-from tests.support.fold import GOLDEN, random_parameters
+from tests.support.fold import GOLDEN, hhr_text, random_parameters
 
 FASTA = ">long one\nMKTAYIAKQRQISFVKSHFSRQ\n>short\nMKTAYWC\n>bad\nMK7\n>with/slash\nMXBGGGAAAA\n"
 
@@ -272,6 +272,7 @@ def test_recipes(capsys) -> None:
         (("evaluate",), ("--predicted", "--reference")),
         (("evaluate", "--predicted", "/nowhere.cif", "--reference", "/nowhere.pdb"), ("/nowhere.cif",)),
         (("predict", "in.fasta", "--weights", "w", "--memory", 0), ("memory=0",)),
+        (("predict", "in.fasta", "--weights", "w", "--max-template-date", "May"), ("'May' is no date", "2018-04-30")),
         (("plan", "--length", 0), ("length=0",)),
         (("plan", "--model", "model_9"), ("model_9", "model_1")),
         (("plan", "--model", "model_5", "--templates", 2), ("templates",)),
@@ -329,6 +330,38 @@ def test_train_stop_resume_and_fold_with_what_was_learned(tmp_path: Path, capsys
     assert code == 0, err
 
 
+def test_train_with_templates_and_fold_with_them(tmp_path: Path, capsys) -> None:
+    """1A8O for 1A7G, as hhsearch names it; 1EJG has none."""
+    folders = {name: tmp_path / name for name in ("structures", "alignments", "mmcifs")}
+    for folder in folders.values():
+        folder.mkdir()
+    for path in (HELDOUT / "1a7g.cif", STRUCTURES / "1ejg.pdb"):
+        (folders["structures"] / path.name).write_bytes(path.read_bytes())
+    (folders["mmcifs"] / "1a8o.cif").write_bytes((STRUCTURES / "1a8o.cif").read_bytes())
+    query, template = (read_entries(path)[0].sequence for path in (HELDOUT / "1a7g.cif", STRUCTURES / "1a8o.cif"))
+    hit = ("1a8o_A", query[5:55], template[:50], 6, 1, 30.0)
+    (folders["alignments"] / "1a7g_E.hhr").write_text(hhr_text(query, [hit]))
+    options = ("--recipe", "debug", "--model", "debug_templates", "--steps", 2, "--log.no-tensorboard")
+    options += ("--data.structures", folders["structures"], "--data.validation", None)
+    given = ("--data.alignments", folders["alignments"], "--data.templates", folders["mmcifs"])
+    code, said, err = fold(capsys, "train", *options, *given, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert "2 chains to learn from" in said
+    assert "1 of them have templates" in said
+
+    (tmp_path / "in.fasta").write_text(f">1a7g_E\n{query}\n>other\nMKTAYWC\n")
+    options = ("--weights", tmp_path / "run" / "model", "--no-plots", "--msa", folders["alignments"])
+    plddt = []
+    for name, more in (("with", ("--templates", folders["mmcifs"])), ("without", ())):
+        code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, *more, "--out", tmp_path / name)
+        assert code == 0, err
+        assert ("1a7g_E: 1 templates of 1 hits: 1a8o_A" in said) == (name == "with")
+        assert ("give --templates" in said) == (name == "without")
+        assert ("other: no template" in said) == (name == "with")
+        plddt.append(read_structure(tmp_path / name / "1a7g_E" / "rank_1.cif")[0].positions)
+    assert np.abs(plddt[0] - plddt[1]).max() > 1e-3, "the template was not read"
+
+
 def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -363,6 +396,8 @@ def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
         (("--recipe", "debug", "--nproc", "3"), "data.global_batch=2 does not divide over 3"),
         (("--recipe", "debug", "--mesh.tp", "2", "--nproc", "2"), "no tensor parallelism"),
         (("--recipe", "debug", "--model", "model_1"), "has templates"),
+        (("--recipe", "debug", "--data.templates", "."), "takes no templates"),
+        (("--recipe", "debug", "--model", "debug_templates", "--data.templates", "nowhere"), "no folder of templates"),
         (("--recipe", "debug", "--model", "modle"), "modle"),
         (("--recipe", "debug", "--average", "1.5"), "average=1.5"),
     ],

@@ -28,7 +28,7 @@ from core.parallel.compose import parallelize
 from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.train import TrainState, num_rows, train_step
-from tests.support.fold import Chains, small_model
+from tests.support.fold import Chains, TemplateChains, small_model, small_template_model
 from tests.support.training import LR, largest_difference, removed
 
 TOLERANCE = 1e-10
@@ -42,11 +42,12 @@ class Case:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     microbatch: int | None = None
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    templates: bool = False
 
 
 def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Losses, displacements, the average and a validation, whole, on every rank."""
-    model = replace(small_model(), num_recycles=1)
+    model = replace(small_template_model() if case.templates else small_model(), num_recycles=1)
     config = FoldTrainConfig(
         zero=case.zero,  # pyright: ignore[reportArgumentType]
         precision="fp64",
@@ -65,7 +66,7 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     optimizer = build_optimizer(config.optim, data.masters)
     average = WeightAverage(data, optimizer, 0.6)
     state = TrainState(data, optimizer, LossScale("fp64"), {})
-    chains = Chains()
+    chains = TemplateChains() if case.templates else Chains()
     data_config = BatchConfig(global_batch=4, crop=11)
     candidates = (FoldBatches(chains, data_config, model, seed) for seed in range(9))  # pyright: ignore
     batches = next(b for b in candidates if {b.num_iterations(step) for step in range(STEPS)} == {1, 2})
@@ -93,14 +94,14 @@ def _average(state: TrainState, name: str, master: torch.Tensor) -> torch.Tensor
     return tag(torch.zeros_like(master) if held is None else held, layout_of(master))
 
 
-_REFERENCE: dict[str, dict[str, Any]] = {}
+_REFERENCE: dict[bool, dict[str, Any]] = {}
 
 
 def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ()) -> tuple[float, str]:
-    if not _REFERENCE:
-        _REFERENCE["one"] = ranks(1).run(run, Case())[0]
+    if case.templates not in _REFERENCE:
+        _REFERENCE[case.templates] = ranks(1).run(run, Case(templates=case.templates))[0]
     results = ranks(num_ranks).run(run, case, without)
-    return max(largest_difference(result, _REFERENCE["one"], STEPS) for result in results)
+    return max(largest_difference(result, _REFERENCE[case.templates], STEPS) for result in results)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,18 @@ def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ())
         (2, Case(3)),
         (2, Case(3, recompute=RecomputeConfig("full"))),
         (4, Case(1, mesh=HYBRID)),
+        (2, Case(3, templates=True)),
     ],
-    ids=["1-zero3", "2-zero0", "2-zero1", "2-zero2-accumulated", "2-zero3", "2-zero3-recomputed", "4-hybrid"],
+    ids=[
+        "1-zero3",
+        "2-zero0",
+        "2-zero1",
+        "2-zero2-accumulated",
+        "2-zero3",
+        "2-zero3-recomputed",
+        "4-hybrid",
+        "2-zero3-templates",
+    ],
 )
 def test_ranks_train_as_one(ranks, num_ranks: int, case: Case) -> None:
     found, where = difference(ranks, num_ranks, case)

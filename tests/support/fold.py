@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apps.fold.features.alignment import Alignment, single_sequence
 from apps.fold.features.arrays import template_features
 from apps.fold.features.entries import Entry
+from apps.fold.features.templates import Template
 from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import EvoformerConfig, ModelConfig, tiny
@@ -119,3 +120,67 @@ class Chains:
         deletions = generator.integers(0, 3, rows.shape).astype(np.int32)
         rows[0], deletions[0] = query.letters[0], 0
         return Example(entry, Alignment(rows, deletions, ("",) * len(rows)))
+
+
+def random_templates(entry: Entry, count: int, seed: int) -> tuple[Template, ...]:
+    """Of random residues, gaps among them, and random atoms."""
+    generator, N = np.random.default_rng(seed), len(entry)
+    found = []
+    for number in range(count):
+        aatype = generator.integers(0, 22, N)
+        mask = (generator.random((N, 37)) < 0.9).astype(np.float32) * (aatype < 20)[:, None]
+        positions = generator.normal(0, 6, (N, 37, 3)).astype(np.float32).round(3) * mask[..., None]
+        found.append(Template(f"t{number}", aatype, positions, mask))
+    return tuple(found)
+
+
+class TemplateChains(Chains):
+    """Random chains with 0, 6, 1, 7 and 2 templates."""
+
+    def __getitem__(self, number: int) -> Example:
+        example = super().__getitem__(number)
+        return replace(example, templates=random_templates(example.entry, (0, 6, 1, 7, 2)[number], number))
+
+
+def small_template_model() -> ModelConfig:
+    """`small_model`, and it reads templates, at most 3."""
+    templates = tiny().templates
+    assert templates is not None
+    dry = replace(templates, pair=replace(templates.pair, dropout=0.0))
+    return replace(small_model(), templates=dry, max_msa=6, max_templates=3)
+
+
+def hhr_text(query: str, hits: list[tuple[str, str, str, int, int, float]]) -> str:
+    """As hhsearch writes it: hits of (name, the query's row, the template's, their first residues, sum_probs)."""
+    lines = [
+        "Query         query",
+        f"Match_columns {len(query)}",
+        "",
+        " No Hit                             Prob E-value",
+    ]
+    lines += [f"{n:3d} {hit[0]} some protein   99.9 1.1E-20" for n, hit in enumerate(hits, 1)] + [""]
+    for number, (name, above, below, first, start, probs) in enumerate(hits, 1):
+        columns = sum(a != "-" and b != "-" for a, b in zip(above, below))
+        lines += [f"No {number}", f">{name} SOME PROTEIN; HYDROLASE, 1.7A {{Homo sapiens}}"]
+        lines.append(
+            f"Probab=99.97  E-value=1.1e-20  Score=120.30  Aligned_cols={columns}  Identities=98%  "
+            f"Similarity=1.504  Sum_probs={probs:.1f}  Template_Neff=7.500"
+        )
+        lines.append("")
+        for at in range(0, len(above), 80):
+            rows = (("Q query", above, first), ("T " + name, below, start))
+            for side, row, begin in rows:
+                before = begin + len(row[:at].replace("-", ""))
+                part = row[at : at + 80]
+                end = before + len(part.replace("-", "")) - 1
+                label, consensus = f"{side[:16]:16}", f"{side[0]} Consensus     "
+                if side[0] == "T":
+                    lines.append(" " * 22 + "|" * len(part))
+                    lines.append(f"{consensus:16} {before:4d} {part.lower()} {end:4d} (120)")
+                lines.append(f"{label} {before:4d} {part} {end:4d} (120)")
+                if side[0] == "Q":
+                    lines.append(f"{consensus:16} {before:4d} {part.lower()} {end:4d} (120)")
+                else:
+                    lines.append(f"T ss_pred              {'C' * len(part)}")
+            lines += ["Confidence            " + "9" * 10, "", ""]
+    return "\n".join(["", *lines][1:]) + "\n"

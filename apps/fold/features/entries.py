@@ -19,6 +19,7 @@ from apps.fold.model import residues
 from core.config import UserError
 
 _RESOLUTION_NAMES = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_REVISIONS = "_pdbx_audit_revision_history.revision_date"  # the first one is the release
 _PROTEIN = "polypeptide(L)"
 
 
@@ -30,6 +31,7 @@ class Entry:
     index                     positions in the chain, int64[N], rising
     positions, mask           atom37 in Angstrom, float32[N, 37, 3] and [N, 37]
     resolution                in Angstrom; 0 where the experiment has none (NMR)
+    released                  when it was published, as 2001-12-31; empty where the file does not say
     """
 
     name: str
@@ -38,6 +40,7 @@ class Entry:
     positions: np.ndarray
     mask: np.ndarray
     resolution: float
+    released: str = ""
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -101,11 +104,13 @@ def _entries_of_mmcif(path: Path) -> list[Entry] | None:
     if "_atom_site.label_seq_id" not in content or "_entity_poly_seq.mon_id" not in content:
         return None
     resolution = next((r for name in _RESOLUTION_NAMES if (r := _number(content.get(name, ["?"])[0]))), 0.0)
+    dates = [date for date in content.get(_REVISIONS, []) if re.fullmatch(r"\d{4}-\d\d-\d\d", date)]
+    of_file = (resolution, min(dates, default=""))
     sequences = _sequences(content)
     atoms = _atoms_by_chain(content)
     try:
         found = [
-            _entry(path.stem, name, sequences[entity], rows, content, resolution)
+            _entry(path.stem, name, sequences[entity], rows, content, of_file)
             for (name, entity), rows in atoms.items()
             if entity in sequences
         ]
@@ -149,7 +154,7 @@ def _atoms_by_chain(content: dict) -> dict[tuple[str, str], list[int]]:
     return found
 
 
-def _entry(stem: str, chain: str, sequence: str, rows: list[int], content: dict, resolution: float) -> Entry:
+def _entry(stem: str, chain: str, sequence: str, rows: list[int], content: dict, of_file: tuple[float, str]) -> Entry:
     positions = np.zeros((len(sequence), residues.NUM_ATOM37, 3), np.float32)
     mask = np.zeros((len(sequence), residues.NUM_ATOM37), np.float32)
     occupancy = np.full(mask.shape, -1.0)
@@ -165,4 +170,4 @@ def _entry(stem: str, chain: str, sequence: str, rows: list[int], content: dict,
             positions[at, slot] = [float(axis[row]) for axis in axes]
     for at in np.nonzero(np.array(list(sequence)) == "R")[0]:
         order_arginine(positions[at], mask[at])
-    return Entry(f"{stem}_{chain}", sequence, np.arange(len(sequence)), positions, mask, resolution)
+    return Entry(f"{stem}_{chain}", sequence, np.arange(len(sequence)), positions, mask, *of_file)

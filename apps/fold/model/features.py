@@ -31,6 +31,15 @@ class TemplateFeatures:
     alternative_BTNA2: Tensor
     torsion_mask_BTNA: Tensor
 
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> "TemplateFeatures":
+        """In `dtype`, coordinates in at least fp32."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+        points = self.pseudo_beta_BTN3.to(device, torch.promote_types(dtype, torch.float32))
+        return replace(_mapped(self, moved), pseudo_beta_BTN3=points)
+
 
 @dataclass(frozen=True)
 class Features:
@@ -79,11 +88,8 @@ class Features:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-        features = self.map(moved)
-        if self.templates is None or features.templates is None:
-            return features
-        points = self.templates.pseudo_beta_BTN3.to(device, torch.promote_types(dtype, torch.float32))
-        return replace(features, templates=replace(features.templates, pseudo_beta_BTN3=points))
+        templates = None if self.templates is None else self.templates.to(dtype, device)
+        return replace(replace(self, templates=None).map(moved), templates=templates)
 
 
 def _mapped(value, function: Callable[[Tensor], Tensor], **others):

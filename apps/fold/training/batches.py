@@ -3,8 +3,9 @@
 1. row g = step * global_batch + row of the run is a chain of epoch g // chains, in the epoch's order
 2. blocks of neighbouring rows are deleted from its alignment (supplement, 1.2.6, algorithm 1)
 3. centres, masking, clusters and extra rows as in a prediction (`features.msa`), one draw an iteration
-4. a random stretch of at most `crop` residues (1.2.8)
-5. the rows of a rank are padded to the longest; padding is masked
+4. a random number of random templates, the same in every iteration (1.2.3; `features.templates`)
+5. a random stretch of at most `crop` residues (1.2.8)
+6. the rows of a rank are padded to the longest; padding is masked
 
 How many iterations a step has is drawn from the step alone, so all ranks recycle equally often. The draws of a row
 depend on the seed, the step and the row's number in the global batch, not on the mesh; a batch is a function of its
@@ -13,7 +14,10 @@ step, so resuming needs no state.
 A batch is a dict of tensors with rows in front. Coordinates are whole thousandths of an Angstrom, the precision of the
 files: what is an integer keeps its value when a run computes in 16 bits.
 
-Shapes: B rows, R iterations, S rows of the MSA, E extra rows, N residues.
+A model with templates is given all that it takes, masked where there are fewer: its stack runs once for each, and ranks
+whose parameters are sharded have to run it equally often.
+
+Shapes: B rows, R iterations, S rows of the MSA, E extra rows, T templates, N residues.
 """
 
 from dataclasses import dataclass, replace
@@ -23,12 +27,14 @@ import torch
 from torch import Tensor
 
 from apps.fold.features.alignment import Alignment
+from apps.fold.features.arrays import template_features
 from apps.fold.features.msa import Draw, draw, features_of, true_letters
 from apps.fold.features.sequences import residue_types
+from apps.fold.features.templates import Template, drawn
 from apps.fold.loss.truth import Truth, truth_of_atoms
 from apps.fold.model import residues
 from apps.fold.model.config import ModelConfig
-from apps.fold.model.features import Features
+from apps.fold.model.features import Features, TemplateFeatures
 from apps.fold.training.dataset import Dataset, Example
 from core.config import UserError
 from core.data.batches import rows_of_rank, shuffled
@@ -82,8 +88,11 @@ class FoldBatches:
         if not taught:
             example = shuffled_sequence(example, generator)
         alignment = delete_blocks(example.alignment, generator)
+        templates = ()
+        if self.model.templates is not None:
+            templates = drawn(example.templates, self.model.max_templates, generator)
         draws = [draw(alignment, self.model, generator) for _ in range(self.num_iterations(step))]
-        made = row_of(replace(example, alignment=alignment), draws, self.model, taught)
+        made = row_of(replace(example, alignment=alignment, templates=templates), draws, self.model, taught)
         start = int(generator.integers(max(1, len(example.entry) - self.config.crop + 1)))
         return cropped(made, start, self.config.crop)
 
@@ -104,7 +113,7 @@ def delete_blocks(alignment: Alignment, generator: np.random.Generator) -> Align
 
 
 def shuffled_sequence(example: Example, generator: np.random.Generator) -> Example:
-    """The chain's coordinates with its residues, and the alignment's columns, in another order."""
+    """The chain's coordinates with its residues, and the alignment's columns, in another order; no templates."""
     order = generator.permutation(len(example.entry))
     sequence = "".join(example.entry.sequence[place] for place in order)
     alignment = example.alignment
@@ -113,7 +122,7 @@ def shuffled_sequence(example: Example, generator: np.random.Generator) -> Examp
 
 
 def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool = True) -> dict[str, Tensor]:
-    """A chain as tensors of the whole length, one iteration for each draw."""
+    """A chain, with templates if the model reads any, as tensors of the whole length, an iteration for each draw."""
     entry, alignment = example.entry, example.alignment
     made = [features_of(entry.sequence, alignment, one, model) for one in draws]
     types = np.minimum(residue_types(entry.sequence), residues.UNKNOWN)
@@ -124,6 +133,7 @@ def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool
     def each(name: str) -> Tensor:
         return torch.stack([getattr(features, name)[0] for features in made])
 
+    templates = {} if model.templates is None else _template_tensors(example.templates, len(entry), model.max_templates)
     return {
         "aatype": last.aatype_BN[0],
         "residue_index": torch.from_numpy(entry.index.astype(np.int64)),
@@ -141,14 +151,32 @@ def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool
         "atom_mask": torch.from_numpy(atom_mask > 0),
         "resolution_milli": torch.tensor(round(entry.resolution * _MILLI), dtype=torch.int64),
         "taught": torch.tensor(taught),
+        **templates,
     }
 
 
-# The dims of a row's tensors (without that of rows) that grow with residues, with rows of the MSA, with extra rows.
+def _template_tensors(templates: tuple[Template, ...], length: int, count: int) -> dict[str, Tensor]:
+    """`count` templates, those masked that are not there."""
+    shape = (count, length, residues.NUM_ATOM37)
+    aatype = np.full(shape[:2], residues.GAP, np.int64)
+    positions, mask = np.zeros((*shape, 3)), np.zeros(shape, bool)
+    for number, one in enumerate(templates):
+        aatype[number], positions[number], mask[number] = one.aatype, one.positions, one.mask > 0
+    milli = np.rint(positions * _MILLI * mask[..., None]).astype(np.int32)
+    return {
+        "template_aatype": torch.from_numpy(aatype),
+        "template_mask": (torch.arange(shape[0]) < len(templates)).float(),
+        "template_positions_milli": torch.from_numpy(milli),
+        "template_atom_mask": torch.from_numpy(mask),
+    }
+
+
+# The dim of a row's tensors (without that of rows) that residues lie along.
 _RESIDUE_DIM = {"msa": 2, "msa_mask": 2, "extra_msa": 2, "extra_has_deletion": 2, "extra_deletion": 2, "extra_mask": 2}
 _RESIDUE_DIM |= {"letters": 1, "hidden": 1}
+_RESIDUE_DIM |= dict.fromkeys(("template_aatype", "template_positions_milli", "template_atom_mask"), 1)
 _RESIDUE_DIM |= dict.fromkeys(("aatype", "residue_index", "mask", "target", "positions_milli", "atom_mask"), 0)
-_PADDING = {"aatype": residues.UNKNOWN}
+_PADDING = {"aatype": residues.UNKNOWN, "template_aatype": residues.GAP}
 
 
 def cropped(row: dict[str, Tensor], start: int, length: int) -> dict[str, Tensor]:
@@ -172,6 +200,7 @@ def _stack(tensors: list[Tensor], value: int) -> Tensor:
 
 def iterations_of(batch: dict[str, Tensor]) -> list[Features]:
     """The features of every recycling iteration."""
+    templates = templates_of(batch)
     return [
         Features(
             aatype_BN=batch["aatype"],
@@ -184,9 +213,20 @@ def iterations_of(batch: dict[str, Tensor]) -> list[Features]:
             extra_has_deletion_BEN=batch["extra_has_deletion"][:, number],
             extra_deletion_BEN=batch["extra_deletion"][:, number],
             extra_mask_BEN=batch["extra_mask"][:, number],
+            templates=templates,
         )
         for number in range(batch["msa"].shape[1])
     ]
+
+
+def templates_of(batch: dict[str, Tensor]) -> TemplateFeatures | None:
+    """As the network reads them, in the batch's number format; None for a model without templates."""
+    if "template_mask" not in batch:
+        return None
+    dtype = batch["mask"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    atoms = batch["template_positions_milli"].to(wide) / _MILLI, batch["template_atom_mask"].to(wide)
+    return template_features(batch["template_aatype"], batch["template_mask"], *atoms).to(dtype)
 
 
 def truth_of(batch: dict[str, Tensor]) -> Truth:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
 from apps.fold.model.config import ModelConfig, demo, preset, tiny
 from apps.fold.training.batches import BatchConfig
@@ -12,7 +13,7 @@ from core.mesh import MeshConfig
 from core.runtime import ranks_of
 from core.train import TrainConfig
 
-_OWN_MODELS = {"demo": demo, "debug": lambda: tiny(templates=False)}
+_OWN_MODELS = {"demo": demo, "debug": lambda: tiny(templates=False), "debug_templates": tiny}
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class DataConfig(BatchConfig):
     """a folder of mmCIF (or PDB) files"""
     alignments: Path | None = None
     """a folder of NAME_CHAIN.a3m or .sto, or several in NAME_CHAIN/; without: the sequences alone"""
+    templates: Path | None = None
+    """a folder of mmCIF files of templates, which NAME_CHAIN.hhr among the alignments (results of hhsearch) names; or
+    of structures in NAME_CHAIN/; for models with templates"""
+    max_template_date: str = ""
+    """hits that were published later are left out, as 2018-04-30; always those of less than 60 days before the chain"""
     validation: Path | None = None
     """a folder of structures that are held out; their alignments lie among the others"""
     min_residues: int = 10
@@ -32,9 +38,13 @@ class DataConfig(BatchConfig):
     cache: Path | None = None
     """where what was read is kept, by content; by default chains/ beside --out"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Allowed(self.max_template_date)
+
     @property
     def selection(self) -> Selection:
-        return Selection(self.min_residues, self.max_resolution)
+        return Selection(self.min_residues, self.max_resolution, self.max_template_date)
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class FoldTrainConfig(TrainConfig):
     """Train the structure predictor on experimental structures."""
 
     model: str = "model_3_ptm"
-    """a preset without templates (model_3 to model_5, with or without _ptm), or demo or debug; of --weights: theirs"""
+    """a preset (fold recipes; model_1 and model_2 read templates), demo, debug, debug_templates; of weights: theirs"""
     weights: Path | None = None
     """start from these (npz, .pt, or a folder of `fold convert` or of a run); without: from --seed"""
     data: DataConfig = field(default_factory=DataConfig)
@@ -79,17 +89,19 @@ class FoldTrainConfig(TrainConfig):
 def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None) -> ModelConfig:
     """The model of a run: that of its weights, or its preset, with the run's limits.
 
-    Raises UserError for a model with templates, which training does not feed.
+    Raises UserError for a model with templates where there are none, and the other way round.
     """
     if of_weights is not None:
         model, name = of_weights, str(config.weights)
     else:
         name = config.model
         model = _OWN_MODELS[name]() if name in _OWN_MODELS else preset(name)
-    if model.templates is not None:
+    if model.templates is not None and config.data.templates is None:
         raise UserError(
-            f"{name} has templates, and training feeds none; use model_3, model_4 or model_5 (or their _ptm forms)"
+            f"{name} has templates; give --data.templates FOLDER, or use model_3, model_4 or model_5 (_ptm)"
         )
+    if model.templates is None and config.data.templates is not None:
+        raise UserError(f"{name} takes no templates; leave out --data.templates, or use model_1 or model_2 (_ptm)")
     given = {k: getattr(config, k) for k in ("num_recycles", "max_msa", "max_extra_msa")}
     return replace(model, **{k: v for k, v in given.items() if v is not None})
 

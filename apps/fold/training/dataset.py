@@ -6,17 +6,21 @@
 
 An alignment of chain A of 1abc.cif is 1abc_A.a3m (or .sto, or several files in a folder 1abc_A); where the file has one
 protein chain, 1abc.a3m will do. Without one a chain is learned from its sequence alone.
+
+Its templates are those of hhsearch's hits, 1abc_A.hhr beside the alignments, whose structures lie in a folder of mmCIF
+files; or, where there are no hits, the structures in that folder's 1abc_A/, or 1abc_A.cif.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import uuid
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,10 +29,12 @@ import numpy as np
 
 from apps.fold.features.alignment import Alignment, check_query, merge, read_alignment, single_sequence
 from apps.fold.features.entries import Entry, read_entries
-from apps.fold.targets import ALIGNMENTS, STRUCTURES
+from apps.fold.features.hhr import check_hits, read_hhr
+from apps.fold.features.templates import Allowed, Template, read_templates, structure_of, templates_of_hits
+from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
 from core.config import UserError
 
-_VERSION = "1"
+_VERSION = "2"
 _CACHED = 256  # chains held in memory
 
 
@@ -40,6 +46,8 @@ class Selection:
     """chains of which fewer residues were seen are left out"""
     max_resolution: float = 9.0
     """structures that are less precise are left out, in Angstrom"""
+    max_template_date: str = ""
+    """templates that were published later are left out"""
 
     def refuses(self, entry: Entry) -> str | None:
         """Why a chain is not used; None where it is."""
@@ -59,15 +67,44 @@ class Listed:
     name: str
     num_residues: int
     num_rows: int
+    num_templates: int
     file: Path
 
 
 @dataclass(frozen=True)
 class Example:
-    """A chain with its alignment, whose first row is the chain's sequence."""
+    """A chain with its alignment, whose first row is the chain's sequence, and its templates, the best first."""
 
     entry: Entry
     alignment: Alignment
+    templates: tuple[Template, ...] = ()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What lies in folders beside the structures: name -> files, of alignments, of hits, of templates' structures."""
+
+    alignments: dict[str, list[Path]] = field(default_factory=dict)
+    hits: dict[str, list[Path]] = field(default_factory=dict)
+    structures: dict[str, list[Path]] = field(default_factory=dict)
+    templates: Path | None = None
+
+    def of(self, stem: str) -> list[Path]:
+        """All files that bear the name of a structure, or of a chain of it, and the structures that hits name."""
+        found = []
+        for files in (self.alignments, self.hits, self.structures):
+            names = (name for name in sorted(files) if name == stem or name.startswith(f"{stem}_"))
+            found += [file for name in names for file in files[name]]
+        return found
+
+
+def beside(alignments: Path | None, templates: Path | None = None) -> Beside:
+    """What the folders hold.  Raises UserError for one that is not there."""
+    for folder, of in ((alignments, "alignments"), (templates, "templates")):
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"there is no folder of {of} at {folder}")
+    hits = {} if templates is None else _files_by_name(alignments, HITS)
+    return Beside(_files_by_name(alignments, ALIGNMENTS), hits, _files_by_name(templates, STRUCTURES), templates)
 
 
 @dataclass(frozen=True)
@@ -91,7 +128,7 @@ class Dataset:
 
 def prepare(
     structures: Path,
-    alignments: Path | None,
+    there: Beside,
     selection: Selection,
     cache: Path,
     share: tuple[int, int] = (0, 1),
@@ -103,9 +140,6 @@ def prepare(
     Raises UserError where a folder is not there or holds no structure.
     """
     files = structure_files(structures)
-    if alignments is not None and not alignments.is_dir():
-        raise UserError(f"there is no folder of alignments at {alignments}")
-    there = _alignment_files(alignments)
     first, step = share
     for path in files[first::step]:
         folder = cache / _key(path, there, selection)
@@ -113,9 +147,8 @@ def prepare(
             _read_one(path, there, selection, folder)
 
 
-def load(structures: Path, alignments: Path | None, selection: Selection, cache: Path) -> Dataset:
+def load(structures: Path, there: Beside, selection: Selection, cache: Path) -> Dataset:
     """What `prepare` put into the cache.  Raises UserError where no chain is left."""
-    there = _alignment_files(alignments)
     chains: list[Listed] = []
     refused: list[str] = []
     for path in structure_files(structures):
@@ -123,7 +156,7 @@ def load(structures: Path, alignments: Path | None, selection: Selection, cache:
         content = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         refused += [f"{path}{where}: {why}" for where, why in content["refused"]]
         chains += [
-            Listed(c["name"], c["residues"], c["rows"], folder / f"{number}.npz")
+            Listed(c["name"], c["residues"], c["rows"], c["templates"], folder / f"{number}.npz")
             for number, c in enumerate(content["chains"])
         ]
     if not chains:
@@ -150,29 +183,44 @@ def structure_files(folder: Path) -> list[Path]:
     return found
 
 
-def _alignment_files(folder: Path | None) -> dict[str, list[Path]]:
+def _files_by_name(folder: Path | None, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
     """name -> files, of a folder's files and of its folders' files."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()) if folder is not None else ():
         inside = sorted(path.iterdir()) if path.is_dir() else [path]
-        found.setdefault(path.name if path.is_dir() else path.stem, []).extend(
-            one for one in inside if one.suffix in ALIGNMENTS
-        )
+        files = [one for one in inside if one.suffix in suffixes]
+        if files:
+            found.setdefault(path.name if path.is_dir() else path.stem, []).extend(files)
     return found
 
 
-def _key(path: Path, alignments: dict[str, list[Path]], selection: Selection) -> str:
-    found = hashlib.blake2b(f"{_VERSION} {path.name} {selection}".encode(), digest_size=16)
+def _key(path: Path, there: Beside, selection: Selection) -> str:
+    """Of the contents of all files but those that hits name: these are known by name, size and time of change."""
+    found = hashlib.blake2b(f"{_VERSION} {path.name} {selection} {there.templates}".encode(), digest_size=16)
     found.update(path.read_bytes())
-    for name in sorted(alignments):
-        if name == path.stem or name.startswith(f"{path.stem}_"):
-            for file in alignments[name]:
-                found.update(f"\0{name}/{file.name}\0".encode())
-                found.update(file.read_bytes())
+    for file in there.of(path.stem):
+        found.update(f"\0{file.parent.name}/{file.name}\0".encode())
+        found.update(file.read_bytes())
+        if file.suffix in HITS and there.templates is not None:
+            for structure in _named_by(file, there.templates):
+                stat = structure.stat()
+                found.update(f"{structure.name} {stat.st_size} {stat.st_mtime_ns}\0".encode())
     return found.hexdigest()
 
 
-def _read_one(path: Path, alignments: dict[str, list[Path]], selection: Selection, folder: Path) -> None:
+def _named_by(hits: Path, folder: Path) -> list[Path]:
+    """The structures in a folder that hits name."""
+    entries = re.findall(r"^>(\w{4})_", hits.read_text(encoding="latin-1"), re.MULTILINE)
+    found = []
+    for entry in sorted(set(entries)):
+        try:
+            found.append(structure_of(entry.lower(), folder))
+        except UserError:
+            continue
+    return found
+
+
+def _read_one(path: Path, there: Beside, selection: Selection, folder: Path) -> None:
     """A structure's chains into the cache: written aside and renamed, since other ranks may do the same."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
@@ -185,14 +233,15 @@ def _read_one(path: Path, alignments: dict[str, list[Path]], selection: Selectio
         entries = []
         refused.append(("", str(error).removeprefix(f"{path} ")))
     for entry in entries:
-        files = alignments.get(entry.name) or (alignments.get(path.stem, []) if len(entries) == 1 else [])
+        names = [entry.name, *([path.stem] if len(entries) == 1 else [])]
         try:
-            example = _example(entry, files, selection)
+            example = _example(entry, names, there, selection)
         except UserError as error:
             refused.append((f", chain {entry.name.removeprefix(path.stem + '_')}", str(error)))
             continue
         _save(aside / f"{len(chains)}.npz", example)
-        chains.append({"name": entry.name, "residues": len(entry), "rows": len(example.alignment)})
+        sizes = {"residues": len(entry), "rows": len(example.alignment), "templates": len(example.templates)}
+        chains.append({"name": entry.name, **sizes})
     content = {"chains": chains, "refused": refused}
     (aside / "index.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
     try:
@@ -201,17 +250,38 @@ def _read_one(path: Path, alignments: dict[str, list[Path]], selection: Selectio
         shutil.rmtree(aside)
 
 
-def _example(entry: Entry, files: Sequence[Path], selection: Selection) -> Example:
+def _example(entry: Entry, names: Sequence[str], there: Beside, selection: Selection) -> Example:
     if why := selection.refuses(entry):
         raise UserError(why)
+    files = _first(there.alignments, names)
     read = [read_alignment(path) for path in files]
     for path, alignment in zip(files, read):
         check_query(alignment, entry.sequence, path)
-    return Example(entry, merge([single_sequence(entry.sequence), *read]))
+    merged = merge([single_sequence(entry.sequence), *read])
+    return Example(entry, merged, tuple(_templates(entry, names, there, selection)))
+
+
+def _first(files: dict[str, list[Path]], names: Sequence[str]) -> list[Path]:
+    return next((files[name] for name in names if name in files), [])
+
+
+def _templates(entry: Entry, names: Sequence[str], there: Beside, selection: Selection) -> list[Template]:
+    """By hits, or of structures that bear the chain's whole name: the folder may hold the chain's own file."""
+    files = _first(there.hits, names)
+    if not files or there.templates is None:
+        return read_templates(there.structures.get(entry.name, []), entry.sequence)
+    hits = []
+    for path in files:
+        hits += read_hhr(path)
+        check_hits(hits, entry.sequence, path)
+    hits.sort(key=lambda hit: -hit.sum_probs)
+    allowed = Allowed(selection.max_template_date).before(entry)
+    return templates_of_hits(hits, entry.sequence, there.templates, allowed)[0]
 
 
 def _save(path: Path, example: Example) -> None:
-    entry, alignment = example.entry, example.alignment
+    entry, alignment, templates = example.entry, example.alignment, example.templates
+    N = len(entry)
     np.savez_compressed(
         path,
         name=np.array(entry.name),
@@ -222,6 +292,10 @@ def _save(path: Path, example: Example) -> None:
         resolution=np.array(entry.resolution),
         letters=alignment.letters,
         deletions=alignment.deletions.astype(np.uint16),
+        template_names=np.array([one.name for one in templates], np.str_),
+        template_aatype=np.array([one.aatype for one in templates], np.uint8).reshape(-1, N),
+        template_positions=np.array([one.positions for one in templates], np.float32).reshape(-1, N, 37, 3),
+        template_mask=np.array([one.mask for one in templates], np.uint8).reshape(-1, N, 37),
     )
 
 
@@ -241,4 +315,7 @@ def _load(path: Path) -> Example:
         float(arrays["resolution"]),
     )
     letters = arrays["letters"]
-    return Example(entry, Alignment(letters, arrays["deletions"].astype(np.int32), ("",) * len(letters)))
+    rows = zip(*(arrays[f"template_{name}"] for name in ("names", "aatype", "positions", "mask")))
+    templates = [Template(str(n), a.astype(np.int64), x, m.astype(np.float32)) for n, a, x, m in rows]
+    alignment = Alignment(letters, arrays["deletions"].astype(np.int32), ("",) * len(letters))
+    return Example(entry, alignment, tuple(templates))

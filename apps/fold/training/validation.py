@@ -1,6 +1,7 @@
 """lDDT of chains that a run does not learn from, with the average of its weights."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ def _batch(
 ) -> dict[str, Tensor]:
     """One chain, with all recycling iterations; the same draws at every validation."""
     example = dataset[number]
+    example = replace(example, templates=example.templates[: model.max_templates])
     generator = np.random.default_rng([seed, number])
     draws = [draw(example.alignment, model, generator) for _ in range(model.num_recycles + 1)]
     batch = stacked([row_of(example, draws, model)])

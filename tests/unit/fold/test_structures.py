@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apps.fold.features.structures import read_structure
-from apps.fold.features.templates import align, read_templates
+from apps.fold.features.templates import align, features_of_templates, read_templates
 from apps.fold.model import residues
 from apps.fold.model.rigid import Frames
 from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_of_torsions
@@ -134,7 +134,7 @@ def test_a_structure_as_its_own_template(tmp_path: Path) -> None:
     folded = _folded()
     write_mmcif(tmp_path / "a.cif", folded, "a", "title")
     sequence = "GG" + SEQUENCE.replace("X", "") + "A"
-    t = read_templates([tmp_path / "a.cif"], sequence)
+    t = features_of_templates(read_templates([tmp_path / "a.cif"], sequence))
     assert t is not None
     assert t.aatype_BTN[0, 0, [0, 1, -1]].tolist() == [21, 21, 21]
     letters = "".join((residues.RESTYPES + "X-")[i] for i in t.aatype_BTN[0, 0])
@@ -146,4 +146,4 @@ def test_a_structure_as_its_own_template(tmp_path: Path) -> None:
     assert t.torsion_mask_BTNA[0, 0, 2, 2] == 1
     with pytest.raises(UserError, match="no template"):
         read_templates([tmp_path / "a.cif"], "WWW")
-    assert read_templates([], sequence) is None
+    assert features_of_templates(read_templates([], sequence)) is None

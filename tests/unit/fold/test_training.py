@@ -16,7 +16,7 @@ from apps.fold.model.alphafold import AlphaFold
 from apps.fold.training.average import KEY, WeightAverage, averaged
 from apps.fold.training.batches import BatchConfig, FoldBatches, delete_blocks, shuffled_sequence, stacked
 from apps.fold.training.config import FoldTrainConfig, model_config
-from apps.fold.training.dataset import Example, Selection, load, prepare
+from apps.fold.training.dataset import Example, Selection, beside, load, prepare
 from apps.fold.training.initialise import initialise
 from apps.fold.training.objective import Objective
 from apps.fold.training.recipes import RECIPES
@@ -235,21 +235,21 @@ def test_a_folder_of_structures_with_faults(tmp_path: Path) -> None:
     (alignments / "1ubi.a3m").write_text(">q\nMKTAYW\n")
     selection = Selection()
     for share in ((0, 2), (1, 2)):
-        prepare(folder, alignments, selection, cache, share)
-    dataset = load(folder, alignments, selection, cache)
+        prepare(folder, beside(alignments), selection, cache, share)
+    dataset = load(folder, beside(alignments), selection, cache)
     assert [(chain.name, chain.num_rows) for chain in dataset.chains] == [("1a8o_A", 2)]
     assert len(dataset.refused) == 3
     assert all("\n" not in line for line in dataset.refused)
     assert any("1ubi.pdb, chain A" in line and "query of 6 residues" in line for line in dataset.refused)
     stamps = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npz")}
-    prepare(folder, alignments, selection, cache)
+    prepare(folder, beside(alignments), selection, cache)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.npz")} == stamps
     (alignments / "1ubi.a3m").unlink()  # other contents, another place in the cache
-    prepare(folder, alignments, selection, cache)
-    assert len(load(folder, alignments, selection, cache)) == 2
-    prepare(folder, None, Selection(max_resolution=0.5), cache)
+    prepare(folder, beside(alignments), selection, cache)
+    assert len(load(folder, beside(alignments), selection, cache)) == 2
+    prepare(folder, beside(None), Selection(max_resolution=0.5), cache)
     with pytest.raises(UserError, match=r"no chain .* can be used"):
-        load(folder, None, Selection(max_resolution=0.5), cache)
+        load(folder, beside(None), Selection(max_resolution=0.5), cache)
 
 
 def test_an_entry_has_its_whole_sequence() -> None:
@@ -318,7 +318,7 @@ def test_recipes_are_models_that_training_feeds() -> None:
         assert model.templates is None, name
         assert name_table(model)
     assert model_config(RECIPES["initial_training"]()).max_extra_msa == 1024
-    with pytest.raises(UserError, match="has templates"):
+    with pytest.raises(UserError, match=r"has templates; give --data\.templates"):
         model_config(FoldTrainConfig(model="model_1_ptm"))
     with pytest.raises(UserError, match="keeps no average"):
         FoldTrainConfig(optim=replace(FoldTrainConfig().optim, name="lamb"))
