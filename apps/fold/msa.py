@@ -1,22 +1,27 @@
 """`fold msa IN.fasta`: alignments of sequences with databases, as `fold predict --msa` and `fold train` take them.
 
-By jackhmmer, hhblits and MMseqs2, at the same time. Writes OUT/NAME/DATABASE.a3m. It does not need torch.
+By jackhmmer, hhblits and MMseqs2, at the same time. Writes OUT/NAME/DATABASE.a3m. Where it is asked for, hhsearch then
+looks for templates, with the alignment of the first database: OUT/NAME/DATABASE.hhr. It does not need torch.
 """
 
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from apps.fold.features.sequences import Record, read_fasta
-from apps.fold.search import hhblits, jackhmmer, mmseqs
-from apps.fold.search.database import open_database
+from apps.fold.search import hhblits, hhsearch, jackhmmer, mmseqs
+from apps.fold.search.database import Database, open_database
+from apps.fold.search.hhsearch import Hhsearch, ProfileJob
 from apps.fold.search.hits import as_a3m, ranked
-from apps.fold.search.jobs import Job, Searches, Source, jobs_of
+from apps.fold.search.jobs import Search, Searches, Source, jobs_of
 from core.config import UserError, parse
+
+_HIT = "\nProbab="  # once for each hit of hhsearch
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,11 @@ class MsaConfig:
     """prefixes of HH-suite databases that hhblits searches, such as UniRef30 or BFD"""
     mmseqs_databases: tuple[Path, ...] = ()
     """FASTA files or databases of MMseqs2's that it searches"""
+    hhsearch_databases: tuple[Path, ...] = ()
+    """prefixes of HH-suite databases of structures, such as PDB70, that hhsearch searches for templates, with the
+    alignment of the first database of all that are given"""
     out: Path = Path("alignments")
-    """one folder a sequence, with an A3M file for each database"""
+    """one folder a sequence, with an A3M file for each database, or an .hhr file where templates are searched"""
     shards: int = 1
     """parts of each of jackhmmer's databases that are searched at once; hits are the same. They are copied into the
     cache"""
@@ -48,6 +56,8 @@ class MsaConfig:
     jackhmmer: str = "jackhmmer"
     """the name or path of HMMER's program"""
     hhblits: str = "hhblits"
+    """of HH-suite's"""
+    hhsearch: str = "hhsearch"
     """of HH-suite's"""
     mmseqs: str = "mmseqs"
     """of MMseqs2's"""
@@ -73,22 +83,32 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "fold msa needs a FASTA file and databases: fold msa IN.fasta --databases UNIREF.fasta … (jackhmmer), "
             "--hhblits-databases PREFIX … or --mmseqs-databases UNIREF.fasta …"
+            + (" (hhsearch begins with an alignment)" if config.hhsearch_databases else "")
         )
     records, refused = read_fasta(config.input)
     for one in refused:
         print(f"error: {config.input}, {one}", file=sys.stderr)
-    sources, searches = _sources(config), Searches(config.cache)
-    failed = _run(searches, jobs_of([record.sequence for record in records], sources), config)
+    sources, searches, structures = _sources(config), Searches(config.cache), _structures(config)
+    failed = _run(searches, jobs_of([record.sequence for record in records], sources), config, "searching")
     wrong = {job.sequence: reason for job, reason in failed.items()}
+    found = {}
+    for record in records:
+        if record.sequence not in wrong:
+            found[record.sequence] = [_aligned(searches, record.sequence, source, config) for source in sources]
+    profiles = {s: [ProfileJob(s, rows[0].a3m, *one) for one in structures] for s, rows in found.items()}
+    if structures:
+        jobs = [job for of_sequence in profiles.values() for job in of_sequence]
+        wrong |= {job.sequence: reason for job, reason in _run(searches, jobs, config, "templates").items()}
     for record in records:
         if record.sequence in wrong:
             print(
                 f"error: {config.input}, record {record.number} ({record.name}): {wrong[record.sequence]}",
                 file=sys.stderr,
             )
-        else:
-            _write(searches, record, sources, config)
-    return 2 if refused or failed else 0
+        if record.sequence in found:
+            kept = [job for job in profiles[record.sequence] if record.sequence not in wrong]
+            _write(config.out / record.safe_name, record, found[record.sequence], searches, kept)
+    return 2 if refused or wrong else 0
 
 
 def _sources(config: MsaConfig) -> list[Source]:
@@ -113,6 +133,15 @@ def _sources(config: MsaConfig) -> list[Source]:
     return sources
 
 
+def _structures(config: MsaConfig) -> list[tuple[Hhsearch, Database]]:
+    """Those of hhsearch.  Raises UserError where it is not installed, or a database is none."""
+    if not config.hhsearch_databases:
+        return []
+    tool = Hhsearch(config.hhsearch, hhsearch.version(config.hhsearch), config.threads)
+    _check_names([], list(config.hhsearch_databases))
+    return [(tool, hhblits.open_profiles(path, path.name)) for path in config.hhsearch_databases]
+
+
 def _check_names(files: list[Path], prefixes: list[Path]) -> None:
     """Raises UserError where two databases would write the same file."""
     named = [(path.stem, path) for path in files] + [(path.name, path) for path in prefixes]
@@ -121,32 +150,51 @@ def _check_names(files: list[Path], prefixes: list[Path]) -> None:
             raise UserError(f"two databases are called {name} ({path}); rename one of them")
 
 
-def _run(searches: Searches, jobs: list[Job], config: MsaConfig) -> dict[Job, str]:
+S = TypeVar("S", bound=Search)
+
+
+def _run(searches: Searches, jobs: list[S], config: MsaConfig, what: str) -> dict[S, str]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(soft_wrap=True, highlight=False), transient=True) as progress:
-        task = progress.add_task("searching", total=len(jobs))
+        task = progress.add_task(what, total=len(jobs))
         kept = 0
 
-        def done(job: Job, was_there: bool) -> None:
+        def done(job: S, was_there: bool) -> None:
             nonlocal kept
             kept += was_there
             progress.advance(task)
 
         failed = searches.run(jobs, config.workers or os.cpu_count() or 1, done)
-    print(f"{len(jobs) - kept} searches run, {kept} known from before")
+    kind = "searches" if what == "searching" else "searches for templates"
+    print(f"{len(jobs) - kept} {kind} run, {kept} known from before")
     return failed
 
 
-def _write(searches: Searches, record: Record, sources: list[Source], config: MsaConfig) -> None:
-    folder = config.out / record.safe_name
+@dataclass(frozen=True)
+class Aligned:
+    """A sequence's rows of one database, as A3M."""
+
+    database: str
+    rows: int
+    a3m: str
+
+
+def _aligned(searches: Searches, sequence: str, source: Source, config: MsaConfig) -> Aligned:
+    hits = [hit for job in jobs_of([sequence], [source]) for hit in searches.hits(job)]
+    best = ranked(hits, config.max_rows)
+    return Aligned(source.database.name, len(best), as_a3m(sequence, best))
+
+
+def _write(
+    folder: Path, record: Record, alignments: list[Aligned], searches: Searches, profiles: list[ProfileJob]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    said = []
-    for source in sources:
-        hits = [hit for job in jobs_of([record.sequence], [source]) for hit in searches.read(job)]
-        best, name = ranked(hits, config.max_rows), source.database.name
-        path = folder / f"{name}.a3m"
-        aside = path.with_name(f".{path.name}.part")
-        aside.write_text(as_a3m(record.sequence, best), encoding="utf-8")
-        os.replace(aside, path)
-        said.append(f"{len(best)} rows of {name}")
+    files = [(f"{one.database}.a3m", one.a3m) for one in alignments]
+    files += [(f"{job.database.name}.hhr", searches.read(job)) for job in profiles]
+    for name, text in files:
+        aside = folder / f".{name}.part"
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, folder / name)
+    said = [f"{one.rows} rows of {one.database}" for one in alignments]
+    said += [f"{searches.read(job).count(_HIT)} templates of {job.database.name}" for job in profiles]
     print(f"{record.name}: {', '.join(said)}")

@@ -4,6 +4,7 @@ database.py   FASTA databases: how many sequences, cut into shards
 jackhmmer.py  one search of one sequence in one shard, and its hits as rows; so are
 hhblits.py    and
 mmseqs.py
+hhsearch.py   one search of an alignment for structures that resemble it
 hits.py       hits as rows of an alignment
 program.py    running a program
 jobs.py       all searches of a run, in parallel, each kept by what it depends on

@@ -3,7 +3,7 @@
 1. a job's result is a file in the cache, named by all that it depends on: the sequence, the program and its version,
    the options, Z and the shard. What is there is not searched again, after a crash or in another run
 2. the others run in a pool, each a process of the tool; the longest sequences first
-3. when the last shard of a database is done, its hits are ranked together
+3. when the last shard of a database is done, its hits are ranked together; hhsearch begins with what came of that
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from apps.fold.search.database import Database, Shard
 from apps.fold.search.hits import Hit
@@ -41,13 +41,49 @@ class Source:
     database: Database
 
 
+class Search(Protocol):
+    """What is done once, by a process of a tool, and kept."""
+
+    @property
+    def suffix(self) -> str:
+        """Of the file that its result is kept in."""
+        ...
+
+    def told(self) -> dict[str, Any]:
+        """All that the result depends on."""
+        ...
+
+    def result(self, scratch: Path) -> str:
+        """What is kept.  Raises UserError with what the program said, where it fails."""
+        ...
+
+
+S = TypeVar("S", bound=Search)
+
+
 @dataclass(frozen=True)
 class Job:
     """One sequence in one shard."""
 
+    suffix: ClassVar[str] = ".json"
+
     sequence: str
     source: Source
     shard: Shard
+
+    def told(self) -> dict[str, Any]:
+        database = self.source.database
+        return {
+            "sequence": self.sequence,
+            **self.source.tool.told(),
+            "database": database.identity,
+            "Z": database.num_sequences,
+            "shard": [self.shard.number, self.shard.count],
+        }
+
+    def result(self, scratch: Path) -> str:
+        hits = self.source.tool.search(self.sequence, self.source.database, self.shard, scratch)
+        return json.dumps([asdict(hit) for hit in hits])
 
 
 def jobs_of(sequences: Iterable[str], sources: Iterable[Source]) -> list[Job]:
@@ -64,24 +100,21 @@ class Searches:
         self.folder = cache / "searches"
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def path(self, job: Job) -> Path:
+    def path(self, job: Search) -> Path:
         """Where a job's result is kept."""
-        told = {
-            "sequence": job.sequence,
-            **job.source.tool.told(),
-            "database": job.source.database.identity,
-            "Z": job.source.database.num_sequences,
-            "shard": [job.shard.number, job.shard.count],
-        }
-        return self.folder / (hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest() + ".json")
+        name = hashlib.blake2b(json.dumps(job.told()).encode(), digest_size=16).hexdigest()
+        return self.folder / (name + job.suffix)
 
-    def read(self, job: Job) -> list[Hit]:
-        """The hits of a job that is done."""
-        return [Hit(**hit) for hit in json.loads(self.path(job).read_text(encoding="utf-8"))]
+    def read(self, job: Search) -> str:
+        """The result of a job that is done."""
+        return self.path(job).read_text(encoding="utf-8")
+
+    def hits(self, job: Job) -> list[Hit]:
+        return [Hit(**hit) for hit in json.loads(self.read(job))]
 
     def run(
-        self, jobs: list[Job], workers: int, done: Callable[[Job, bool], None] = lambda job, kept: None
-    ) -> dict[Job, str]:
+        self, jobs: list[S], workers: int, done: Callable[[S, bool], None] = lambda job, kept: None
+    ) -> dict[S, str]:
         """Run what has no result yet, `workers` at once.  Returns job -> what went wrong.
 
         done  called after each job, with whether its result was there before
@@ -92,7 +125,7 @@ class Searches:
                 done(job, True)
             else:
                 missing.append(job)
-        failed: dict[Job, str] = {}
+        failed: dict[S, str] = {}
         with ThreadPoolExecutor(workers) as pool:  # a thread waits for a process of the tool
             futures = {pool.submit(self._search, job): job for job in missing}
             try:
@@ -107,11 +140,10 @@ class Searches:
                 raise
         return failed
 
-    def _search(self, job: Job) -> None:
-        hits = job.source.tool.search(job.sequence, job.source.database, job.shard, self.folder)
+    def _search(self, job: Search) -> None:
         path = self.path(job)
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        aside.write_text(json.dumps([asdict(hit) for hit in hits]), encoding="utf-8")
+        aside.write_text(job.result(self.folder), encoding="utf-8")
         os.replace(aside, path)
 
 

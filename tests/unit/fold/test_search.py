@@ -2,10 +2,13 @@
 
 import os
 import random
+import resource
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ from apps.fold.msa import main
 from apps.fold.search.database import open_database
 from apps.fold.search.hhblits import rows_of
 from apps.fold.search.hits import Hit, aligned_row, ranked
-from apps.fold.search.jackhmmer import _a3m
+from apps.fold.search.jackhmmer import Jackhmmer, _a3m
+from apps.fold.search.jobs import Searches, Source, jobs_of
 from core.config import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -181,10 +185,17 @@ import os, pathlib, sys, time
 NAME, FOLDER = {name!r}, pathlib.Path({folder!r})
 given = sys.argv[1:]
 if given in (["-h"], ["version"]):
-    sys.exit(print({{"jackhmmer": "# HMMER 9; now", "hhblits": "HHblits 9:", "mmseqs": "9-now"}}[NAME]))
+    told = {{"jackhmmer": "# HMMER 9; now", "hhblits": "HHblits 9:", "hhsearch": "HHsearch 9:", "mmseqs": "9-now"}}
+    sys.exit(print(told[NAME]))
 if "createdb" in given:
     pathlib.Path(given[2]).write_text("made")
     sys.exit()
+if NAME == "hhsearch":
+    value = dict(zip(given, given[1:]))
+    rows = pathlib.Path(value["-i"]).read_text().split()
+    (FOLDER / "asked").write_text(" ".join(rows))
+    pathlib.Path(value["-o"]).write_text("Query query\nNo 1\n>1abc_A\nProbab=99 \n" if len(rows) > 2 else "")
+    sys.exit(0)
 (FOLDER / f"{{NAME}}-{{os.getpid()}}.began").touch()
 while len({{path.name.partition("-")[0] for path in FOLDER.glob("*.began")}}) < 3:  # until all three tools are at it
     time.sleep(0.01)
@@ -266,6 +277,113 @@ def test_mmseqs_finds_the_family(tmp_path: Path, capsys) -> None:
     assert main([str(tmp_path / "in.fasta"), "--mmseqs-databases", str(made), *options]) == 0
     again = _a3m_rows(tmp_path / "again" / "ubi" / "database.a3m")
     assert sorted(again) == sorted(_a3m_rows(path))
+
+
+def test_templates_are_searched_with_the_first_alignment(tmp_path: Path, capsys) -> None:
+    (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n>crambin\n{CRAMBIN}\n")
+    program = tmp_path / "jackhmmer"  # of crambin it finds nothing
+    row, columns = UBIQUITIN[:-1] + "-", "x" * len(UBIQUITIN)
+    program.write_text(
+        '#!/bin/sh\nif [ "$1" = -h ]; then echo "# HMMER 9"; exit 0; fi\nwhile [ "$1" != -A ]; do shift; done\n'
+        'grep -q CCPS "$5" && exit 0\n'
+        f'printf "# STOCKHOLM 1.0\\nseq0/1-76 {row}\\n#=GC RF {columns}\\n//\\n" > "$2"\n'
+        'echo "seq0 - query - 1e-9 50.0 0" > "$4"\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    options = [str(tmp_path / "in.fasta"), "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    options += ["--jackhmmer", str(program), "--hhsearch", _stand_in(tmp_path, "hhsearch")]
+    options += ["--databases", str(_database(tmp_path / "family.fasta", 4)), "--hhsearch-databases"]
+    options.append(str(_profiles(tmp_path)))
+    assert main(options) == 2
+    said = capsys.readouterr()
+    assert "2 searches run, 0 known" in said.out
+    assert "2 searches for templates run, 0 known" in said.out
+    assert "ubi: 1 rows of family, 1 templates of profiles" in said.out
+    assert said.err.count("error:") == 1
+    assert "record 2 (crambin)" in said.err
+    assert "wrote no result" in said.err
+    assert (tmp_path / "out" / "ubi" / "profiles.hhr").read_text().startswith("Query")
+    assert [path.name for path in (tmp_path / "out" / "crambin").iterdir()] == ["family.a3m"]
+    assert main(options) == 2
+    said = capsys.readouterr()
+    assert "1 searches for templates run, 1 known" in said.out
+    with pytest.raises(UserError, match="hhsearch begins with an alignment"):
+        main([options[0], *options[-2:]])
+    with pytest.raises(UserError, match="apt-get install hhsuite"):
+        main([*options, "--hhsearch", "no-such-program"])
+
+
+_WAITING = """#!/bin/sh
+if [ "$1" = -h ]; then echo "# HMMER 9"; exit 0; fi
+for last in "$@"; do :; done
+echo "$last" >> {folder}/begun
+number=$(basename "$last" .fasta)
+while [ -e {folder}/hold-$number ]; do sleep 0.05; done
+sleep {delay}
+"""
+
+
+def _waiting(folder: Path, delay: str = "0") -> str:
+    """A jackhmmer that finds nothing, and of shard N does not end while there is a file hold-N."""
+    program = folder / "jackhmmer"
+    program.write_text(_WAITING.format(folder=folder, delay=delay))
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    return str(program)
+
+
+def _command(tmp_path: Path, *more: str) -> list[str]:
+    (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n")
+    options = ["--databases", str(_database(tmp_path / "db.fasta", 12)), "--shards", "3", "--workers", "3"]
+    folders = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    return [sys.executable, "-m", "apps.fold", "msa", str(tmp_path / "in.fasta"), *options, *folders, *more]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_run_that_was_killed_redoes_only_the_shard_that_was_not_done(tmp_path: Path) -> None:
+    command = _command(tmp_path, "--jackhmmer", _waiting(tmp_path))
+    (tmp_path / "hold-1").touch()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    searches = tmp_path / "cache" / "searches"
+    for _ in range(1200):
+        if len(list(searches.glob("*.json"))) == 2:
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(list(searches.glob("*.json"))) == 2
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "hold-1").unlink()
+    (tmp_path / "begun").unlink()
+    done = _run(command)
+    assert done.returncode == 0, done.stderr
+    assert "1 searches run, 2 known" in done.stdout
+    assert [Path(line).name for line in (tmp_path / "begun").read_text().split()] == ["1.fasta"]
+    assert (tmp_path / "out" / "ubi" / "db.a3m").is_file()
+
+    # All of it known, the command takes less than a second, which on a machine with others is told by its CPU time.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = _run(command)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "0 searches run, 3 known" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_shards_and_sequences_side_by_side_take_as_long_as_the_longest(tmp_path: Path) -> None:
+    """Searches that only sleep: what is beyond the longest of them is ours."""
+    delay = 2.0
+    tool = Jackhmmer(_waiting(tmp_path, str(delay)), "9", 1e-4, 1)
+    database = open_database(_database(tmp_path / "db.fasta", 12), 4, tmp_path / "cache", "db")
+    searches, jobs = Searches(tmp_path / "cache"), jobs_of([UBIQUITIN, CRAMBIN], [Source(tool, database)])
+    assert len(jobs) == 8
+    began = time.monotonic()
+    assert searches.run(jobs, workers=8) == {}
+    assert time.monotonic() - began <= 1.15 * delay
+    began = time.monotonic()
+    assert searches.run(jobs, workers=8) == {}
+    assert time.monotonic() - began < delay / 2
 
 
 def test_the_command_needs_no_torch() -> None:

@@ -1,0 +1,61 @@
+"""hhsearch (HH-suite 3): an alignment against a database of profiles of known structures, such as PDB70.
+
+With the original pipeline's options. Its result, an .hhr file, names the structures and says which residues correspond
+(features/hhr.py).
+"""
+
+import hashlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from apps.fold.search.database import Database
+from apps.fold.search.hhblits import INSTALL
+from apps.fold.search.program import found, run, said_by
+from core.config import UserError
+
+_OPTIONS = ("-maxseq", "1000000")
+
+
+@dataclass(frozen=True)
+class Hhsearch:
+    """How searches are done; `version` is what the program says it is."""
+
+    program: str
+    version: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """One sequence, by its alignment (A3M), in one database."""
+
+    suffix: ClassVar[str] = ".hhr"
+
+    sequence: str
+    a3m: str
+    tool: Hhsearch
+    database: Database
+
+    def told(self) -> dict[str, Any]:
+        alignment = hashlib.blake2b(self.a3m.encode(), digest_size=16).hexdigest()
+        return {"a3m": alignment, "version": self.tool.version, "database": self.database.identity}
+
+    def result(self, scratch: Path) -> str:
+        """Raises UserError with the last that the program said, where it fails."""
+        with tempfile.TemporaryDirectory(prefix="hhsearch-", dir=scratch) as folder:
+            query, hits = Path(folder, "query.a3m"), Path(folder, "found.hhr")
+            query.write_text(self.a3m, encoding="utf-8")
+            files = ("-i", query, "-d", self.database.path, "-o", hits)
+            run([self.tool.program, *_OPTIONS, "-cpu", str(self.tool.threads), *files], self.database.path)
+            text = hits.read_text(encoding="latin-1") if hits.exists() else ""
+        if not text.startswith("Query"):
+            raise UserError(f"{self.tool.program} wrote no result on {self.database.path}")
+        return text
+
+
+def version(program: str) -> str:
+    """What the program says it is.  Raises UserError where it is not installed."""
+    said = said_by([found(program, INSTALL), "-h"])
+    return next((line.strip().rstrip(":") for line in said if line.startswith("HHsearch")), program)
