@@ -1,6 +1,8 @@
 """ESMFold against transformers' own, its folders, and its plans."""
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +24,12 @@ from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.planner import weights_bytes
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
-from apps.fold.weights.esmfold import config_of, esmfold_table, load_esmfold
+from apps.fold.weights.esmfold import Entry, _words, esmfold_table, load_esmfold
 from apps.fold.weights.source import build, read_alphafold, read_weights
 from core.config import UserError
 from core.metrics import MemoryAccount
 from tests.support import esmfold
+from tests.support.fold import GOLDEN
 
 SEQUENCE = "MKTAYGXQRQISFVKSH"
 
@@ -118,18 +121,61 @@ def test_the_table_names_every_tensor_of_a_folder_once(folder: Path) -> None:
     assert weights_bytes(config, torch.float32) == 4 * (numbers + frequencies)
 
 
-def test_released_widths_have_the_released_names(folder: Path) -> None:
-    """The names and shapes of facebook/esmfold_v1, of 1 of 48 blocks and 1 of 36 layers."""
-    stored = json.loads((folder / "config.json").read_text())
-    stored |= {"hidden_size": 2560, "num_attention_heads": 40, "intermediate_size": 10240, "num_hidden_layers": 1}
-    stored["esmfold_config"] = {"trunk": {"num_blocks": 1}}
-    config = config_of(stored)
-    given = {name: list(shape) for entry in esmfold_table(config) for name, shape in entry.sources.items()}
-    assert given["trunk.blocks.0.seq_attention.proj.weight"] == [3072, 1024]
-    assert given["trunk.structure_module.ipa.linear_kv_points.weight"] == [432, 384]
-    assert given["lddt_head.3.weight"] == [1850, 128]
-    assert given["esm.encoder.layer.0.intermediate.dense.weight"] == [10240, 2560]
+RELEASED = {
+    "vocab_size": 33,
+    "mask_token_id": 32,
+    "pad_token_id": 1,
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 40,
+    "intermediate_size": 10240,
+    "layer_norm_eps": 1e-5,
+    "position_embedding_type": "rotary",
+    "token_dropout": True,
+    "emb_layer_norm_before": False,
+    "is_folding_model": True,
+}
+"""config.json of facebook/esmfold_v1; of the folding part transformers' defaults are the released ones"""
+
+
+def test_every_released_tensor_is_consumed_exactly_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 4,500 tensors of facebook/esmfold_v1, by transformers' module of the released widths on the meta device."""
+    from transformers import EsmConfig, EsmForProteinFolding
+
+    told = EsmConfig(**RELEASED)
+    with torch.device("meta"):
+        theirs = EsmForProteinFolding(told).state_dict()
+    released = {}
+    for name, shape in json.loads((GOLDEN.parent / "esmfold_v1.json").read_text()).items():
+        stack = re.match(r"(trunk\.blocks|esm\.encoder\.layer)\.0\.", name)
+        for number in range(1 if stack is None else {"t": 48, "e": 36}[name[0]]):
+            numbered = name if stack is None else f"{stack[1]}.{number}.{name.removeprefix(stack[0])}"
+            released[numbered] = tuple(shape)
+    assert len(released) == 4500
+    assert {name: tuple(value.shape) for name, value in theirs.items()} == released
+
+    taken: Counter[int] = Counter()
+    made_of = Entry.made_of
+
+    def noted(entry: Entry, tensors) -> torch.Tensor:
+        taken.update(id(tensors[name]) for name in entry.sources)
+        return made_of(entry, tensors)
+
+    theirs["af2_to_esm"] = torch.tensor(_words(tuple(told.vocab_list)))
+    monkeypatch.setattr(Entry, "made_of", noted)
+    monkeypatch.setattr("apps.fold.weights.esmfold.Weights", lambda folder: theirs)
+    (tmp_path / "config.json").write_text(json.dumps(told.to_dict()))
+    config, parameters = load_esmfold(tmp_path)
+    aside = {"af2_to_esm", "esm.contact_head.regression.weight", "esm.contact_head.regression.bias"}
+    assert {name: taken[id(value)] for name, value in theirs.items()} == {
+        name: int(name not in aside) for name in theirs
+    }
+    assert set(taken.values()) == {1}
+    with torch.device("meta"):
+        ours = ESMFold(config).state_dict()
+    assert {name: value.shape for name, value in parameters.items()} == {name: v.shape for name, v in ours.items()}
     assert config.num_recycles == 3
+    assert round(sum(value.numel() for value in theirs.values()) / 1e6) == 3525
 
 
 def _changed(folder: Path, to: Path, tensors=lambda tensors: tensors, config=lambda config: config) -> Path:
