@@ -225,6 +225,18 @@ def test_predict_within_a_budget(tmp_path: Path, weights: Path, capsys) -> None:
     assert plddt[0]["ptm"] == pytest.approx(plddt[1]["ptm"], abs=1e-4)
 
 
+def test_half_precision_predicts_alike(tmp_path: Path, weights: Path, capsys) -> None:
+    (tmp_path / "in.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    said = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        options = ("--weights", weights, "--no-plots", "--precision", precision, "--out", tmp_path / precision)
+        code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+        assert code == 0, err
+        said[precision] = json.loads((tmp_path / precision / "a" / "ranking.json").read_text())["predictions"][0]
+    for precision, most in (("bf16", 3.0), ("fp16", 0.5)):  # of pLDDT's 100, for 8 and 11 bits
+        assert said[precision]["mean_plddt"] == pytest.approx(said["fp32"]["mean_plddt"], abs=most)
+
+
 def test_plan(capsys) -> None:
     code, said, _ = fold(capsys, "plan", "--length", 3000, "--model", "model_5_ptm", "--memory", 40)
     assert code == 0

@@ -102,10 +102,31 @@ END
 """
 
 
-def test_what_experiments_leave_in_files(tmp_path: Path) -> None:
+_SITE = (
+    "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id label_seq_id pdbx_PDB_ins_code "
+    "Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id pdbx_PDB_model_num"
+)
+
+
+def _as_mmcif(pdb: str) -> str:
+    """The same atoms."""
+    rows, model = [], "1"
+    for line in pdb.splitlines():
+        model = line.split()[1] if line.startswith("MODEL") else model
+        if not line.startswith(("ATOM", "HETATM")):
+            continue
+        columns = ((0, 6), (6, 11), (76, 78), (12, 16), (16, 17), (17, 20), (21, 22), (22, 26), (26, 27))
+        columns += ((30, 38), (38, 46), (46, 54), (54, 60), (60, 66), (22, 26), (21, 22))
+        values = [line[a:b].strip() or ("." if a == 16 else "?") for a, b in columns]
+        rows.append(" ".join([*values, model]))
+    return "\n".join(["data_x", "loop_", *(f"_atom_site.{name}" for name in _SITE.split()), *rows, "#", ""])
+
+
+@pytest.mark.parametrize("suffix", [".pdb", ".cif"])
+def test_what_experiments_leave_in_files(tmp_path: Path, suffix: str) -> None:
     """Selenomethionine, an insertion code, alternate locations, missing atoms, water, DNA, several models."""
-    (tmp_path / "x.pdb").write_text(PDB)
-    (chain,) = read_structure(tmp_path / "x.pdb")
+    (tmp_path / f"x{suffix}").write_text(PDB if suffix == ".pdb" else _as_mmcif(PDB))
+    (chain,) = read_structure(tmp_path / f"x{suffix}")
     assert chain.sequence == "MAK"
     assert chain.numbers == ("10", "10A", "12")
     assert chain.positions[0, residues.ATOM37.index("SD")].tolist() == [13.0, 7.5, -4.5]
