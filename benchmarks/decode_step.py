@@ -1,10 +1,11 @@
 """Where a step of decoding goes on a CPU: operators, and the shares of products and attention in the time.
 
-One step of the engine's runner for 1, 8 and 32 sequences of 130 tokens, random weights of a published shape, one
+One step of the engine's runner for 1, 8, 32 and 64 sequences of 130 tokens, random weights of a published shape, one
 thread: the number of torch's operators (those inside others too), the processor's time of a step (median), and by
 torch.profiler which of it is in products and in attention. The rest is Python and small operators. Quantized weights
-are packed, as a loaded folder's are. Compiled: the same step by one graph (`serve --engine.compile`), if there is a C++
-compiler, and not with --quick; its loops are no operators of torch.
+are packed, as a loaded folder's are; bf16 has pages in bf16. Compiled: the same step by one graph
+(`serve --engine.compile`), if there is a C++ compiler, and not with --quick; its loops, attention among them, are no
+operators of torch.
 """
 
 import statistics
@@ -17,13 +18,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from apps.serve.compiled import compile_runner
 from apps.serve.runner import Runner, Step
-from benchmarks.result import Measured, Number, Row
+from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
 from core.models import SHAPES, Decoder, DecoderConfig, initialise
 from core.quant import pack, quantize
 
 PAGE_SIZE, LENGTH = 16, 130
+BATCHES = (1, 8, 32, 64)
 PRODUCTS = (
     "aten::addmm",
     "aten::mm",
@@ -38,10 +40,13 @@ ATTENTION = ("aten::_scaled_dot_product_flash_attention_for_cpu",)
 def runner(shape: DecoderConfig, scheme: str, num_sequences: int) -> Runner:
     model = Decoder(shape).eval()
     initialise(model, 0)
-    if scheme != "fp32":
+    if scheme == "bf16":
+        model.to(torch.bfloat16)
+    elif scheme != "fp32":
         quantize(model, scheme, embeddings=True, head=True)
         pack(model)
-    made = Runner(model, num_sequences * _pages(), PAGE_SIZE, torch.float32)
+    page_dtype = torch.bfloat16 if scheme == "bf16" else torch.float32
+    made = Runner(model, num_sequences * _pages(), PAGE_SIZE, page_dtype)
     for layer in made.pages:
         layer.k.normal_()
         layer.v.normal_()
@@ -67,18 +72,32 @@ def measure(options: Options) -> Measured:
         tiny = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "ffn_dim": 256, "max_length": 256}
         shapes = {"tiny": replace(SHAPES["opt_125m"], **tiny)}
     torch.set_num_threads(1)
-    rows = []
+    rows, targets = [], []
     for name, shape in shapes.items():
-        for scheme in ("fp32", "int8", "w8a8", "int4"):
-            made = runner(shape, scheme, 32)
+        taken: dict[tuple[str, str, int], float] = {}
+        for scheme in ("fp32", "bf16", "int8", "w8a8", "int4"):
+            made = runner(shape, scheme, max(BATCHES))
             for kind in ("as written",) if options.quick else ("as written", "compiled"):
-                if kind == "compiled" and (scheme not in ("int8", "int4") or not compile_runner(made)):
+                if kind == "compiled" and (scheme not in ("int8", "w8a8", "int4") or not compile_runner(made)):
                     continue
-                for batch in (1, 8, 32):
+                for batch in BATCHES:
                     case = {"shape": name, "weights": scheme, "step": kind, "sequences": batch}
                     rows.append(Row(case, _figures(made, step(batch))))
+                    taken[scheme, kind, batch] = rows[-1].numbers["cpu_s"].value
             del made
-    return Measured(tuple(rows), (), ("1 thread; the processor's own time, not that of the clock",))
+        targets += _targets(name, taken)
+    return Measured(tuple(rows), tuple(targets), ("1 thread; the processor's own time, not that of the clock",))
+
+
+def _targets(shape: str, taken: dict[tuple[str, str, int], float]) -> list[Target]:
+    return [
+        Target(
+            f"{shape}, {batch} sequences: time with bf16 / with int8, as written",
+            1.0,
+            taken["bf16", "as written", batch] / taken["int8", "as written", batch],
+        )
+        for batch in BATCHES
+    ]
 
 
 def _figures(made: Runner, work: Step) -> dict[str, Number]:

@@ -5,6 +5,7 @@ from one seed; greedy; the same weights (random, of a published shape, through o
 concurrency c, c clients ask at once, each its next request when it has its answer. In turns; medians over the rounds.
 
 ours fp32, int8, w8a8, int4  the engine of apps.serve, without HTTP; embeddings and head quantized too
+ours … compiled        w8a8 and int4 with `--engine.compile`; the compiling is not timed
 ours static            fp32 with batches that nobody joins until all have ended: a server without continuous batching
 transformers           `generate` on padded batches of c requests, each until its longest text has ended
 continuous             transformers' `generate_batch` (continuous batching over paged attention)
@@ -22,6 +23,7 @@ Memory: the weights' bytes, and the bytes of the pages that the load needs.
 import contextlib
 import gc
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from typing import Any
 import torch
 
 from apps.serve.bench import BenchConfig, Load, Served, figures, loads
+from apps.serve.compiled import CompiledDecoder, compile_runner
 from apps.serve.detokenize import Detokenizer
 from apps.serve.engine import Engine
 from apps.serve.model import page_bytes
@@ -126,9 +129,16 @@ def engine_of(model: Decoder, concurrency: int, length: int, pace: Pace | None =
     )  # fmt: skip
 
 
-def ours(name: str, model: Decoder, *, static: bool = False) -> Contender:
+def ours(name: str, model: Decoder, *, static: bool = False, compiled: bool = False) -> Contender:
+    graphs: list[CompiledDecoder] = []
+
     def serve(load: list[Load], concurrency: int) -> tuple[list[Served], float]:
         engine = engine_of(model, concurrency, max(len(asked.prompt) + asked.max_tokens for asked in load))
+        if compiled:
+            graph = compile_runner(engine.runner, graphs[0] if graphs else None)
+            if graph is None:
+                raise UserError(f"{name}: no C++ compiler, or none that serves; install g++")
+            graphs[:] = [graph]
         waiting = [
             (a.at_s or 0.0, Request(str(n), a.prompt, a.max_tokens, Sampling(temperature=0)))
             for n, a in enumerate(load)
@@ -241,7 +251,10 @@ def write_model(size: Size, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | special))
 
 
-def contenders(size: Size, dtype: torch.dtype, folder: Path, scratch: Path, options: Options) -> list[Contender]:
+def contenders(
+    size: Size, dtype: torch.dtype, folder: Path, scratch: Path, options: Options, *, compiled: bool = False
+) -> list[Contender]:
+    """Ours and transformers'; `compiled`: quantized ones compiled too, if there is a compiler."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -254,6 +267,8 @@ def contenders(size: Size, dtype: torch.dtype, folder: Path, scratch: Path, opti
         model = load_quantized(scratch / scheme)
         assert isinstance(model, Decoder)
         found.append(ours(f"ours {scheme}", model))
+        if compiled and scheme != "int8" and not options.quick and (shutil.which("g++") or shutil.which("clang++")):
+            found.append(ours(f"ours {scheme} compiled", model, compiled=True))
     plain = load_pretrained(folder, dtype).eval()
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -293,7 +308,7 @@ def measure(options: Options) -> Measured:
         with tempfile.TemporaryDirectory() as root, torch.no_grad(), contextlib.ExitStack() as processes:
             folder, scratch = Path(root) / "model", Path(root) / "scratch"
             scratch.mkdir()
-            found = contenders(size, dtype, folder, scratch, options)
+            found = contenders(size, dtype, folder, scratch, options, compiled=True)
             notes += join_peers(found, processes, PEERS, size, folder, scratch, options)
             for one in found:
                 versions |= one.versions
@@ -346,16 +361,17 @@ def _targets(size: Size, concurrency: int, measured: dict[str, dict[str, Number]
     best, load = max(python, key=lambda n: python[n]), f"{size.name}, {concurrency} at once"
     wanted: list[tuple[str, str, float]] = [("ours int8", plain, 1.0)]
     if concurrency == 1:
-        wanted += [("ours int4", best, 2.5), ("ours int4", "llama.cpp q4_0", 1.0)]
+        for mine in ("ours int4", "ours int4 compiled"):
+            wanted += [(mine, best, 2.5), (mine, "llama.cpp q4_0", 1.0)]
     elif concurrency == 8:
         strongest = max((n for n in rate if not n.startswith("ours")), key=lambda n: rate[n])
-        wanted += [("ours int8", strongest, 2.0)]
+        wanted += [(f"ours {mine}", strongest, 2.0) for mine in ("int8", "w8a8", "w8a8 compiled")]
     if concurrency > 1:
         wanted += [(plain, "ours static", 5.0), (plain, "continuous", 3.0), (plain, "vLLM", 1.3)]
     return [
         Target(f"{load}: {mine} / {theirs}, tokens a second", least, rate[mine] / rate[theirs])
         for mine, theirs, least in wanted
-        if theirs in rate
+        if mine in rate and theirs in rate
     ]
 
 

@@ -1,102 +1,164 @@
-"""A step of the decoder as one compiled graph in place of thousands of small operators (`serve --compile`).
+"""Decoding as one compiled graph in place of some thousand small operators (`serve --engine.compile`).
 
-1. The decoder is traced once, with any number of tokens and without its head: `attend` slots and products of integers
-   become calls of operators, everything else the graph of their arithmetic. No second forward is written.
-2. torch.compile makes loops in C++ of what lies between the calls.
+1. The decoder is traced once, up to its head, for any number of sequences with one new token each. In its `attend`
+   slots stands attention over pages in plain arithmetic (`attend_alone`); products of integers become calls of
+   operators. No second forward is written.
+2. torch.compile makes loops in C++ of it: keys and values are read once, in the order in which they lie, for all
+   sequences, and nothing is gathered first.
 
-All steps go through it, prompts too, and through the same loops: for one token torch.compile would make others, which
-round otherwise, so a lone token is given twice. So a token's arithmetic does not depend on what else is in its step.
+A sequence with one new token goes through the graph, one with more (a part of a prompt) through the decoder as it is,
+also where both are in one step: so a token's arithmetic follows from its own sequence alone. For a lone token
+torch.compile would make other loops, which round otherwise, so it is given twice. Sums over a sequence run in order,
+and what fills up a shorter one adds zeros behind them, so no bit depends on the longest.
 
 Needs a C++ compiler when it is made. On CPUs, one rank, no experts.
 
-Shapes: T tokens of the step, D model.
+Shapes: T sequences with one new token, S places of the longest, N places of all pages, J key/value heads, G query heads
+of each, K head size, D model.
 """
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apps.serve.runner import Runner, Step
+from apps.serve.runner import PagedAttend, Runner
 from core.config import UserError
+from core.kernels.paged_attention import quantized
 from core.models.decoder import Decoder
-from core.nn.attention import Attend, Attention
+from core.nn.attention import Attention
 
 log = logging.getLogger("serve")
 
 
-class _Layer:
-    """An `attend` of the model, and what the graph does not carry: slopes, mask-free positions, the step's context."""
+@dataclass(frozen=True)
+class Alone:
+    """What attention needs to know of sequences with one new token each.
 
-    def __init__(self, attend: Attend):
-        self.attend, self.slopes, self.context = attend, None, None
-        self.number = next(_NUMBERS)
-        _LAYERS[self.number] = self
+    slots_T    int64: the new token's place in the pages
+    places_TS  int64: those of the sequence's tokens in order; behind its end any that holds numbers
+    lengths_T  int64: its tokens, with the new one
+    """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, **step: Any) -> Tensor:
-        """In place of `attend` while tracing."""
-        self.slopes = slopes
-        return torch.ops.megalith.attend_of_layer(q, k, v, self.number)
+    slots_T: Tensor
+    places_TS: Tensor
+    lengths_T: Tensor
 
-
-_LAYERS: dict[int, _Layer] = {}
-_NUMBERS = itertools.count()
-
-torch.library.define("megalith::attend_of_layer", "(Tensor q, Tensor k, Tensor v, int number) -> Tensor")
-
-
-@torch.library.impl("megalith::attend_of_layer", "CPU")
-def _attend(q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
-    layer = _LAYERS[number]
-    count = len(layer.context.slots_T)  # one less than there are, of a lone token
-    q_1THK, k_1TJK, v_1TJK = (x[:, :count] for x in (q, k, v))
-    step: Any = {"slopes": layer.slopes, "mask": None, "positions": None, "context": layer.context}
-    o_1THK = layer.attend(q_1THK, k_1TJK, v_1TJK, **step)
-    return o_1THK if count == q.shape[1] else torch.cat((o_1THK, o_1THK), 1)
+    @staticmethod
+    def of(tables: Sequence[Sequence[int]], lengths: Sequence[int], slots: Sequence[int], page_size: int) -> "Alone":
+        """The same, of page tables."""
+        width = max(map(len, tables))
+        pages_TP = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], device="cpu")
+        slots_T, lengths_T = torch.tensor(slots, device="cpu"), torch.tensor(lengths, device="cpu")
+        order_S = torch.arange(max(2, width * page_size), device="cpu")  # of 1 a graph of its own would be made
+        pages_TS = pages_TP[:, (order_S // page_size).clamp_(max=width - 1)]
+        places_TS = pages_TS.mul_(page_size).add_(order_S % page_size)
+        return Alone(slots_T, places_TS.where(order_S < lengths_T[:, None], slots_T[:, None]), lengths_T)
 
 
-@torch.library.register_fake("megalith::attend_of_layer")
-def _attend_shape(q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
-    return q.new_empty(q.shape)
+def flat_pages(attend: PagedAttend) -> list[Tensor]:
+    """A layer's keys, values and scales by places: [N, J, K], and [N, J] of int8."""
+    found = (attend.k, attend.v, attend.k_scales, attend.v_scales)
+    return [pages.flatten(0, 1) for pages in found if pages is not None]
 
 
-class CompiledBody:
-    """ids[1, T], positions[1, T] -> what the head is given, [1, T, D]: the decoder, compiled."""
+def attend_alone(
+    q_TJGK: Tensor, k_TJK: Tensor, v_TJK: Tensor, pages: Sequence[Tensor], slopes_JG: Tensor | None, step: Alone
+) -> Tensor:
+    """Write the new keys and values into their places, and attend: o[T, J, G, K] of q's dtype.
 
-    def __init__(self, model: Decoder):
+    pages   as `flat_pages` gives them; they are written to
+    slopes  of ALiBi, in q's order of heads
+    """
+    dtype = torch.promote_types(q_TJGK.dtype, torch.float32)
+    k_TSJK, v_TSJK = (
+        _kept(new, pages[index::2], step, dtype) for index, new in enumerate((k_TJK, v_TJK))
+    )  # fmt: skip
+    scores_TSJG = (k_TSJK[:, :, :, None] * q_TJGK[:, None].to(dtype)).sum(-1) / math.sqrt(q_TJGK.shape[-1])
+    order_S = torch.arange(step.places_TS.shape[1], device=q_TJGK.device)
+    if slopes_JG is not None:
+        distance_TS = (order_S - (step.lengths_T[:, None] - 1)).to(dtype)
+        scores_TSJG = scores_TSJG + slopes_JG.to(dtype) * distance_TS[:, :, None, None]
+    hidden_TS = order_S >= step.lengths_T[:, None]
+    scores_TSJG = scores_TSJG.masked_fill(hidden_TS[:, :, None, None], -math.inf)
+    weights_TSJG = (scores_TSJG - scores_TSJG.amax(1, keepdim=True)).exp()
+    o_TJGK = (weights_TSJG[..., None] * v_TSJK[:, :, :, None]).sum(1)
+    return (o_TJGK / weights_TSJG.sum(1)[..., None]).to(q_TJGK.dtype)
+
+
+def _kept(new_TJK: Tensor, pages: Sequence[Tensor], step: Alone, dtype: torch.dtype) -> Tensor:
+    """Put new keys (or values) into the pages, and all of their sequences out of these: [T, S, J, K]."""
+    if len(pages) == 1:
+        (pages_NJK,) = pages
+        pages_NJK.index_put_((step.slots_T,), new_TJK.to(pages_NJK.dtype))
+        return pages_NJK[step.places_TS].to(dtype)
+    pages_NJK, scales_NJ = pages
+    rounded_TJK, scale_TJ = quantized(new_TJK)
+    pages_NJK.index_put_((step.slots_T,), rounded_TJK)
+    scales_NJ.index_put_((step.slots_T,), scale_TJ)
+    return pages_NJK[step.places_TS].to(dtype) * scales_NJ[step.places_TS].to(dtype)[..., None]
+
+
+class _Slot:
+    """In place of `attend` while tracing: the layer's pages and the step, as they stand in the graph."""
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self.pages: Sequence[Tensor] = ()
+        self.step: Alone | None = None
+
+    def __call__(
+        self, q_1THK: Tensor, k_1TJK: Tensor, v_1TJK: Tensor, /, *, slopes: Tensor | None, **_others: Any
+    ) -> Tensor:
+        assert self.step is not None
+        heads = k_1TJK.shape[2]
+        q_TJGK = q_1THK[0].unflatten(1, (heads, -1))
+        slopes_JG = None if slopes is None else slopes.view(heads, -1)
+        o_TJGK = attend_alone(q_TJGK, k_1TJK[0], v_1TJK[0], self.pages, slopes_JG, self.step)
+        return o_TJGK.flatten(1, 2)[None]
+
+
+class CompiledDecoder:
+    """A decoder up to its head, compiled for sequences with one new token each, over any runner's pages."""
+
+    def __init__(self, model: Decoder, pages: Sequence[Sequence[Tensor]]):
         attentions = [module for module in model.modules() if isinstance(module, Attention)]
-        self._layers = [_Layer(attention.attend) for attention in attentions]
-        with _replaced(model, attentions, self._layers), torch.no_grad():
-            ids_1T, positions_1T = (
-                torch.zeros(1, 3, dtype=torch.int64) for _ in range(2)
-            )  # one would be taken for both
-            traced = make_fx(
-                lambda ids, positions: model(ids, positions=positions),
-                tracing_mode="symbolic",
-                _allow_non_fake_inputs=True,
-            )(ids_1T, positions_1T)
-        self._call: Callable[[Tensor, Tensor], Tensor] = torch.compile(traced, dynamic=True, fullgraph=True)
+        slots = [_Slot(len(layer)) for layer in pages]
 
-    def __call__(self, ids_1T: Tensor, positions_1T: Tensor, context: Any) -> Tensor:
-        count = ids_1T.shape[1]
-        if count == 1:
-            ids_1T, positions_1T = (torch.cat((x, x), 1) for x in (ids_1T, positions_1T))
-        for layer in self._layers:
-            layer.context = context
-        try:
-            return self._call(ids_1T, positions_1T)[:, :count]
-        finally:
-            for layer in self._layers:
-                layer.context = None
+        def decode(
+            ids_1T: Tensor, positions_1T: Tensor, slots_T: Tensor, places_TS: Tensor, lengths_T: Tensor, *flat: Tensor
+        ) -> Tensor:
+            step, rest = Alone(slots_T, places_TS, lengths_T), iter(flat)
+            for slot in slots:
+                slot.step, slot.pages = step, [next(rest) for _ in range(slot.num_pages)]
+            return model(ids_1T, positions=positions_1T)
 
-    def __del__(self) -> None:
-        for layer in self._layers:
-            _LAYERS.pop(layer.number, None)
+        with _replaced(model, attentions, slots), torch.no_grad():
+            given = _example(pages)
+            graph = make_fx(decode, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
+        self._call: Callable[..., Tensor] = torch.compile(graph, dynamic=True, fullgraph=True)
+
+    def __call__(self, ids_1T: Tensor, positions_1T: Tensor, step: Alone, pages: Sequence[Tensor]) -> Tensor:
+        """What the head is given, [1, T, D]; `pages` of all layers behind each other."""
+        given = (ids_1T, positions_1T, step.slots_T, step.places_TS, step.lengths_T)
+        if ids_1T.shape[1] > 1:
+            return self._call(*given, *pages)
+        twice = [torch.cat((x, x), 1 if x.shape[0] == 1 and index < 2 else 0) for index, x in enumerate(given)]
+        return self._call(*twice, *pages)[:, :1]
+
+
+def _example(pages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Arguments of `decode`, whose sizes are those of nothing else in a model, so that none is taken for another."""
+    count, width = [number for number in (11, 13, 17) if number != len(pages[0][0])][:2]
+    zeros_1T, zeros_T = torch.zeros(1, count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+    step = [zeros_T, torch.zeros(count, width, dtype=torch.int64), zeros_T + 1]
+    return [zeros_1T, zeros_1T.clone(), *step, *(part for layer in pages for part in layer)]
 
 
 class _Through(nn.Module):
@@ -107,12 +169,12 @@ class _Through(nn.Module):
 
 
 @contextmanager
-def _replaced(model: Decoder, attentions: list[Attention], layers: list[_Layer]) -> Iterator[None]:
-    """Inside, attention calls operators, and there is no head."""
+def _replaced(model: Decoder, attentions: Sequence[Attention], slots: Sequence[_Slot]) -> Iterator[None]:
+    """Inside, attention is plain arithmetic, and there is no head."""
     head, attends = model.head, [attention.attend for attention in attentions]
     model.head = _Through()  # pyright: ignore[reportAttributeAccessIssue]
-    for attention, layer in zip(attentions, layers, strict=True):
-        attention.attend = layer
+    for attention, slot in zip(attentions, slots, strict=True):
+        attention.attend = slot
     try:
         yield
     finally:
@@ -121,20 +183,33 @@ def _replaced(model: Decoder, attentions: list[Attention], layers: list[_Layer])
             attention.attend = attend
 
 
-def compile_runner(runner: Runner) -> bool:
-    """Let a runner compute by a compiled graph, which is made now.
+def compile_runner(runner: Runner, known: CompiledDecoder | None = None) -> CompiledDecoder | None:
+    """Let a runner decode by a compiled graph, which is made now.
 
-    Returns whether it could be made; if not, the log says why in one line, and the runner computes as before.
+    known  that of another runner of the same model, whose pages have the same format
+
+    Returns the graph. None if it could not be made: the log says why in one line, and the runner computes as before.
     """
+    pages = [flat_pages(layer) for layer in runner.pages]
     try:
-        runner.body = CompiledBody(runner.model)
-        runner.run(Step([0], [0], [0], [[0]], [1], [0, 1], [0]))  # what it is compiled for is known now
+        with torch.inference_mode():
+            compiled = known or CompiledDecoder(runner.model, pages)
+            first, second, *step = _example(pages)[:5]
+            flat = [part for layer in pages for part in layer]
+            compiled(first, second, Alone(*step), flat)  # what it is compiled for is known now
     except Exception as error:  # whatever a compiler does not like: the decoder itself computes the same
-        runner.body = None
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         log.warning("steps are not compiled: %s; install a C++ compiler (g++), or leave --engine.compile out", reason)
-        return False
-    return True
+        return None
+
+    def decode(
+        ids_1T: Tensor, positions_1T: Tensor, tables: Sequence[Sequence[int]], lengths: Sequence[int],
+        slots: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        return compiled(ids_1T, positions_1T, Alone.of(tables, lengths, slots, runner.page_size), flat)
+
+    runner.decode = decode
+    return compiled
 
 
 def check_compilable(device: str, ranks: int, num_experts: int) -> None:

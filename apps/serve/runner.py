@@ -11,7 +11,7 @@ Shapes: T tokens of the step, R rows whose logits are wanted, B sequences, H que
 size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,33 @@ class Step:
     starts: list[int] = field(default_factory=lambda: [0])
     rows: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def part(self, *, single: bool) -> "Step":
+        """The sequences with one new token, or those with more, without copies."""
+        found = Step()
+        for table, length, start, stop in zip(self.tables, self.lengths, self.starts, self.starts[1:]):
+            if (stop == start + 1) is single:
+                moved = len(found.ids) - start
+                for name in ("ids", "positions", "slots"):
+                    getattr(found, name).extend(getattr(self, name)[start:stop])
+                found.tables.append(table)
+                found.lengths.append(length)
+                found.starts.append(stop + moved)
+                found.rows.extend(row + moved for row in self.rows if start <= row < stop)
+        return found
+
+    def order_of_parts(self) -> list[int]:
+        """Where each row of the step is among the rows of its two parts behind each other."""
+        sizes = [(stop - start, start, stop) for start, stop in zip(self.starts, self.starts[1:])]
+        behind = [
+            row
+            for single in (True, False)
+            for size, start, stop in sizes
+            if (size == 1) is single
+            for row in self.rows
+            if start <= row < stop
+        ]
+        return [behind.index(row) for row in self.rows]
 
 
 @dataclass
@@ -105,15 +132,17 @@ class PagedAttend:
                 pages[target] = pages[source]
 
 
-Body = Callable[[Tensor, Tensor, PagedContext], Tensor]
-"""(ids[1, T], positions[1, T], context) -> what the head is given, [1, T, D]."""
+Tables = Sequence[Sequence[int]]
+Decode = Callable[[Tensor, Tensor, Tables, Sequence[int], Sequence[int]], Tensor]
+"""(ids[1, T], positions[1, T], tables, lengths, slots) of T sequences with one new token -> what the head is given."""
 
 
 class Runner:
     """A decoder with pages in its `attend` slots.
 
-    axis  the tensor-parallel ranks over which the decoder is cut; None: it is whole
-    body  what computes in the decoder's place up to its head, if anything does (`apps.serve.compiled`)
+    axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
+    decode  what computes sequences with one new token in the decoder's place, up to its head, if anything does
+            (`apps.serve.compiled`)
     """
 
     def __init__(
@@ -132,7 +161,7 @@ class Runner:
             raise UserError(f"no memory for {num_pages} pages of the cache; give less by --kv_gb") from error
         for attention, pages in zip(attentions, self.pages, strict=True):
             attention.attend = pages
-        self.body: Body | None = None
+        self.decode: Decode | None = None
 
     def run(self, step: Step) -> Tensor:
         """logits[R, V] in fp32 or wider, R those of `step.rows`.  Only the first rank of the axis calls it."""
@@ -167,6 +196,28 @@ class Runner:
                 pages.copy(source, target)
         if not step.ids:
             return torch.empty(0, 0)
+        if self.decode is None:
+            return self._forward(step)
+        if len(step.ids) == len(step.tables):
+            return self._decoded(step)
+        alone, others = (step.part(single=single) for single in (True, False))
+        if not alone.ids:
+            return self._forward(step)
+        logits_RV = torch.cat((self._decoded(alone), self._forward(others)))
+        return logits_RV[torch.tensor(step.order_of_parts(), device=self.device)]
+
+    def _decoded(self, step: Step) -> Tensor:
+        """logits[R, V] of sequences with one new token each, by `decode`."""
+        assert self.decode is not None
+        ids, positions = (torch.tensor([x], device=self.device) for x in (step.ids, step.positions))
+        x_1TD = self.decode(ids, positions, step.tables, step.lengths, step.slots)
+        if not step.rows:
+            return x_1TD.new_empty(0, self.model.config.vocab_size)
+        rows_R = None if len(step.rows) == len(step.ids) else torch.tensor(step.rows, device=self.device)
+        return _at_least_fp32(self.model.head(x_1TD, rows_R=rows_R)[0])
+
+    def _forward(self, step: Step) -> Tensor:
+        """logits[R, V] by the decoder."""
         width = max(map(len, step.tables))
         tables = [table + [0] * (width - len(table)) for table in step.tables]
 
@@ -183,8 +234,8 @@ class Runner:
             spans=spans(step.tables, step.lengths, step.starts, self.page_size) if self.device.type == "cpu" else None,
         )
         ids, positions = tensor([step.ids], torch.int64), tensor([step.positions], torch.int64)
-        if self.body is None:
-            logits_RV = self.model(ids, positions=positions, context=context)[0]
-        else:
-            logits_RV = self.model.head(self.body(ids, positions, context), rows_R=context.rows_R)[0]
-        return logits_RV.float() if logits_RV.dtype.itemsize < 4 else logits_RV
+        return _at_least_fp32(self.model(ids, positions=positions, context=context)[0])
+
+
+def _at_least_fp32(logits_RV: Tensor) -> Tensor:
+    return logits_RV.float() if logits_RV.dtype.itemsize < 4 else logits_RV

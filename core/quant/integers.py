@@ -200,7 +200,8 @@ def _product_of_integers(q: Tensor, weight: int, channels: int) -> Tensor:
     """A graph may be given a lone token twice, so that there is none for one; that is multiplied once."""
     codes, (rows, _) = Codes.of(_TRACED[weight]), q.shape
     if rows in (2, 2 * _DIGITS) and torch.equal(q[::2], q[1::2]):
-        return _product(q[::2].contiguous(), codes).repeat_interleave(2, 0)
+        y_RO = _product(q[::2].contiguous(), codes)
+        return torch.stack((y_RO, y_RO), 1).view(rows, -1)
     return _product(q, codes)
 
 

@@ -99,9 +99,10 @@ def packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
     if filling := weight.scheme.group_size * len(form.scale_shift) - x_MI.shape[1]:
         x_MI = F.pad(x_MI, (0, filling))
     y_MO = torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, weight.scheme.group_size, form.scale_shift)
-    y_MO = y_MO[:, : len(weight.codes)].to(x.dtype)
-    if bias is not None:
-        y_MO = y_MO + bias.to(x.dtype)
+    if y_MO.shape[1] != len(weight.codes):
+        y_MO = y_MO[:, : len(weight.codes)]
+    # The sum of bf16 and a wider bias is taken in the wider format, by one operator.
+    y_MO = (y_MO if bias is None else y_MO + bias.to(x.dtype)).to(x.dtype)
     return y_MO.view(*x.shape[:-1], y_MO.shape[1])
 
 

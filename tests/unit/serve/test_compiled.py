@@ -1,4 +1,4 @@
-"""Steps by a traced graph: the same tokens and the same bits whoever else is there; what cannot be compiled.
+"""Decoding by a traced graph: the same tokens and the same bits whoever else is there; what cannot be compiled.
 
 The graph is run as it was traced; tests/e2e has it compiled.
 """
@@ -25,8 +25,8 @@ def model(family: str, scheme: Scheme | None) -> Decoder:
     return made if scheme is None else pack(quantize(made, scheme, embeddings=True, head=True))
 
 
-def written(decoder: Decoder, compiled: bool) -> list[list[int]]:
-    engine = real_engine(decoder, Limits(4, 64, 6, 3), 40)
+def written(decoder: Decoder, compiled: bool, page_dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    engine = real_engine(decoder, Limits(4, 64, 6, 3), 40, page_dtype)
     if compiled:
         assert compile_runner(engine.runner)
     found = run(engine, [greedy(str(n), prompt, 8) for n, prompt in enumerate(PROMPTS)])
@@ -70,6 +70,45 @@ def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(logits([4, 2]), together[[4, 2]])
 
 
+@pytest.mark.parametrize("family", ["opt", "bloom", "llama"])
+@pytest.mark.parametrize("page_dtype", [torch.float64, torch.int8], ids=str)
+def test_attention_over_pages(family: str, page_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64 but for pages of int8, whose rounding is the same: parity to 1e-10, beside prompts in parts, too."""
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    decoder = random_decoder(example(family, max_length=64))
+    lengths = [9, 1, 14, 4]
+    tables = [[7, 2, 5], [3], [0, 9, 1, 6], [8, 10]]
+    found = []
+    for is_compiled in (False, True):
+        runner = Runner(decoder, 12, 4, page_dtype)
+        prompts = [list(range(2, 2 + length)) for length in lengths]
+        runner.run(_step(prompts, tables, [0] * 4))
+        if is_compiled:
+            assert compile_runner(runner)
+            runner.run(_step(prompts, tables, [0] * 4))  # the first place was written to when it was compiled
+        more = [[20], [21], [22, 23], [24]]
+        together = runner.run(_step(more, tables, lengths))
+        apart = [runner.run(_step([ids], [table], [length])) for ids, table, length in zip(more, tables, lengths)]
+        assert (together - torch.cat(apart)).abs().max() < (1e-10 if page_dtype == torch.float64 else 1e-5)
+        found.append(together)
+    assert (found[0] - found[1]).abs().max() < (1e-10 if page_dtype == torch.float64 else 1e-5)
+
+
+def _step(new: list[list[int]], tables: list[list[int]], before: list[int]) -> Step:
+    """New tokens behind those that are in the pages; the logits of the last one of each sequence."""
+    step = Step()
+    for ids, table, start in zip(new, tables, before):
+        places = range(start, start + len(ids))
+        step.ids.extend(ids)
+        step.positions.extend(places)
+        step.slots.extend(table[place // 4] * 4 + place % 4 for place in places)
+        step.tables.append(table)
+        step.lengths.append(places.stop)
+        step.starts.append(len(step.ids))
+        step.rows.append(len(step.ids) - 1)
+    return step
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(graph: object, **options: object) -> None:
         raise RuntimeError("No working C++ compiler found\nand more lines")
@@ -81,7 +120,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     (record,) = caplog.records
     assert "No working C++ compiler found; install" in record.getMessage()
     assert "\n" not in record.getMessage()
-    assert runner.body is None
+    assert runner.decode is None
     assert runner.run(Step([1], [0], [0], [[0]], [1], [0, 1], [0])).shape == (1, 61)
 
 
