@@ -14,6 +14,7 @@ for it.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -124,7 +125,22 @@ def parallelize(
         stages = cut_into_stages(model, pipeline_plan, pp, config.pipeline)
     apply_recompute(model, config.recompute)
     if config.compile:
-        for block in blocks_of(model):
-            block.compile()
+        compile_blocks(blocks_of(model))
     data = config.spread(model, mesh, materialise)
     return data if stages is None else Pipeline(data, stages, config.pipeline)
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Each by itself. Blocks that are alike share a graph; those of a U-Net, which are not, get one each.
+
+    torch keeps the graphs of all modules in one place and gives up after eight; what comes later runs as it is. At a
+    second shape it takes sizes for variable, which of unlike blocks spares no graph and takes twice as long.
+    """
+    kinds = {tuple((name, parameter.shape) for name, parameter in block.named_parameters()) for block in blocks}
+    if len(kinds) > 1:
+        # One each in training and in evaluation, for some shapes of a batch: sizes of pictures, the last rows.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, 16 * len(blocks))
+        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 64 * len(blocks))
+    for block in blocks:
+        block.compile(dynamic=None if len(kinds) == 1 else False)

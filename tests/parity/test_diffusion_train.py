@@ -2,15 +2,18 @@
 
 1. One rank against the loop written out below: losses, displacements and the moving average of 10 steps, for each
    prediction, with and without prior preservation and min-SNR, in fp64; adapters against PEFT's.
-2. n ranks against one: ZeRO, accumulation, recomputation, Gemini under a budget, with the text encoder learning too or
-   not, all weights or adapters.
+2. n ranks against one: every level of ZeRO, accumulation, recomputation, Gemini under a budget, compiled blocks, with
+   the text encoder learning too or not, all weights or adapters.
 
 Adam's epsilon is large: a key's bias has a gradient of zero, and a small one would turn the noise of its rounding into
 steps.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from diffusers import DDPMScheduler
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig as PeftConfig
+from torch import nn
 
 from apps.diffusion.adapters import DOWN, UP, LoraConfig, add_adapters
 from apps.diffusion.denoiser import Denoiser, Objective, emptied
@@ -34,7 +38,7 @@ from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
 from tests.support.diffusion_training import drawn_batches, tiny_pipeline
-from tests.support.training import LR, largest_difference, moved
+from tests.support.training import LR, largest_difference, moved, removed
 
 TOLERANCE = 1e-10
 DECAY, CLIP, EPS, PRIOR, AVERAGE = 0.02, 0.6, 1e-4, 0.7, 0.4
@@ -54,6 +58,7 @@ class Case:
     offset: float = 0.0
     lora: LoraConfig | None = None
     budget: str | None = None
+    compile: bool = False
 
 
 def denoiser(case: Case) -> tuple[Pipeline, Denoiser]:
@@ -69,8 +74,11 @@ def denoiser(case: Case) -> tuple[Pipeline, Denoiser]:
     return pipeline, model
 
 
-def ours(case: Case, weight_of: float = PRIOR) -> dict[str, Any]:
-    """Losses, and whole displacements by name, on every rank."""
+def ours(case: Case, without: tuple[str, ...] = (), weight_of: float = PRIOR) -> dict[str, Any]:
+    """Losses, and whole displacements by name, on every rank.
+
+    without  collectives that are left out, to show that their absence is seen
+    """
     pipeline, model = denoiser(case)
     config = TrainConfig(
         zero=case.zero,  # pyright: ignore[reportArgumentType]
@@ -78,6 +86,7 @@ def ours(case: Case, weight_of: float = PRIOR) -> dict[str, Any]:
         mesh=case.mesh,
         microbatch=case.microbatch,
         recompute=case.recompute,
+        compile=case.compile,
         gemini=GeminiConfig(case.budget),
         steps=case.steps,
         optim=OptimConfig(
@@ -86,7 +95,8 @@ def ours(case: Case, weight_of: float = PRIOR) -> dict[str, Any]:
     )
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     axis = data_axis(mesh)
-    data = parallelize(model, mesh, config, materialise=emptied(model, torch.device("cpu")))
+    with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
+        data = parallelize(model, mesh, config, materialise=emptied(model, torch.device("cpu")))
     average = WeightAverage(data.masters, ramp(AVERAGE))
     state = TrainState(data, build_optimizer(config.optim, data.masters), LossScale("fp64"), {}, average)
     batches = drawn_batches(4, case.prior, case.train_text, offset_noise=case.offset)
@@ -95,9 +105,10 @@ def ours(case: Case, weight_of: float = PRIOR) -> dict[str, Any]:
     data.prepare(state.optimizer, lambda: [lambda m: objective(m, wide(first))])
     start = {name: full_tensor(master).clone() for name, master in data.masters.items()}
     losses = []
-    for step in range(case.steps):
-        batch = batches.batch(step, axis.get_local_rank(), axis.size())
-        losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
+    with removed(*without) if without else nullcontext():
+        for step in range(case.steps):
+            batch = batches.batch(step, axis.get_local_rank(), axis.size())
+            losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
     end = {name: full_tensor(master) for name, master in data.masters.items()}
     result = found(losses, start, end, [full_tensor(average.tensors[name]) for name in end])
     return result if case.budget is None else result | moved(data)  # pyright: ignore[reportArgumentType]
@@ -236,10 +247,14 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1-zero3": (1, TEXT | {"zero": 3}),
     "1-gemini": (1, TEXT | {"budget": "6.6MB"}),
     "1-gemini-accumulated": (1, {"budget": "2.4MB", "microbatch": 3, "recompute": RecomputeConfig("full")}),
+    "2-zero1-accumulated": (2, {"zero": 1, "microbatch": 3}),
+    "2-zero2": (2, TEXT | {"zero": 2}),
     "2-zero3-recomputed": (2, TEXT | {"zero": 3, "recompute": RecomputeConfig("full")}),
     "2-gemini": (2, TEXT | {"zero": 3, "budget": "4.1MB"}),
     "2-lora-zero2": (2, TEXT | {"lora": LORA, "zero": 2}),
     "4-zero0-recomputed": (4, {"recompute": RecomputeConfig("selective")}),
+    "4-zero3-accumulated": (4, TEXT | {"zero": 3, "microbatch": 1}),
+    "4-gemini-copies": (4, {"budget": "1.8MB", "recompute": RecomputeConfig("full", every=2)}),
 }
 _WANTED: dict[Case, dict[str, Any]] = {}
 
@@ -255,10 +270,39 @@ def test_ranks_train_as_one(ranks, mesh: str) -> None:
             assert result["moved"] > 0
 
 
-def _difference(ranks, num_ranks: int, options: dict[str, Any]) -> tuple[float, str, list[dict[str, Any]]]:
+def test_a_missing_collective_is_seen(ranks) -> None:
+    for options, without in (
+        (TEXT, ("core.parallel.data", "all_reduce")),
+        ({"lora": LORA, "zero": 2}, ("core.parallel.data", "reduce_scatter_tensor")),
+    ):
+        difference, _, _ = _difference(ranks, 2, options, without)
+        assert not difference <= 1e4 * TOLERANCE, without
+
+
+def test_compiled_blocks_train_as_they_are(ranks) -> None:
+    """A U-Net's blocks are unlike each other: all are compiled, for two sizes of pictures, not only the first few."""
+    case = Case(prior=True, train_text=True, steps=2)
+    graphs, compiled = ranks(1).run(counted, replace(case, compile=True))[0]
+    difference, where = largest_difference(compiled, ranks(1).run(ours, case)[0], case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"
+    assert graphs > torch._dynamo.config.recompile_limit
+
+
+def counted(case: Case) -> tuple[int, dict[str, Any]]:
+    """How many graphs were made, and what `ours` finds."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        result = ours(case)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], result
+
+
+def _difference(
+    ranks, num_ranks: int, options: dict[str, Any], without: tuple[str, ...] = ()
+) -> tuple[float, str, list[dict[str, Any]]]:
     case = Case("v_prediction", prior=True, min_snr=0.5, steps=4, **options)
     single = replace(case, zero=0, mesh=MeshConfig(), microbatch=None, recompute=RecomputeConfig(), budget=None)
     if single not in _WANTED:
         _WANTED[single] = ranks(1).run(ours, single)[0]
-    results = ranks(num_ranks).run(ours, case)
+    results = ranks(num_ranks).run(ours, case, without)
     return *max(largest_difference(result, _WANTED[single], case.steps) for result in results), results
