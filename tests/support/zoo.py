@@ -148,8 +148,11 @@ CASES = {
 
 @contextmanager
 def in_fp64() -> Iterator[None]:
-    """Within, what asks for fp32 of something in fp64 gets it as it is: norms and routers of some models do."""
-    convert, softmax = Tensor.to, F.softmax
+    """Within, what asks for fp32 of something in fp64 gets it as it is: norms and routers of some models do.
+
+    And torch's grouped products, which know no fp64, are one product an expert.
+    """
+    convert, softmax, grouped_mm = Tensor.to, F.softmax, F.grouped_mm
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.dtype == torch.float64 and (args[:1] == (torch.float32,) or kwargs.get("dtype") == torch.float32):
@@ -159,9 +162,16 @@ def in_fp64() -> Iterator[None]:
     def wide_softmax(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
         return softmax(x, dim, _stacklevel, None if x.dtype == torch.float64 else dtype)
 
+    def wide_grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            return grouped_mm(x, weights, offs=offs)
+        expert = torch.searchsorted(offs, torch.arange(len(x), device=x.device), right=True)
+        return sum((expert == e).unsqueeze(1) * (x @ weight) for e, weight in enumerate(weights.unbind()))
+
     with (
         patch.object(Tensor, "to", to),
         patch.object(Tensor, "float", lambda self: convert(self, torch.float64)),
         patch.object(F, "softmax", wide_softmax),
+        patch.object(F, "grouped_mm", wide_grouped_mm),
     ):
         yield
