@@ -32,6 +32,7 @@ from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
 from core.config import UserError, parse, run_command
 
 SUBJECT = "subject"
+BATCH = 8
 SAMPLING = Sampling(sampler="dpm++", steps=15, guidance=3.0)
 SHOWN = (
     *(subject_prompt(ground) for ground in GROUNDS),
@@ -47,12 +48,14 @@ class DemoConfig:
     weights: Path = EMBEDDED
     """the pipeline to start from; one of coloured shapes, as the figures are about them"""
     out: Path = Path("runs/demo-diffusion")
-    steps: int = 150
+    steps: int = 220
+    lr: float = 2e-4
+    """of its first step; it falls to a tenth"""
     prior: bool = True
     """with class pictures (prior preservation); without them, see what they are for"""
     class_images: int = 64
     """class pictures, which the pipeline paints itself"""
-    repeats: int = 2
+    repeats: int = 4
     """pictures of each class thing that the figures are taken from, and a quarter of those of the subject a ground"""
     seed: int = 0
 
@@ -101,8 +104,8 @@ def options(config: DemoConfig, subject: Path) -> list[str]:
         *("--weights", str(config.weights)),
         *("--instance-dir", str(subject), "--instance-prompt", subject_prompt()),
         *(prior if config.prior else ()),
-        *("--num-class-images", str(config.class_images), "--data.global-batch", "8"),
-        *("--train-text-encoder", "--optim.lr", "2e-4", "--optim.schedule.shape", "cosine"),
+        *("--num-class-images", str(config.class_images), "--data.global-batch", str(BATCH)),
+        *("--train-text-encoder", "--optim.lr", str(config.lr), "--optim.schedule.shape", "cosine"),
         *("--steps", str(config.steps), "--seed", str(config.seed), "--checkpoint.every", "0"),
         *("--out", str(config.out / "pipeline")),
     ]

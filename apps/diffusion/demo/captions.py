@@ -1,7 +1,7 @@
 """What is drawn and how it is said: "a red star on a white ground", and shorter captions that leave some of it open.
 
-Five shapes, six colours and four grounds are 120 things; every eighth is held out of training, so that what is drawn
-of those was composed. The subject that DreamBooth teaches is a star like no other: teal, and upside down.
+Five shapes, six colours and four grounds are 120 things; 16 of them are held out of training, so that what is drawn of
+those was composed. The subject that DreamBooth teaches is a star like no other: teal, and upside down.
 """
 
 from collections.abc import Iterator
