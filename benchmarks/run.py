@@ -1,4 +1,4 @@
-"""Run benchmarks: `python -m benchmarks.run [--quick | --full] [--out FOLDER] [--peers-python PYTHON] [NAME...]`.
+"""Run benchmarks: `python -m benchmarks.run [--quick | --full] [--out FOLDER] [--peers-… PATH] [NAME...]`.
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it. --quick takes seconds, shows that the benchmark
@@ -26,11 +26,13 @@ class Options:
     """What the command line says to every benchmark.
 
     peers_python  interpreter of an environment that has the systems under comparison which this one lacks
+    peers_source  checkout of a system that is run from its source
     """
 
     quick: bool = False
     full: bool = False
     peers_python: Path | None = None
+    peers_source: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def main(argv: list[str], only: str | None = None) -> int:
         "--out", type=Path, help="folder of the results (default: benchmarks/results, none with --quick)"
     )
     parser.add_argument("--peers-python", type=Path, help="interpreter that has the peers which this one lacks")
+    parser.add_argument("--peers-source", type=Path, help="checkout of a peer that is run from its source")
     if only is None:
         parser.add_argument("names", nargs="*", metavar="NAME")
     given = parser.parse_args(argv)
@@ -65,7 +68,7 @@ def main(argv: list[str], only: str | None = None) -> int:
     if unknown:
         raise UserError(f"no benchmark '{unknown[0]}'; the benchmarks are {', '.join(benchmarks_by_name)}")
     out = given.out or (None if given.quick else RESULTS)
-    options = Options(given.quick, given.full, given.peers_python)
+    options = Options(given.quick, given.full, given.peers_python, given.peers_source)
     for name in names or benchmarks_by_name:
         run(benchmarks_by_name[name], options, out, shlex.join(["python", "-m", f"benchmarks.{only or 'run'}", *argv]))
     return 0

@@ -1,0 +1,77 @@
+"""The comparison with diffusers' script: both are given the same, and are watched alike."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks import dreambooth, dreambooth_run
+from benchmarks.run import Options
+from core.config import UserError
+
+SCRIPT = """
+import sys
+import torch
+from torchvision import transforms
+from PIL import Image
+assert sys.argv[1:] == ["--max_train_steps=4"]
+to_pixels = transforms.Compose([transforms.Resize(8, interpolation=transforms.InterpolationMode.BILINEAR),
+    transforms.CenterCrop(8), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])])
+pixels = to_pixels(Image.new("RGB", (16, 8), (255, 0, 0)))
+assert pixels.shape == (3, 8, 8) and pixels[0].eq(1).all() and pixels[1].eq(-1).all()
+weight = torch.nn.Parameter(torch.zeros(2))
+optimizer = torch.optim.AdamW([weight])
+for step in range(4):
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for name in ("torchvision", "torchvision.transforms"):
+        monkeypatch.setitem(sys.modules, name, None)  # a machine without it
+    monkeypatch.setattr(sys, "argv", [])
+    assert dreambooth_run.main([str(tmp_path / "seen.json"), str(tmp_path / "script.py"), "--max_train_steps=4"]) == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert len(seen["times_s"]) == 4
+    assert seen["times_s"] == sorted(seen["times_s"])
+    assert seen["rss_bytes"] > 1e7
+    assert dreambooth.steps_per_s({"times_s": [0, 50, 100, 102, 104]}) == pytest.approx(0.5)
+
+
+def test_both_are_given_the_same(tmp_path: Path) -> None:
+    for name in ("subject", "likes"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "0.png")
+    folders = tmp_path / "weights", tmp_path / "subject", tmp_path / "likes"
+    job = dreambooth.Job(*folders, pixels=32, batch=8, steps=7, lr=3e-4, schedule="cosine", train_text=True)
+    commands = dreambooth.commands(tmp_path / "script.py", Path("peer/bin/python"))
+    ours, theirs = (commands[name](job, tmp_path / "out") for name in ("ours", "diffusers"))
+    assert theirs[:2] == ["peer/bin/python", str(tmp_path / "script.py")]
+    for mine, other in {
+        "weights": "pretrained_model_name_or_path", "instance-dir": "instance_data_dir",
+        "instance-prompt": "instance_prompt", "class-dir": "class_data_dir", "class-prompt": "class_prompt",
+        "num-class-images": "num_class_images", "data.resolution": "resolution",
+        "data.global-batch": "train_batch_size",
+        "optim.lr": "learning_rate", "optim.schedule.shape": "lr_scheduler", "steps": "max_train_steps",
+    }.items():  # fmt: skip
+        assert _value(ours, mine) == _value(theirs, other), mine
+    assert "--train-text-encoder" in ours
+    assert {"--train_text_encoder", "--with_prior_preservation"} <= set(theirs)
+    assert list(dreambooth.commands(None, None)) == ["ours"]
+
+
+def _value(command: list[str], name: str) -> str:
+    [found] = [word.partition("=")[2] for word in command if word.startswith(f"--{name}=")]
+    return found
+
+
+def test_a_folder_without_the_script_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no examples/dreambooth/train_dreambooth\.py; give a checkout of"):
+        dreambooth.measure(Options(peers_source=tmp_path))
+    figures = tmp_path / "none.json"
+    with pytest.raises(UserError, match="failed: "):
+        dreambooth.watched([sys.executable, str(tmp_path / "nothing.py")], figures)
