@@ -4,8 +4,8 @@ One step of the engine's runner for 1, 8, 32 and 64 sequences of 130 tokens, ran
 thread: the number of torch's operators (those inside others too), the processor's time of a step (median), and by
 torch.profiler which of it is in products and in attention. The rest is Python and small operators. Quantized weights
 are packed, as a loaded folder's are; bf16 has pages in bf16. Compiled: the same step by one graph
-(`serve --engine.compile`), if there is a C++ compiler, and not with --quick; its loops, attention among them, are no
-operators of torch.
+(`serve --engine.compile`), if there is a C++ compiler: of int4, with --full of int8 and w8a8 too, with --quick of none.
+Its loops, attention among them, are no operators of torch.
 """
 
 import statistics
@@ -78,7 +78,8 @@ def measure(options: Options) -> Measured:
         for scheme in ("fp32", "bf16", "int8", "w8a8", "int4"):
             made = runner(shape, scheme, max(BATCHES))
             for kind in ("as written",) if options.quick else ("as written", "compiled"):
-                if kind == "compiled" and (scheme not in ("int8", "w8a8", "int4") or not compile_runner(made)):
+                compiled = ("int8", "w8a8", "int4") if options.full else ("int4",)
+                if kind == "compiled" and (scheme not in compiled or not compile_runner(made)):
                     continue
                 for batch in BATCHES:
                     case = {"shape": name, "weights": scheme, "step": kind, "sequences": batch}
