@@ -23,7 +23,7 @@ Shapes: B batch, S sequences, N residues, I of these on a rank, D = c_m, Z = c_z
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.embedders import TemplatePairEmbedder
+from apps.fold.model.embedders import ExtraEmbedder, TemplatePairEmbedder
 from apps.fold.model.evoformer import EvoformerBlock, PairUpdates
 from apps.fold.model.features import Features, TemplateFeatures
 from apps.fold.model.folding import Recycled
@@ -46,7 +46,7 @@ from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.products import A, B, Product
 from apps.fold.subbatch.reading import PairNumbers
-from apps.fold.subbatch.slices import How, collect, every, update
+from apps.fold.subbatch.slices import How, collect, every, first_only, put, stands_for_host, update
 from core.comm.collectives import all_reduce_max, copy_to, gather_from, join_from, split_to, take_shard
 from core.kernels.gated_output import gated_residual
 from core.kernels.triangle import pair_product
@@ -74,12 +74,11 @@ def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, Ho
         if isinstance(module, EvoformerBlock | PairUpdates | TemplatePairEmbedder):
             _mark(module, axis)
     model.nothing = partial(_nothing, model, axis)
-    model.embed_pairs = partial(_embed_pairs, model, axis)
+    model.embed_pairs = partial(_embed_pairs, model, hows.get("embed_pairs"), axis)
     model.embed_msa = partial(_embed_msa, AlphaFold.embed_msa.__get__(model), axis)
     model.trunk = partial(_trunk, AlphaFold.trunk.__get__(model), axis)
-    model.extra_embedder.forward = partial(
-        _extra, type(model.extra_embedder).forward.__get__(model.extra_embedder), axis
-    )
+    extra = model.extra_embedder
+    extra.forward = partial(_extra, type(extra).forward.__get__(extra), extra, axis)
     model.heads.forward = partial(_heads, model.heads, axis)
     embedder, structure = model.input_embedder, model.structure_module
     own = (embedder.left, embedder.right, embedder.position, model.recycling_embedder.distance)
@@ -95,13 +94,27 @@ def _mark(module: nn.Module, axis: DeviceMesh) -> None:
         mark_partial(child, axis)
 
 
+@dataclass(frozen=True)
+class FirstTwo(How):
+    """Only two slices are computed, which are enough to see what a loop over them allocates."""
+
+
 def _slices(how: How | None, length: int) -> list[slice]:
-    return every(length, length if how is None else min(length, how.rows)) if length else []
+    if length == 0:
+        return []
+    rows = length if how is None else min(length, how.rows)
+    return first_only(length, rows, 2) if isinstance(how, FirstTwo) else every(length, rows)
 
 
 def _gathered(x: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
     """Whole along `dim`, for every rank's own use: gradients are sums."""
     return gather_from(x, dim, axis).narrow(dim, 0, length)
+
+
+def _bias(pair_bias: Callable[[Tensor], Tensor], how: How | None, z: Tensor) -> Tensor:
+    """[B, H, I, N] of a rank's rows, made by slices of them."""
+    rows = z.shape[1]
+    return collect(rows, _slices(how, rows), 2, lambda at: pair_bias(z[:, at]))
 
 
 # --- a block ----------------------------------------------------------------------------------------------------------
@@ -117,7 +130,7 @@ def _block(block: EvoformerBlock, whole: Callable[..., Any], axis: DeviceMesh, m
 def _row_attention(
     module: RowAttentionWithPairBias, whole: Any, how: How | None, axis: DeviceMesh, m: Tensor, z: Tensor, mask: Tensor
 ) -> Tensor:
-    bias_BHNN = _gathered(module.pair_bias(z), 2, z.shape[2], axis)
+    bias_BHNN = _gathered(_bias(module.pair_bias, how, z), 2, z.shape[2], axis)
     mask_BSN, factor = take_shard(mask, 1, axis), module.dropout(m)
     return update(
         m, _slices(how, m.shape[1]), 1, lambda at: module.sequences(m[:, at], mask_BSN[:, at], bias_BHNN, factor)
@@ -174,7 +187,10 @@ def _edges_product(
     """The product over rows (products.py), of which this rank has some."""
     product, N = Product(module), z_BINZ.shape[2]
     recorded = torch.is_grad_enabled()
-    b_BCIN = product.factor(product.norm(z_BINZ), mask_BIN, B)
+    slices = _slices(how, z_BINZ.shape[1])
+    b_BCIN = collect(
+        z_BINZ.shape[1], slices, 2, lambda at: product.factor(product.norm(z_BINZ[:, at]), mask_BIN[:, at], B)
+    )
     if recorded:
         b_BCNN = _gathered(b_BCIN, 2, N, axis)
 
@@ -192,7 +208,7 @@ def _edges_product(
         factor = dropout if dropout.shape[1] == 1 else dropout[:, at]
         return gated_residual(product.result(x, z, n) - z, mask=factor, residual=z)
 
-    return update(z_BINZ, _slices(how, z_BINZ.shape[1]), 1, rows)
+    return update(z_BINZ, slices, 1, rows)
 
 
 def _triangle_attention(
@@ -202,7 +218,7 @@ def _triangle_attention(
     if not module.starting:
         z, mask = switch(z, _ROWS, _COLUMNS, N, axis).transpose(1, 2), mask.transpose(1, 2)
     mask_BIN, factor = take_shard(mask, 1, axis), module.dropout(z)
-    bias_BHNN = _gathered(module.pair_bias(module.norm(z)), 2, N, axis)
+    bias_BHNN = _gathered(_bias(lambda z_BJNZ: module.pair_bias(module.norm(z_BJNZ)), how, z), 2, N, axis)
 
     def rows(at: slice) -> Tensor:
         return module.edges(module.norm(z[:, at]), z[:, at], mask_BIN[:, at], bias_BHNN, factor)
@@ -227,12 +243,21 @@ def _nothing(model: AlphaFold, axis: DeviceMesh, features: Features) -> Recycled
     return Recycled(row, pairs, torch.zeros(B, N, 3, device=like.device))
 
 
-def _embed_pairs(model: AlphaFold, axis: DeviceMesh, features: Features, last: Tensor, points: Tensor) -> Tensor:
+def _embed_pairs(
+    model: AlphaFold, how: How | None, axis: DeviceMesh, features: Features, last: Tensor, points: Tensor
+) -> Tensor:
+    """This rank's rows of z, over those of the last iteration; the filling stays what it was."""
     N = last.shape[2]
     mine = shard_of(N, axis)
     count = mine.stop - mine.start
-    rows = model.input_embedder.pairs(features, mine)
-    return _padded(rows + model.recycling_embedder.pairs(last[:, :count], points, mine), N, axis)
+
+    def rows(at: slice) -> Tensor:
+        there = slice(mine.start + at.start, mine.start + at.stop)
+        return model.input_embedder.pairs(features, there) + model.recycling_embedder.pairs(last[:, at], points, there)
+
+    if torch.is_grad_enabled():
+        return _padded(rows(slice(0, count)), N, axis)
+    return update(last, _slices(how, count), 1, rows)
 
 
 def _template_pairs(
@@ -252,8 +277,12 @@ def _template_pairs(
     return update(z, _slices(how, z.shape[1]), 1, rows)
 
 
-def _extra(whole: Callable[[Features], Tensor], axis: DeviceMesh, features: Features) -> Tensor:
-    return split_to(whole(features), 1, axis)
+def _extra(whole: Callable[[Features], Tensor], module: ExtraEmbedder, axis: DeviceMesh, features: Features) -> Tensor:
+    """This rank's sequences; without gradients no others are made."""
+    length = features.extra_msa_BEN.shape[1]
+    if torch.is_grad_enabled():
+        return split_to(whole(features), 1, axis)
+    return _padded(module.sequences(features, shard_of(length, axis)), length, axis)
 
 
 def _embed_msa(whole: Callable[..., tuple[Tensor, Tensor]], axis: DeviceMesh, *given: Any) -> tuple[Tensor, Tensor]:
@@ -311,30 +340,48 @@ def _heads(heads: Heads, axis: DeviceMesh, m: Tensor, z: Tensor, s: Tensor, stru
     )
 
 
-def read_shards(heads: Heads, z_BINZ: Tensor, mask_BN: Tensor, axis: DeviceMesh) -> PairNumbers:
-    """As `apps.fold.subbatch.reading.read_pairs`, of a rank's rows; the axis' first rank has all, others theirs."""
-    N, mine = z_BINZ.shape[2], shard_of(z_BINZ.shape[2], axis)
+def read_shards(
+    heads: Heads,
+    z_BINZ: Tensor,
+    mask_BN: Tensor,
+    axis: DeviceMesh,
+    how: How | None = None,
+    host: Callable[..., Tensor] = torch.empty,
+) -> PairNumbers:
+    """As `apps.fold.subbatch.reading.read_pairs`, of a rank's rows; the axis' first rank has all, others theirs.
+
+    how   slices of a rank's rows
+    host  makes the results' tensors
+    """
+    N, mine, rows = z_BINZ.shape[2], shard_of(z_BINZ.shape[2], axis), z_BINZ.shape[1]
     half = heads.distogram(z_BINZ)
-    half = half + switch(half, _ROWS, _COLUMNS, N, axis).transpose(1, 2)
-    distances = _on_first(torch.softmax(half.float(), -1)[0].half(), N, axis)
-    if heads.pae is None:
+    back = switch(half, _ROWS, _COLUMNS, N, axis).transpose(1, 2)
+    distances = host((rows, N, half.shape[-1]), dtype=torch.float16)
+    pae = None if heads.pae is None else host((rows, N), dtype=torch.float32)
+    scores = [half.new_zeros(1, 1, dtype=torch.promote_types(half.dtype, torch.float32))]
+    for at in _slices(how, rows):
+        put(distances[at], torch.softmax((half[:, at] + back[:, at]).float(), -1)[0])
+        if heads.pae is not None and pae is not None:
+            logits = heads.pae(z_BINZ[:, at])
+            put(pae[at], predicted_aligned_error(logits)[0])
+            scores.append(aligned_tm_scores(logits, mask_BN)[:, : max(0, mine.stop - mine.start - at.start)])
+    del half, back
+    distances = _on_first(distances, N, axis)
+    if pae is None:
         return PairNumbers(distances, None, None)
-    logits = heads.pae(z_BINZ)
-    scores = aligned_tm_scores(logits, mask_BN)[:, : mine.stop - mine.start]
-    best = scores.amax() if scores.numel() else scores.new_zeros(())
-    pae = _on_first(predicted_aligned_error(logits)[0], N, axis)
-    return PairNumbers(distances, pae, all_reduce_max(best, axis))
+    return PairNumbers(distances, _on_first(pae, N, axis), all_reduce_max(torch.cat(scores, 1).amax(), axis))
 
 
-def _on_first(rows: Tensor, length: int, axis: DeviceMesh) -> Tensor:
-    """Rows [I, ..] of all ranks on the first one's host, [N, ..]; elsewhere what came in."""
-    own, size = rows.to("cpu").contiguous(), axis.size()
-    if size == 1:
+def _on_first(own: Tensor, length: int, axis: DeviceMesh) -> Tensor:
+    """Rows [I, ..] of all ranks, on their hosts, on the first one's, [N, ..]; elsewhere what came in."""
+    size = axis.size()
+    if size == 1 or stands_for_host(own):
         return own[:length]
-    leads = axis.get_local_rank() == 0
-    parts = [torch.empty_like(own) for _ in range(size)] if leads else None
-    dist.gather(own, parts, group=axis.get_group(), group_dst=0)
-    return own if parts is None else torch.cat(parts)[:length]
+    whole = own.new_empty(size * len(own), *own.shape[1:]) if axis.get_local_rank() == 0 else None
+    if not own.is_meta:
+        parts = None if whole is None else list(whole.chunk(size))
+        dist.gather(own, parts, group=axis.get_group(), group_dst=0)
+    return own if whole is None else whole[:length]
 
 
 _RUNS: dict[type[nn.Module], Callable[..., Tensor]] = {

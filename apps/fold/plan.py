@@ -9,7 +9,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from apps.fold.model.config import ModelConfig, preset
+from apps.fold.model.config import ESMFoldConfig, ModelConfig, preset
+from apps.fold.shares import Absent, plan_shares, rank_bytes
 from apps.fold.subbatch import Job, Plan, free_bytes, least_bytes, longest, plan_subbatches
 from apps.fold.weights.source import read_weights
 from core.config import UserError, parse
@@ -32,13 +33,18 @@ class PlanConfig:
     device: Literal["cpu", "cuda"] = "cuda"
     """the kind of device that is planned for; it need not be here"""
     memory: float | None = None
-    """GiB of the device; by default what a CPU has free here, and 80 for a GPU"""
+    """GiB of the device, with --nproc of each rank's; by default what a CPU has free here (each rank a part of it), and
+    80 for a GPU"""
+    nproc: int = 1
+    """ranks that share the prediction; they need not be here"""
 
     def __post_init__(self) -> None:
         for name in ("length", "memory"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"{name}={value}; give more than 0")
+        if self.nproc < 1:
+            raise UserError(f"nproc={self.nproc}; give 1 or more")
         for name in ("rows", "extra_rows", "templates"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -48,15 +54,40 @@ class PlanConfig:
 def main(argv: list[str]) -> int:
     config = parse({"default": PlanConfig}, argv, "fold plan", default="default")
     job, budget = _job(config, config.length or 1), _budget(config)
+    of_ranks = "" if config.nproc == 1 else f" for each of {config.nproc} ranks"
     print(
         f"{config.model}, {job.rows} + {job.extra} rows, {job.templates} templates, {config.precision}, "
-        f"{config.device}, {budget / 2**30:.1f} GiB"
+        f"{config.device}, {budget / 2**30:.1f} GiB{of_ranks}"
     )
+    if config.nproc > 1:
+        return _show_shares(job, budget, config)
     print(f"longest sequence: {longest(job, budget):,} residues, with their pairs on the device")
     if config.length is not None:
         plan, least = plan_subbatches(job, budget), least_bytes(job)
         _show(job, plan, least)
     return 0
+
+
+def _show_shares(job: Job, budget: int, config: PlanConfig) -> int:
+    if config.length is None:
+        raise UserError("fold plan --nproc needs the length: --length 10000")
+    if isinstance(job.config, ESMFoldConfig):
+        raise UserError(f"{config.model} is ESMFold, which one rank predicts; leave out --nproc")
+    axis = Absent(config.nproc)
+    shares = plan_shares(job, budget, axis)
+    table = Table("operation", "of a rank's rows")
+    for name, how in shares.items():
+        table.add_row(name, str(how))
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
+    share = _pair_bytes(job) / config.nproc
+    peak = rank_bytes(job, shares, axis)
+    print(f"a rank's share of the pair representation: {share / 2**30:.2f} GiB")
+    print(f"predicted peak of a rank: {peak / 2**30:.2f} GiB, {peak / share:.2f} of these")
+    return 0
+
+
+def _pair_bytes(job: Job) -> int:
+    return job.residues**2 * job.config.pair_dim * job.dtype.itemsize
 
 
 def _job(config: PlanConfig, length: int) -> Job:
@@ -85,11 +116,11 @@ def _model(name: str) -> ModelConfig:
 def _budget(config: PlanConfig) -> int:
     if config.memory is not None:
         return int(config.memory * 2**30)
-    return free_bytes("cpu") if config.device == "cpu" else 80 * 2**30
+    return free_bytes("cpu") // config.nproc if config.device == "cpu" else 80 * 2**30
 
 
 def _show(job: Job, plan: Plan, least: int) -> None:
-    pairs = job.residues**2 * job.config.pair_dim * job.dtype.itemsize
+    pairs = _pair_bytes(job)
     table = Table("operation", "how", "peak GiB", "in pair representations")
     for name, how in plan.choices.items():
         peak = plan.peaks[name]

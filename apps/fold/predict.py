@@ -37,14 +37,14 @@ from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
-from apps.fold.subbatch import HEADS, How, Job, apply_subbatches, free_bytes, plan_subbatches
+from apps.fold.shares import plan_shares
+from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
 from apps.fold.weights.source import build, read_weights
-from core.comm.collectives import all_reduce_max
 from core.config import UserError, parse
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
@@ -75,7 +75,8 @@ class PredictConfig:
     precision: Precision = "fp32"
     device: str = "cpu"
     memory: float | None = None
-    """GiB that a prediction may take; by default what the device has free"""
+    """GiB that a prediction may take on each rank's device; by default what that has free (on a CPU, which the ranks of
+    a machine share, a rank's part of it)"""
     pdb: bool = True
     """write PDB files, too"""
     plots: bool = True
@@ -251,15 +252,16 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
     dtype = compute_dtype(config.precision)
     features = target.iterations(model.config, seed)
     job = job_of(model.config, features, dtype, config.device)
-    budget = int(config.memory * 2**30) if config.memory is not None else free_bytes(config.device)
+    budget = _budget(config, model.axis)
     mask_BN = features[-1].mask_BN.to(config.device, dtype)
     iterations = OnDevice(features, config.device, dtype)
     with torch.inference_mode():
         if model.axis is not None:
             assert isinstance(model.module, AlphaFold)
-            shard_evoformer(model.module, model.axis, _shares(job, budget, model.axis))
+            shares = plan_shares(job, budget, model.axis)
+            shard_evoformer(model.module, model.axis, shares)
             folding = model.module.fold(iterations)
-            pairs = read_shards(model.module.heads, folding.pair_BNNZ, mask_BN, model.axis)
+            pairs = read_shards(model.module.heads, folding.pair_BNNZ, mask_BN, model.axis, shares[HEADS])
         else:
             plan = plan_subbatches(job, budget)
             choices = {name: how for name, how in plan.choices.items() if name != HEADS}
@@ -270,12 +272,12 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
         return folded(target.sequence, folding, model.module.heads, pairs)
 
 
-def _shares(job: Job, budget_bytes: int, axis: DeviceMesh) -> dict[str, How]:
-    """Slices of a rank's rows, alike on all: an n-th of what a machine of n times the memory would take at a time."""
-    size = axis.size()
-    least = -int(all_reduce_max(torch.tensor(-float(budget_bytes), dtype=torch.float64), axis))
-    plan = plan_subbatches(job, size * least)
-    return {name: How("rows", max(1, how.rows // size)) for name, how in plan.choices.items()}
+def _budget(config: PredictConfig, axis: DeviceMesh | None) -> int:
+    """Bytes of this rank."""
+    if config.memory is not None:
+        return int(config.memory * 2**30)
+    shared = axis is not None and torch.device(config.device).type == "cpu"
+    return free_bytes(config.device) // (axis.size() if axis is not None and shared else 1)
 
 
 class OnDevice(Sequence[Features]):

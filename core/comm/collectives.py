@@ -15,6 +15,8 @@ back. `axis` is a DeviceMesh with one dim.
 `gather_from` is for an input that every rank then uses for another part of the work (its gradients are partial sums);
 `join_from` for a result that every rank then uses alike.
 
+On the meta device nothing travels: results have their shapes, so that one rank can see what it would allocate.
+
 Ragged dims: a dim of n rows over s ranks becomes s shards of ceil(n / s) rows, the last ones filled with zeros; whoever
 gathers cuts the surplus off again with the length it knows.
 """
@@ -32,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 def all_reduce(x: Tensor, axis: DeviceMesh) -> Tensor:
     """The sum over the axis, as a new tensor; no gradient."""
     out = x.clone(memory_format=torch.contiguous_format)
-    if axis.size() > 1 and out.numel():
+    if axis.size() > 1 and out.numel() and not x.is_meta:
         dist.all_reduce(out, group=axis.get_group())
     return out
 
@@ -40,7 +42,7 @@ def all_reduce(x: Tensor, axis: DeviceMesh) -> Tensor:
 def all_reduce_max(x: Tensor, axis: DeviceMesh) -> Tensor:
     """The elementwise maximum over the axis, as a new tensor; no gradient."""
     out = x.clone(memory_format=torch.contiguous_format)
-    if axis.size() > 1 and out.numel():
+    if axis.size() > 1 and out.numel() and not x.is_meta:
         dist.all_reduce(out, op=dist.ReduceOp.MAX, group=axis.get_group())
     return out
 
@@ -50,8 +52,9 @@ def all_gather(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     size = axis.size()
     if size == 1:
         return x
-    out = x.new_empty(size, *x.shape)
-    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=axis.get_group())
+    out, own = x.new_empty(size, *x.shape), x.contiguous()
+    if not x.is_meta:
+        dist.all_gather_into_tensor(out.view(-1), own.view(-1), group=axis.get_group())
     return out.movedim(0, dim).flatten(dim, dim + 1)
 
 

@@ -74,6 +74,8 @@ def _send(x: Tensor, shard: int, axis: DeviceMesh) -> tuple[Tensor, Any]:
         x = torch.cat((x, x.new_zeros(filling)), shard)
     parts = x.unflatten(shard, (size, -1)).movedim(shard, 0).contiguous()
     received = torch.empty_like(parts)
+    if x.is_meta:  # nothing travels, as in core.comm
+        return received, (None, parts)
     work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.get_group(), async_op=True)
     return received, (work, parts)  # what is sent has to stay until it is
 
@@ -103,8 +105,8 @@ class _Begin(Function):
 class _Finish(Function):
     @staticmethod
     def forward(ctx, received, switching):
-        work, _ = switching.work
-        work.wait()
+        if switching.work[0] is not None:
+            switching.work[0].wait()
         switching.work = None
         ctx.switching, ctx.shape = switching, received.shape
         return _joined(received, switching.whole, switching.length)
@@ -129,16 +131,19 @@ def pieces(x: Tensor, dim: int, length: int, axis: DeviceMesh) -> Iterator[tuple
     if size == 1:
         yield slice(0, length), x
         return
-    own, group = x.contiguous(), axis.get_group()
+    own = x.contiguous()
 
     def begin(source: int) -> tuple[Tensor, Any]:
         piece = own if source == rank else torch.empty_like(own)
-        return piece, dist.broadcast(piece, group_src=source, group=group, async_op=True)
+        if own.is_meta:
+            return piece, None
+        return piece, dist.broadcast(piece, group_src=source, group=axis.get_group(), async_op=True)
 
     coming = begin(0)
     for source in range(size):
         piece, work = coming
-        work.wait()
+        if work is not None:
+            work.wait()
         if source + 1 < size:
             coming = begin(source + 1)
         at = slice(min(length, source * rows), min(length, (source + 1) * rows))

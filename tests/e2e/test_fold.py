@@ -245,6 +245,15 @@ def test_plan(capsys) -> None:
     assert 10_000 < int(found[1].replace(",", "")) < 12_000  # whose pairs alone are 24 to 34 GiB of the 40
     assert "predicted peak" in said
     assert "blocks.*.pair.outgoing" in said
+    options = ("--length", 2000, "--model", "model_5_ptm", "--nproc", 4, "--memory")
+    code, said, _ = fold(capsys, "plan", *options, 3)
+    assert code == 0
+    peak = re.search(r"predicted peak of a rank: ([0-9.]+) GiB, ([0-9.]+) of these", said)
+    assert peak
+    assert float(peak[1]) <= 3
+    code, _, err = fold(capsys, "plan", *options, 0.5)
+    assert code == 2
+    assert "on each of 4 ranks" in err
     code, _, err = fold(capsys, "plan", "--length", 30_000, "--model", "model_5_ptm", "--memory", 4)
     assert code == 2
     assert "30000 residues" in err
@@ -286,6 +295,7 @@ def test_recipes(capsys) -> None:
         (("predict", "in.fasta", "--weights", "w", "--memory", 0), ("memory=0",)),
         (("predict", "in.fasta", "--weights", "w", "--max-template-date", "May"), ("'May' is no date", "2018-04-30")),
         (("plan", "--length", 0), ("length=0",)),
+        (("plan", "--nproc", 2), ("--length 10000",)),
         (("plan", "--model", "model_9"), ("model_9", "model_1")),
         (("plan", "--model", "model_5", "--templates", 2), ("templates",)),
     ],

@@ -9,16 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from apps.fold.axial import shard_evoformer
+from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import tiny
 from apps.fold.predict import main
-from apps.fold.subbatch import How
+from apps.fold.shares import plan_shares, rank_bytes
+from apps.fold.subbatch import HEADS, How, Job
 from apps.fold.subbatch.operations import operations_of
+from apps.fold.subbatch.planner import gib_up, planned
+from apps.fold.subbatch.reading import read_pairs
+from apps.fold.subbatch.slices import every
 from apps.fold.weights.folder import save_folder
-from core.comm.collectives import all_reduce
+from core.comm.collectives import all_reduce, all_reduce_max
 from core.comm.volume import count_volume
+from core.config import UserError
 from core.mesh import MeshConfig, build_mesh
+from core.metrics import MemoryAccount
 from core.parallel.axial import pieces, shard_of, switch
 from tests.support.fold import random_features, random_parameters
 from tests.support.training import removed
@@ -182,6 +188,64 @@ def test_predict_over_ranks_writes_what_one_process_does(ranks, tmp_path: Path) 
         assert pae[0].shape == pae[1].shape
         assert np.abs(pae[0].astype(float) - pae[1].astype(float)).max() < 1e-3
         assert (tmp_path / "ranks" / name / "rank_1.cif").is_file()
+
+
+def _budgets(size: int) -> list[tuple[int, int, int, float]]:
+    """(budget, counted, allocated, largest difference) for budgets from the least on."""
+    axis = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")["tp"]
+    whole = tiny(templates=False)
+    stack = replace(whole.evoformer, num_blocks=1)
+    config = replace(whole, evoformer=stack, structure=replace(whole.structure, num_layers=1))
+    features = [replace(random_features(31, rows=6, extra=5, templates=0), templates=None)]
+    job = Job(config, 31, 6, 5, iterations=1)
+    model = AlphaFold(config).eval()
+    model.load_state_dict(random_parameters(config))
+    mask_BN = features[0].mask_BN
+    with torch.inference_mode():
+        found = model.fold(features)
+        expected = found.positions_BN373, read_pairs(model.heads, found.pair_BNNZ, mask_BN, every(31, 31))
+    least = _least(job, axis)
+    results = []
+    for share in (1.0, 1.4):
+        budget = int(share * least)
+        choices = plan_shares(job, budget, axis)
+        sharded = AlphaFold(config).eval()
+        sharded.load_state_dict(model.state_dict())
+        shard_evoformer(sharded, axis, choices)
+        with torch.inference_mode(), MemoryAccount() as account:
+            account.add(sharded.parameters())
+            features[0].map(lambda tensor, account=account: account.add([tensor]) or tensor)
+            got = sharded.fold(features)
+            pairs = read_shards(sharded.heads, got.pair_BNNZ, mask_BN, axis, choices[HEADS])
+        off = _off(got.positions_BN373, expected[0])
+        if axis.get_local_rank() == 0:
+            assert pairs.pae is not None
+            assert expected[1].pae is not None
+            off = max(off, _off(pairs.pae, expected[1].pae))
+        counted = rank_bytes(job, choices, axis)
+        results.append((budget, counted, account.peak_bytes, off))
+    with pytest.raises(UserError, match=f"on each of {size} ranks"):
+        plan_shares(job, int(0.9 * least), axis)
+    return results
+
+
+def _least(job: Job, axis) -> int:
+    """What a rank takes where every operation goes row by row; a budget of nothing is refused with this, in GiB."""
+    rowwise = dict.fromkeys(planned(job, 0).choices, How("rows", 1))
+    least = float(all_reduce_max(torch.tensor(float(rank_bytes(job, rowwise, axis)), dtype=torch.float64), axis))
+    with pytest.raises(UserError, match=f"give --memory {gib_up(int(least))}, fewer rows"):
+        plan_shares(job, 1, axis)
+    return int(least)
+
+
+def test_no_rank_takes_more_than_its_budget(ranks) -> None:
+    """By dispatch, operator by operator, on every rank; what was counted without traffic is within 5 % of it."""
+    for found in ranks(2).run(_budgets, 2):
+        for budget, counted, allocated, off in found:
+            assert allocated <= budget
+            assert counted <= budget
+            assert abs(counted - allocated) <= 0.05 * allocated, (budget, counted, allocated)
+            assert off <= 1e-3
 
 
 def _traffic(size: int) -> dict:

@@ -108,23 +108,23 @@ def plan_subbatches(job: Job, budget_bytes: int) -> Plan:
 
     Raises UserError when no plan stays within the budget: what the smallest one is that would do.
     """
-    plan = _planned(job, budget_bytes)
+    plan = planned(job, budget_bytes)
     if plan.peak_bytes > budget_bytes:
         raise UserError(
             f"{job.residues} residues with {job.rows} + {job.extra} rows need at least "
-            f"{_gib_up(plan.peak_bytes)} GiB, and there are {budget_bytes / 2**30:.2f}; "
-            f"give --memory {_gib_up(plan.peak_bytes)}, fewer rows, a narrower --precision or more ranks"
+            f"{gib_up(plan.peak_bytes)} GiB, and there are {budget_bytes / 2**30:.2f}; "
+            f"give --memory {gib_up(plan.peak_bytes)}, fewer rows, a narrower --precision or more ranks"
         )
     return plan
 
 
-def _gib_up(num_bytes: int) -> str:
+def gib_up(num_bytes: int) -> str:
     """In GiB, rounded up, so that the number given back is enough."""
     return f"{-(-num_bytes * 100 // 2**30) / 100:.2f}"
 
 
 @lru_cache(maxsize=256)
-def _planned(job: Job, budget_bytes: int) -> Plan:
+def planned(job: Job, budget_bytes: int) -> Plan:
     """The plan, or, where none is within the budget, the one with the lowest peak."""
     plan = _Decision(_survey(job, offload=False), budget_bytes).plan()
     if plan.peak_bytes <= budget_bytes or job.device == "cpu":
@@ -135,7 +135,7 @@ def _planned(job: Job, budget_bytes: int) -> Plan:
 
 def least_bytes(job: Job) -> int:
     """The smallest budget there is a plan for."""
-    return _planned(job, 0).peak_bytes
+    return planned(job, 0).peak_bytes
 
 
 def longest(job: Job, budget_bytes: int) -> int:
@@ -214,12 +214,12 @@ class _Survey:
         with torch.device("meta"):
             model = network(short).to(self.job.dtype).eval()
         if not self.job.hidden:
-            _without_masks(model)
+            without_masks(model)
         for name, module, operation in operations_of(model):
             wrap(module, operation, partial(self._visit, name, operation))
         normalise_in_slices(model)
         if self.offload:
-            offload_pairs(model, _stand_in)
+            offload_pairs(model, stand_in)
         features, account = meta_features(self.job), self._account
         with torch.no_grad(), self._kernels(), account:
             account.add(model.parameters())
@@ -256,7 +256,7 @@ class _Survey:
         return result
 
     def _visit_heads(self, model: Network, z: Tensor, mask: Tensor) -> None:
-        host = _stand_in if self.job.device == "cuda" else partial(torch.empty, device="meta")
+        host = stand_in if self.job.device == "cuda" else partial(torch.empty, device="meta")
 
         def read(module: nn.Module, whole: Any, how: How, cuts: Cuts, z: Tensor, mask: Tensor) -> Any:
             return read_pairs(model.heads, z, mask, cuts(z.shape[1], how.rows), host)
@@ -480,12 +480,12 @@ def _layer_bytes(structure: Structure) -> int:
     return sum(t.numel() * t.element_size() for t in _tensors(kept))
 
 
-def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Of a tensor in host memory while planning: its shape, and no memory."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
-def _without_masks(model: nn.Module) -> None:
+def without_masks(model: nn.Module) -> None:
     """Where nothing is hidden, attention does not join mask and bias."""
     for module in model.modules():
         attend = getattr(module, "attend", None)
