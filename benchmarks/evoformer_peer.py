@@ -1,8 +1,10 @@
 """OpenFold's Evoformer block, in an environment that has it, for `benchmarks.evoformer`.
 
 `python -m benchmarks.evoformer_peer TASK.pt BLOCKS DEVICE FORMAT REPEATS THREADS` (this module imports nothing of the
-project): loads the weights and inputs of the task, writes its outputs into it, times, and prints {work: seconds}, the
-least of REPEATS after one that is not counted. Attention as OpenFold has it by default, without its compiled extension.
+project but its account of memory, which needs torch alone): loads the weights and inputs of the task, writes its
+outputs into it, times, and prints {work: seconds}, the least of REPEATS after one that is not counted; on a CPU also
+"peak", the most bytes of tensors alive at once in a forward without gradients. Attention as OpenFold has it by default,
+without its compiled extension.
 
 A checkout on the PYTHONPATH will do, beside torch, numpy and scipy: of OpenFold only the block's modules are imported.
 """
@@ -69,6 +71,22 @@ def forward_backward(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> 
     model.zero_grad()
 
 
+def peak_bytes(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> int:
+    """Weights and inputs among them; its own inputs are overwritten."""
+    path = Path(__file__).parents[1] / "core" / "metrics" / "memory.py"
+    spec = importlib.util.spec_from_file_location("memory", path)
+    assert spec is not None
+    assert spec.loader is not None
+    memory = importlib.util.module_from_spec(spec)
+    sys.modules["memory"] = memory
+    spec.loader.exec_module(memory)
+    given = [inputs[0].clone(), inputs[1].clone(), *inputs[2:]]
+    with torch.no_grad(), memory.MemoryAccount() as account:
+        account.add([*model.parameters(), *given])
+        run(model, given)
+    return account.peak_bytes
+
+
 def main(argv: list[str]) -> None:
     path, device, repeats = Path(argv[0]), torch.device(argv[2]), int(argv[4])
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[argv[3]]
@@ -81,7 +99,9 @@ def main(argv: list[str]) -> None:
     with torch.no_grad():
         outputs = run(model, [inputs[0].clone(), inputs[1].clone(), *inputs[2:]])
     torch.save(task | {"outputs": [x.cpu() for x in outputs]}, path)
-    found = {}
+    found: dict[str, float] = {}
+    if device.type == "cpu":
+        found["peak"] = peak_bytes(model, inputs)
     for name, work in (("forward", forward), ("forward and backward", forward_backward)):
         taken = []
         for _ in range(repeats + 1):
