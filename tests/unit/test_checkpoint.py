@@ -465,8 +465,8 @@ class Coordinate:
 
     at: dict[str, int]
 
-    def __getitem__(self, axis: str) -> SimpleNamespace:
-        return SimpleNamespace(size=lambda: 2, get_local_rank=lambda: self.at[axis])
+    def __getitem__(self, axes: tuple[str]) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: 2, get_local_rank=lambda: self.at[axes[0]])
 
 
 def test_an_empty_shard_does_not_stand_for_the_neighbour_at_its_offset():
