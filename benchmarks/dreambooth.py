@@ -28,23 +28,21 @@ import torch
 from PIL import Image
 
 from apps.diffusion.demo import __main__ as demo
-from apps.diffusion.demo.captions import SUBJECT_CLASS, subject_prompt, words
+from apps.diffusion.demo.captions import SUBJECT_CLASS, subject_prompt
 from apps.diffusion.demo.detector import Detector, train_detector
 from apps.diffusion.demo.metrics import drift_points, subject_figures
 from apps.diffusion.demo.pictures import as_images, write_subject_folder
-from apps.diffusion.demo.sizes import PIXELS, write_tokenizer
+from apps.diffusion.demo.sizes import PIXELS
 from apps.diffusion.pipeline import (
     EMBEDDED,
     Pipeline,
-    build_text_encoder,
-    build_unet,
-    build_vae,
     load_pipeline,
     save_pipeline,
 )
 from apps.diffusion.shapes import SD_V1, Shape
 from benchmarks.result import ROOT, Measured, Number, Row, Target, versions
 from benchmarks.run import Benchmark, Options, main
+from benchmarks.stable_diffusion import write_random
 from core.config import UserError, run_command
 
 SCRIPT = Path("examples/dreambooth/train_dreambooth.py")
@@ -280,12 +278,7 @@ def _narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
 def write_inputs(folder: Path, shape: Shape, pixels: int) -> None:
     """weights, subject and likes."""
     folder.mkdir(parents=True)
-    tokenizer = write_tokenizer(words(), folder / "tokenizer")
-    ids = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
-    ids |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    torch.manual_seed(0)
-    modules = build_unet(shape.unet), build_vae(shape.vae), build_text_encoder(shape.text_encoder | ids)
-    save_pipeline(Pipeline(*modules, tokenizer, shape.schedule), folder / "weights")
+    write_random(shape, folder / "weights", folder / "tokenizer")
     write_subject_folder(folder / "subject", size=pixels)
     (folder / "likes").mkdir()
     generator = np.random.default_rng(0)

@@ -41,7 +41,7 @@ from apps.diffusion.pipeline import (
 )
 from apps.diffusion.plan_config import RECIPES, PlanConfig
 from apps.diffusion.samplers import draw_noise
-from apps.diffusion.shapes import SD_V1, meta_modules
+from apps.diffusion.shapes import SD_V1, Shape, meta_modules
 from benchmarks.result import Measured, Number, Row, Target, versions
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
@@ -161,19 +161,22 @@ _NARROW = {"block_out_channels": [32, 64, 128, 128], "cross_attention_dim": 32, 
 _PIXELS = 64
 
 
+def write_random(shape: Shape, folder: Path, tokenizer_folder: Path) -> Path:
+    """A pipeline of this shape with random weights, for the demo's words."""
+    tokenizer = write_tokenizer(words(), tokenizer_folder)
+    ids = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
+    ids |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    torch.manual_seed(0)
+    modules = build_unet(shape.unet), build_vae(shape.vae), build_text_encoder(shape.text_encoder | ids)
+    return save_pipeline(Pipeline(*modules, tokenizer, shape.schedule), folder)
+
+
 def write_narrow(folder: Path) -> Path:
     """v1's topology at a tenth of its width with random weights, and four pictures with captions."""
-    tokenizer = write_tokenizer(words(), folder / "tokenizer")
+    vae = {"block_out_channels": [32, 64, 128, 128], "sample_size": _PIXELS}
     text = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "projection_dim": 32}
-    text |= {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
-    text |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    torch.manual_seed(0)
-    modules = (
-        build_unet(SD_V1.unet | _NARROW),
-        build_vae(SD_V1.vae | {"block_out_channels": [32, 64, 128, 128], "sample_size": _PIXELS}),
-        build_text_encoder(SD_V1.text_encoder | text),
-    )
-    save_pipeline(Pipeline(*modules, tokenizer, SD_V1.schedule), folder / "narrow")
+    shape = Shape(SD_V1.unet | _NARROW, SD_V1.vae | vae, SD_V1.text_encoder | text)
+    write_random(shape, folder / "narrow", folder / "tokenizer")
     (folder / "pictures").mkdir()
     generator = np.random.default_rng(0)
     for number in range(4):

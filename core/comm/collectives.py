@@ -15,7 +15,8 @@ back. `axis` is a DeviceMesh with one dim.
 `gather_from` is for an input that every rank then uses for another part of the work (its gradients are partial sums);
 `join_from` for a result that every rank then uses alike.
 
-On the meta device nothing travels: results have their shapes, so that one rank can see what it would allocate.
+On the meta device sums and gathers send nothing: results have their shapes, so that one rank can see what a forward
+would allocate.
 
 Ragged dims: a dim of n rows over s ranks becomes s shards of ceil(n / s) rows, the last ones filled with zeros; whoever
 gathers cuts the surplus off again with the length it knows.
