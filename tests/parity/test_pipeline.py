@@ -118,9 +118,9 @@ def test_microbatches_of_any_length(ranks, schedule: ScheduleName) -> None:
 
 def test_waiting_is_no_computing(ranks) -> None:
     """What an action is said to take is without the messages that it waits for: a bubble is seen as one."""
-    first, last = ranks(2).run(pipeline.seconds_of_forwards, Case(GPT2, TWO, staged("gpipe")), 0.5)
-    assert min(first) >= 0.5
-    assert min(last) < 0.4
+    first, last = ranks(2).run(pipeline.seconds_of_forwards, Case(GPT2, TWO, staged("gpipe")), 1.0)
+    assert min(first) >= 1.0
+    assert sorted(last)[1] < 0.7  # only two of the three wait for a message: the first is told its shape before
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
