@@ -1,13 +1,13 @@
 """Running the commands as a user does: a process of their own, with one thread a rank.
 
 `run` and `llm` fork that process from one that has imported torch already, because importing it takes longer than most
-commands do. The ranks that a command launches are interpreters of their own, and so is what `start` starts.
+commands do; the ranks that it launches are forked, too (`forked_ranks`). What `start` starts is an interpreter of its
+own, and so are its ranks.
 """
 
 import faulthandler
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -47,6 +47,8 @@ def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subproc
 def _python(words: list[str], cwd: str, out: str, err: str) -> None:
     import torch
 
+    from tests.support.forked_ranks import forked_ranks, run_python
+
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -56,12 +58,8 @@ def _python(words: list[str], cwd: str, out: str, err: str) -> None:
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)  # read from the environment when the process that this one is forked from imported it
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+    with forked_ranks(words):
+        run_python(words)
 
 
 def start(*arguments: object) -> subprocess.Popen:
