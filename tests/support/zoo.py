@@ -118,8 +118,9 @@ def pictures(step: int) -> Batch:
 
 def denoising_loss(model: nn.Module, batch: Batch) -> Tensor:
     dtype = next(model.parameters()).dtype
-    noisy, noise, context = (batch[name].to(dtype) for name in ("noisy", "noise", "context"))
-    return F.mse_loss(model(noisy, batch["t"], encoder_hidden_states=context).sample, noise)
+    noisy, context = (batch[name].to(dtype) for name in ("noisy", "context"))
+    sample = model(noisy, batch["t"], encoder_hidden_states=context).sample
+    return F.mse_loss(sample.float(), batch["noise"])
 
 
 @dataclass(frozen=True)
