@@ -49,7 +49,10 @@ class Ticket:
     async def next(self, timeout_s: float) -> Event | None:
         """The next event; None when there was none for so long.  Raises EngineFailed."""
         try:
-            event = await asyncio.wait_for(self._events.get(), timeout_s)
+            # Not by wait_for: before Python 3.12 that forgets a cancellation which comes with an event, so a client
+            # that leaves while a token comes would be written to until the end.
+            async with asyncio.timeout(timeout_s):
+                event = await self._events.get()
         except TimeoutError:
             return None
         if isinstance(event, Failed):
