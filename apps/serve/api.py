@@ -166,15 +166,16 @@ def completion_call(body: CompletionBody, model: str, engine: Engine, max_choice
     call_id = f"cmpl-{secrets.token_hex(12)}"
     requests = []
     for index, prompt in enumerate(prompts):
+        max_tokens = _max_tokens(body.max_tokens, 16, len(prompt), engine)
         request = Request(
             id=f"{call_id}-{index}",
             prompt=tuple(prompt),
-            max_tokens=_max_tokens(body.max_tokens, 16, len(prompt), engine),
+            max_tokens=max_tokens,
             sampling=_sampling(body),
             num_sequences=best_of,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
-            **_endings(body, engine.text),
+            **_endings(body, engine.text, max_tokens),
         )
         requests.append(_checked(request, engine))
     echoes = tuple(t if t is not None else engine.text.decode(p) for t, p in zip(texts, prompts)) if body.echo else None
@@ -197,15 +198,17 @@ def chat_call(body: ChatBody, model: str, engine: Engine, max_choices: int) -> C
         raise ApiError(400, str(error), param="messages") from None
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     call_id = f"chatcmpl-{secrets.token_hex(12)}"
-    endings = _endings(body, engine.text)
+    max_tokens = _max_tokens(body.max_completion_tokens or body.max_tokens, None, len(prompt), engine)
+    endings = _endings(body, engine.text, max_tokens)
+    endings["stop"] += stop
     request = Request(
         id=f"{call_id}-0",
         prompt=tuple(prompt),
-        max_tokens=_max_tokens(body.max_completion_tokens or body.max_tokens, None, len(prompt), engine),
+        max_tokens=max_tokens,
         sampling=_sampling(body),
         num_sequences=body.n or 1,
         logprobs=logprobs,
-        **endings | {"stop": (*endings["stop"], *stop)},
+        **endings,
     )
     return _call(body, call_id, model, engine, (_checked(request, engine),), body.n or 1, True, logprobs, None)
 
@@ -317,7 +320,11 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     return bias
 
 
-def _endings(body: Options, text: Text) -> dict[str, Any]:
+def _endings(body: Options, text: Text, max_tokens: int) -> dict[str, Any]:
+    if (body.min_tokens or 0) > max_tokens:
+        raise ApiError(
+            400, f"min_tokens is {body.min_tokens}, more than the {max_tokens} that may be written", param="min_tokens"
+        )
     stop = () if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else text.end_ids)
     return {
