@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,6 +45,7 @@ from apps.serve.pace import Pace
 from apps.serve.request import Delta, Request, Sampling
 from apps.serve.runner import Runner
 from apps.serve.scheduler import Limits
+from apps.serve.text import Text
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from benchmarks.serving_peers import PEERS, in_batches
@@ -124,7 +125,7 @@ def engine_of(model: Decoder, concurrency: int, length: int, pace: Pace | None =
     """For so many sequences at once of at most so many tokens."""
     num_pages, dtype = concurrency * (-(-length // PAGE_SIZE) + 1), model.embedding.tokens.weight.dtype
     return Engine(
-        Runner(model, num_pages, PAGE_SIZE, dtype), _NoText(), Limits(PAGE_SIZE, 2048, 512, concurrency),
+        Runner(model, num_pages, PAGE_SIZE, dtype), cast(Text, _NoText()), Limits(PAGE_SIZE, 2048, 512, concurrency),
         num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=length, pace=pace,
     )  # fmt: skip
 

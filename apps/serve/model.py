@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +106,7 @@ def _load(
         apply_plan(model, tensor_parallel_plan(source.config), axis)
 
     if scheme is not None or is_quantized(source.folder):
-        chosen = {} if scheme is None else {"embeddings": True, "head": True}
+        chosen: dict[str, Any] = {} if scheme is None else {"embeddings": True, "head": True}
         model = load_quantized(source.folder, scheme, **chosen, device=device, cut=cut if ranks > 1 else None)
         assert isinstance(model, Decoder)
         if scheme is not None and stored_bytes(model) < _free_bytes(device) // ranks // 2:

@@ -110,7 +110,7 @@ class PagedAttend:
         positions: Tensor,
         context: PagedContext,
     ) -> Tensor:
-        scales = {"k_scales": self.k_scales, "v_scales": self.v_scales}
+        scales: dict[str, Any] = {"k_scales": self.k_scales, "v_scales": self.v_scales}
         write_pages(k_1TJK[0], v_1TJK[0], self.k, self.v, context.slots_T, **scales)
         o_THK = paged_attention(
             q_1THK[0],

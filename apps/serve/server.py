@@ -277,7 +277,7 @@ def _described(loop: EngineLoop) -> dict[str, Any]:
 
 
 def _add_health(app: FastAPI, server: Server) -> None:
-    unwell = {503: {"description": "not now"}}
+    unwell: dict[int | str, dict[str, Any]] = {503: {"description": "not now"}}
 
     @app.get("/health", responses=unwell)
     async def health() -> Any:
@@ -310,8 +310,6 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    Handler = Callable[[Request, Any], Awaitable[Response]]
-
     async def api_error(_: Request, error: ApiError) -> Response:
         return _json(error.body, error.status, error.headers)
 
@@ -331,7 +329,7 @@ def _add_errors(app: FastAPI) -> None:
         log.error("unexpected %s", type(error).__name__, exc_info=error)
         return _json(ApiError(500, "an error of the server's", kind="server_error").body, 500)
 
-    handlers: dict[Any, Handler] = {
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         ApiError: api_error,
         RequestValidationError: invalid,
         HTTPException: http_error,

@@ -5,7 +5,7 @@ folder is run (chat templates are Jinja in a sandbox).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Text:
     begin_id       what stands for an empty prompt
     """
 
-    def __init__(self, hf: Any, end_ids: Sequence[int] = ()):
+    def __init__(self, hf: Any, end_ids: Iterable[int] = ()):
         self.hf = hf
         self.end_ids = frozenset(end_ids) | ({hf.eos_token_id} if hf.eos_token_id is not None else set())
         vocab = hf.get_vocab()
