@@ -62,7 +62,10 @@ def step(batch: int) -> Step:
     tables = [list(range(b * _pages(), (b + 1) * _pages())) for b in range(batch)]
     slots = [table[(LENGTH - 1) // PAGE_SIZE] * PAGE_SIZE + (LENGTH - 1) % PAGE_SIZE for table in tables]
     every = list(range(batch))
-    return Step([5] * batch, [LENGTH - 1] * batch, slots, tables, [LENGTH] * batch, [*every, batch], every)
+    written = [1] * batch
+    return Step(
+        [5] * batch, [LENGTH - 1] * batch, slots, tables, [LENGTH] * batch, [*every, batch], every, [], written
+    )  # fmt: skip
 
 
 def measure(options: Options) -> Measured:

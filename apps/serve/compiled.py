@@ -6,10 +6,13 @@
 2. torch.compile makes loops in C++ of it: keys and values are read once, in the order in which they lie, for all
    sequences, and nothing is gathered first.
 
-A sequence with one new token goes through the graph, one with more (a part of a prompt) through the decoder as it is,
-also where both are in one step: so a token's arithmetic follows from its own sequence alone. For a lone token
-torch.compile would make other loops, which round otherwise, so it is given twice. Sums over a sequence run in order,
-and what fills up a shorter one adds zeros behind them, so no bit depends on the longest.
+Tokens that a sequence wrote itself go through the graph, also those that are computed again after a preemption, several
+of one sequence as so many sequences. Tokens of prompts go through the decoder as it is, in the same step, also where a
+part of a prompt is one token long. The two round otherwise; so which of them computes a token follows from the token,
+not from where the scheduler cuts, and pages with written tokens are not shared with prompts that say the same.
+
+For a lone token torch.compile would make other loops, which round otherwise, so it is given twice. Sums over a sequence
+run in order, and what fills up a shorter one adds zeros behind them, so no bit depends on the longest.
 
 Needs a C++ compiler when it is made. On CPUs, one rank, no experts.
 

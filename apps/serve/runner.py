@@ -34,6 +34,8 @@ class Step:
 
     ids, positions, slots   of each token: what it is, where it stands in its text, its place in the pages
     tables, lengths, starts of each sequence: its pages, its tokens with the new ones, its first new token
+    written                 of each sequence: how many of the new tokens it wrote itself, its last ones; the others are
+                            its prompt's. Left out: none
     rows                    tokens whose logits are wanted
     copies                  pages to be copied before anything is written: (from, to)
     """
@@ -46,33 +48,34 @@ class Step:
     starts: list[int] = field(default_factory=lambda: [0])
     rows: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
 
-    def part(self, *, single: bool) -> "Step":
-        """The sequences with one new token, or those with more, without copies."""
-        found = Step()
-        for table, length, start, stop in zip(self.tables, self.lengths, self.starts, self.starts[1:]):
-            if (stop == start + 1) is single:
-                moved = len(found.ids) - start
+    def parts(self) -> tuple["Step", "Step", list[int]]:
+        """(tokens of prompts, written tokens, where each row is among the rows of the two behind each other).
+
+        Each written token stands as a sequence of its own, which ends with it; so all of these have one new token.
+        Copies are left out.
+        """
+        prompts, alone, asked = Step(), Step(), set(self.rows)
+        found: list[tuple[bool, int]] = []
+        for table, length, start, stop, written in zip(
+            self.tables, self.lengths, self.starts, self.starts[1:], self.written or [0] * len(self.tables)
+        ):
+            middle = stop - written
+            pieces = [(prompts, start, middle)] if start < middle else []
+            pieces += [(alone, token, token + 1) for token in range(middle, stop)]
+            for part, first, last in pieces:
+                moved = len(part.ids) - first
                 for name in ("ids", "positions", "slots"):
-                    getattr(found, name).extend(getattr(self, name)[start:stop])
-                found.tables.append(table)
-                found.lengths.append(length)
-                found.starts.append(stop + moved)
-                found.rows.extend(row + moved for row in self.rows if start <= row < stop)
-        return found
-
-    def order_of_parts(self) -> list[int]:
-        """Where each row of the step is among the rows of its two parts behind each other."""
-        sizes = [(stop - start, start, stop) for start, stop in zip(self.starts, self.starts[1:])]
-        behind = [
-            row
-            for single in (True, False)
-            for size, start, stop in sizes
-            if (size == 1) is single
-            for row in self.rows
-            if start <= row < stop
-        ]
-        return [behind.index(row) for row in self.rows]
+                    getattr(part, name).extend(getattr(self, name)[first:last])
+                part.tables.append(table)
+                part.lengths.append(length - (stop - last))
+                part.starts.append(last + moved)
+                rows = [row for row in range(first, last) if row in asked]
+                part.rows.extend(row + moved for row in rows)
+                found.extend((part is alone, row) for row in rows)
+        place = {row: index for index, (_, row) in enumerate(sorted(found))}
+        return prompts, alone, [place[row] for row in self.rows]
 
 
 @dataclass
@@ -134,15 +137,17 @@ class PagedAttend:
 
 Tables = Sequence[Sequence[int]]
 Decode = Callable[[Tensor, Tensor, Tables, Sequence[int], Sequence[int]], Tensor]
-"""(ids[1, T], positions[1, T], tables, lengths, slots) of T sequences with one new token -> what the head is given."""
+"""(ids[1, T], positions[1, T], tables, lengths, slots) of T sequences with one new token -> what the head is given.
+Two may be the same text, one a token longer: the shorter one's key and value are there for the longer."""
 
 
 class Runner:
     """A decoder with pages in its `attend` slots.
 
     axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
-    decode  what computes sequences with one new token in the decoder's place, up to its head, if anything does
-            (`apps.serve.compiled`)
+    decode  what computes tokens that a sequence wrote itself in the decoder's place, up to its head, if anything does
+            (`apps.serve.compiled`). Tokens of prompts always go through the decoder, so which of the two rounds a
+            token's numbers follows from the token, not from how the scheduler cuts texts into steps
     """
 
     def __init__(
@@ -196,15 +201,14 @@ class Runner:
                 pages.copy(source, target)
         if not step.ids:
             return torch.empty(0, 0)
-        if self.decode is None:
+        if self.decode is None or not any(step.written):
             return self._forward(step)
-        if len(step.ids) == len(step.tables):
+        if len(step.ids) == len(step.tables) == sum(step.written):
             return self._decoded(step)
-        alone, others = (step.part(single=single) for single in (True, False))
-        if not alone.ids:
-            return self._forward(step)
-        logits_RV = torch.cat((self._decoded(alone), self._forward(others)))
-        return logits_RV[torch.tensor(step.order_of_parts(), device=self.device)]
+        prompts, alone, order = step.parts()
+        # Prompts first: written tokens of the same sequence attend to them.
+        logits = [compute(part) for part, compute in ((prompts, self._forward), (alone, self._decoded)) if part.ids]
+        return torch.cat(logits)[torch.tensor(order, device=self.device)]
 
     def _decoded(self, step: Step) -> Tensor:
         """logits[R, V] of sequences with one new token each, by `decode`."""

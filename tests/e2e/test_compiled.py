@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from apps.serve.compiled import compile_runner
-from apps.serve.runner import Step
+from apps.serve.runner import Runner, Step
 from apps.serve.scheduler import Limits
 from core.quant import pack, quantize
-from tests.support.serving import greedy, real_engine, run
+from tests.support.serving import greedy, random_schedule, real_engine, run
 from tests.unit.models.test_pretrained import example, random_decoder
+from tests.unit.serve.test_exact import sampled_requests, written_alone
 
 PROMPTS = ([1, 2, 3], [*range(20)], [5], [*range(20), 7, 8])
 
@@ -21,11 +22,12 @@ PROMPTS = ([1, 2, 3], [*range(20)], [5], [*range(20), 7, 8])
 )
 def test_compiled_steps() -> None:
     plain = random_decoder(example("bloom", max_length=64)).float()
-    decoder, written = pack(quantize(plain, "int8", embeddings=True, head=True)), []
+    decoder, written, graph = pack(quantize(plain, "int8", embeddings=True, head=True)), [], None
     for is_compiled in (False, True):
         engine = real_engine(decoder, Limits(4, 64, 6, 3), 40)
         if is_compiled:
-            assert compile_runner(engine.runner)
+            graph = compile_runner(engine.runner)
+            assert graph
         found = run(engine, [greedy(str(n), prompt, 8) for n, prompt in enumerate(PROMPTS)])
         written.append([found.ids(str(n)) for n in range(len(PROMPTS))])
     assert written[0] == written[1]
@@ -33,10 +35,20 @@ def test_compiled_steps() -> None:
     def logits(tokens: list[int]) -> torch.Tensor:
         every = list(range(len(tokens)))
         slots, tables = [4 * token for token in tokens], [[token] for token in tokens]
-        step = Step(tokens, [0] * len(every), slots, tables, [1] * len(every), [*every, len(every)], every)
+        step = Step(
+            tokens, [0] * len(every), slots, tables, [1] * len(every), [*every, len(every)], every, [], [1] * len(every)
+        )
         return engine.runner.run(step)
 
     together = logits([0, 1, 2, 3, 4])
     for token in range(5):
         assert torch.equal(logits([token])[0], together[token])
     assert torch.equal(logits([4, 2]), together[[4, 2]])
+
+    def prepare(runner: Runner) -> None:
+        assert compile_runner(runner, graph)
+
+    asked = sampled_requests()
+    alone = written_alone(decoder, asked, prepare)
+    for seed in range(5):  # tests/soak does it a thousand times
+        assert random_schedule(decoder, asked, seed, prepare)[0] == alone, seed

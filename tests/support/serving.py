@@ -1,7 +1,7 @@
 """Engines for tests: around a stand-in for the model that sees every mistake with pages, or around a real decoder."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -58,6 +58,7 @@ class StandIn:
         self.page_size = page_size
         self.cache: list[int | None] = [None] * (num_pages * page_size)
         self.steps: list[Step] = []
+        self.decode = None
 
     def run(self, step: Step) -> torch.Tensor:
         self.steps.append(step)
@@ -147,11 +148,15 @@ def run(engine: Engine, requests: Iterable[Request] = ()) -> Written:
     return written
 
 
-def random_schedule(model: Decoder, asked: Sequence[Request], seed: int) -> tuple[dict[str, list[int]], int]:
+def random_schedule(
+    model: Decoder, asked: Sequence[Request], seed: int, prepare: Callable[[Runner], object] = id
+) -> tuple[dict[str, list[int]], int]:
     """What each request writes, and how often somebody was preempted, where everything else is random.
 
     That is: who comes when and beside whom, sizes of chunks, pages and steps, whether pages are shared and how scarce
     they are.
+
+    prepare  what is done to the runner first
     """
     dice = random.Random(seed)
     limits = Limits(dice.choice([1, 3, 4, 16]), dice.randint(9, 64), dice.randint(1, 20), dice.randint(1, 8))
@@ -159,8 +164,12 @@ def random_schedule(model: Decoder, asked: Sequence[Request], seed: int) -> tupl
     engine = real_engine(
         model, limits, limits.pages(longest + 1) + 1 + dice.randint(0, 20), sharing=dice.random() < 0.7
     )
+    prepare(engine.runner)
     written, waiting = Written(), dice.sample(asked, len(asked))
+    # A step computes a token at least; what is computed again after a preemption is not ten times all of them.
+    steps = iter(range(10 * sum(len(request.prompt) + request.max_tokens for request in asked)))
     while waiting or engine.has_work:
+        assert next(steps, None) is not None, "it does not come to an end"
         if waiting and dice.random() < 0.6:
             engine.submit(waiting.pop())
         written.take(engine.step())
@@ -183,4 +192,5 @@ def random_aborts(engine: Engine, num_requests: int, share: float = 0.3) -> Writ
             engine.abort(name)
         written.take(engine.step())
         steps += 1
+        assert steps < 10 * num_requests, "it does not come to an end"
     return written

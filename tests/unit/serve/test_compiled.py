@@ -8,14 +8,16 @@ import logging
 import pytest
 import torch
 
-from apps.serve.compiled import check_compilable, compile_runner
+from apps.serve import compiled
+from apps.serve.compiled import attend_alone, check_compilable, compile_runner
 from apps.serve.runner import Runner, Step
 from apps.serve.scheduler import Limits
 from core.config import UserError
 from core.models import Decoder
 from core.quant import Scheme, pack, quantize
-from tests.support.serving import greedy, real_engine, run
+from tests.support.serving import greedy, random_schedule, real_engine, run
 from tests.unit.models.test_pretrained import example, random_decoder
+from tests.unit.serve.test_exact import flat_model, sampled_requests, written_alone
 
 PROMPTS = ([1, 2, 3], [*range(20)], [5], [*range(20), 7, 8])
 
@@ -60,7 +62,7 @@ def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
         every = list(range(len(tokens)))
         step = Step(
             tokens, [0] * len(every), [4 * t for t in tokens], [[t] for t in tokens], [1] * len(every),
-            [*every, len(every)], every,
+            [*every, len(every)], every, written=[1] * len(every),
         )  # fmt: skip
         return runner.run(step)
 
@@ -70,33 +72,94 @@ def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(logits([4, 2]), together[[4, 2]])
 
 
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs as they are traced, which round so coarsely that tokens tell what went through them."""
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    monkeypatch.setattr(compiled, "attend_alone", lambda q, k, v, *more: attend_alone(q, 1.5 * k, 0.5 * v, *more))
+
+
+@pytest.mark.usefixtures("coarse")
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_a_schedule_does_not_decide_what_goes_through_the_graph(scheme: str | None) -> None:
+    """Parts of prompts that are one token long, tokens computed again after a preemption, pages of others."""
+    decoder, asked, preempted = flat_model(scheme), sampled_requests(), 0
+    graph = compile_runner(real_engine(decoder, Limits(), 4).runner)
+    assert graph
+
+    def prepare(runner: Runner) -> None:
+        assert compile_runner(runner, graph) is graph
+
+    alone = written_alone(decoder, asked, prepare)
+    exact = written_alone(decoder, asked)
+    assert sum(alone[name] != exact[name] for name in alone) > 5
+    for seed in range(4):
+        found, preemptions = random_schedule(decoder, asked, seed, prepare)
+        assert found == alone, seed
+        preempted += preemptions
+    assert preempted > 0
+
+
+@pytest.mark.usefixtures("coarse")
+def test_pages_of_written_tokens_serve_no_prompt() -> None:
+    decoder = model("opt", None)
+    graph = compile_runner(real_engine(decoder, Limits(), 4).runner)
+
+    def answers(*prompts: list[int]) -> list[list[int]]:
+        engine = real_engine(decoder, Limits(2, 64, 64, 4), 60)
+        assert compile_runner(engine.runner, graph)
+        found = [run(engine, [greedy(str(n), prompt, 12)]).ids(str(n)) for n, prompt in enumerate(prompts)]
+        assert engine.counts.cached_tokens >= 6 * (len(prompts) - 1)
+        return found
+
+    first = [*range(8)]
+    again = first + answers(first)[0]
+    assert answers(first, again)[1] == answers(again)[0]
+
+
+def test_a_step_in_two_parts() -> None:
+    """A prompt in one token; a writer; a text whose prompt's end and two written tokens are computed again."""
+    step = Step(
+        [10, 11, 12, 13, 14, 15], [3, 7, 4, 5, 6, 7], [3, 17, 24, 25, 26, 27], [[0], [1, 2], [3, 6]], [4, 8, 8],
+        [0, 1, 2, 6], [0, 1, 5], written=[0, 1, 2],
+    )  # fmt: skip
+    prompts, alone, order = step.parts()
+    assert prompts == Step([10, 12, 13], [3, 4, 5], [3, 24, 25], [[0], [3, 6]], [4, 6], [0, 1, 3], [0])
+    assert alone == Step(
+        [11, 14, 15], [7, 6, 7], [17, 26, 27], [[1, 2], [3, 6], [3, 6]], [8, 7, 8], [0, 1, 2, 3], [0, 2]
+    )
+    assert order == [0, 1, 2]
+    step.rows.reverse()
+    assert step.parts()[2] == [2, 1, 0]
+
+
 @pytest.mark.parametrize("family", ["opt", "bloom", "llama"])
 @pytest.mark.parametrize("page_dtype", [torch.float64, torch.int8], ids=str)
 def test_attention_over_pages(family: str, page_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64 but for pages of int8, whose rounding is the same: parity to 1e-10, beside prompts in parts, too."""
     monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
     decoder = random_decoder(example(family, max_length=64))
-    lengths = [9, 1, 14, 4]
-    tables = [[7, 2, 5], [3], [0, 9, 1, 6], [8, 10]]
+    lengths = [9, 1, 14, 4, 2]
+    tables = [[7, 2, 5], [3], [0, 9, 1, 6], [8, 10], [11]]
     found = []
     for is_compiled in (False, True):
         runner = Runner(decoder, 12, 4, page_dtype)
         prompts = [list(range(2, 2 + length)) for length in lengths]
-        runner.run(_step(prompts, tables, [0] * 4))
+        runner.run(_step(prompts, tables, [0] * 5))
         if is_compiled:
             assert compile_runner(runner)
-            runner.run(_step(prompts, tables, [0] * 4))  # the first place was written to when it was compiled
-        more = [[20], [21], [22, 23], [24]]
-        together = runner.run(_step(more, tables, lengths))
-        apart = [runner.run(_step([ids], [table], [length])) for ids, table, length in zip(more, tables, lengths)]
+            runner.run(_step(prompts, tables, [0] * 5))  # the first place was written to when it was compiled
+        more, written = [[20], [21], [22, 23], [24], [25, 26]], [1, 0, 0, 1, 2]
+        together = runner.run(_step(more, tables, lengths, written))
+        apart = [runner.run(_step(*([given] for given in one))) for one in zip(more, tables, lengths, written)]
         assert (together - torch.cat(apart)).abs().max() < (1e-10 if page_dtype == torch.float64 else 1e-5)
         found.append(together)
     assert (found[0] - found[1]).abs().max() < (1e-10 if page_dtype == torch.float64 else 1e-5)
 
 
-def _step(new: list[list[int]], tables: list[list[int]], before: list[int]) -> Step:
+def _step(new: list[list[int]], tables: list[list[int]], before: list[int], written: list[int] | None = None) -> Step:
     """New tokens behind those that are in the pages; the logits of the last one of each sequence."""
-    step = Step()
+    step = Step(written=written or [])
     for ids, table, start in zip(new, tables, before):
         places = range(start, start + len(ids))
         step.ids.extend(ids)

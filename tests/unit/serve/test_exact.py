@@ -99,8 +99,12 @@ def flat_model(scheme=None):
     return decoder if scheme is None else quantize(decoder, scheme, embeddings=True, head=True)
 
 
-def written_alone(decoder, asked):
-    alone = {r.id: run(real_engine(decoder, Limits(16, 64, 64, 1), 8), [r]).ids(r.id) for r in asked}
+def written_alone(decoder, asked, prepare=id):
+    alone = {}
+    for request in asked:
+        engine = real_engine(decoder, Limits(16, 64, 64, 1), 8)
+        prepare(engine.runner)
+        alone[request.id] = run(engine, [request]).ids(request.id)
     assert len({tuple(ids) for ids in alone.values()}) == len(asked)
     return alone
 
