@@ -89,9 +89,12 @@ class Replay:
         self.found = found = Replayed()
         levels = []
         for k, moment in enumerate(self.trace.moments):
+            levels.append(self._level(moment))
             for move in self.plan.moves[k]:
                 self._move(*move)
-            levels.append(self._level(moment))
+                levels[-1] = self._level(moment)
+                if move.kind in ("fetch", "prefetch"):  # what goes has gone before
+                    assert levels[-1] <= self.plan.budget_bytes, (k, moment, move, levels[-1])
             assert levels[-1] <= self.plan.budget_bytes, (k, moment, levels[-1])
             self._run(moment)
         for move in self.plan.moves[len(self.trace.moments)]:
@@ -203,9 +206,13 @@ def least(trace: Trace, budget_bytes: int, resident: frozenset[int]) -> float:
 
 
 def lru(trace: Trace, budget_bytes: int, num_steps: int = 3) -> int:
-    """Bytes that the last step moves when room is made by letting go of what was used longest ago."""
+    """Bytes that the last step moves when room is made by letting go of what was used longest ago.
+
+    What was written goes to the host whenever it goes, until it is reduced: the rule of `least` and of `Replay`.
+    """
     infos = trace.chunks
-    recency: dict[int, bool] = {}  # chunk -> whether it holds gradients; least recently used first
+    recency: dict[int, None] = {}  # chunks that are there, least recently used first
+    written: set[int] = set()  # those with gradients that are not reduced
     moved = 0
     for _ in range(num_steps):
         moved = 0
@@ -214,13 +221,17 @@ def lru(trace: Trace, budget_bytes: int, num_steps: int = 3) -> int:
             for chunk in needs:
                 if chunk not in recency:
                     moved += infos[chunk].param_bytes
-                recency[chunk] = recency.pop(chunk, False) or chunk in moment.writes
+                recency.pop(chunk, None)
+                recency[chunk] = None
+            written.update(moment.writes)
             for chunk in list(recency):
                 if moment.other_bytes + sum(infos[c].param_bytes for c in recency) <= budget_bytes:
                     break
                 assert chunk not in needs
-                moved += infos[chunk].param_bytes if recency.pop(chunk) else 0
+                del recency[chunk]
+                moved += infos[chunk].param_bytes if chunk in written else 0
             if moment.kind == "reduce" and needs:
                 del recency[moment.chunks[0]]
+                written.discard(moment.chunks[0])
                 moved += infos[moment.chunks[0]].param_bytes
     return moved
