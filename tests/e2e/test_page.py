@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.http_server import ENGINE, Running, served, small_model
+from tests.support.http_server import ENGINE, HANGS_S, Running, served, small_model
 from tests.unit.serve.test_http import open_stream
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -42,6 +42,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, running: Running, tmp_path: Path) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1000, "height": 800})
+    context.set_default_timeout(1000 * HANGS_S)
     page = context.new_page()
     page.elsewhere, page.faults = [], []
     page.on("request", lambda r: r.url.startswith(running.url) or page.elsewhere.append(r.url))
@@ -64,7 +65,7 @@ def ask(page: Any, text: str, wait: bool = True) -> None:
 
 def done(page: Any) -> None:
     """The text is written, or has failed."""
-    sync_api.expect(page.locator("#send")).to_be_enabled(timeout=60_000)
+    sync_api.expect(page.locator("#send")).to_be_enabled(timeout=1000 * HANGS_S)
 
 
 def test_generate_and_keep(page: Any) -> None:
@@ -105,17 +106,20 @@ def test_output_is_escaped(page: Any, running: Running) -> None:
 
 
 def test_stop(page: Any, running: Running) -> None:
-    undo = running.slow_down(0.05)
+    undo, before = running.slow_down(0.2), running.loop.engine.counts.aborted
     try:
         page.click("text=Essay")
         ask(page, "On slowness", wait=False)
-        sync_api.expect(page.locator("#turns li").nth(1)).to_have_text(re.compile(r"\S[\s\S]{2}"), timeout=20_000)
+        sync_api.expect(page.locator("#turns li").nth(1)).to_have_text(
+            re.compile(r"\S[\s\S]{2}"), timeout=1000 * HANGS_S
+        )
         assert page.is_disabled("#send")
         page.click("#stop")
         done(page)
         assert page.locator("#status").inner_text() == "stopped"
         assert page.locator("#turns li").nth(1).inner_text()
-        running.wait(running.is_idle, timeout_s=3)
+        running.wait(running.is_idle)
+        assert running.loop.engine.counts.aborted - before == 1  # it was not written to its end
     finally:
         undo()
 
@@ -123,10 +127,10 @@ def test_stop(page: Any, running: Running) -> None:
 def test_queue_position(page: Any, running: Running) -> None:
     undo = running.slow_down(0.05)
     try:
-        others = [open_stream(running, prompt=f"{n}") for n in range(5)]
+        others = [open_stream(running, prompt=f"{n}", max_tokens=1900) for n in range(5)]
         running.wait(lambda: len(running.loop.engine.waiting) == 1)
         ask(page, "Am I next?", wait=False)
-        sync_api.expect(page.locator("#status")).to_have_text("waiting, 1 before you", timeout=20_000)
+        sync_api.expect(page.locator("#status")).to_have_text("waiting, 1 before you", timeout=1000 * HANGS_S)
         page.press("body", "Escape")
         done(page)
         for connection in others:

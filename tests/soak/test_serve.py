@@ -8,23 +8,34 @@ from pathlib import Path
 
 import pytest
 
+from apps.serve.compiled import compile_runner
+from apps.serve.runner import Runner
 from apps.serve.scheduler import Limits
-from tests.support.http_load import storm
+from tests.support.http_load import Tally, storm
 from tests.support.http_server import served, small_model
 from tests.support.serving import random_aborts, random_schedule, real_engine, stand_in_engine
 from tests.unit.models.test_pretrained import example, random_decoder
 from tests.unit.serve.test_exact import flat_model, sampled_requests, written_alone
 from tests.unit.serve.test_http import PROMPT, complete
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+# What does not come to an end is found by counting steps, however slow the machine.
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scheme", [None, "int8"])
-def test_a_thousand_schedules_write_the_same(scheme: str | None) -> None:
+def test_a_thousand_schedules_write_the_same(scheme: str | None, compiled: bool) -> None:
     decoder, asked, preempted = flat_model(scheme), sampled_requests(), 0
-    alone = written_alone(decoder, asked)
+    graph = compile_runner(real_engine(decoder, Limits(), 4).runner) if compiled else None
+    assert compiled is (graph is not None)
+
+    def prepare(runner: Runner) -> None:
+        if graph is not None:
+            compile_runner(runner, graph)
+
+    alone = written_alone(decoder, asked, prepare)
     for seed in range(1000):
-        found, preemptions = random_schedule(decoder, asked, seed)
+        found, preemptions = random_schedule(decoder, asked, seed, prepare)
         assert found == alone, seed
         preempted += preemptions
     assert preempted > 100
@@ -43,9 +54,10 @@ def test_ten_thousand_requests_of_which_a_third_leaves(kind: str) -> None:
     assert len(written.finish) + engine.counts.aborted == 10_000
 
 
+@pytest.mark.timeout(3600)
 def test_sixty_four_clients_for_two_minutes(tmp_path: Path) -> None:
     """No wrong answer, no page lost, memory flat."""
-    with served(small_model(tmp_path / "tiny"), max_queue=128, timeout_s=120) as running:
+    with served(small_model(tmp_path / "tiny"), max_queue=128, timeout_s=3600) as running:
         prompts = [f"{n} {PROMPT}" for n in range(16)]
         known = {prompt: complete(running, prompt=prompt, max_tokens=24)["choices"] for prompt in prompts}
         resident, stop = [], threading.Event()
@@ -57,7 +69,12 @@ def test_sixty_four_clients_for_two_minutes(tmp_path: Path) -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            tally = asyncio.run(storm(running.port, known, max_tokens=24, clients=64, seconds=120))
+            began = time.monotonic()
+
+            def enough(tally: Tally) -> bool:
+                return time.monotonic() - began >= 120 and tally.right > 200 and tally.left > 50
+
+            tally = asyncio.run(storm(running.port, known, max_tokens=24, clients=64, until=enough))
         finally:
             stop.set()
             watcher.join()
@@ -66,8 +83,6 @@ def test_sixty_four_clients_for_two_minutes(tmp_path: Path) -> None:
         assert running.is_idle()
     print(tally.right, "right,", tally.left, "left,", tally.refused, "refused")
     assert tally.wrong == []
-    assert tally.right > 200
-    assert tally.left > 50
     early, late = sorted(resident[20:40]), sorted(resident[-20:])
     assert late[10] - early[10] < 16e6, [value // 1_000_000 for value in resident]
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,19 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-async def storm(port: int, known: dict[str, Any], *, max_tokens: int, clients: int, seconds: float) -> Tally:
-    """Clients that ask, each its next request when it is done with its last, until the time is up.
+async def storm(
+    port: int, known: dict[str, Any], *, max_tokens: int, clients: int, until: Callable[[Tally], bool]
+) -> Tally:
+    """Clients that ask, each its next request when it is done with its last.
 
     known  prompt -> the choices of its greedy completion
+    until  asked before each request: whether that is enough
     """
-    tally, until = Tally(), time.monotonic() + seconds
+    tally = Tally()
 
     async def client(number: int) -> None:
         dice = random.Random(number)
-        while time.monotonic() < until:
+        while not until(tally):
             prompt = dice.choice(list(known))
             await one(dice, prompt, known[prompt][0])
 

@@ -23,6 +23,8 @@ from apps.serve.server import Server, build_app
 from core.models import DecoderConfig, save_pretrained
 from tests.unit.models.test_pretrained import random_decoder
 
+HANGS_S = 240.0
+"""What takes longer hangs, on however slow a machine; less than a test may take, so that the test says what hangs."""
 ENGINE = EngineConfig(page_size=8, kv_gb=0.002, max_running=4, max_batch_tokens=256, prefill_chunk=64)
 
 
@@ -53,8 +55,9 @@ class Running:
         runner.run = lambda step: (time.sleep(seconds), type(runner).run(runner, step))[1]
         return lambda: runner.__dict__.pop("run", None)
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until it comes to that. The limit only ends what hangs: what a test is about, it counts."""
+        deadline = time.monotonic() + HANGS_S
         while not condition():
             assert time.monotonic() < deadline, "it does not come to that"
             time.sleep(0.005)
@@ -87,7 +90,7 @@ def served(*folders: Path, engine: EngineConfig = ENGINE, **http: Any) -> Iterat
 
 def raw(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
     """Send bytes, read until the server closes: status, headers (names in lower case), body."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANGS_S) as connection:
         connection.sendall(data)
         answer = b""
         while more := connection.recv(65536):

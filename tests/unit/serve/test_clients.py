@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.http_server import Running, raw, served, small_model
+from tests.support.http_server import HANGS_S, Running, raw, served, small_model
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße, 世界"}]
@@ -80,7 +80,7 @@ def by_curl(running: Running, path: str, body: dict[str, Any]) -> Answer:
         input=json.dumps(body),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
         check=True,
     )
     text, _, status = done.stdout.rpartition("\n")
@@ -137,7 +137,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with served(small_model(tmp_path_factory.mktemp("models") / "first"), timeout_s=60) as server:
+    with served(small_model(tmp_path_factory.mktemp("models") / "first"), timeout_s=3600) as server:
         yield server
 
 

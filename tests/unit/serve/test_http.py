@@ -13,9 +13,11 @@ import torch
 
 from core.models import generate, load_pretrained
 from tests.support.http_load import storm
-from tests.support.http_server import get, post, raw, served, small_model
+from tests.support.http_server import HANGS_S, get, post, raw, served, small_model
 
 PROMPT = "The quick brown fox"
+PATIENCE_S = 3600.0
+"""Of a server and its clients, where patience is not what is tested: no machine is too slow."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(folders):
-    with served(*folders, max_queue=64, timeout_s=60, max_body_bytes=200_000, max_choices=16) as server:
+    with served(*folders, max_queue=64, timeout_s=PATIENCE_S, max_body_bytes=200_000, max_choices=16) as server:
         yield server
 
 
@@ -38,7 +40,7 @@ def nothing_is_left(running):
 
 @pytest.fixture(scope="module")
 def client(running):
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=HANGS_S)
 
 
 def complete(running, **body):
@@ -67,6 +69,7 @@ def test_completion_is_what_the_model_writes(client, folders, place):
     model = load_pretrained(folders[place])
     ids = torch.tensor([list(PROMPT.encode())])
     wanted = generate(model, ids, 30, eos_id=256)[0, ids.shape[1] :].tolist()
+    began = int(time.time())
     answer = client.completions.create(model=folders[place].name, prompt=PROMPT, max_tokens=30, temperature=0)
     text = bytes(i for i in wanted if i < 256).decode(errors="replace")
     assert answer.choices[0].text == text
@@ -74,7 +77,7 @@ def test_completion_is_what_the_model_writes(client, folders, place):
     assert answer.object == "text_completion"
     assert answer.model == folders[place].name
     assert answer.id.startswith("cmpl-")
-    assert abs(answer.created - time.time()) < 60
+    assert began <= answer.created <= time.time()
     assert answer.usage.prompt_tokens == len(PROMPT)
     assert answer.usage.completion_tokens == len(wanted)
     assert answer.usage.total_tokens == len(PROMPT) + len(wanted)
@@ -167,9 +170,11 @@ def test_curl(running):
     """What a shell script does: whole, as a stream, wrongly, and gone after a moment."""
     url = f"{running.url}/v1/completions"
 
+    def command(body, *options):
+        return ["curl", "-sS", "-N", *options, "-H", "Content-Type: application/json", "-d", body, url]
+
     def curl(body, *options):
-        command = ["curl", "-sS", "-N", *options, "-H", "Content-Type: application/json", "-d", body, url]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command(body, *options), capture_output=True, text=True, timeout=HANGS_S, check=False)
 
     asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     whole = json.loads(curl(json.dumps(asked)).stdout)["choices"][0]
@@ -181,11 +186,15 @@ def test_curl(running):
     refused = curl("{", "-w", "%{http_code}")
     assert refused.stdout.endswith("400")
     assert json.loads(refused.stdout[:-3])["error"]["type"] == "invalid_request_error"
-    undo = running.slow_down(0.05)
+    undo, before = running.slow_down(0.05), running.loop.engine.counts.aborted
     try:
-        gone = curl(json.dumps(asked | {"max_tokens": 400, "ignore_eos": True, "stream": True}), "--max-time", "0.5")
-        assert gone.returncode == 28  # out of time
-        running.wait(running.is_idle, timeout_s=2)
+        long = json.dumps(asked | {"max_tokens": 400, "ignore_eos": True, "stream": True})
+        with subprocess.Popen(command(long), stdout=subprocess.PIPE) as leaving:
+            assert leaving.stdout is not None
+            assert leaving.stdout.readline().startswith(b"data: ")
+            leaving.terminate()
+        running.wait(running.is_idle)
+        assert running.loop.engine.counts.aborted - before == 1  # it was not written to its end
     finally:
         undo()
 
@@ -193,10 +202,8 @@ def test_curl(running):
 def test_a_crowd_that_comes_and_goes(running):
     """tests/soak does it for two minutes with 64 clients."""
     known = {f"{n} {PROMPT}": complete(running, prompt=f"{n} {PROMPT}", max_tokens=12)["choices"] for n in range(4)}
-    tally = asyncio.run(storm(running.port, known, max_tokens=12, clients=12, seconds=1.5))
-    assert tally.right >= 5
-    assert tally.left >= 1
-    assert tally.wrong == []
+    enough = lambda tally: (tally.right >= 20 and tally.left >= 5) or tally.wrong  # noqa: E731
+    assert asyncio.run(storm(running.port, known, max_tokens=12, clients=12, until=enough)).wrong == []
 
 
 def test_best_of(client):
@@ -463,7 +470,7 @@ def open_stream(running, stream=True, **body):
     """A connection on which a long text is being written."""
     asked = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "stream": stream} | body
     data = json.dumps(asked).encode()
-    connection = socket.create_connection(("127.0.0.1", running.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=HANGS_S)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
@@ -472,7 +479,7 @@ def open_stream(running, stream=True, **body):
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_frees_the_pages(running, stream):
     """While writing, and while waiting: four run, the rest wait; all leave."""
-    engine, undo = running.loop.engine, running.slow_down(0.01)
+    engine, undo = running.loop.engine, running.slow_down(0.05)
     try:
         connections = [open_stream(running, stream, prompt=f"{n} {PROMPT}") for n in range(7)]
         running.wait(lambda: len(engine.running) == 4 and len(engine.waiting) == 3)
@@ -487,15 +494,17 @@ def test_who_leaves_frees_the_pages(running, stream):
 
 
 def test_place_in_the_queue_is_told(running):
-    undo = running.slow_down(0.02)
+    undo = running.slow_down(0.05)
     try:
         connections = [open_stream(running, prompt=f"{n} {PROMPT}") for n in range(6)]
-        time.sleep(0.2)
+        running.wait(lambda: running.loop.num_queued == 2)
         last = open_stream(running)
         received = b""
         while b": queued behind " not in received:
-            received += last.recv(1000)
-        assert b": queued behind 2\n" in received or b": queued behind 1\n" in received
+            more = last.recv(1000)
+            assert more, received
+            received += more
+        assert b": queued behind 2\n" in received
         for connection in (*connections, last):
             connection.close()
         running.wait(running.is_idle)
@@ -505,7 +514,7 @@ def test_place_in_the_queue_is_told(running):
 
 def test_a_full_queue(running):
     """429 with Retry-After; the official client comes again and gets its text."""
-    undo, running.loop.max_queue = running.slow_down(0.01), 2
+    undo, running.loop.max_queue = running.slow_down(0.05), 2
     try:
         connections = []
         for n in range(4):
@@ -523,11 +532,11 @@ def test_a_full_queue(running):
             pytest.raises(openai.RateLimitError),
         ):
             client.completions.create(model="first", prompt="x")
-        for connection in connections:
-            connection.close()
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=3) as client:
-            assert client.completions.create(model="first", prompt="x", max_tokens=2).choices
         assert b'serve_requests_rejected_total{model="first"} 2.0' in get(running.port, "/metrics")[2]
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=3) as client:
+            for connection in connections:
+                connection.close()
+            assert client.completions.create(model="first", prompt="x", max_tokens=2).choices
     finally:
         undo()
         running.loop.max_queue = 64
@@ -555,7 +564,7 @@ def test_time_limit(running, monkeypatch):
             )
     finally:
         undo()
-        object.__setattr__(config, "timeout_s", 60)
+        object.__setattr__(config, "timeout_s", PATIENCE_S)
 
 
 def test_nothing_of_prompts_or_texts_is_logged(running, caplog):
@@ -621,9 +630,12 @@ def test_keys_origins_drain_and_failure(folders, tmp_path):
         assert post(running.port, "/v1/completions", {"prompt": "x"}, **allowed)[0] == 503
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [3, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(0)])])
 def test_fuzzed_by_its_own_schema(running, examples):
-    """No answer of the server's is a fault of its own, whatever fits or misses the schema."""
+    """No answer of the server's is a fault of its own, whatever fits or misses the schema.
+
+    An example has a limit of time, all of them together have none but their number.
+    """
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, given, settings
 
@@ -642,7 +654,7 @@ def test_fuzzed_by_its_own_schema(running, examples):
         def fuzz(case):
             nonlocal tried
             tried += 1
-            response = case.call(timeout=60)
+            response = case.call(timeout=HANGS_S)
             assert response.status_code < 500, response.text
 
         fuzz()
