@@ -18,7 +18,7 @@ from apps.fold.training.batches import FoldBatches
 from apps.fold.training.config import FoldTrainConfig, check_combination, model_config
 from apps.fold.training.dataset import Dataset, beside, load, prepare, report_refused
 from apps.fold.training.initialise import fill, initialise
-from apps.fold.training.objective import Objective
+from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
 from apps.fold.training.validation import validation
 from apps.fold.weights.folder import save_folder
@@ -53,6 +53,8 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
         write_config(config, runtime)
         with torch.device("meta"):
             network = AlphaFold(model)
+        if config.learns == "confidence":
+            confidence_alone(network)
         data = parallelize(network, mesh, config, materialise=_materialise(config, values))
         optimizer = build_optimizer(config.optim, data.masters)
         average = None if config.average is None else WeightAverage(data, optimizer, config.average)
@@ -61,7 +63,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             data,
             optimizer,
             FoldBatches(chains, config.data, model, config.seed),
-            Objective(config.loss),
+            Objective(config.loss, config.learns),
             config,
             runtime,
             evaluate=None
@@ -110,8 +112,11 @@ def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any])
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
         return
     with torch.device("meta"):
-        names = dict(AlphaFold(model).named_parameters())
-    parameters = parameters_of(checkpoint_path(config.out), names, config.average)
+        network = AlphaFold(model)
+    if config.learns == "confidence":
+        confidence_alone(network)
+    learned = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
+    parameters = parameters_of(checkpoint_path(config.out), learned, config.average)
     save_folder(config.out / "model", model, parameters, config.note)
     for name in ("loss", "validation_lddt_ca", "validation_plddt", "wall_s"):
         if summary.get(name) is not None:

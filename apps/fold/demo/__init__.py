@@ -2,7 +2,7 @@
 
 structures/  1UBI, 1EJG and 1A8O, to learn from
 heldout/     1A7G, held out
-demo-tiny/   what `fold train --recipe tiny` made of them; `fold predict` without --weights takes it
+demo-tiny/   what `fold train --recipe tiny`, then tiny_confidence made of them; what `fold predict` takes by default
 """
 
 from pathlib import Path

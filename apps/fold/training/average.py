@@ -64,11 +64,20 @@ def averaged(summed: Tensor, step: Tensor, decay: float) -> Tensor:
     return summed / (1 - decay ** float(step))
 
 
-def parameters_of(checkpoint: Path, names: Mapping[str, Any], decay: float | None) -> dict[str, Tensor]:
-    """The averaged weights of a checkpoint, whole, in fp32; without a decay the weights as they are."""
-    if decay is None:
-        found = read_full(checkpoint, [f"model/{name}" for name in names])
-        return {name: found[f"model/{name}"].float() for name in names}
-    keys = [f"optim/{key}/{name}" for name in names for key in (KEY, "step")]
-    found = read_full(checkpoint, keys)
-    return {name: averaged(found[f"optim/{KEY}/{name}"], found[f"optim/step/{name}"], decay).float() for name in names}
+def parameters_of(checkpoint: Path, learned: Mapping[str, bool], decay: float | None) -> dict[str, Tensor]:
+    """The weights of a checkpoint, whole, in fp32; with a decay the average of those that learned.
+
+    learned  name -> whether it learned or was frozen
+    """
+    averages = {name for name, learns in learned.items() if learns and decay is not None}
+    found = read_full(checkpoint, [key for name in learned for key in _keys(name, name in averages)])
+
+    def value(name: str) -> Tensor:
+        first, *step = (found[key] for key in _keys(name, name in averages))
+        return averaged(first, step[0], decay) if step and decay is not None else first
+
+    return {name: value(name).float() for name in learned}
+
+
+def _keys(name: str, average: bool) -> list[str]:
+    return [f"optim/{KEY}/{name}", f"optim/step/{name}"] if average else [f"model/{name}"]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
@@ -57,6 +58,8 @@ class FoldTrainConfig(TrainConfig):
     """start from these (npz, .pt, or a folder of `fold convert` or of a run); without: from --seed"""
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    learns: Literal["all", "confidence"] = "all"
+    """what of the model; confidence: the heads of pLDDT and PAE alone, of given --weights that stay as they are"""
     average: float | None = 0.999
     """decay of the moving average of the weights, which validates and predicts; None: no average"""
     num_recycles: int | None = None
@@ -80,6 +83,8 @@ class FoldTrainConfig(TrainConfig):
             raise UserError(
                 f"optim.name={self.optim.name} keeps no average of the weights; use adamw, or --average None"
             )
+        if self.learns == "confidence" and self.weights is None:
+            raise UserError("learns=confidence teaches the confidence heads of given weights; give --weights")
         for name in ("max_msa", "max_extra_msa"):
             value = getattr(self, name)
             if value is not None and value < 1:

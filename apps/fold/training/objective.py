@@ -1,19 +1,34 @@
 """A batch through the model to the loss of `fit`."""
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from apps.fold.loss.total import LossConfig, losses, weighted
+from apps.fold.model.alphafold import AlphaFold
 from apps.fold.training.batches import iterations_of, resolution_of, truth_of
 
 CONFIDENCE = ("plddt", "pae")
 """Parts of the loss that rows with a shuffled sequence have."""
 
 
-class Objective:
-    """(model, batch) -> the mean over rows of the loss times the root of the row's residues (supplement, 1.9)."""
+def confidence_alone(network: AlphaFold) -> AlphaFold:
+    """From now on nothing but the confidence heads learns, of structures as predictions have them, without dropout."""
+    network.eval().requires_grad_(False)
+    for head in (network.heads.plddt, network.heads.pae):
+        if head is not None:
+            head.requires_grad_()
+    return network
 
-    def __init__(self, config: LossConfig):
-        self.config = config
+
+class Objective:
+    """(model, batch) -> the mean over rows of the loss times the root of the row's residues (supplement, 1.9).
+
+    learns  confidence: only its parts of the loss count
+    """
+
+    def __init__(self, config: LossConfig, learns: Literal["all", "confidence"] = "all"):
+        self.config, self.learns = config, learns
 
     def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         parts = self.parts(model, batch)
@@ -34,5 +49,7 @@ class Objective:
             resolution_of(batch),
             self.config,
         )
+        if self.learns == "confidence":
+            return {name: found[name] for name in CONFIDENCE if name in found}
         taught = batch["taught"].to(dtype)
         return {name: part if name in CONFIDENCE else part * taught for name, part in found.items()}

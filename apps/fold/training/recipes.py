@@ -7,6 +7,7 @@ rate does not fall by 5 % after 6.4 million samples.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from apps.fold.demo import HELDOUT, NOTE, STRUCTURES
@@ -81,6 +82,25 @@ def tiny() -> FoldTrainConfig:
     )
 
 
+def tiny_confidence() -> FoldTrainConfig:
+    """What `tiny` has learned learns to tell what it knows from what it does not; its structures stay as they are.
+
+    While `tiny` learns, its rate is so high that a step's structures are far worse than those of the average, which is
+    what predicts: of these its confidence knows nothing. So the head is taught once more, with the average as it is, by
+    the three chains and as many shuffled sequences, each of which comes once: a few it would learn by heart.
+    """
+    first = tiny()
+    return replace(
+        first,
+        weights=first.out / "model",
+        learns="confidence",
+        data=replace(first.data, decoys=0.5),
+        loss=LossConfig(plddt=1.0),
+        optim=replace(first.optim, lr=2e-2, schedule=ScheduleConfig(shape="cosine", warmup_steps=10, final=0.05)),
+        out=Path("runs/fold_tiny_confidence"),
+    )
+
+
 def debug() -> FoldTrainConfig:
     """A few steps of the smallest model on the demo's chains; seconds on one core."""
     return FoldTrainConfig(
@@ -102,5 +122,6 @@ RECIPES: dict[str, Callable[[], FoldTrainConfig]] = {
     "initial_training": initial_training,
     "finetuning": finetuning,
     "tiny": tiny,
+    "tiny_confidence": tiny_confidence,
     "debug": debug,
 }

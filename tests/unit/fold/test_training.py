@@ -18,7 +18,7 @@ from apps.fold.training.batches import BatchConfig, FoldBatches, delete_blocks, 
 from apps.fold.training.config import FoldTrainConfig, model_config
 from apps.fold.training.dataset import Example, Selection, beside, load, prepare
 from apps.fold.training.initialise import initialise
-from apps.fold.training.objective import Objective
+from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.folder import load_folder, read_note
 from apps.fold.weights.table import name_table
@@ -145,6 +145,25 @@ def test_a_row_counts_by_the_root_of_its_residues_and_decoys_teach_confidence_al
         assert objective(network, batch).item() == pytest.approx(root * total, rel=1e-5)
         decoy = objective.parts(network, batch | {"taught": torch.tensor([False])})
     assert {name for name, part in decoy.items() if part.item() != 0} == {"plddt", "pae"}
+
+
+def test_where_confidence_alone_learns_its_heads_have_gradients_and_the_loss_has_its_parts() -> None:
+    model = replace(small_model(), heads=replace(small_model().heads, pae_bins=8))
+    network = AlphaFold(model)
+    network.load_state_dict(random_parameters(model))
+    confidence_alone(network)
+    batch = stacked([_batches().row(0, 0)])
+    value = Objective(LossConfig(), "confidence")(network, batch)
+    value.backward()
+    learned = {name for name, p in network.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learned == {
+        name for name, _ in network.named_parameters() if name.startswith(("heads.plddt.", "heads.pae."))
+    }
+    with torch.no_grad():
+        parts = Objective(LossConfig()).parts(network, batch)
+    confidence = 0.01 * parts["plddt"].item() + 0.1 * parts["pae"].item()
+    assert value.item() == pytest.approx(batch["mask"].sum().sqrt().item() * confidence, rel=1e-5)
+    assert not any(module.training for module in network.modules())
 
 
 def test_blocks_are_deleted_and_the_query_stays() -> None:
