@@ -1,10 +1,11 @@
-"""What a real step has on the device at each moment of the traced one, model data and all else.
+"""What a real step has on the device at each moment of the traced one, model data and all else; and on the host.
 
 On a CPU every tensor that is alive is counted, but for those of chunks and of the optimizer: they are in the account of
-the tier, or on the host. On CUDA the allocator is asked. Neither waits for the device.
+the tier, or on the host. On CUDA the allocator is asked. Neither waits for the device. On the host it is the shards of
+chunks that live there, and the optimizer's state of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,13 +22,22 @@ class Gauge:
 
     others   [moment] the most beside model data; None of a moment that did not come
     device   [moment] that and the model data
+    host     [moment] model data there
     """
 
-    def __init__(self, num_moments: int, chunks: Sequence[Chunk], tier: DeviceTier, known: Iterable[Tensor]):
+    def __init__(
+        self,
+        num_moments: int,
+        chunks: Sequence[Chunk],
+        tier: DeviceTier,
+        known: Iterable[Tensor],
+        host_bytes: Callable[[], int],
+    ):
         """known: tensors that are not counted: those of chunks, messages, the optimizer."""
-        self.chunks, self.tier = chunks, tier
+        self.chunks, self.tier, self.host_bytes = chunks, tier, host_bytes
         self.others: list[int | None] = [None] * num_moments
         self.device: list[int | None] = [None] * num_moments
+        self.host: list[int | None] = [None] * num_moments
         self._place = -1
         self._peak: _CountedPeak | _AllocatedPeak
         self._peak = _AllocatedPeak(chunks) if chunks[0].device.type == "cuda" else _CountedPeak(known)
@@ -56,6 +66,7 @@ class Gauge:
             return
         self.others[place] = max(others, self.others[place] or 0)
         self.device[place] = max(others + self.tier.current_bytes, self.device[place] or 0)
+        self.host[place] = max(self.host_bytes(), self.host[place] or 0)
 
     def pause(self) -> None:
         """What comes until the next moment (an optimizer's step) is of none."""

@@ -333,7 +333,7 @@ class GeminiReplicas(DataParallel):
         draw(self.config.trace, planned, gauge, self.mesh)
 
     def _gauge(self, planned: Chunking) -> Gauge:
-        gauge = Gauge(len(planned.trace.moments), self.chunks, self.tier, self._model_data())
+        gauge = Gauge(len(planned.trace.moments), self.chunks, self.tier, self._model_data(), self._host_bytes)
         gauge.add(self.model.buffers())
         return gauge
 
@@ -346,6 +346,13 @@ class GeminiReplicas(DataParallel):
             if chunk.trainable and not chunk.alone:
                 found.append(chunk.make_grad())
         return found + [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+    def _host_bytes(self) -> int:
+        """Of shards that live there, and of the optimizer's state of them."""
+        away = [chunk for chunk in self.chunks if not chunk.resident]
+        state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.rows, {}).values()]
+        own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
+        return sum(t.nbytes for t in (*own.values(), *state) if isinstance(t, Tensor) and t.ndim)
 
     def _finish(self) -> None:
         assert self.executor is not None

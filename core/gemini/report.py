@@ -31,4 +31,4 @@ def draw(png: Path, planned: Chunking, gauge: Gauge, mesh: DeviceMesh) -> None:
     if axis is not None:
         png = png.with_stem(f"{png.stem}_rank{mesh.get_local_rank('pp')}")
     if (dist.get_rank() if axis is None else axis.get_local_rank()) == 0:
-        draw_memory(png, planned.trace, planned.plan, gauge.device)
+        draw_memory(png, planned.trace, planned.plan, gauge.device, gauge.host)

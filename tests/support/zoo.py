@@ -28,10 +28,10 @@ LIBRARIES = (
 """Modules that take long to import."""
 
 
-def gpt2() -> nn.Module:
+def gpt2(dim: int = 48) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": 48, "n_layer": 3, "n_head": 4}
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": dim, "n_layer": 3, "n_head": 4}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
@@ -68,10 +68,10 @@ def mixtral() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """Most of the model is frozen, and moves too."""
+    """Most of the model is frozen, and moves too: wide, since without gradients it is less beside activations."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
+    return get_peft_model(gpt2(128), LoraConfig(r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
 
 
 def unet() -> nn.Module:

@@ -74,9 +74,8 @@ def require_accounted(found: Run, is_tight: bool) -> None:
     assert tier.peak_bytes <= tier.budget_bytes
     assert found.gemini.moved_bytes > 0
     if is_tight:
-        if all(chunk.trainable for chunk in data.chunks):  # a LoRA's activations alone are more than half of its data
-            messages = sum(message.nbytes for message in data.executor.transport.messages)  # between ranks
-            assert tier.budget_bytes - messages <= data.planned.trace.model_bytes / 2
+        messages = sum(message.nbytes for message in data.executor.transport.messages)  # between ranks
+        assert tier.budget_bytes - messages <= data.planned.trace.model_bytes / 2
         assert tier.num_evictions >= STEPS
         # At least: what is not resident comes once and its gradients go once in each step.
         away = [c for c in data.chunks if c.trainable and not c.resident]

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import UserError
-from core.gemini import replicas, wrap
+from core.gemini import replicas, report, wrap
 from core.gemini.config import GeminiConfig
+from core.gemini.figure import draw_memory
 from core.gemini.gauge import Gauge
 from core.gemini.report import draw
 from core.gemini.states import State
@@ -194,12 +195,18 @@ def test_what_is_drawn_is_what_tensors_really_took(tmp_path, monkeypatch, budget
     Also where all lives on the device, and nobody follows a step but to measure it.
     """
     gauges: list[Gauge] = []
+    lines: list[tuple[Any, Any]] = []
 
     def drawn(png: Path, planned: Any, gauge: Gauge, mesh: Any) -> None:
         gauges.append(gauge)
         draw(png, planned, gauge, mesh)
 
+    def with_lines(png: Path, trace: Trace, plan: Any, device: Any, host: Any) -> None:
+        lines.append((device, host))
+        draw_memory(png, trace, plan, device, host)
+
     monkeypatch.setattr(replicas, "draw", drawn)
+    monkeypatch.setattr(report, "draw_memory", with_lines)
     join("cpu")
     mesh = build_mesh(MeshConfig().resolve(1, 3), "cpu")
     png = tmp_path / "memory.png"
@@ -215,6 +222,7 @@ def test_what_is_drawn_is_what_tensors_really_took(tmp_path, monkeypatch, budget
         data.publish()
     assert png.read_bytes().startswith(b"\x89PNG")
     assert len(gauges) == 2
+    assert lines == [(gauge.device, gauge.host) for gauge in gauges]
     assert data.hooks.rests == (budget == RESIDENT)
     planned = data.planned
 
@@ -222,6 +230,7 @@ def test_what_is_drawn_is_what_tensors_really_took(tmp_path, monkeypatch, budget
         """Gradients of what lives here alone are their masters' at once: nothing reduces them."""
         return moment.kind != "update" and not (moment.kind == "reduce" and data.chunks[moment.chunks[0]].alone)
 
+    assert data._host_bytes() == pytest.approx(planned.plan.host_bytes, rel=0.01)
     for gauge in gauges:
         seen = [k for k, others in enumerate(gauge.others) if others is not None]
         assert len(seen) > 0.9 * len([m for m in planned.trace.moments if comes(m)])
@@ -231,6 +240,11 @@ def test_what_is_drawn_is_what_tensors_really_took(tmp_path, monkeypatch, budget
         assert max(differences) <= 2_000  # of 110,000
         assert max(gauge.device[k] for k in seen) <= budget + 2_000
         assert max(gauge.device[k] for k in seen) > 0.8 * planned.plan.device_peak_bytes
+        assert all((gauge.host[k] is not None) == (k in seen) for k in range(len(gauge.host)))
+    hosts = [{num_bytes for num_bytes in gauge.host if num_bytes is not None} for gauge in gauges]
+    assert max(hosts[1]) == pytest.approx(planned.plan.host_bytes, rel=0.01)
+    if budget < RESIDENT:
+        assert 0 < max(hosts[0]) < 0.6 * max(hosts[1]), "the optimizer has no state in the first step"
 
 
 def test_too_small_a_budget_is_refused_with_one_that_works(plain) -> None:
@@ -346,11 +360,14 @@ def test_a_model_that_nobody_needs_any_more_is_freed(budget, options) -> None:
     assert not [ref() for ref in left_behind if ref() is not None]
 
 
-def test_compiled_blocks(plain) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks(backend: str) -> None:
+    """The second saves of parameters what its own backward reads, behind autograd's back."""
+
     def make() -> Net:
         net = Net()
         for block in net.blocks:
-            block.compile(backend="eager")
+            block.compile(backend=backend)
         return net
 
     run = train(make, TIGHT, adamw, steps=2)
