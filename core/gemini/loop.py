@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from core.config import UserError
 from core.gemini.config import GeminiConfig
@@ -115,13 +116,19 @@ def wrap(
         raise UserError(
             "gemini.wrap: the optimizer has parameters that are not the model's; give it model.parameters()"
         )
+    own = {id(p): p._local_tensor if isinstance(p, DTensor) else p for p in model.parameters()}
+    values = {key: tensor.data for key, tensor in own.items()}
     data = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget), policy))
     before = [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)
     for group in optimizer.param_groups:
-        group["params"] = [_replaced(optimizer, p, data.masters[names[id(p)]], data) for p in group["params"]]
+        group["params"] = [
+            _replaced(optimizer, p, values[id(p)].dtype, data.masters[names[id(p)]], data) for p in group["params"]
+        ]
     try:
         data.foresee(optimizer, sample)
     except UserError:  # model and optimizer are as they were: another budget can be tried
+        for key, value in values.items():
+            own[key].data = value
         for group, parameters in zip(optimizer.param_groups, before[0], strict=True):
             group["params"] = parameters
         optimizer.state.clear()
@@ -131,11 +138,21 @@ def wrap(
 
 
 def _replaced(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, master: Tensor, data: GeminiReplicas
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    dtype: torch.dtype,
+    master: Tensor,
+    data: GeminiReplicas,
 ) -> Tensor:
-    """The master in the place of a parameter, with what the optimizer has kept of it so far: this rank's rows."""
+    """The master in the place of a parameter, with what the optimizer has kept of it so far: this rank's rows.
+
+    dtype  that the parameter had: what is kept in it is in the master's format from now on
+    """
     state = optimizer.state.pop(parameter, {})
     for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim and value.dtype == dtype:
+            value = value.to(master.dtype)
+            state = {**state, key: value}
         if data.shard is None or data.shard.size() == 1 or not isinstance(value, Tensor) or not value.ndim:
             continue
         if value.shape != parameter.shape:

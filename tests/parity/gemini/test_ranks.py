@@ -1,6 +1,8 @@
 """Gemini on one, two, three and four ranks trains as one rank without it, in fp64, with chunks that come and go."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_experts import TOPK
 from tests.parity.test_train import LLAMA
+from tests.support.gemini import Net, Run, batch, loss, train
 from tests.support.training import Case, build, difference_from_single, gemini_of, largest_difference, run
 
 TOLERANCE = 1e-10
@@ -68,6 +71,43 @@ def test_recomputation(ranks, mode: str) -> None:
 def test_optimizers(ranks, optim: str) -> None:
     """Without biases in attention: a key's has a gradient of zero, and Adafactor turns rounding noise into steps."""
     check(ranks, 2, case(ROTARY, TIGHT, optim=optim), evicts=True)
+
+
+TORCH_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5, centered=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, fused=True),
+}
+
+
+def wrapped(name: str, budget: int | None) -> Run:
+    """A module that is awkward to move, under an optimizer of torch's, on all ranks that there are."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if budget is not None else (0, 1)
+
+    def step(model: torch.nn.Module, index: int) -> torch.Tensor:
+        return loss(model, batch(index).chunk(num_ranks)[rank]) / num_ranks
+
+    return train(Net, budget, TORCH_OPTIMIZERS[name], step=step, precision="fp64")
+
+
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
+def test_optimizers_of_torch(ranks, name: str) -> None:
+    """Masters and state are rows of a rank; of the attention's bias, the key's has a gradient of nothing but noise."""
+    expected = wrapped(name, None)
+    for rank in ranks(2).run(of_wrapped, name):
+        for parameter, value in expected.values.items():
+            found = rank["values"][parameter]
+            if parameter.endswith("in_proj_bias"):
+                found, value = (torch.cat(bias.chunk(3)[::2]) for bias in (found, value))
+            torch.testing.assert_close(found, value, rtol=TOLERANCE, atol=TOLERANCE, msg=parameter)
+        assert rank["peak"] <= 60_000
+        assert rank["evictions"] >= 4
+
+
+def of_wrapped(name: str) -> dict[str, Any]:
+    run = wrapped(name, 60_000)
+    tier = run.gemini.data.tier
+    return {"values": run.values, "peak": tier.peak_bytes, "evictions": tier.num_evictions}
 
 
 def planned(given: Case, share: float) -> dict[str, Any]:

@@ -273,6 +273,27 @@ def test_after_a_refusal_model_and_optimizer_are_as_they_were(plain) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in gemini.state_dict().items())
 
 
+def test_after_a_refusal_in_another_format_no_value_is_rounded() -> None:
+    model = Net()
+    given = {name: value.detach().clone() for name, value in model.named_parameters()}
+    optimizer = adamw(model.parameters())
+    with pytest.raises(UserError, match="give at least"):
+        wrap(model, optimizer, 1_000, precision="bf16")
+    assert all(torch.equal(value.detach(), given[name]) for name, value in model.named_parameters())
+    gemini = wrap(model, optimizer, TIGHT, precision="bf16")
+    assert all(torch.equal(value, given[name]) for name, value in gemini.state_dict().items())
+
+
+def test_state_that_an_optimizer_has_from_the_start_is_in_the_masters_format() -> None:
+    """Adagrad's is made with it, of a model that is still in bf16."""
+    model = Net().to(torch.bfloat16)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2, fused=True)
+    wrap(model, optimizer, TIGHT)
+    loss(model, batch(0)).backward()
+    optimizer.step()
+    assert {state["sum"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("policy", ["static", "cpu"])
 def test_policies(plain, policy: str) -> None:
     """They move more than what is planned freely, and learn the same."""
