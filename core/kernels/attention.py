@@ -232,10 +232,13 @@ def _with_shared_bias(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tenso
         for rows, visible_S in _alike(mask, first, each):
             added = bias_1HLS if visible_S is None else torch.where(visible_S, bias_1HLS, -math.inf)
             empty = added.amax(-1, keepdim=True) == -math.inf
-            if not empty.is_meta and bool(empty.any()):
+            some_empty = not empty.is_meta and bool(empty.any())
+            if some_empty:
                 added = added.masked_fill(empty, 0.0)
             q_, k_, v_ = (t[rows].transpose(1, 2) for t in (q, k, v))
-            part = _fused(q_, k_, v_, added, False, scale).masked_fill_(empty, 0.0)
+            part = _fused(q_, k_, v_, added, False, scale)
+            if some_empty:
+                part.masked_fill_(empty, 0.0)
             del added
             if part.shape[0] == q.shape[0]:
                 return part.transpose(1, 2)

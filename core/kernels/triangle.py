@@ -72,7 +72,7 @@ def triangle_multiply(
     """
     _check(z, mask, in_weight, product_norm_weight, out_weight, gate_weight)
     n = F.layer_norm(z, norm_weight.shape, norm_weight, norm_bias, eps)
-    a, b = gate_channels_first(F.linear(n, in_weight, in_bias), mask)
+    a, b = pair_factors(n, in_weight, in_bias, mask)
     x = pair_product(a, b, outgoing=outgoing)
     del a, b
     y = norm_channels_last(x, product_norm_weight, product_norm_bias, eps=eps)
@@ -127,6 +127,30 @@ def _check(
     ):
         if weight.shape != shape:
             raise ValueError(f"triangle_multiply: {name} {list(weight.shape)} is to be {list(shape)}: {C=}, {D=}")
+
+
+def pair_factors(n: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """a and b = mask sigmoid(n Wg + bg) (n Wp + bp), channels first; gradients for all but the mask.
+
+    n        [.., I, J, D], the norm of some rows of z
+    weight   [4C, D], bias [4C] or None: projections of a and of b, then gates of a and of b
+    mask     [.., I, J], a constant; None: ones
+    a, b     [.., C, I, J]
+
+    Where no kernel transposes as it writes (a CPU), the product has the weights on its left, so channels come first out
+    of it: torch's batched product of factors that do not lie so copies them matrix by matrix.
+    """
+    if runs_kernel("gate_channels_first", n, unless=unsupported_dtype(n, mask)):
+        return gate_channels_first(F.linear(n, weight, bias), mask)
+    columns = [rows.flatten(0, 1).mT for rows in n.reshape(-1, *n.shape[-3:])]
+    parts = [weight @ x if bias is None else torch.addmm(bias[:, None], weight, x) for x in columns]
+    h = parts[0] if len(parts) == 1 else torch.stack(parts)
+    p, g = h.reshape(*n.shape[:-3], len(weight), *n.shape[-3:-1]).chunk(2, -3)
+    ab = torch.sigmoid(g) * p
+    if mask is not None:
+        ab = ab * mask.to(ab.dtype)[..., None, :, :]
+    a, b = ab.chunk(2, -3)
+    return a, b
 
 
 def gate_channels_first(h: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

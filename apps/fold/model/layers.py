@@ -93,4 +93,5 @@ class Transition(nn.Module):
         self.down = Linear(factor * dim, dim, init="zero")
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        added = self.down(torch.relu_(self.up(self.norm(x))))  # its gradient is known by what comes out
+        return added.add_(x) if added.dtype == x.dtype else x + added

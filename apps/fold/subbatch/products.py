@@ -26,7 +26,7 @@ from torch import Tensor
 from apps.fold.model.triangle import TriangleMultiplication
 from apps.fold.subbatch.slices import Cuts, How, empty_beside, fetch, put
 from core.kernels.gated_output import gated_residual
-from core.kernels.triangle import gate_channels_first, norm_channels_last, pair_product
+from core.kernels.triangle import norm_channels_last, pair_factors, pair_product
 
 A, B = 0, 1
 
@@ -50,11 +50,11 @@ class Product:
 
     def factor(self, n_BINZ: Tensor, mask_BIN: Tensor, side: int) -> Tensor:
         """a or b of some rows, channels first: [B, C, I, N]."""
-        h_BINC = F.linear(n_BINZ, *self.projections[side])
-        if h_BINC.shape[-1] % 4:  # the kernel makes two tensors of equal width
-            p, g = h_BINC.chunk(2, -1)
+        weight, bias = self.projections[side]
+        if len(weight) % 4:  # what follows makes two tensors of equal width
+            p, g = F.linear(n_BINZ, weight, bias).chunk(2, -1)
             return (torch.sigmoid(g) * p * mask_BIN[..., None].to(p.dtype)).movedim(-1, 1).contiguous()
-        return torch.cat(gate_channels_first(h_BINC, mask_BIN), 1)
+        return torch.cat(pair_factors(n_BINZ, weight, bias, mask_BIN), 1)
 
     def result(self, x_BCIJ: Tensor, z_BIJZ: Tensor, n_BIJZ: Tensor | None = None) -> Tensor:
         """z and its update, of z's shape, from the product."""

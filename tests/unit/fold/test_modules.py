@@ -17,6 +17,7 @@ from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
 from core.config import UserError
+from core.kernels.triangle import gate_reference, pair_factors
 from tests.support.fold import random_features, random_parameters, randomise
 
 F64 = torch.float64
@@ -94,6 +95,26 @@ def test_outer_product_mean() -> None:
             outer = sum(both[s] * torch.outer(a[0, s, i], b[0, s, j]) for s in range(3))
             expected = z[0, i, j] + module.out(outer.flatten()) / (1e-3 + both.sum())
             assert (out[0, i, j] - expected).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("batch", "with_bias", "with_mask"), [((), False, False), ((1,), True, True), ((2, 3), True, False)]
+)
+def test_factors_of_a_triangle_lie_as_its_product_reads_them(
+    batch: tuple[int, ...], with_bias: bool, with_mask: bool
+) -> None:
+    """Channels first and rows dense, with the values and gradients of the projection with channels last."""
+    n, weight, bias = _draw(*batch, 3, 5, 6), _draw(16, 6, seed=1), _draw(16, seed=2) if with_bias else None
+    mask = (_draw(*batch, 3, 5, seed=3) > 0).double() if with_mask else None
+    inputs = [x.requires_grad_() for x in (n, weight, bias) if x is not None]
+    expected = gate_reference(nn.functional.linear(n, weight, bias), mask)
+    found = pair_factors(n, weight, bias, mask)
+    for got, want in zip(found, expected, strict=True):
+        assert got.shape == want.shape == (*batch, 4, 3, 5)
+        assert (got - want).abs().max() < 1e-12
+        assert got.stride()[-2:] == (5, 1)
+    grads = [torch.autograd.grad((a * a + b).sum(), inputs) for a, b in (found, expected)]
+    assert all((x - y).abs().max() < 1e-12 for x, y in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("outgoing", [True, False])
