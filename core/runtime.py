@@ -94,7 +94,7 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     if kind == "cuda":
         torch.cuda.set_device(place)
     else:
-        _keep_freed_memory()
+        keep_freed_memory()
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # torch 2.13 deprecates names of collectives whose new names 2.11 does not have yet.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -179,7 +179,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep what large activations free instead of unmapping it: each step would page-fault it in again.
 
     M_MMAP_MAX = -4, M_TRIM_THRESHOLD = -1, M_TOP_PAD = -2 (mallopt(3)); another libc has no mallopt and needs none.

@@ -48,7 +48,7 @@ from apps.fold.weights.source import build, read_weights
 from core.config import UserError, parse
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
-from core.runtime import launch, launched, leads, start, world_size
+from core.runtime import keep_freed_memory, launch, launched, leads, start, world_size
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def main(argv: list[str]) -> int:
     if config.nproc > 1 and not launched():
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
+        if torch.device(config.device).type == "cpu":
+            keep_freed_memory()
         return _run(config, None)
     with start(config.device, config.seed) as runtime:
         mesh = MeshConfig(tp=runtime.world_size)  # the axis that shards what one sequence computes

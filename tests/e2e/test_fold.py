@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -121,8 +122,10 @@ def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Pa
     files = [*sorted(STRUCTURES.iterdir()), *HELDOUT.iterdir()]
     records = {path.stem: read_entries(path)[0].sequence for path in files}
     (tmp_path / "in.fasta").write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records.items()))
-    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--out", tmp_path / "out")
+    with patch("apps.fold.predict.keep_freed_memory") as kept:
+        code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--out", tmp_path / "out")
     assert code == 0, err
+    kept.assert_called_once_with()
     for words in ("params_model_N_ptm.npz", "alphafold_params_2022-12-06.tar", "--weights", NOTE):
         assert words in err
     assert said.count(f"demo-tiny ({NOTE})") >= 4
