@@ -14,7 +14,9 @@ If there is none for some operation, z moves to host memory (on a GPU); if that 
 budget that would do is named.
 
 Times are FLOPs, bytes and launches over what a machine does a second (`Rates`): they decide between ways, and say
-roughly how long a prediction takes.
+roughly how long a prediction takes. On a CPU what an operation has alive at once may stay in the cache; bytes count as
+moved so far as it does not fit there. So slices are taken even where there is room for the whole, down to the size that
+fits the cache: smaller ones only add launches.
 """
 
 import os
@@ -70,16 +72,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does a second: FLOPs of products, bytes of memory, bytes to and from the host; a launch's time."""
+    """What a machine does a second: FLOPs of products, bytes of memory, bytes to and from the host; a launch's time.
+
+    cache  bytes that stay near the cores from one operator to the next; 0: operators meet in memory
+    """
 
     flops: float
     memory: float
     host: float
     launch_s: float
+    cache: float = 0.0
 
 
 RATES: dict[Device, Rates] = {
-    "cpu": Rates(9e10, 1e10, 1e10, 5e-6),  # two cores with AVX-512
+    # Two cores with AVX-512 and 36 MB of L3.
+    # A launch is what a block of 32 x 128 was measured to take longer in slices of 8 and of 16 rows than whole, over
+    # the operators more: most of it is that products of few rows arrange their weights anew (docs/log.md, 2026-11-22).
+    "cpu": Rates(9e10, 1e10, 1e10, 9e-5, 3.6e7),
     "cuda": Rates(3e14, 2.5e12, 2.5e10, 5e-6),  # an H100, sustained
 }
 
@@ -310,12 +319,12 @@ class _Decision:
         ways = _ways(turn.module, turn.length)
         fitting: list[How] = []
         for way in ways:
-            how = self._largest(turn, way)
+            how = self._largest(turn, way, self.budget - turn.beside)
             if how is None:
                 continue
-            fitting.append(how)
-            if how == way[0] and how.method in ("whole", "rows"):
-                break
+            fitting.append(self._fastest(turn, way, how))
+            if how.method == "whole":
+                break  # with a copy a product normalises z twice, and was measured to take longer
             if len(fitting) > 1 and self._seconds(turn, fitting[-1]) > self._seconds(turn, fitting[-2]):
                 break  # more tiles only take longer
         if fitting:
@@ -326,12 +335,11 @@ class _Decision:
                 lowest = min(lowest, way[-1], key=lambda how: self.survey.allocates(turn, how))
         return lowest
 
-    def _largest(self, turn: _Turn, way: list[How]) -> How | None:
-        """The first of a way, which goes from large slices to small ones, that is within the budget.
+    def _largest(self, turn: _Turn, way: list[How], room: int) -> How | None:
+        """The first of a way, which goes from large slices to small ones, that allocates no more than `room` bytes.
 
         What is allocated grows evenly with the rows, so two counts say where to look.
         """
-        room = self.budget - turn.beside
         if self._at_least(turn, way[-1]) > room:
             return None
         largest = self.survey.allocates(turn, way[0])
@@ -345,6 +353,19 @@ class _Decision:
             if smallest + slope * (how.rows - way[-1].rows) <= room and self.survey.allocates(turn, how) <= room:
                 return how
         return way[-1]
+
+    def _fastest(self, turn: _Turn, way: list[How], largest: How) -> How:
+        """Of a way's slices, from the largest that is within the budget on, those that take the least time.
+
+        Halves of slices save twice as much of what leaves the cache and add twice as many launches, until they fit. So
+        the largest are the fastest, or those about where the cache begins to hold them.
+        """
+        cache = RATES[self.job.device].cache
+        if not cache:
+            return largest
+        first, fits = way.index(largest), way.index(self._largest(turn, way, int(cache)) or way[-1])
+        some = [way[at] for at in (first, fits - 1, fits) if at >= first]
+        return min(some, key=lambda how: self._seconds(turn, how))
 
     def _at_least(self, turn: _Turn, how: How) -> int:
         """A bound from below: the copy, or the pool and the factors of a tile."""
@@ -363,7 +384,8 @@ class _Decision:
         """Of doing the operation once."""
         rates, length, work = RATES[self.job.device], max(1, turn.length), turn.work
         slices = -(-length // how.rows)
-        flops, moved, launches = work.flops, work.bytes, slices * work.launches
+        flops, launches = work.flops, slices * work.launches
+        moved = work.bytes * self._beyond_cache(turn, how)
         pairs = self.job.residues**2 * self.job.config.pair_dim * self.job.dtype.itemsize
         if how.method in ("copy", "cross"):
             moved += slices * pairs  # a factor is read for every slice
@@ -375,6 +397,11 @@ class _Decision:
             launches = work.launches * (tiles + 1) * slices
         link = 2 * pairs / rates.host if self.survey.offload else 0.0
         return flops / rates.flops + moved / rates.memory + launches * rates.launch_s + link
+
+    def _beyond_cache(self, turn: _Turn, how: How) -> float:
+        """The share of what the operation has alive that does not fit the cache."""
+        cache = RATES[self.job.device].cache
+        return max(0.0, 1 - cache / max(1, self.survey.allocates(turn, how))) if cache else 1.0
 
     def _times(self, name: str) -> int:
         """How often a prediction does the operation."""
