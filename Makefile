@@ -27,11 +27,11 @@ kernels: interpret
 	$(BIN)/python -m core.kernels.compile
 
 parity: install
-	$(BIN)/python -m pytest -q --timeout 600 tests/parity
+	$(BIN)/python -m pytest -q tests/parity
 
 # Most of a command's time is one process that starts, so two commands at a time.
 e2e: install
-	$(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal --timeout 600 tests/e2e
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal tests/e2e
 
 # The first two are one process each, so they share the machine; parity starts ranks enough to fill it.
 test: install
