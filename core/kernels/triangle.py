@@ -140,7 +140,7 @@ def pair_factors(n: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | 
     Where no kernel transposes as it writes (a CPU), the product has the weights on its left, so channels come first out
     of it: torch's batched product of factors that do not lie so copies them matrix by matrix.
     """
-    if runs_kernel("gate_channels_first", n, unless=unsupported_dtype(n, mask)):
+    if runs_kernel("gate_channels_first", n, unless=unsupported_dtype(n)):
         return gate_channels_first(F.linear(n, weight, bias), mask)
     columns = [rows.flatten(0, 1).mT for rows in n.reshape(-1, *n.shape[-3:])]
     parts = [weight @ x if bias is None else torch.addmm(bias[:, None], weight, x) for x in columns]
