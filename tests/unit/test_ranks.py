@@ -43,6 +43,7 @@ def asleep():
     time.sleep(600)
 def waiting():
     subprocess.run([sys.executable, __file__, sys.argv[1], "child"])
+    time.sleep(600)  # its child is ended first
 asleep() if "child" in sys.argv else waiting()
 """
 
