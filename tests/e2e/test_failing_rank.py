@@ -8,6 +8,8 @@ from core.watch import GRACE_S, INTERVAL_S
 from tests.support.command import run
 
 LIMIT_S = 10.0
+BUSY = 4.0
+"""times as long it may take on a machine that other tests load; without the watch it takes half an hour"""
 
 
 def test_the_watch_leaves_time() -> None:
@@ -21,7 +23,7 @@ def test_the_others_end_with_it(tmp_path: Path, mode: str) -> None:
     done = run("-m", "tests.support.failing", mode, tmp_path)
     assert done.returncode == 1, done.stderr
     took_s = float((tmp_path / "alive_at").read_text()) - float((tmp_path / "failed_at").read_text())
-    assert took_s < LIMIT_S, f"{took_s:.1f} s\n{done.stderr}"
+    assert took_s < BUSY * LIMIT_S, f"{took_s:.1f} s\n{done.stderr}"
     if mode == "kill":
         assert "rank 0 ends, because rank 1 failed" in done.stderr
         return
