@@ -126,7 +126,7 @@ def test_quick_writes_only_where_it_is_told(toy: Path) -> None:
     assert runner.main(["--quick", "toy"]) == 0
     assert not list(toy.iterdir())
     runner.main(["--quick", "--out", str(toy / "here")])
-    assert read(toy / "here" / "toy.json").command == f"python -m benchmarks.run --quick --out {toy / 'here'}"
+    assert read(toy / "here" / "toy.json").command == "python -m benchmarks.run --quick --out PATH"
     runner.main([], only="toy")
     assert read(toy / "results" / "toy.json").command == "python -m benchmarks.toy"
 
