@@ -9,12 +9,30 @@ from pathlib import Path
 
 from core.config import UserError
 
-# The process becomes the tool, after it has asked the kernel to be killed when the thread that began it ends, which
-# waits for it (prctl(2), PR_SET_PDEATHSIG = 1, SIGKILL = 9). Whose parent has ended before does not begin.
-_ENDS_WITH_ITS_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
+# What stands between us and a tool, as a process of its own: it ends the tool, and all that the tool began, as soon as
+# nobody holds the other end of its standard input any more, which the system lets go of however we end.
+_LEASH = """
+import os, signal, subprocess, sys, threading
+
+def end():
+    try:
+        os.killpg(tool.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+def follow():
+    os.read(0, 1)
+    end()
+
+tool = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+threading.Thread(target=follow, daemon=True).start()
+try:
+    code = tool.wait()
+except BaseException:
+    end()
+    raise
+sys.exit(code if code >= 0 else 128 - code)
+"""
 
 
 def found(program: str, install: str) -> str:
@@ -33,18 +51,15 @@ def said_by(arguments: Sequence[str]) -> list[str]:
 def run(arguments: Sequence[str | Path], on: object) -> None:
     """Run a search to its end.  Raises UserError with the last that it said, where it fails.
 
-    On Linux the search ends when this process does, however that ends. What the search itself began (stages of mmseqs)
-    ends with its next step.
+    The search, and what it began itself (stages of mmseqs), ends when this process does, however that ends.
     """
-    begun = [*_leash(), *arguments]
-    done = subprocess.run(begun, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    begun = [sys.executable, "-I", "-S", "-c", _LEASH, *arguments]
+    ours, held = os.pipe()
+    try:
+        done = subprocess.run(begun, capture_output=True, text=True, check=False, stdin=ours)
+    finally:
+        os.close(ours)
+        os.close(held)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-200:]
         raise UserError(f"{arguments[0]} failed on {on} (exit code {done.returncode}): {said}")
-
-
-def _leash() -> list[str]:
-    """What a command is put behind, so that it does not outlive us."""
-    if sys.platform != "linux":
-        return []
-    return [sys.executable, "-I", "-S", "-c", _ENDS_WITH_ITS_PARENT, str(os.getpid())]
