@@ -117,7 +117,7 @@ def test_any_module(tmp_path: Path) -> None:
     save_weights(model.state_dict().items(), tmp_path / "plain")
     architecture = Architecture(lambda folder: on_meta(lambda: nn.Sequential(UNet(), nn.BatchNorm2d(4))))
     quantize_folder(tmp_path / "plain", tmp_path / "q", "int4", architecture=architecture)
-    wanted = quantize(model, "int4")
+    wanted = quantize(model, "int4").requires_grad_(False)  # torch folds products of weights that learn otherwise
     loaded = load_quantized(tmp_path / "q", architecture=architecture, packed=False)
     assert same(loaded, wanted)
     x, time, text = unet_inputs()
