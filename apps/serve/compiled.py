@@ -12,12 +12,14 @@ part of a prompt is one token long. The two round otherwise; so which of them co
 not from where the scheduler cuts, and pages with written tokens are not shared with prompts that say the same.
 
 For a lone token torch.compile would make other loops, which round otherwise, so it is given twice. Sums over a sequence
-run in order, and what fills up a shorter one adds zeros behind them, so no bit depends on the longest.
+run in order, a run of 16 places after the other, and what fills up a shorter one adds zeros behind them, so no bit
+depends on the longest. By runs, because the keys and values of one head lie far apart: those of 16 places stay in the
+processor's nearest cache while a head is read, those of a whole sequence do not.
 
 Needs a C++ compiler when it is made. On CPUs, one rank, no experts.
 
-Shapes: T sequences with one new token, S places of the longest, N places of all pages, J key/value heads, G query heads
-of each, K head size, D model.
+Shapes: T sequences with one new token, R runs of C = 16 places that hold the longest, N places of all pages, J key/value
+heads, G query heads of each, K head size, D model.
 """
 
 import logging
@@ -39,18 +41,20 @@ from core.nn.attention import Attention
 
 log = logging.getLogger("serve")
 
+_RUN = 16
+
 
 @dataclass(frozen=True)
 class Alone:
     """What attention needs to know of sequences with one new token each.
 
-    slots_T    int64: the new token's place in the pages
-    places_TS  int64: those of the sequence's tokens in order; behind its end any that holds numbers
-    lengths_T  int64: its tokens, with the new one
+    slots_T     int64: the new token's place in the pages
+    places_TRC  int64: those of the sequence's tokens in order; behind its end any that holds numbers
+    lengths_T   int64: its tokens, with the new one
     """
 
     slots_T: Tensor
-    places_TS: Tensor
+    places_TRC: Tensor
     lengths_T: Tensor
 
     @staticmethod
@@ -59,10 +63,11 @@ class Alone:
         width = max(map(len, tables))
         pages_TP = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], device="cpu")
         slots_T, lengths_T = torch.tensor(slots, device="cpu"), torch.tensor(lengths, device="cpu")
-        order_S = torch.arange(max(2, width * page_size), device="cpu")  # of 1 a graph of its own would be made
-        pages_TS = pages_TP[:, (order_S // page_size).clamp_(max=width - 1)]
-        places_TS = pages_TS.mul_(page_size).add_(order_S % page_size)
-        return Alone(slots_T, places_TS.where(order_S < lengths_T[:, None], slots_T[:, None]), lengths_T)
+        runs = max(2, -(-max(lengths) // _RUN))  # of 1 a graph of its own would be made
+        order_S = torch.arange(runs * _RUN, device="cpu")
+        places_TS = pages_TP[:, (order_S // page_size).clamp_(max=width - 1)].mul_(page_size).add_(order_S % page_size)
+        places_TS = places_TS.where(order_S < lengths_T[:, None], slots_T[:, None])
+        return Alone(slots_T, places_TS.view(-1, runs, _RUN), lengths_T)
 
 
 def flat_pages(attend: PagedAttend) -> list[Tensor]:
@@ -80,32 +85,32 @@ def attend_alone(
     slopes  of ALiBi, in q's order of heads
     """
     dtype = torch.promote_types(q_TJGK.dtype, torch.float32)
-    k_TSJK, v_TSJK = (
+    k_TRCJK, v_TRCJK = (
         _kept(new, pages[index::2], step, dtype) for index, new in enumerate((k_TJK, v_TJK))
     )  # fmt: skip
-    scores_TSJG = (k_TSJK[:, :, :, None] * q_TJGK[:, None].to(dtype)).sum(-1) / math.sqrt(q_TJGK.shape[-1])
-    order_S = torch.arange(step.places_TS.shape[1], device=q_TJGK.device)
+    scores_TRCJG = (k_TRCJK[..., None, :] * q_TJGK[:, None, None].to(dtype)).sum(-1) / math.sqrt(q_TJGK.shape[-1])
+    order_RC = torch.arange(step.places_TRC.shape[1] * _RUN, device=q_TJGK.device).view(-1, _RUN)
     if slopes_JG is not None:
-        distance_TS = (order_S - (step.lengths_T[:, None] - 1)).to(dtype)
-        scores_TSJG = scores_TSJG + slopes_JG.to(dtype) * distance_TS[:, :, None, None]
-    hidden_TS = order_S >= step.lengths_T[:, None]
-    scores_TSJG = scores_TSJG.masked_fill(hidden_TS[:, :, None, None], -math.inf)
-    weights_TSJG = (scores_TSJG - scores_TSJG.amax(1, keepdim=True)).exp()
-    o_TJGK = (weights_TSJG[..., None] * v_TSJK[:, :, :, None]).sum(1)
-    return (o_TJGK / weights_TSJG.sum(1)[..., None]).to(q_TJGK.dtype)
+        distance_TRC = (order_RC - (step.lengths_T[:, None, None] - 1)).to(dtype)
+        scores_TRCJG = scores_TRCJG + slopes_JG.to(dtype) * distance_TRC[..., None, None]
+    hidden_TRC = order_RC >= step.lengths_T[:, None, None]
+    scores_TRCJG = scores_TRCJG.masked_fill(hidden_TRC[..., None, None], -math.inf)
+    weights_TRCJG = (scores_TRCJG - scores_TRCJG.amax(2).amax(1)[:, None, None]).exp()
+    o_TJGK = (weights_TRCJG[..., None] * v_TRCJK[..., None, :]).sum(2).sum(1)
+    return (o_TJGK / weights_TRCJG.sum(2).sum(1)[..., None]).to(q_TJGK.dtype)
 
 
 def _kept(new_TJK: Tensor, pages: Sequence[Tensor], step: Alone, dtype: torch.dtype) -> Tensor:
-    """Put new keys (or values) into the pages, and all of their sequences out of these: [T, S, J, K]."""
+    """Put new keys (or values) into the pages, and all of their sequences out of these: [T, R, C, J, K]."""
     if len(pages) == 1:
         (pages_NJK,) = pages
         pages_NJK.index_put_((step.slots_T,), new_TJK.to(pages_NJK.dtype))
-        return pages_NJK[step.places_TS].to(dtype)
+        return pages_NJK[step.places_TRC].to(dtype)
     pages_NJK, scales_NJ = pages
     rounded_TJK, scale_TJ = quantized(new_TJK)
     pages_NJK.index_put_((step.slots_T,), rounded_TJK)
     scales_NJ.index_put_((step.slots_T,), scale_TJ)
-    return pages_NJK[step.places_TS].to(dtype) * scales_NJ[step.places_TS].to(dtype)[..., None]
+    return pages_NJK[step.places_TRC].to(dtype) * scales_NJ[step.places_TRC].to(dtype)[..., None]
 
 
 class _Slot:
@@ -135,9 +140,9 @@ class CompiledDecoder:
         slots = [_Slot(len(layer)) for layer in pages]
 
         def decode(
-            ids_1T: Tensor, positions_1T: Tensor, slots_T: Tensor, places_TS: Tensor, lengths_T: Tensor, *flat: Tensor
+            ids_1T: Tensor, positions_1T: Tensor, slots_T: Tensor, places_TRC: Tensor, lengths_T: Tensor, *flat: Tensor
         ) -> Tensor:
-            step, rest = Alone(slots_T, places_TS, lengths_T), iter(flat)
+            step, rest = Alone(slots_T, places_TRC, lengths_T), iter(flat)
             for slot in slots:
                 slot.step, slot.pages = step, [next(rest) for _ in range(slot.num_pages)]
             return model(ids_1T, positions=positions_1T)
@@ -145,11 +150,13 @@ class CompiledDecoder:
         with _replaced(model, attentions, slots), torch.no_grad():
             given = _example(pages)
             graph = make_fx(decode, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
-        self._call: Callable[..., Tensor] = torch.compile(graph, dynamic=True, fullgraph=True)
+        # Places come from page tables; to check each where it is read would slow all loops.
+        options = {"assert_indirect_indexing": False}
+        self._call: Callable[..., Tensor] = torch.compile(graph, dynamic=True, fullgraph=True, options=options)
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, step: Alone, pages: Sequence[Tensor]) -> Tensor:
         """What the head is given, [1, T, D]; `pages` of all layers behind each other."""
-        given = (ids_1T, positions_1T, step.slots_T, step.places_TS, step.lengths_T)
+        given = (ids_1T, positions_1T, step.slots_T, step.places_TRC, step.lengths_T)
         if ids_1T.shape[1] > 1:
             return self._call(*given, *pages)
         twice = [torch.cat((x, x), 1 if x.shape[0] == 1 and index < 2 else 0) for index, x in enumerate(given)]
@@ -160,7 +167,7 @@ def _example(pages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Arguments of `decode`, whose sizes are those of nothing else in a model, so that none is taken for another."""
     count, width = [number for number in (11, 13, 17) if number != len(pages[0][0])][:2]
     zeros_1T, zeros_T = torch.zeros(1, count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
-    step = [zeros_T, torch.zeros(count, width, dtype=torch.int64), zeros_T + 1]
+    step = [zeros_T, torch.zeros(count, width, _RUN, dtype=torch.int64), zeros_T + 1]
     return [zeros_1T, zeros_1T.clone(), *step, *(part for layer in pages for part in layer)]
 
 

@@ -12,6 +12,10 @@ from core.quant import QuantizedWeight, dequantize, quantize, stored_bytes
 from tests.unit.quant.models import FAMILIES, UNet, decoder, tokens, unet_inputs
 
 
+ROUNDING = {"int8": 1e-4, "int4": 1e-5}
+"""Of results in fp32. Inputs of 8-bit weights keep 15 bits of their row's largest element; 8 bits would be off by 1e-2."""
+
+
 def quantized_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedWeight)}
 
@@ -35,7 +39,7 @@ def test_decoder_computes_with_what_the_weights_stand_for(family: str, options: 
     wanted = plain(ids)
     assert error(model(ids), wanted) < 1e-10
     assert error(model(ids, targets=ids), plain(ids, targets=ids)) < 1e-10
-    assert error(model.float()(ids), wanted) < 1e-5
+    assert error(model.float()(ids), wanted) < ROUNDING[options["scheme"]]
     assert torch.equal(generate(model, ids, 5), generate(plain.float(), ids, 5))
 
 
@@ -102,7 +106,7 @@ def test_unet(scheme: str) -> None:
     found = model(*inputs)
     assert error(found, wanted) < (0.2 if scheme == "int4" else 0.02)
     if scheme in ("int8", "int4"):
-        assert error(found, dequantize(copy.deepcopy(model))(*inputs)) < 1e-5
+        assert error(found, dequantize(copy.deepcopy(model))(*inputs)) < ROUNDING[scheme]
     assert stored_bytes(model) < plain
 
 
@@ -112,7 +116,7 @@ def test_torchs_own_transformer_layer() -> None:
     quantize(model, "int8")
     x = torch.randn(2, 5, 32)
     with torch.inference_mode():
-        assert error(model(x), dequantize(copy.deepcopy(model))(x)) < 1e-5
+        assert error(model(x), dequantize(copy.deepcopy(model))(x)) < ROUNDING["int8"]
 
 
 def test_transformers_models() -> None:
@@ -138,7 +142,7 @@ def test_transformers_models() -> None:
             assert tested.get_output_embeddings().weight is tested.get_input_embeddings().weight
             plain = dequantize(copy.deepcopy(tested))
             with torch.no_grad():
-                assert error(tested(ids).logits, plain(ids).logits) < 1e-5
+                assert error(tested(ids).logits, plain(ids).logits) < ROUNDING[scheme]
                 assert not torch.equal(plain(ids).logits, model(ids).logits)
 
 
