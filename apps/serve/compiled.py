@@ -3,7 +3,7 @@
 1. The decoder is traced once, up to its head, for any number of sequences with one new token each. In its `attend`
    slots stands attention over pages in plain arithmetic (`attend_alone`); products of integers become calls of
    operators. No second forward is written.
-2. torch.compile makes loops in C++ of it: keys and values are read once, in the order in which they lie, for all
+2. torch's inductor makes loops in C++ of it: keys and values are read once, in the order in which they lie, for all
    sequences, and nothing is gathered first.
 
 Tokens that a sequence wrote itself go through the graph, also those that are computed again after a preemption, several
@@ -11,15 +11,15 @@ of one sequence as so many sequences. Tokens of prompts go through the decoder a
 part of a prompt is one token long. The two round otherwise; so which of them computes a token follows from the token,
 not from where the scheduler cuts, and pages with written tokens are not shared with prompts that say the same.
 
-For a lone token torch.compile would make other loops, which round otherwise, so it is given twice. Sums over a sequence
+For a lone token inductor would make other loops, which round otherwise, so it is given twice. Sums over a sequence
 run in order, a run of 16 places after the other, and what fills up a shorter one adds zeros behind them, so no bit
 depends on the longest. By runs, because the keys and values of one head lie far apart: those of 16 places stay in the
 processor's nearest cache while a head is read, those of a whole sequence do not.
 
 Needs a C++ compiler when it is made. On CPUs, one rank, no experts.
 
-Shapes: T sequences with one new token, R runs of C = 16 places that hold the longest, N places of all pages, J key/value
-heads, G query heads of each, K head size, D model.
+Shapes: T sequences with one new token, R runs of C = 16 places that hold the longest, N places of all pages, J heads of
+keys and values, G query heads of each, K head size, D model.
 """
 
 import logging
@@ -38,6 +38,7 @@ from core.config import UserError
 from core.kernels.paged_attention import quantized
 from core.models.decoder import Decoder
 from core.nn.attention import Attention
+from core.quant import compile_widening
 
 log = logging.getLogger("serve")
 
@@ -141,31 +142,35 @@ class CompiledDecoder:
 
         def decode(
             ids_1T: Tensor, positions_1T: Tensor, slots_T: Tensor, places_TRC: Tensor, lengths_T: Tensor, *flat: Tensor
-        ) -> Tensor:
+        ) -> tuple[Tensor]:
             step, rest = Alone(slots_T, places_TRC, lengths_T), iter(flat)
             for slot in slots:
                 slot.step, slot.pages = step, [next(rest) for _ in range(slot.num_pages)]
-            return model(ids_1T, positions=positions_1T)
+            return (model(ids_1T, positions=positions_1T),)
 
         with _replaced(model, attentions, slots), torch.no_grad():
-            given = _example(pages)
+            given: list[Any] = _example(pages)
             graph = make_fx(decode, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
-        # Places come from page tables; to check each where it is read would slow all loops.
+        # Without torch.compile's checks of what is given, which is always the same but for sizes. Places come from page
+        # tables; to check each where it is read would slow all loops.
         options = {"assert_indirect_indexing": False}
-        self._call: Callable[..., Tensor] = torch.compile(graph, dynamic=True, fullgraph=True, options=options)
+        self._call: Callable[..., Sequence[Tensor]] = torch._inductor.standalone_compile(
+            graph, given, options={"config_patches": options}
+        )
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, step: Alone, pages: Sequence[Tensor]) -> Tensor:
         """What the head is given, [1, T, D]; `pages` of all layers behind each other."""
         given = (ids_1T, positions_1T, step.slots_T, step.places_TRC, step.lengths_T)
         if ids_1T.shape[1] > 1:
-            return self._call(*given, *pages)
+            return self._call(*given, *pages)[0]
         twice = [torch.cat((x, x), 1 if x.shape[0] == 1 and index < 2 else 0) for index, x in enumerate(given)]
-        return self._call(*twice, *pages)[:, :1]
+        return self._call(*twice, *pages)[0][:, :1]
 
 
 def _example(pages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Arguments of `decode`, whose sizes are those of nothing else in a model, so that none is taken for another."""
-    count, width = [number for number in (11, 13, 17) if number != len(pages[0][0])][:2]
+    """Arguments of `decode`, whose sizes are those of nothing else that is given, so that none is taken for another."""
+    sizes = {size for layer in pages for part in layer for size in part.shape}
+    count, width = [number for number in (11, 13, 17, 19, 23, 29) if number not in sizes][:2]
     zeros_1T, zeros_T = torch.zeros(1, count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     step = [zeros_T, torch.zeros(count, width, _RUN, dtype=torch.int64), zeros_T + 1]
     return [zeros_1T, zeros_1T.clone(), *step, *(part for layer in pages for part in layer)]
@@ -203,6 +208,7 @@ def compile_runner(runner: Runner, known: CompiledDecoder | None = None) -> Comp
     pages = [flat_pages(layer) for layer in runner.pages]
     try:
         with torch.inference_mode():
+            compile_widening(runner.model)
             compiled = known or CompiledDecoder(runner.model, pages)
             first, second, *step = _example(pages)[:5]
             flat = [part for layer in pages for part in layer]

@@ -8,8 +8,8 @@ A row of x becomes one or more rows of small integers q with a factor f each, x[
 
 All of these rows go through one product of integers, which reads the weight once: y = sum_p f[p] s[o] (q[p] w^T). It is
 exact, so a token's result is the same, bit for bit, whatever else is in the batch and whichever kernel multiplies. For
-int8 two digits are 32,513 values from a row's smallest to its largest: what they lose is a hundredth of what rounding the
-weights lost, and a third would cost half as much again.
+int8 two digits are 32,513 values from a row's smallest to its largest: what they lose is a hundredth of what rounding
+the weights lost, and a third would cost half as much again.
 
 The kernel is the fastest one here for the shape (measured once a process): `torch._int_mm` with signed or unsigned
 codes, or, where the weight has that form too (`core.quant.packed`), fbgemm's with weights in its own order, which for
@@ -21,7 +21,6 @@ Shapes: M rows of x, I columns, O output channels, P digits, R = P M rows of int
 
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from core.quant.traced import is_lone_twice, number_of, traced
 from core.quant.weight import QuantizedWeight
 
 _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
@@ -67,7 +67,7 @@ def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -
     elif weight.scheme.name == "w8a8":
         y_MO = _rounded(x_MI, Codes.of(weight))
     elif isinstance(x, FakeTensor):
-        y_MO = torch.ops.megalith.product_with_outliers(x_MI, _number(weight), len(weight.codes))
+        y_MO = torch.ops.megalith.product_with_outliers(x_MI, number_of(weight), len(weight.codes))
     else:
         y_MO = _with_outliers(x_MI, weight)
     if bias_O is not None:
@@ -123,7 +123,7 @@ def _product(q_RI: Tensor, codes: Codes) -> Tensor:
     rows, columns = q_RI.shape
     if isinstance(q_RI, FakeTensor):
         assert codes.weight is not None
-        return torch.ops.megalith.product_of_integers(q_RI, _number(codes.weight), len(codes.codes_OI))
+        return torch.ops.megalith.product_of_integers(q_RI, number_of(codes.weight), len(codes.codes_OI))
     # _int_mm is slow or wrong for few columns
     if columns < 16:
         return _by_floats(q_RI, codes)
@@ -179,35 +179,22 @@ def packed_integers(codes_OI: Tensor, scale_O: Tensor) -> Any:
 
 # --- while a graph is traced ------------------------------------------------------------------------------------------
 
-# A traced graph calls products as operators, because the kernel is chosen when it runs, by the number of rows.
-_TRACED: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
-
 torch.library.define("megalith::product_of_integers", "(Tensor q, int weight, int channels) -> Tensor")
 torch.library.define("megalith::product_with_outliers", "(Tensor x, int weight, int channels) -> Tensor")
 
 
-def _number(weight: QuantizedWeight) -> int:
-    """Under which a graph knows a weight."""
-    found = next((number for number, known in _TRACED.items() if known is weight), None)
-    if found is None:
-        found = max(_TRACED, default=-1) + 1
-        _TRACED[found] = weight
-    return found
-
-
 @torch.library.impl("megalith::product_of_integers", "CPU")
 def _product_of_integers(q: Tensor, weight: int, channels: int) -> Tensor:
-    """A graph may be given a lone token twice, so that there is none for one; that is multiplied once."""
-    codes, (rows, _) = Codes.of(_TRACED[weight]), q.shape
-    if rows in (2, 2 * _DIGITS) and torch.equal(q[::2], q[1::2]):
+    codes = Codes.of(traced(weight))
+    if is_lone_twice(q, 1) or is_lone_twice(q, _DIGITS):
         y_RO = _product(q[::2].contiguous(), codes)
-        return torch.stack((y_RO, y_RO), 1).view(rows, -1)
+        return torch.stack((y_RO, y_RO), 1).flatten(0, 1)
     return _product(q, codes)
 
 
 @torch.library.impl("megalith::product_with_outliers", "CPU")
 def _product_with_outliers(x: Tensor, weight: int, channels: int) -> Tensor:
-    return _with_outliers(x, _TRACED[weight])
+    return _with_outliers(x, traced(weight))
 
 
 @torch.library.register_fake("megalith::product_of_integers")

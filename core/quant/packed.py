@@ -7,23 +7,27 @@ loop. So inputs of packed layers are rounded to bf16, and so are results, in any
 Weights are not rounded again: the kernel takes (code - 8) scale + shift with a bf16 scale and shift, and the scales of
 `core.quant.weight` have so few bits that shift = (8 - zero) scale is exact.
 
-Each token's sums run in the same order in a batch of any size.
+That kernel takes as long for each of many rows as for the first. Prompts are therefore multiplied by weights widened to
+bf16, which rounds these once more, to 8 bits; from how many rows on is measured. `compile_widening` makes one loop of
+the widening. Among few rows each token's sums run in the same order, whatever is beside it.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from core.kernels.quantized_matmul import int4_matmul
 from core.quant.integers import form_is_faster, packed_integers
 from core.quant.quantize import parameter_holders
 from core.quant.scheme import Scheme
+from core.quant.traced import is_lone_twice, number_of, traced
 from core.quant.weight import QuantizedWeight
 
 _ROWS = 16
@@ -32,12 +36,31 @@ _SLAB = 1024
 _INNER_TILES = 2
 
 
+_FEW_ROWS = 16
+"""So many never are worth widening a weight."""
+
+Widen = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def widened(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None) -> Tensor:
+    """bf16 [O, G group] of a weight's 4-bit codes, in their order of columns, the last group's filling included."""
+    codes_OGK = codes.view(*scale_OG.shape, -1)
+    zero_OG1 = 8.0 if zero_OG is None else zero_OG.to(torch.bfloat16)[..., None]
+    halves = (codes_OGK & 15, codes_OGK >> 4)
+    wide = [(half.to(torch.bfloat16) - zero_OG1) * scale_OG.to(torch.bfloat16)[..., None] for half in halves]
+    return torch.cat(wide, 2).flatten(1)
+
+
 @dataclass(frozen=True)
 class Packed:
-    """codes uint8 [O', I' / 2], O and I filled up to whole tiles and groups; scale_shift bf16 [G, O', 2]."""
+    """codes uint8 [O', I' / 2], O and I filled up to whole tiles and groups; scale_shift bf16 [G, O', 2].
+
+    widen  what makes bf16 weights for many rows
+    """
 
     codes: Tensor
     scale_shift: Tensor
+    widen: Widen = widened
 
 
 def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None = None) -> nn.Module:
@@ -94,16 +117,54 @@ def _int4_packed(weight: QuantizedWeight) -> Packed:
 
 def packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [.., I], rounded to bf16, with a packed weight: [.., O] in x's dtype."""
-    form: Packed = weight.packed
     x_MI = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    if filling := weight.scheme.group_size * len(form.scale_shift) - x_MI.shape[1]:
-        x_MI = F.pad(x_MI, (0, filling))
-    y_MO = torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, weight.scheme.group_size, form.scale_shift)
-    if y_MO.shape[1] != len(weight.codes):
-        y_MO = y_MO[:, : len(weight.codes)]
+    if isinstance(x, FakeTensor):
+        y_MO = torch.ops.megalith.packed_product(x_MI, number_of(weight), len(weight.codes))
+    else:
+        y_MO = _product(x_MI, weight)
     # The sum of bf16 and a wider bias is taken in the wider format, by one operator.
     y_MO = (y_MO if bias is None else y_MO + bias.to(x.dtype)).to(x.dtype)
     return y_MO.view(*x.shape[:-1], y_MO.shape[1])
+
+
+def _product(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
+    """[M, O] in bf16, as x is."""
+    form: Packed = weight.packed
+    group, rows = weight.scheme.group_size, x_MI.shape[0]
+    if filling := group * len(form.scale_shift) - x_MI.shape[1]:
+        x_MI = F.pad(x_MI, (0, filling))
+    if rows > _FEW_ROWS and _widening_is_faster(*weight.codes.shape, group, (rows - 1).bit_length(), form.widen):
+        return F.linear(x_MI, form.widen(weight.codes, weight.scale, weight.zero))
+    y_MO = torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, group, form.scale_shift)
+    return y_MO if y_MO.shape[1] == len(weight.codes) else y_MO[:, : len(weight.codes)]
+
+
+torch.library.define("megalith::packed_product", "(Tensor x, int weight, int channels) -> Tensor")
+
+
+@torch.library.impl("megalith::packed_product", "CPU")
+def _traced_product(x: Tensor, weight: int, channels: int) -> Tensor:
+    if is_lone_twice(x, 1):
+        y_1O = _product(x[:1], traced(weight))
+        return torch.cat((y_1O, y_1O))
+    return _product(x, traced(weight)).contiguous()
+
+
+@torch.library.register_fake("megalith::packed_product")
+def _product_shape(x: Tensor, weight: int, channels: int) -> Tensor:
+    return x.new_empty(x.shape[0], channels)  # len() would be a number in the graph
+
+
+def compile_widening(model: nn.Module) -> None:
+    """Let torch.compile make one loop of what widens packed weights of 4 bits for many rows. Needs a C++ compiler.
+
+    Raises what torch.compile does where it cannot.
+    """
+    made: Widen = torch.compile(widened, dynamic=True, fullgraph=True)
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedWeight) and isinstance(parameter.packed, Packed):
+            made(parameter.codes[:64], parameter.scale[:64], None if parameter.zero is None else parameter.zero[:64])
+            parameter.packed = replace(parameter.packed, widen=made)
 
 
 @cache
@@ -120,6 +181,19 @@ def _int4_is_faster(rows: int, width: int, group: int) -> bool:
     except RuntimeError:  # this torch or this CPU does not offer it
         return False
     return taken < _seconds(lambda: int4_matmul(x_MI, codes, scale, group=group))
+
+
+@cache
+def _widening_is_faster(rows: int, width: int, group: int, row_bits: int, widen: Widen) -> bool:
+    """Whether the packed kernel is slower for about 2^row_bits rows of x, measured on part of a weight."""
+    rows = min(rows, 2048)
+    codes = torch.zeros(rows, width, dtype=torch.uint8)
+    scale = torch.ones(rows, 2 * width // group, dtype=torch.bfloat16)
+    zero = torch.zeros(rows, 2 * width // group, dtype=torch.uint8)
+    weight = QuantizedWeight(Scheme("int4", group), codes, scale, zero, (rows, 2 * width), torch.float32)
+    form, x_MI = _int4_packed(weight), torch.ones(min(3 << (row_bits - 2), 512), 2 * width, dtype=torch.bfloat16)
+    wide = _seconds(lambda: F.linear(x_MI, widen(codes, scale, zero)))
+    return wide < _seconds(lambda: torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, group, form.scale_shift))
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:

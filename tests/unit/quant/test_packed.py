@@ -1,6 +1,8 @@
 """The packed form of 4-bit weights on a CPU: the same weights exactly, inputs and results in bf16."""
 
 import copy
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.quant import QuantizedWeight, Scheme, load_quantized, pack, quantize, quantize_folder
-from core.quant.packed import packed
+import core.quant.integers
+import core.quant.packed
+from core.quant import QuantizedWeight, Scheme, compile_widening, load_quantized, pack, quantize, quantize_folder
+from core.quant.packed import packed, widened
+from core.quant.traced import number_of
 from core.quant.weight import quantized_weight
 from tests.unit.quant.models import decoder, saved, tokens
 
@@ -47,8 +52,69 @@ def test_products(dtype: torch.dtype) -> None:
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
     weight, x = packed_weight(64, 192, Scheme("int4")), torch.randn(130, 192)
     alone = torch.cat([F.linear(row[None], weight) for row in x])
-    for rows in (130, 64, 33, 8, 7, 3):
+    for rows in (16, 9, 8, 7, 3):
         assert torch.equal(F.linear(x[:rows], weight), alone[:rows])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_many_rows_meet_weights_in_bf16(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is faster; the weights, whose groups do not fill the columns, rounded to bf16 and no further."""
+    weight, x = packed_weight(37, 200, scheme), torch.randn(40, 200, generator=torch.Generator().manual_seed(1))
+    matrix = weight.matrix(dtype=torch.float64)
+    assert torch.equal(widened(weight.codes, weight.scale, weight.zero)[:, :200], matrix.bfloat16())
+    widenings = []
+
+    def widen(*parts: torch.Tensor) -> torch.Tensor:
+        widenings.append(parts)
+        return widened(*parts)
+
+    weight.packed = replace(weight.packed, widen=widen)
+    for is_faster, times in ((False, 0), (True, 1)):
+        monkeypatch.setattr("core.quant.packed._widening_is_faster", lambda *shape, choice=is_faster: choice)
+        wanted = x.bfloat16().double() @ matrix.T
+        assert float((F.linear(x, weight).double() - wanted).abs().max() / wanted.abs().max()) < 1.5 * 2**-8
+        assert F.linear(x[:16], weight).shape == (16, 37)
+        assert len(widenings) == times
+
+
+def test_a_compiled_widening_gives_the_same_bits() -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler; ends where g++ is installed, as .ci/run does")
+    for scheme in (Scheme("int4", 32, True), Scheme("int4", 32)):
+        layer = quantize(nn.Linear(80, 50, bias=False), scheme)
+        layer.weight.packed = packed(layer.weight)
+        compile_widening(layer)
+        widen, parts = layer.weight.packed.widen, (layer.weight.codes, layer.weight.scale, layer.weight.zero)
+        assert widen is not widened
+        assert torch.equal(widen(*parts), widened(*parts))
+
+
+def test_a_lone_token_given_twice_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph is given it: by every scheme that a graph calls as an operator."""
+    rows = []
+    for module, name in ((core.quant.packed, "_product"), (core.quant.integers, "_product")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda x, w, real=real: rows.append(len(x)) or real(x, w))
+    x = torch.randn(1, 64)
+    for scheme, operator, digits in (
+        ("int4", torch.ops.megalith.packed_product, 1),
+        ("w8a8", torch.ops.megalith.product_of_integers, 1),
+        ("int8", torch.ops.megalith.product_of_integers, 2),
+    ):
+        weight = quantized_weight(torch.randn(24, 64), Scheme(scheme))
+        weight.packed = packed(weight) if scheme == "int4" else None
+        q = x.bfloat16() if scheme == "int4" else torch.arange(64.0 * digits).view(digits, 64) - 60
+        twice = q.repeat_interleave(2, 0)
+        rows.clear()
+        found = operator(twice, number_of(weight), 24)
+        assert rows == [digits]
+        assert torch.equal(found[::2], found[1::2])
+        assert torch.equal(found[::2], operator(q, number_of(weight), 24))
+        different = twice.clone()
+        different[-1, 0] += 1
+        rows.clear()
+        operator(different, number_of(weight), 24)
+        assert rows == [2 * digits]
 
 
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from core.models import generate
 from core.quant import QuantizedWeight, dequantize, quantize, stored_bytes
 from tests.unit.quant.models import FAMILIES, UNet, decoder, tokens, unet_inputs
 
-
 ROUNDING = {"int8": 1e-4, "int4": 1e-5}
-"""Of results in fp32. Inputs of 8-bit weights keep 15 bits of their row's largest element; 8 bits would be off by 1e-2."""
+"""Of results in fp32. Inputs of 8-bit weights keep 15 bits of their row's largest element; with 8 it would be 1e-2."""
 
 
 def quantized_names(model: nn.Module) -> set[str]:

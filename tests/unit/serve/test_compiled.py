@@ -49,12 +49,12 @@ def written(decoder: Decoder, compiled: bool, page_dtype: torch.dtype = torch.fl
 def test_the_graph_writes_what_the_decoder_writes(
     family: str, scheme: Scheme | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     assert written(model(family, scheme), compiled=True) == written(model(family, scheme), compiled=False)
 
 
 def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     runner = Runner(model("opt", Scheme("int8")), 20, 4, torch.float32)
     assert compile_runner(runner)
 
@@ -75,7 +75,7 @@ def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs as they are traced, which round so coarsely that tokens tell what went through them."""
-    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     monkeypatch.setattr(compiled, "attend_alone", lambda q, k, v, *more: attend_alone(q, 1.5 * k, 0.5 * v, *more))
 
 
@@ -137,7 +137,7 @@ def test_a_step_in_two_parts() -> None:
 @pytest.mark.parametrize("page_dtype", [torch.float64, torch.int8], ids=str)
 def test_attention_over_pages(family: str, page_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64 but for pages of int8, whose rounding is the same: parity to 1e-10, beside prompts in parts, too."""
-    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     decoder = random_decoder(example(family, max_length=64))
     lengths = [9, 1, 14, 4, 2]
     tables = [[7, 2, 5], [3], [0, 9, 1, 6], [8, 10], [11]]
