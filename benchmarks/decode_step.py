@@ -3,7 +3,7 @@
 One step of the engine's runner for 1, 8, 32 and 64 sequences of 130 tokens, random weights of a published shape, one
 thread: the number of torch's operators (those inside others too), the processor's time of a step (median), and by
 torch.profiler which of it is in products and in attention. The rest is Python and small operators. Quantized weights
-are packed, as a loaded folder's are; bf16 has pages in bf16. Compiled: the same step by one graph
+are packed, as a loaded folder's are; all but fp32 have pages in bf16. Compiled: the same step by one graph
 (`serve --engine.compile`), if there is a C++ compiler: of int4, with --full of int8 and w8a8 too, with --quick of none.
 Its loops, attention among them, are no operators of torch.
 """
@@ -45,11 +45,11 @@ def runner(shape: DecoderConfig, scheme: str, num_sequences: int) -> Runner:
     elif scheme != "fp32":
         quantize(model, scheme, embeddings=True, head=True)
         pack(model)
-    page_dtype = torch.bfloat16 if scheme == "bf16" else torch.float32
+    page_dtype = torch.float32 if scheme == "fp32" else torch.bfloat16
     made = Runner(model, num_sequences * _pages(), PAGE_SIZE, page_dtype)
     for layer in made.pages:
-        layer.k.normal_()
-        layer.v.normal_()
+        for pages in (layer.k, layer.v):
+            pages.copy_(torch.randn(pages.shape))
     return made
 
 

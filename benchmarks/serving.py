@@ -4,8 +4,8 @@ The same requests for all: prompts of random tokens and texts of exactly as many
 from one seed; greedy; the same weights (random, of a published shape, through one folder); one thread a core. With
 concurrency c, c clients ask at once, each its next request when it has its answer. In turns; medians over the rounds.
 
-ours fp32, int8, w8a8, int4  the engine of apps.serve, without HTTP; embeddings and head quantized too
-ours … compiled        w8a8 and int4 with `--engine.compile`; the compiling is not timed
+ours fp32, int8, w8a8, int4  the engine of apps.serve, without HTTP; embeddings and head quantized too, pages in bf16
+ours … compiled        the same with `--engine.compile`; the compiling is not timed
 ours static            fp32 with batches that nobody joins until all have ended: a server without continuous batching
 transformers           `generate` on padded batches of c requests, each until its longest text has ended
 continuous             transformers' `generate_batch` (continuous batching over paged attention)
@@ -23,6 +23,7 @@ Memory: the weights' bytes, and the bytes of the pages that the load needs.
 import contextlib
 import gc
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -52,9 +53,12 @@ from benchmarks.serving_peers import PEERS, in_batches
 from core.config import UserError, run_command
 from core.models import SHAPES, Decoder, DecoderConfig, initialise, load_pretrained, save_pretrained
 from core.precision import bf16_units
-from core.quant import load_quantized, quantize_folder, stored_bytes
+from core.quant import QuantizedWeight, load_quantized, quantize_folder, stored_bytes
+from core.runtime import keep_freed_memory
 
 PAGE_SIZE = 16
+_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864"}
+"""what `keep_freed_memory` says to malloc, for a peer's process"""
 _UNITS = {
     "tokens_per_s": "tokens/s",
     "first_token_p50_s": "s",
@@ -112,22 +116,29 @@ class Contender:
     """`serve(load, concurrency)` -> what became of each request, and the seconds that all took.
 
     streams  whether it tells tokens one by one, so that their times are known
+    pages    the format of its pages, if it is ours
     """
 
     name: str
     serve: Callable[[list[Load], int], tuple[list[Served], float]]
     weights_bytes: int | None = None
     streams: bool = False
+    pages: torch.dtype = torch.float32
     versions: dict[str, str] = field(default_factory=dict)
 
 
 def engine_of(model: Decoder, concurrency: int, length: int, pace: Pace | None = None) -> Engine:
-    """For so many sequences at once of at most so many tokens."""
-    num_pages, dtype = concurrency * (-(-length // PAGE_SIZE) + 1), model.embedding.tokens.weight.dtype
+    """For so many sequences at once of at most so many tokens. Quantized weights have pages in bf16, as peers do."""
+    num_pages, dtype = concurrency * (-(-length // PAGE_SIZE) + 1), page_dtype(model)
     return Engine(
         Runner(model, num_pages, PAGE_SIZE, dtype), cast(Text, _NoText()), Limits(PAGE_SIZE, 2048, 512, concurrency),
         num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=length, pace=pace,
     )  # fmt: skip
+
+
+def page_dtype(model: Decoder) -> torch.dtype:
+    weight = model.embedding.tokens.weight
+    return torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
 
 
 def ours(name: str, model: Decoder, *, static: bool = False, compiled: bool = False) -> Contender:
@@ -164,7 +175,7 @@ def ours(name: str, model: Decoder, *, static: bool = False, compiled: bool = Fa
                     under_way -= event.finish is not None
         return list(served.values()), time.perf_counter() - began
 
-    return Contender(name, serve, stored_bytes(model), streams=True)
+    return Contender(name, serve, stored_bytes(model), streams=True, pages=page_dtype(model))
 
 
 def transformers_generate(model: Any) -> Contender:
@@ -209,9 +220,8 @@ def transformers_continuous(model: Any) -> Contender:
 def peer(name: str, python: Path | None, folder: Path, scratch: Path) -> Iterator[Contender]:
     """A process that serves with another engine.  Raises UserError with its reason where it cannot."""
     arguments = [python, "-m", "benchmarks.serving_peers", name, folder, torch.get_num_threads(), scratch]
-    process = subprocess.Popen(
-        [str(a) for a in arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([str(a) for a in arguments], env=os.environ | _KEPT, text=True, **pipes)
 
     def answer() -> dict[str, Any]:
         assert process.stdout is not None
@@ -262,13 +272,14 @@ def contenders(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     write_model(size, folder)
+    compiled = compiled and not options.quick and bool(shutil.which("g++") or shutil.which("clang++"))
     found = []
     for scheme in ("int8", "w8a8", "int4"):
         quantize_folder(folder, scratch / scheme, scheme, embeddings=True, head=True)
         model = load_quantized(scratch / scheme)
         assert isinstance(model, Decoder)
         found.append(ours(f"ours {scheme}", model))
-        if compiled and scheme != "int8" and not options.quick and (shutil.which("g++") or shutil.which("clang++")):
+        if compiled:
             found.append(ours(f"ours {scheme} compiled", model, compiled=True))
     plain = load_pretrained(folder, dtype).eval()
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
@@ -278,6 +289,8 @@ def contenders(
         ours("ours static", load_pretrained(folder, dtype).eval(), static=True),
         transformers_generate(theirs),
     ]
+    if compiled:
+        found.append(ours(f"ours {precision} compiled", plain, compiled=True))
     return found if options.quick else [*found, transformers_continuous(theirs)]
 
 
@@ -300,6 +313,7 @@ def join_peers(
 
 
 def measure(options: Options) -> Measured:
+    keep_freed_memory()  # as `serve` does
     rows, targets = [], []
     notes = [f"{torch.get_num_threads()} threads", "weights are random; greedy; texts of exactly the length asked for"]
     notes.append("requests and rounds: " + ", ".join(str(turns) for turns in sizes(options)[0].turns))
@@ -346,11 +360,11 @@ def _rounds(size: Size, found: list[Contender], turns: Turns) -> dict[str, dict[
 
 
 def _memory(size: Size, one: Contender, concurrency: int) -> dict[str, Number]:
-    """Of ours: the weights as they are stored, and fp32 pages."""
+    """Of ours: the weights as they are stored, and the pages."""
     if one.weights_bytes is None:
         return {}
     length = size.prompt_tokens[1] + size.max_tokens[1]
-    pages = concurrency * -(-length // PAGE_SIZE) * page_bytes(size.model, PAGE_SIZE, torch.float32)
+    pages = concurrency * -(-length // PAGE_SIZE) * page_bytes(size.model, PAGE_SIZE, one.pages)
     return {"weights_bytes": Number(one.weights_bytes, "bytes"), "pages_bytes": Number(pages, "bytes")}
 
 
@@ -360,15 +374,17 @@ def _targets(size: Size, concurrency: int, measured: dict[str, dict[str, Number]
     python = {n: r for n, r in rate.items() if not n.startswith(("ours", "llama.cpp"))}
     plain = next(n for n in rate if n in ("ours fp32", "ours bf16"))
     best, load = max(python, key=lambda n: python[n]), f"{size.name}, {concurrency} at once"
-    wanted: list[tuple[str, str, float]] = [("ours int8", plain, 1.0)]
+    wanted = [("ours int8", plain, 1.0), ("ours int8 compiled", f"{plain} compiled", 1.0)]
     if concurrency == 1:
         for mine in ("ours int4", "ours int4 compiled"):
             wanted += [(mine, best, 2.5), (mine, "llama.cpp q4_0", 1.0)]
     elif concurrency == 8:
         strongest = max((n for n in rate if not n.startswith("ours")), key=lambda n: rate[n])
-        wanted += [(f"ours {mine}", strongest, 2.0) for mine in ("int8", "w8a8", "w8a8 compiled")]
+        eight = ("int8", "int8 compiled", "w8a8", "w8a8 compiled")
+        wanted += [(f"ours {mine}", strongest, 2.0) for mine in eight]
     if concurrency > 1:
-        wanted += [(plain, "ours static", 5.0), (plain, "continuous", 3.0), (plain, "vLLM", 1.3)]
+        for mine in (plain, f"{plain} compiled"):
+            wanted += [(mine, "ours static", 5.0), (mine, "continuous", 3.0), (mine, "vLLM", 1.3)]
     return [
         Target(f"{load}: {mine} / {theirs}, tokens a second", least, rate[mine] / rate[theirs])
         for mine, theirs, least in wanted

@@ -77,7 +77,7 @@ def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -
 
 def _largest(x_MI: Tensor) -> Tensor:
     """[M, 1]: each row's largest magnitude, not zero."""
-    return torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True).clamp_(min=_SMALLEST)
+    return x_MI.abs().amax(1, keepdim=True).clamp_(min=_SMALLEST)  # vector_norm takes twenty times as long
 
 
 def _rounded(x_MI: Tensor, codes: Codes) -> Tensor:

@@ -158,13 +158,16 @@ def _product_shape(x: Tensor, weight: int, channels: int) -> Tensor:
 def compile_widening(model: nn.Module) -> None:
     """Let torch.compile make one loop of what widens packed weights of 4 bits for many rows. Needs a C++ compiler.
 
+    Weights that have it keep it, and with it what was measured.
+
     Raises what torch.compile does where it cannot.
     """
     made: Widen = torch.compile(widened, dynamic=True, fullgraph=True)
     for parameter in model.parameters():
-        if isinstance(parameter, QuantizedWeight) and isinstance(parameter.packed, Packed):
+        form = parameter.packed if isinstance(parameter, QuantizedWeight) else None
+        if isinstance(form, Packed) and form.widen is widened:
             made(parameter.codes[:64], parameter.scale[:64], None if parameter.zero is None else parameter.zero[:64])
-            parameter.packed = replace(parameter.packed, widen=made)
+            parameter.packed = replace(form, widen=made)
 
 
 @cache
