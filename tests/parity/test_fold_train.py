@@ -56,7 +56,7 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
         recompute=case.recompute,
         steps=STEPS,
         average=0.6,
-        optim=OptimConfig(lr=LR, eps=1e-4, clip_norm=3.0, weight_decay=0.0),
+        optim=OptimConfig(lr=LR, eps=1e-2, clip_norm=3.0, weight_decay=0.0),
     )
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     axis = data_axis(mesh)
