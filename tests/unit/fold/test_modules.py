@@ -17,6 +17,8 @@ from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
 from core.config import UserError
+from core.kernels import triangle
+from core.kernels.operator import INSTALLED, forced
 from core.kernels.triangle import gate_reference, pair_factors
 from tests.support.fold import random_features, random_parameters, randomise
 
@@ -115,6 +117,20 @@ def test_factors_of_a_triangle_lie_as_its_product_reads_them(
         assert got.stride()[-2:] == (5, 1)
     grads = [torch.autograd.grad((a * a + b).sum(), inputs) for a, b in (found, expected)]
     assert all((x - y).abs().max() < 1e-12 for x, y in zip(*grads, strict=True))
+
+
+@pytest.mark.skipif(
+    not INSTALLED, reason="no kernels without triton; ends where it is installed (constraints.txt does)"
+)
+def test_factors_take_their_kernel_whatever_the_masks_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(triangle, "gate_channels_first", lambda h, mask: taken.append(mask) or gate_reference(h, mask))
+    n, weight, mask = torch.ones(2, 2, 6), torch.ones(16, 6), torch.ones(2, 2, dtype=torch.bool)
+    pair_factors(n, weight, None, mask)
+    assert not taken
+    with forced():
+        pair_factors(n, weight, None, mask)
+    assert len(taken) == 1
 
 
 @pytest.mark.parametrize("outgoing", [True, False])
