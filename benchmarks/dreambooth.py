@@ -2,7 +2,7 @@
 
 taught  the pipeline that comes with the program learns the demo's subject from four pictures, U-Net and text encoder,
         8 + 8 pictures a step, the same class pictures, rate and steps: what its detector says of the subject and of
-        its class afterwards
+        its class afterwards; and in a run of its own, by torch.profiler, where the time of a step goes
 narrow  v1's topology with random weights, a fifth of its width at 128 px on a CPU, as published at 512 px and in bf16
         on a GPU; 1 + 1 pictures a step, the U-Net alone or with the text encoder: steps/s and memory
 
@@ -40,14 +40,13 @@ from apps.diffusion.pipeline import (
     save_pipeline,
 )
 from apps.diffusion.shapes import SD_V1, Shape
+from benchmarks.dreambooth_run import PROFILED, WARM_UP
 from benchmarks.result import ROOT, Measured, Number, Row, Target, versions
 from benchmarks.run import Benchmark, Options, main
 from benchmarks.stable_diffusion import write_random
 from core.config import UserError, run_command
 
 SCRIPT = Path("examples/dreambooth/train_dreambooth.py")
-WARM_UP = 3
-"""steps that are not timed"""
 INSTANCE, CLASS = subject_prompt(), f"a {SUBJECT_CLASS}"
 SEEDS = {"demo": 0, "figures": 1}
 
@@ -151,11 +150,11 @@ def _their_options(job: Job, out: Path) -> list[str]:
     return [*(f"--{name}={value}" for name, value in given.items()), *flags]
 
 
-def watched(command: list[str], figures: Path) -> dict:
+def watched(command: list[str], figures: Path, profile: bool = False) -> dict:
     """Run one contender and read what was seen of it.  Raises UserError with its last words where it fails."""
     python, *rest = command
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    line = [python, "-m", "benchmarks.dreambooth_run", str(figures), *rest]
+    line = [python, "-m", "benchmarks.dreambooth_run", *["--profile"] * profile, str(figures), *rest]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode or not figures.exists():
         raise UserError(f"{' '.join(line[:6])} … failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
@@ -208,18 +207,27 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     )
     looked = 1 if quick else 4
     before = _figures(pipeline, detector, looked)
-    found = {}
+    case = {"part": "taught", "trained": "U-Net, text encoder"}
+    found, profiled = {}, []
     for name in ("ours", "diffusers"):
         if name not in contenders:
             continue
+        profiled.append(Row(case | {"part": "profiled", "by": name}, _profiled(contenders[name], job, folder / name)))
         out = folder / name
         found[name] = _numbers([watched(contenders[name](job, out), folder / f"{name}.json")])
         after = _figures(load_pipeline(out), detector, looked)
         found[name] |= {part: Number(getattr(after, part), "") for part in ("seen", "unseen", "leak")}
         found[name]["drift"] = Number(drift_points(before, after), "points")
-    case = {"part": "taught", "trained": "U-Net, text encoder"}
     rows = [Row(case | {"by": name}, numbers) for name, numbers in found.items()]
-    return rows, _speed_targets(found, "tiny, U-Net and text encoder")
+    return rows + profiled, _speed_targets(found, "tiny, U-Net and text encoder")
+
+
+def _profiled(command: Command, job: Job, folder: Path) -> dict[str, Number]:
+    out = folder.with_name(f"{folder.name}-profiled")
+    run = watched(command(replace(job, steps=WARM_UP + PROFILED), out), out.with_suffix(".json"), profile=True)
+    operators = run["profile"].pop("operators")
+    shares = {kind: Number(100 * share, "%") for kind, share in run["profile"].items()}
+    return {"operators": Number(operators, "a step"), **shares}
 
 
 def _paint_likes(pipeline: Pipeline, folder: Path, count: int) -> Path:

@@ -1,8 +1,11 @@
 """One DreamBooth run in a process of its own, for `benchmarks.dreambooth`: ours, or diffusers' script, seen alike.
 
 `python -m benchmarks.dreambooth_run FIGURES ours OPTION…` or `… FIGURES SCRIPT OPTION…` writes {"times_s": when each
-optimizer step ended, "rss_bytes", "device_bytes": the most by then} to FIGURES. A script is run as it is, from its
-file. Of torchvision it wants six transforms; where there is none that fits torch, they are made of Pillow and numpy.
+optimizer step ended, "rss_bytes", "device_bytes": the most by then} to FIGURES. With --profile before FIGURES it adds
+{"profile": {kind: share of the CPU's time, "operators": of torch's, a step}} of PROFILED steps, by torch.profiler.
+
+A script is run as it is, from its file. Of torchvision it wants six transforms; where there is none that fits torch,
+they are made of Pillow and numpy.
 """
 
 import contextlib
@@ -12,7 +15,7 @@ import runpy
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,23 @@ import torch
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+WARM_UP = 3
+"""steps that are neither timed nor profiled"""
+PROFILED = 10
+"""steps that are profiled, behind those"""
+# An operator counts by its own time; what torch calls a span (of optimizers, and of the loader) by all that is in it.
+_OPERATORS = {
+    "convolutions and products": ("convolution", "aten::mm", "aten::addmm", "bmm", "scaled_dot_product"),
+    "gradients and copies": ("AccumulateGrad", "aten::copy_"),
+}
+_SPANS = {"optimizer": "Optimizer.step#", "pictures": "enumerate(DataLoader)#"}
+
 
 def main(argv: list[str]) -> int:
-    figures, what, *options = argv
+    is_profiled = argv[0] == "--profile"
+    figures, what, *options = argv[is_profiled:]
     seen: dict[str, Any] = {"times_s": [], "rss_bytes": 0, "device_bytes": 0}
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def note(*_: Any) -> None:
         if torch.cuda.is_available():
@@ -32,12 +48,32 @@ def main(argv: list[str]) -> int:
             seen["device_bytes"] = torch.cuda.max_memory_allocated()
         seen["rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seen["times_s"].append(time.perf_counter())
+        if is_profiled and len(seen["times_s"]) == WARM_UP:
+            profiler.start()
+        elif is_profiled and len(seen["times_s"]) == WARM_UP + PROFILED:
+            profiler.stop()
+            seen["profile"] = _profile(profiler.key_averages())
 
     hook = register_optimizer_step_post_hook(note)
     code = _ours(options) if what == "ours" else _script(Path(what), options)
     hook.remove()
     Path(figures).write_text(json.dumps(seen))
     return code
+
+
+def _profile(events: Any) -> dict[str, float]:
+    whole = sum(event.self_cpu_time_total for event in events)
+
+    def share(times: Iterable[float]) -> float:
+        return sum(times) / whole
+
+    found = {
+        kind: share(e.self_cpu_time_total for e in events if any(name in e.key for name in names))
+        for kind, names in _OPERATORS.items()
+    }
+    for kind, span in _SPANS.items():
+        found[kind] = share(e.cpu_time_total for e in events if e.key.startswith(span))
+    return found | {"operators": sum(e.count for e in events if e.key.startswith("aten::")) / PROFILED}
 
 
 def _ours(options: list[str]) -> int:

@@ -16,30 +16,51 @@ import sys
 import torch
 from torchvision import transforms
 from PIL import Image
-assert sys.argv[1:] == ["--max_train_steps=4"]
+[steps] = (int(word.removeprefix("--max_train_steps=")) for word in sys.argv[1:])
 to_pixels = transforms.Compose([transforms.Resize(8, interpolation=transforms.InterpolationMode.BILINEAR),
     transforms.CenterCrop(8), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])])
 pixels = to_pixels(Image.new("RGB", (16, 8), (255, 0, 0)))
 assert pixels.shape == (3, 8, 8) and pixels[0].eq(1).all() and pixels[1].eq(-1).all()
 weight = torch.nn.Parameter(torch.zeros(2))
 optimizer = torch.optim.AdamW([weight])
-for step in range(4):
-    weight.sum().backward()
+for step in range(steps):
+    (weight @ weight).backward()
     optimizer.step()
 """
 
 
-def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where the figures go, and what is run."""
     (tmp_path / "script.py").write_text(SCRIPT)
     for name in ("torchvision", "torchvision.transforms"):
         monkeypatch.setitem(sys.modules, name, None)  # a machine without it
     monkeypatch.setattr(sys, "argv", [])
-    assert dreambooth_run.main([str(tmp_path / "seen.json"), str(tmp_path / "script.py"), "--max_train_steps=4"]) == 0
+    return [str(tmp_path / "seen.json"), str(tmp_path / "script.py")]
+
+
+def test_a_run_is_watched_from_outside(tmp_path: Path, script: list[str]) -> None:
+    assert dreambooth_run.main([*script, "--max_train_steps=4"]) == 0
     seen = json.loads((tmp_path / "seen.json").read_text())
+    assert "profile" not in seen
     assert len(seen["times_s"]) == 4
     assert seen["times_s"] == sorted(seen["times_s"])
     assert seen["rss_bytes"] > 1e7
     assert dreambooth.steps_per_s({"times_s": [0, 50, 100, 102, 104]}) == pytest.approx(0.5)
+
+
+def test_a_profile_is_of_the_steps_behind_the_warm_up(tmp_path: Path, script: list[str]) -> None:
+    steps = dreambooth_run.WARM_UP + dreambooth_run.PROFILED
+    counts = []
+    for more in (0, 20):  # what comes behind does not count
+        assert dreambooth_run.main(["--profile", *script, f"--max_train_steps={steps + more}"]) == 0
+        seen = json.loads((tmp_path / "seen.json").read_text())
+        assert len(seen["times_s"]) == steps + more
+        counts.append(seen["profile"].pop("operators"))
+        assert all(0 < seen["profile"][kind] < 1 for kind in ("optimizer", "gradients and copies"))
+        assert seen["profile"]["pictures"] == seen["profile"]["convolutions and products"] == 0
+    assert 5 < counts[0] < 60
+    assert counts[1] == counts[0]
 
 
 def test_both_are_given_the_same(tmp_path: Path) -> None:
