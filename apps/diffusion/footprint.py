@@ -241,15 +241,22 @@ def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
 def _held(
     config: PlanConfig, learned: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]], step: StepTrace
 ) -> Iterator[int]:
-    """Bytes of gradients at each stretch: of all buckets that have begun, whole; of ZeRO 2 the last two, and shares."""
+    """Bytes of gradients at each stretch: of all buckets that have begun, whole; of ZeRO 2 the last two, and shares.
+
+    One rank has no buckets: what has been written.
+    """
     buckets = _buckets({name: config.wide.itemsize * p.numel() for name, p in learned.items()})
     place = {name: index for index, names in enumerate(buckets) for name in names}
     whole = [config.wide.itemsize * sum(learned[name].numel() for name in names) for names in buckets]
     shares = [config.wide.itemsize * sum(prod(own[name]) for name in names) for names in buckets]
+    written: set[str] = set()
     begun: set[int] = set()
     for stretch in step.microbatches[0]:
         begun.update(place[name] for name in stretch.writes)
-        if config.zero < 2 or config.ranks == 1:
+        written.update(stretch.writes)
+        if config.ranks == 1:
+            yield config.wide.itemsize * sum(learned[name].numel() for name in written)
+        elif config.zero < 2:
             yield sum(whole[index] for index in begun)
         else:
             travelling = sorted(begun)[-2:]

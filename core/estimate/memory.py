@@ -224,11 +224,11 @@ class _Gradients:
     """Bytes of gradients alive, in the format of the reductions.
 
     held         during the forward: those of earlier microbatches
-    first        when the first ones of the backward are there
-    first_block  all but the embedding's, which come last
+    first        when the first ones of the backward are there: a message of them, or those behind the blocks
+    first_block  all but the embedding's, which come last, and where no message is made, those of the first block
     whole        at the end of the backward
     own          what the optimizer reads
-    message      beyond the shards: a bucket on its way, at ZeRO-3 a unit
+    message      beyond the shards: a bucket on its way, at ZeRO-3 a unit; on one rank there is none
     """
 
     held: int
@@ -246,6 +246,12 @@ def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
     if run.holds_whole_gradients:
         return _Gradients(everything, everything, everything, everything, own, 0)
     behind_embedding = wide * _num_local([w for w in weights if w.block >= 0], run, shard)
+    if run.zero < 3 and run.num_gradient_ranks == 1:  # no messages: those of what the backward has left
+        blocks = {w.block for w in weights if 0 <= w.block < model.num_blocks} or {-1}
+        first, first_block = (
+            wide * _num_local([w for w in weights if w.block > block], run) for block in (max(blocks), min(blocks))
+        )
+        return _Gradients(0, first, first_block, everything, own, 0)
     if shard == 1:
         return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, 0)
     # One message is filled while the one before it travels; what is left of a message is its shard.
@@ -343,7 +349,8 @@ def _waiting_heads(model: ModelShape, run: RunShape, stages: StagesOf, rank: int
 class _Head:
     """Bytes of the last stage's end; zero elsewhere.
 
-    activations    its norm's input and output, and the gradient of the latter, which its forward already makes
+    activations    its norm's input and output, what a composed norm keeps besides, and the gradient of the output,
+                   which its forward already makes
     scratch        a chunk of logits, its softmax, the weight's gradient while it is summed over chunks
     tied_gradient  that gradient waiting for the embedding's own; their sum is a third tensor
     """
@@ -365,11 +372,12 @@ def _head_bytes(model: ModelShape, run: RunShape, has_head: bool) -> _Head:
     )
     softmax = 2 * tile_tokens * rows * wide
     weight_elements = rows * head.width
+    norm = model.block.input.bytes_per_token(run) + head.norm.bytes_per_token(run)
     # Several chunks are summed; where in a wider dtype, the rounded sum is in the end beside that sum.
     summed = 0 if chunk_tokens == run.tokens else sum_dtype.itemsize * weight_elements
     rounded = 0 if summed and sum_dtype == dtype else width * weight_elements
     return _Head(
-        activations=run.tokens * (model.block.input.bytes_per_token(run) + 2 * width * head.width),
+        activations=run.tokens * (norm + 2 * width * head.width),
         scratch=chunk_tokens * rows * width + summed + max(softmax, rounded),
         tied_gradient=width * weight_elements if head.tied and run.pp == 1 else 0,
     )

@@ -113,12 +113,14 @@ class HeadShape:
     """The fused head and loss of `core.kernels.cross_entropy`: it never holds more logits than one chunk.
 
     tile_bytes  of the chunk are in the softmax at a time, in fp32 or wider; None: all of it
+    norm        what the norm before it keeps beside its input and output
     """
 
     vocab_size: int
     width: int
     tied: bool = True
     tile_bytes: int | None = None
+    norm: Kept = Kept()
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,11 @@ class RunShape:
         return self.dp_shard * self.cp
 
     @property
+    def num_gradient_ranks(self) -> int:
+        """Ranks whose gradients are added up."""
+        return self.num_data_ranks * self.cp
+
+    @property
     def holds_whole_gradients(self) -> bool:
         """Whether whole gradients wait between microbatches."""
         return self.num_microbatches > 1 and not (self.reduce_each and self.zero >= 2)
@@ -273,8 +280,8 @@ _TP_DIMS = {
 def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelShape:
     """Our decoder: its parameters as they are, and what its eager forward leaves for the backward.
 
-    On a CPU torch composes RMSNorm of several operators and keeps the normalised input too, and the softmax of the loss
-    goes over small tiles.
+    On a CPU torch composes RMSNorm of several operators and keeps the normalised input too, and of 16 bits the input in
+    fp32; and the softmax of the loss goes over small tiles.
     Attention is fused (scaled_dot_product_attention), so nothing grows with the square of the length but ALiBi's bias.
     """
     with torch.device("meta"):
@@ -299,6 +306,7 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
             config.embedding_size,
             config.tied_head,
             tile_bytes=TILE_BYTES if device_type == "cpu" else None,
+            norm=Kept(config.dim, widened=config.dim) if composed else Kept(),
         ),
         num_matmul_parameters=num_matmul,
         tp_parts=config.kv_heads,
@@ -329,13 +337,12 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     products = 2 * hidden if is_gated(config.activation) else hidden
     mlp = {"relu": hidden}.get(config.activation, 2 * products)
     statistics = config.num_heads + (4 if config.norm == "layer_norm" else 2)
-    if composed_norms:
-        statistics += 2 * config.dim
+    composed = 2 * config.dim if composed_norms else 0
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(
         input=Kept(replicated=config.dim),
-        everything=Kept(config.dim, qkv + turned + queries + mlp, 2 * config.dim, statistics),
+        everything=Kept(config.dim + composed, qkv + turned + queries + mlp, 2 * config.dim, statistics, composed),
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         scores_dim=queries,
@@ -366,7 +373,7 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
             sharded=everything.sharded + (rows - 1) * mlp,
             gathered=everything.gathered + 2 * rows * dim,
             statistics=everything.statistics + 10 * experts + 6 * rows,
-            widened=dim,
+            widened=everything.widened + dim,
         ),
         selective=replace(
             selective,

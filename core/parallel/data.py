@@ -18,6 +18,8 @@ The masters are the parameters themselves where nothing is sharded and the forma
 only the optimizer is sharded, and fp32 copies under bf16 and fp16. Hybrid shard: sharded over dp_shard, alike on
 dp_replicate. Gradients are summed, not averaged: the loss is already divided by the whole batch's weight.
 
+A message that would reach nobody, on one rank, is not made: the gradients are taken as autograd leaves them.
+
 Parameters that expert parallelism cuts are summed over, and sharded over, the data-parallel ranks that hold copies:
 those of one place on the ep axis. A stack of matrices, as experts' weights are, is sharded by the matrices' rows where
 there are fewer matrices than ranks.
@@ -280,7 +282,8 @@ class Replicas(DataParallel):
 class _Bucket:
     """Gradients of some parameters as one message, laid out so that each rank's rows are contiguous: [rank, elements].
 
-    Rows that a ragged parameter lacks are padding: sent, never read.
+    Rows that a ragged parameter lacks are padding: sent, never read. Where no other rank adds to them there is no
+    message, and each gradient stays a tensor of its own.
     """
 
     def __init__(self, names: list[str], owner: Replicas):
@@ -288,6 +291,7 @@ class _Bucket:
         layout = layout_of(owner.parameters[names[0]])
         self.axis = owner.shard_axis(layout)
         self.gradient_axis = gradient_axis(owner.mesh, layout.axes())
+        self.is_sent = self.gradient_axis.size() > 1
         self.ranks = self.axis.size() if self.axis is not None else 1
         self.device = local(owner.parameters[names[0]]).device
         # Elements of one rank's rows of each parameter, and where they begin among a rank's elements.
@@ -298,6 +302,7 @@ class _Bucket:
         self.clear()
 
     def clear(self) -> None:
+        self.kept: dict[str, Tensor] = {}
         self.whole: Tensor | None = None
         self.own: Tensor | None = None
         self.work: dist.Work | None = None
@@ -313,23 +318,28 @@ class _Bucket:
         return self.whole
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate one microbatch's gradient into the message, in the reduction's format."""
+        """Accumulate one microbatch's gradient, in the reduction's format, into the message if there is one."""
+        self.waiting_for.discard(name)
+        if not self.is_sent:
+            held = self.kept.get(name)
+            self.kept[name] = own_gradient(grad, self.owner.reduce_dtype) if held is None else held.add_(grad)
+            return
         first = name not in self.filled
         for slot, rows in paired_rows(self._slots(self._buffer(), name), grad, self.owner.dims[name]):
             slot.copy_(rows) if first else slot.add_(rows)
         self.filled.add(name)
-        self.waiting_for.discard(name)
 
     def launch(self) -> None:
         """Start the reduction; what took no part sends zeros."""
+        if not self.is_sent:
+            return
         whole = self._buffer()
         for name in self.names:
             if name not in self.filled:
                 self._slots(whole, name).zero_()
         if self.axis is None:
             self.own = whole[0]
-            if self.gradient_axis.size() > 1:
-                self.work = dist.all_reduce(whole, group=self.gradient_axis.get_group(), async_op=True)
+            self.work = dist.all_reduce(whole, group=self.gradient_axis.get_group(), async_op=True)
             return
         # In place, this rank's row of the message becomes its sum; under ZeRO-2 it moves out, so that the rest can go.
         self.own = whole[self.axis.get_local_rank()]
@@ -347,7 +357,9 @@ class _Bucket:
         self.whole = None
 
     def wait(self) -> dict[str, Tensor]:
-        """name -> the gradient of this rank's master."""
+        """name -> the gradient of this rank's master; of a message that is not sent, where there is one."""
+        if not self.is_sent:
+            return self.kept
         if self.work is not None:
             self.work.wait()
             self.work = None  # it holds on to the message
@@ -509,6 +521,25 @@ def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     if not parameter.is_floating_point() or (parameter.dtype == dtype and value.is_contiguous()):
         return parameter
     return with_local(parameter, value.to(dtype).contiguous())
+
+
+def own_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient that autograd has just made, as a tensor that may be changed in place: itself, or a copy in `dtype`.
+
+    Autograd hands on memory where it can. Of (a.view(6) + b.view(6)) both gradients are views of one tensor, and who
+    clips one in place clips the other, too; so it is taken only where nobody else holds on to what it lies in.
+    """
+    memory = grad.untyped_storage()
+    # This tensor and the storage's name here. A torch that counts otherwise, or not at all, makes us copy.
+    is_alone = memory.nbytes() == grad.nbytes and _num_holders(memory) == 2
+    if grad.dtype == dtype and grad.is_contiguous() and is_alone:
+        return grad
+    return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _num_holders(memory: torch.UntypedStorage) -> int | None:
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else count(memory._cdata)
 
 
 def widen_buffers(model: nn.Module) -> None:

@@ -9,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.metrics import MemoryAccount
 from core.optim.build import OptimConfig, build_optimizer
+from core.optim.clip import scale_gradients
 from core.parallel.compose import ParallelConfig, parallelize
-from core.parallel.data import DataParallel
+from core.parallel.data import DataParallel, own_gradient
 from core.precision import Precision
 
 SHAPES = [(5, 6), (5,), (4, 3), (1, 7)]
@@ -123,6 +125,92 @@ def test_zero_2_lets_go_of_gradients_as_the_backward_goes(ranks) -> None:
     assert min(ranks(2).run(backward_peak, 1)) >= 16
     # Shares, two messages, the gradient just made, and one or two that gloo's threads have yet to let go of.
     assert max(ranks(2).run(backward_peak, 2)) <= 16 // 2 + 5
+
+
+def copies_of_gradients(zero: Zero, precision: Precision) -> list[int]:
+    """Operators that copy, add or zero in each of two microbatches and in `reduce`; 17 parameters, one is not used."""
+    torch.manual_seed(0)
+    model = Chain()
+    model.unused = nn.Parameter(torch.ones(3))
+    data = spread(model, zero, precision)
+    x = torch.ones(1, 64, dtype=data.compute_dtype)
+    counts = []
+    for part in (lambda: backward(data, x, last=False), lambda: backward(data, x), data.reduce):
+        with Counted() as counted:
+            part()
+        counts.append(counted.number)
+    return counts
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.number += operator.overloadpacket._qualified_op_name.removeprefix("aten::") in COPYING
+        return operator(*args, **(kwargs or {}))
+
+
+COPYING = ("copy_", "_to_copy", "clone", "add_", "zero_", "zeros_like", "cat")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_one_rank_takes_its_gradients_as_they_are(ranks, zero: Zero) -> None:
+    """16 additions in the second microbatch, and zeros where nothing was used; casts where the formats differ."""
+    assert ranks(1).run(copies_of_gradients, zero, "fp32") == [[0, 16, 1]]
+    assert ranks(1).run(copies_of_gradients, zero, "bf16") == [[16, 16, 1]]
+    first, second, _ = ranks(2).run(copies_of_gradients, zero, "fp32")[0]
+    assert first == 16
+    assert second >= 16  # and the zeros of what is sent
+
+
+class Joined(nn.Module):
+    """Of two parameters whose gradients autograd leaves in the same memory, and of two that are slices of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
+        self.c, self.d = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(6) + self.b.view(6)) * x + torch.cat([self.c, self.d]) * x
+
+
+def joined_gradients(microbatches: int) -> list[Tensor]:
+    """Twice the gradients of a, b, c, d, by the function that clips them."""
+    data = spread(Joined(), 0)
+    for index in range(microbatches):
+        backward(data, torch.arange(6, dtype=torch.float64), last=index == microbatches - 1)
+    data.reduce()
+    scale_gradients(data.masters.values(), 2.0)
+    return [m.grad.flatten() for m in data.masters.values()]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_that_lie_in_one_memory_are_parted(ranks, microbatches: int) -> None:
+    plain = Joined().double()
+    plain(torch.arange(6, dtype=torch.float64)).sum().backward()
+    assert plain.a.grad.data_ptr() == plain.b.grad.data_ptr()
+    (found,) = ranks(1).run(joined_gradients, microbatches)
+    x = 2.0 * microbatches * torch.arange(6, dtype=torch.float64)
+    for gradient, expected in zip(found, (x, x, x[:2], x[2:]), strict=True):
+        assert gradient.equal(expected)
+
+
+def test_a_gradient_is_taken_only_where_nobody_else_has_it() -> None:
+    def taken(gradient: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+        own = own_gradient(gradient, dtype)
+        assert own.dtype == dtype
+        assert own.is_contiguous()
+        assert own.equal(gradient.to(dtype))
+        return own.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+
+    assert taken(torch.ones(2, 3))
+    assert not taken(torch.ones(2, 3), torch.float64)
+    assert not taken(torch.ones(2, 3).t())
+    assert not taken(torch.ones(3, 3)[:2])  # it would keep nine elements for six
+    assert not taken((whole := torch.ones(6)).view(2, 3)), whole
 
 
 def same_on_every_mesh(ranks, program, *, world_sizes=(1, 2), levels=(0, 1, 2, 3)) -> None:

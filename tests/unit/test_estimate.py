@@ -287,6 +287,7 @@ FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4
         ("opt", "bf16", "selective", 1, 8, 1),
         ("bloom", "fp32", "none", 1, 8, 1),
         ("llama", "fp32", "none", 1, 8, 1),
+        ("llama", "bf16", "none", 1, 8, 1),
         ("llama", "fp32", "full", 1, 8, 1),
         ("mixtral", "fp32", "none", 1, 8, 1),
         ("mixtral", "bf16", "none", 1, 8, 1),
