@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from core.gemini.absent import give_back, placeholder, withdraw
 from core.gemini.states import COMPUTE, FREE, HOLD, READY_TO_REDUCE, State, require_move
+from core.parallel.data import own_gradient
 from core.parallel.rows import row_length
 
 ALIGNED = 32
@@ -249,7 +250,7 @@ class Chunk:
     def keep_grad(self, member: Member, grad: Tensor) -> None:
         """Of a chunk that is alone: let the master have its gradient, beside what it has of earlier microbatches."""
         if member.rows.grad is None:
-            member.rows.grad = grad.to(self.wide)
+            member.rows.grad = own_gradient(grad, self.wide)
         else:
             member.rows.grad.add_(grad)
 

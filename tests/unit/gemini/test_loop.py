@@ -412,6 +412,29 @@ def test_what_is_not_there_cannot_be_read() -> None:
                 read(member.parameter)
 
 
+class _Joined(nn.Module):
+    """Autograd leaves the gradients of both parameters in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(6) + self.b.view(6)) * x
+
+
+def test_gradients_that_lie_in_one_memory_are_clipped_once_each() -> None:
+    model = _Joined()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=1.0), torch.ones(6)
+    gemini = wrap(model, optimizer, RESIDENT, sample=lambda: lambda model: model(x).sum())
+    assert all(chunk.alone for chunk in gemini.data.chunks)
+    for _ in range(2):  # accumulated, and clipped to a norm of 1
+        model(x).sum().backward()
+    gemini.clip_grad_norm_(1.0)
+    for master in gemini.data.masters.values():
+        torch.testing.assert_close(master.grad.flatten(), torch.full((6,), 12**-0.5), rtol=1e-5, atol=0)
+
+
 def test_clipping_is_that_of_torch(plain) -> None:
     def clipped(gemini: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
