@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.language import tl, triton
+from core.kernels.matmul import linear
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.rows import as_rows, broadcasts, grid, row_offset, rows_of, shares, tile
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
@@ -65,6 +66,8 @@ def reference(
 ) -> Tensor:
     """The same by torch; what runs on a CPU."""
     dtype = y.dtype if residual is None else residual.dtype
+    if not torch.is_grad_enabled() and all(x is None or x.dtype == y.dtype for x in (gate, bias, mask, residual)):
+        return _without_gradients(y, gate, bias, mask, residual)
     if bias is not None:
         y = y + bias
     if gate is not None:
@@ -74,6 +77,22 @@ def reference(
     if residual is not None:
         y = residual + y
     return y.to(dtype)
+
+
+def _without_gradients(
+    y: Tensor, gate: Tensor | None, bias: Tensor | None, mask: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """The same, of one dtype, in the memory of its result and at most one tensor more."""
+    out = None
+    if gate is not None:
+        out = torch.sigmoid(gate).mul_(y if bias is None else y + bias)
+    elif bias is not None:
+        out = y + bias
+    if mask is not None:
+        out = y * mask if out is None else out.mul_(mask)
+    if residual is not None:
+        out = y + residual if out is None else out.add_(residual)
+    return y.clone() if out is None else out
 
 
 def gated_output(
@@ -95,7 +114,7 @@ def gated_output(
     """
     if weight.ndim != 2 or o.ndim == 0 or o.shape[-1] != weight.shape[1]:
         raise ValueError(f"gated_output: o {list(o.shape)} does not fit the weight {list(weight.shape)} [F, H]")
-    y = F.linear(gated_residual(o, gate=gate), weight)
+    y = linear(gated_residual(o, gate=gate), weight)
     return gated_residual(y, bias=bias, mask=mask, residual=residual)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from core.kernels.blocks import Blocks
 from core.kernels.gated_output import gated_residual
 from core.kernels.language import tl, triton
+from core.kernels.matmul import batched_product, linear, product
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
@@ -77,8 +78,8 @@ def triangle_multiply(
     del a, b
     y = norm_channels_last(x, product_norm_weight, product_norm_bias, eps=eps)
     del x
-    gate = F.linear(n, gate_weight, gate_bias)
-    return gated_residual(F.linear(y, out_weight), gate=gate, bias=out_bias, residual=residual)
+    gate = linear(n, gate_weight, gate_bias)
+    return gated_residual(linear(y, out_weight), gate=gate, bias=out_bias, residual=residual)
 
 
 def reference(
@@ -141,14 +142,19 @@ def pair_factors(n: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | 
     of it: torch's batched product of factors that do not lie so copies them matrix by matrix.
     """
     if runs_kernel("gate_channels_first", n, unless=unsupported_dtype(n)):
-        return gate_channels_first(F.linear(n, weight, bias), mask)
-    columns = [rows.flatten(0, 1).mT for rows in n.reshape(-1, *n.shape[-3:])]
-    parts = [weight @ x if bias is None else torch.addmm(bias[:, None], weight, x) for x in columns]
+        return gate_channels_first(linear(n, weight, bias), mask)
+    parts = [product(weight, rows.flatten(0, 1).mT) for rows in n.reshape(-1, *n.shape[-3:])]
     h = parts[0] if len(parts) == 1 else torch.stack(parts)
-    p, g = h.reshape(*n.shape[:-3], len(weight), *n.shape[-3:-1]).chunk(2, -3)
-    ab = torch.sigmoid(g) * p
-    if mask is not None:
-        ab = ab * mask.to(ab.dtype)[..., None, :, :]
+    h = h.view(*n.shape[:-3], len(weight), *n.shape[-3:-1])
+    mask = None if mask is None else mask.to(h.dtype)[..., None, :, :]
+    if torch.is_grad_enabled():
+        p, g = (h if bias is None else h + bias[:, None, None]).chunk(2, -3)
+        ab = torch.sigmoid(g) * p if mask is None else torch.sigmoid(g) * p * mask
+    else:
+        ab, g = (h if bias is None else h.add_(bias[:, None, None])).chunk(2, -3)
+        ab.mul_(g.sigmoid_())
+        if mask is not None:
+            ab.mul_(mask)
     a, b = ab.chunk(2, -3)
     return a, b
 
@@ -195,7 +201,8 @@ def pair_product(a: Tensor, b: Tensor, *, outgoing: bool) -> Tensor:
     if a.ndim < 3 or a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[k] != b.shape[k]:
         raise ValueError(f"pair_product: a {list(a.shape)} and b {list(b.shape)} have no common k ({outgoing=})")
     if not runs_kernel("pair_product", a):
-        return a @ b.mT if outgoing else a.mT @ b
+        a, b = (a, b) if outgoing else (a.mT, b.mT)
+        return batched_product(a.flatten(0, -3), b.flatten(0, -3)).view(*a.shape[:-1], b.shape[-2])
     return _product(a, b, outgoing)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.nn.linear import linear
+from core.kernels.matmul import linear
 from core.nn.mlp import ActivationName, activation_function, is_gated
 
 _ALIGNMENT_BYTES = 16

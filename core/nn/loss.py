@@ -8,7 +8,7 @@ Shapes: B batch, L length, R chosen places, D model, V vocabulary rows held here
 from torch import Tensor, nn
 
 from core.kernels.cross_entropy import Combine, linear_cross_entropy
-from core.nn.linear import linear, product
+from core.kernels.matmul import linear, product
 
 
 class Head(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import core.kernels.matmul  # noqa: F401 - registers an operator that is named below
 from core.config import UserError
 from core.parallel.plan import blocks_of
 
@@ -26,7 +27,8 @@ _MATRIX_PRODUCTS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.convolution.default,
-    torch.ops.mkldnn._linear_pointwise.default,  # what core.nn.linear takes on a CPU
+    torch.ops.mkldnn._linear_pointwise.default,  # what core.kernels.matmul takes on a CPU
+    torch.ops.megalith.onednn_linear.default,  # the same in what is compiled
     torch.ops.aten._grouped_mm.default,  # what core.nn.experts takes on a GPU
 )
 

@@ -1,17 +1,20 @@
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.nn import linear as linear_module
-from core.nn.linear import Linear, product, uses_onednn
+from core.kernels import matmul
+from core.kernels.matmul import product, uses_onednn
+from core.nn.linear import Linear
 
 
 @pytest.fixture(autouse=True)
 def _small_products_too(monkeypatch):
     """As on a CPU where oneDNN is the faster one, whatever this is."""
-    monkeypatch.setattr(linear_module, "_WORTH_IT", 0)
-    monkeypatch.setattr(linear_module, "_FASTER", True)
+    monkeypatch.setattr(matmul, "_WORTH_IT", 0)
+    monkeypatch.setattr(matmul, "_FASTER", True)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -21,7 +24,7 @@ def test_as_torch(shape, bias):
     M, K, N = shape
     layer = Linear(K, N, bias=bias)
     x = torch.randn(2, K, M).transpose(1, 2).requires_grad_()
-    assert uses_onednn(x, layer.weight, 1) is linear_module._AVAILABLE
+    assert uses_onednn(x, layer.weight, 1) is matmul._AVAILABLE
     wide = [t.detach().double().requires_grad_() for t in (x, *layer.parameters())]
     g = torch.randn(2, M, N)
     out, want = layer(x), F.linear(*wide)
@@ -70,9 +73,37 @@ def test_never_a_weight_with_gaps():
 
     x, weight, g = (torch.randn(n, 20)[:, 3:m].requires_grad_() for n, m in ((9, 10), (6, 10), (9, 9)))
     with Weights():
-        torch.autograd.grad(linear_module.linear(x, weight), (x, weight), g.detach())
+        torch.autograd.grad(matmul.linear(x, weight), (x, weight), g.detach())
         for a, b in ((g.T, x), (g[:, 1:4].T, x), (x, weight.T)):
             torch.testing.assert_close(product(a, b), a @ b, rtol=1e-5, atol=1e-5)
     assert len(strides) == 6
     for (rows, columns), stride in strides:
         assert stride in ((columns, 1), (1, rows)), stride
+
+
+def test_its_result_may_be_written_over():
+    """As a transition does it, in four dims, with gradients."""
+    layer, x = Linear(4, 6), torch.randn(1, 2, 3, 4)
+    layer.weight.grad = None
+    torch.relu_(layer(x)).sum().backward()
+    want = torch.autograd.grad(torch.relu(F.linear(x, layer.weight, layer.bias)).sum(), layer.weight)[0]
+    torch.testing.assert_close(layer.weight.grad, want)
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="no C++ compiler; ends where Debian's g++ is",
+)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiled(gradients):
+    """By inductor, whose own way with oneDNN takes constant weights alone."""
+    layer, x = Linear(4, 6), torch.randn(2, 3, 4, requires_grad=gradients)
+
+    def found(function):
+        with torch.set_grad_enabled(gradients):
+            out = torch.relu(function(x))
+            return out, *(torch.autograd.grad(out.sum(), (x, *layer.parameters())) if gradients else ())
+
+    torch._dynamo.reset()
+    for got, want in zip(found(torch.compile(layer)), found(layer), strict=True):
+        torch.testing.assert_close(got, want)
