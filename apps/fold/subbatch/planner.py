@@ -319,12 +319,12 @@ class _Decision:
         ways = _ways(turn.module, turn.length)
         fitting: list[How] = []
         for way in ways:
+            if fitting and way[0].method == "copy":
+                break  # it normalises z twice, and was measured to take longer
             how = self._largest(turn, way, self.budget - turn.beside)
             if how is None:
                 continue
             fitting.append(self._fastest(turn, way, how))
-            if how.method == "whole":
-                break  # with a copy a product normalises z twice, and was measured to take longer
             if len(fitting) > 1 and self._seconds(turn, fitting[-1]) > self._seconds(turn, fitting[-2]):
                 break  # more tiles only take longer
         if fitting:
@@ -368,11 +368,13 @@ class _Decision:
         return min(some, key=lambda how: self._seconds(turn, how))
 
     def _at_least(self, turn: _Turn, how: How) -> int:
-        """A bound from below: the copy, or the pool and the factors of a tile."""
-        if how.method not in ("copy", "cross"):
+        """A bound from below: the norm and the product, the copy, or the pool and the factors of a tile."""
+        if how.method in ("whole", "rows"):
             return 0
         z, size = turn.given[0], self.job.dtype.itemsize
         wide = turn.module.get_parameter("in_bias").shape[0] // 4
+        if how.method == "channels":
+            return (wide + z.shape[-1]) * z.shape[1] ** 2 * size
         if how.method == "copy":
             return wide * z.shape[1] ** 2 * size
         tiles = -(-turn.length // how.tile)
@@ -386,6 +388,10 @@ class _Decision:
         slices = -(-length // how.rows)
         flops, launches = work.flops, slices * work.launches
         moved = work.bytes * self._beyond_cache(turn, how)
+        if how.method == "channels":  # the norm is read for every slice
+            moved += (
+                slices * turn.given[0].shape[-1] * length**2 * self.job.dtype.itemsize * self._beyond_cache(turn, how)
+            )
         pairs = self.job.residues**2 * self.job.config.pair_dim * self.job.dtype.itemsize
         if how.method in ("copy", "cross"):
             moved += slices * pairs  # a factor is read for every slice
@@ -437,9 +443,16 @@ def _rows_ways(length: int) -> list[list[How]]:
 def _ways(module: nn.Module, length: int) -> list[list[How]]:
     if not isinstance(module, TriangleMultiplication):
         return _rows_ways(length)
+    wide = module.get_parameter("in_bias").shape[0] // 4
+    channels = [How("channels", -(-length * some // wide), some) for some in _halved(wide)]
     copies = [How("copy", rows) for rows in _halved(length)]
     tiles = sorted({-(-length // number) for number in _TILES if number <= length}, reverse=True)
-    return [[How("whole", length)], copies, *([How("cross", r, tile) for r in _halved(tile)] for tile in tiles)]
+    return [
+        [How("whole", length)],
+        channels,
+        copies,
+        *([How("cross", r, tile) for r in _halved(tile)] for tile in tiles),
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,14 @@
-"""The triangle multiplicative update in place, in two orders. Both give what core's kernel gives, to rounding.
+"""The triangle multiplicative update in place, in three orders. All give what core's kernel gives, to rounding.
 
 Every result (i, j) needs the old rows i and j whole, so a row must not be written before all others have read it.
+Channels of the product have nothing to do with each other until it is normalised:
+
+`in_channels`: 1. the norm of all of z
+               2. some channels at a time: a and b of all rows, and their product, matrices of the full size
+               3. slice by slice of rows: the result over z's rows                                 3 z in all
+
 Incoming edges are the same on the transpose with a and b exchanged: with z' = z^T, x'_ji = sum_k b(z'_jk) a(z'_ik). So
-both orders are written for outgoing edges, x_ij = sum_k a_ik b_jk.
+the other two orders are written for outgoing edges, x_ij = sum_k a_ik b_jk.
 
 `in_copied_order`: 1. b of all rows, slice by slice, into a tensor of z's size
                    2. slice by slice: a, the product with all of b, the result over z's rows.           2 z in all
@@ -24,8 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apps.fold.model.triangle import TriangleMultiplication
-from apps.fold.subbatch.slices import Cuts, How, empty_beside, fetch, put
+from apps.fold.subbatch.slices import Cuts, How, collect, empty_beside, fetch, put
 from core.kernels.gated_output import gated_residual
+from core.kernels.matmul import linear
 from core.kernels.triangle import norm_channels_last, pair_factors, pair_product
 
 A, B = 0, 1
@@ -52,7 +59,7 @@ class Product:
         """a or b of some rows, channels first: [B, C, I, N]."""
         weight, bias = self.projections[side]
         if len(weight) % 4:  # what follows makes two tensors of equal width
-            p, g = F.linear(n_BINZ, weight, bias).chunk(2, -1)
+            p, g = linear(n_BINZ, weight, bias).chunk(2, -1)
             return (torch.sigmoid(g) * p * mask_BIN[..., None].to(p.dtype)).movedim(-1, 1).contiguous()
         return torch.cat(pair_factors(n_BINZ, weight, bias, mask_BIN), 1)
 
@@ -61,10 +68,10 @@ class Product:
         weight = self.module.get_parameter
         y = norm_channels_last(x_BCIJ, weight("product_norm_weight"), weight("product_norm_bias"))
         del x_BCIJ
-        y = F.linear(y, weight("out_weight"))
+        y = linear(y, weight("out_weight"))
         n = self.norm(z_BIJZ) if n_BIJZ is None else n_BIJZ
         del n_BIJZ
-        gate = F.linear(n, weight("gate_weight"), weight("gate_bias"))
+        gate = linear(n, weight("gate_weight"), weight("gate_bias"))
         del n
         return gated_residual(y, gate=gate, bias=weight("out_bias"), residual=z_BIJZ)
 
@@ -77,6 +84,9 @@ def multiply(
         return whole(z, mask)
     if how.method == "whole":
         put(z, whole(fetch(z, mask), mask))
+        return z
+    if how.method == "channels":
+        _in_channels(module, how, cuts, z, mask)
         return z
     z_BNNZ, mask_BNN = (z, mask) if module.outgoing else (z.transpose(1, 2), mask.transpose(1, 2))
     (_in_copied_order if how.method == "copy" else _in_cross_order)(Product(module), how, cuts, z_BNNZ, mask_BNN)
@@ -103,6 +113,22 @@ def _factor_of(
     for at in cuts:
         make(at)
     return out
+
+
+def _in_channels(module: TriangleMultiplication, how: How, cuts: Cuts, z_BNNZ: Tensor, mask_BNN: Tensor) -> None:
+    product, N = Product(module), z_BNNZ.shape[1]
+    rows = cuts(N, how.rows, 2)
+    n_BNNZ = collect(N, rows, 1, lambda at: product.norm(fetch(z_BNNZ[:, at], mask_BNN)))
+    weight_4CZ, bias_4C = (module.get_parameter(name).unflatten(0, (4, -1)) for name in ("in_weight", "in_bias"))
+    C = bias_4C.shape[1]
+
+    def product_of(at: slice) -> Tensor:
+        a, b = pair_factors(n_BNNZ, weight_4CZ[:, at].flatten(0, 1), bias_4C[:, at].flatten(), mask_BNN)
+        return pair_product(a, b, outgoing=module.outgoing)
+
+    x_BCNN = collect(C, cuts(C, how.tile, 2), 1, product_of)
+    for at in rows:
+        put(z_BNNZ[:, at], product.result(x_BCNN[:, :, at], fetch(z_BNNZ[:, at], mask_BNN), n_BNNZ[:, at]))
 
 
 def _in_copied_order(product: Product, how: How, cuts: Cuts, z_BNNZ: Tensor, mask_BNN: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Method = Literal["whole", "rows", "copy", "cross"]
+Method = Literal["whole", "rows", "channels", "copy", "cross"]
 Cuts = Callable[..., list[slice]]
 
 
@@ -22,10 +22,11 @@ Cuts = Callable[..., list[slice]]
 class How:
     """How an operation is done.
 
-    whole   as the model has it
-    rows    in slices of `rows`
-    copy    a triangle product with a copy of one factor, in slices of `rows`
-    cross   a triangle product in the cross order, in tiles of `tile`, whose inputs are made in slices of `rows`
+    whole     as the model has it
+    rows      in slices of `rows`
+    channels  a triangle product `tile` channels at a time, what comes before and after it in slices of `rows`
+    copy      a triangle product with a copy of one factor, in slices of `rows`
+    cross     a triangle product in the cross order, in tiles of `tile`, whose inputs are made in slices of `rows`
     """
 
     method: Method
@@ -37,6 +38,8 @@ class How:
             return "whole"
         if self.method == "cross":
             return f"cross order, tiles of {self.tile}, slices of {self.rows}"
+        if self.method == "channels":
+            return f"{self.tile} channels at a time, slices of {self.rows}"
         return f"{'with a copy, ' * (self.method == 'copy')}slices of {self.rows}"
 
 

@@ -46,6 +46,8 @@ def _with(model: AlphaFold, rows: int, product: How) -> dict[str, How]:
         (4, How("cross", 2, 3)),
         (5, How("cross", 3, 4)),
         (100, How("whole", 7)),
+        (4, How("channels", 3, 5)),
+        (4, How("channels", 8, 16)),
     ],
 )
 def test_any_slices_give_the_same(rows: int, product: How) -> None:
