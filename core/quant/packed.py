@@ -163,11 +163,10 @@ def compile_widening(model: nn.Module) -> None:
     Raises what torch.compile does where it cannot.
     """
     made: Widen = torch.compile(widened, dynamic=True, fullgraph=True)
-    for parameter in model.parameters():
-        form = parameter.packed if isinstance(parameter, QuantizedWeight) else None
-        if isinstance(form, Packed) and form.widen is widened:
-            made(parameter.codes[:64], parameter.scale[:64], None if parameter.zero is None else parameter.zero[:64])
-            parameter.packed = replace(form, widen=made)
+    for weight in model.parameters():
+        if isinstance(weight, QuantizedWeight) and isinstance(weight.packed, Packed) and weight.packed.widen is widened:
+            made(weight.codes[:64], weight.scale[:64], None if weight.zero is None else weight.zero[:64])
+            weight.packed = replace(weight.packed, widen=made)
 
 
 @cache
