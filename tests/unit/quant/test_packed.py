@@ -120,6 +120,7 @@ def test_a_lone_token_given_twice_is_multiplied_once(monkeypatch: pytest.MonkeyP
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that something multiplies by; other formats of the model keep it; fp64 does not take it."""
     monkeypatch.setattr("core.quant.packed.form_is_faster", lambda rows, columns: columns > 48)
+    monkeypatch.setattr("core.quant.packed._int4_is_faster", lambda *shape: True)
     model = decoder(tied_head=False)
     assert pack(model) is model
     mixed = pack(quantize(quantize(copy.deepcopy(model), "int4", embeddings=True), "int8", head=True))
@@ -151,7 +152,8 @@ def test_inputs_are_differentiated_as_if_not_packed() -> None:
     torch.testing.assert_close(x.grad, layer.weight.dequantized().sum(0).expand(2, 64))
 
 
-def test_loading_packs_and_lets_go_of_what_it_read(tmp_path: Path) -> None:
+def test_loading_packs_and_lets_go_of_what_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.quant.packed._int4_is_faster", lambda *shape: True)  # whatever else the machine does
     saved(tmp_path / "plain")
     quantize_folder(tmp_path / "plain", tmp_path / "q", "int4", embeddings=True, head=True)
     loaded, stored = load_quantized(tmp_path / "q"), load_quantized(tmp_path / "q", packed=False)
