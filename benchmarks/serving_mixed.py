@@ -37,6 +37,7 @@ from core.config import run_command
 from core.models import SHAPES, Decoder
 from core.precision import bf16_units
 from core.quant import load_quantized
+from core.runtime import keep_freed_memory
 
 STRETCH = 2.0
 PEERS = ("vLLM", "CTranslate2 int8")
@@ -71,13 +72,14 @@ def amount(options: Options) -> Amount:
 
 
 def measure(options: Options) -> Measured:
+    keep_freed_memory()  # as `serve` does
     much = amount(options)
     notes = [f"{torch.get_num_threads()} threads", "weights are random; greedy; texts of exactly the length asked for"]
     with tempfile.TemporaryDirectory() as root, torch.no_grad(), contextlib.ExitStack() as processes:
         folder, scratch = Path(root) / "model", Path(root) / "scratch"
         scratch.mkdir()
         dtype = torch.bfloat16 if bf16_units(torch.device("cpu")) else torch.float32
-        found = contenders(much.size, dtype, folder, scratch, options)
+        found = contenders(much.size, dtype, folder, scratch, options, compiled=True)
         notes += join_peers(found, processes, PEERS, much.size, folder, scratch, options)
         versions = {package: version for one in found for package, version in one.versions.items()}
         rows, targets = _poisson(much, found, notes)
@@ -120,9 +122,10 @@ def _poisson(much: Amount, found: Sequence[Contender], notes: list[str]) -> Foun
     wanted = (("ours static", 5.0), ("continuous", 3.0), ("vLLM", 1.3))
     return rows, [
         Target(f"Poisson: {mine} / {theirs}, tokens a second", least, rate[mine] / rate[theirs])
-        for mine in (plain, "ours int8")
+        for weights in (plain, "ours int8", "ours w8a8")
+        for mine in (weights, f"{weights} compiled")
         for theirs, least in wanted
-        if theirs in rate
+        if mine in rate and theirs in rate
     ]
 
 
