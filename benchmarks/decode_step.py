@@ -22,6 +22,7 @@ from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
 from core.models import SHAPES, Decoder, DecoderConfig, initialise
+from core.nn.packing import pack_linear
 from core.quant import pack, quantize
 
 PAGE_SIZE, LENGTH = 16, 130
@@ -42,7 +43,9 @@ def runner(shape: DecoderConfig, scheme: str, num_sequences: int) -> Runner:
     initialise(model, 0)
     if scheme == "bf16":
         model.to(torch.bfloat16)
-    elif scheme != "fp32":
+    if scheme in ("fp32", "bf16"):
+        pack_linear(model)
+    else:
         quantize(model, scheme, embeddings=True, head=True)
         pack(model)
     page_dtype = torch.float32 if scheme == "fp32" else torch.bfloat16

@@ -52,6 +52,7 @@ from benchmarks.run import Benchmark, Options, main
 from benchmarks.serving_peers import PEERS, in_batches
 from core.config import UserError, run_command
 from core.models import SHAPES, Decoder, DecoderConfig, initialise, load_pretrained, save_pretrained
+from core.nn.packing import pack_linear
 from core.precision import bf16_units
 from core.quant import QuantizedWeight, load_quantized, quantize_folder, stored_bytes
 from core.runtime import keep_freed_memory
@@ -281,12 +282,12 @@ def contenders(
         found.append(ours(f"ours {scheme}", model))
         if compiled:
             found.append(ours(f"ours {scheme} compiled", model, compiled=True))
-    plain = load_pretrained(folder, dtype).eval()
+    plain = cast(Decoder, pack_linear(load_pretrained(folder, dtype).eval()))
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     found += [
         ours(f"ours {precision}", plain),
-        ours("ours static", load_pretrained(folder, dtype).eval(), static=True),
+        ours("ours static", plain, static=True),
         transformers_generate(theirs),
     ]
     if compiled:

@@ -19,6 +19,7 @@ from core.config import UserError
 from core.estimate import gigabytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
 from core.models.plan import tensor_parallel_plan
+from core.nn.packing import pack_linear
 from core.parallel.plan import apply_plan
 from core.precision import compute_dtype
 from core.quant import Scheme, is_quantized, load_quantized, pack, stored_bytes
@@ -113,12 +114,15 @@ def _load(
             pack(model)  # for speed, in as much memory again
         return model if dtype is None else model.to(dtype)
     if ranks == 1:
-        return load_pretrained(source.folder, dtype=dtype, device=device)
-    with torch.device("meta"):
-        model = Decoder(source.config)
-    cut(model)
-    model.to(dtype or torch.float32).to_empty(device=device)
-    load_weights(model, source.config, source.folder)
+        model = load_pretrained(source.folder, dtype=dtype, device=device)
+    else:
+        with torch.device("meta"):
+            model = Decoder(source.config)
+        cut(model)
+        model.to(dtype or torch.float32).to_empty(device=device)
+        load_weights(model, source.config, source.folder)
+    if stored_bytes(model) < _free_bytes(device) // ranks // 2:
+        pack_linear(model)  # for speed, in as much memory again
     return model
 
 

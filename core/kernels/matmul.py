@@ -5,6 +5,9 @@ vector width unused. oneDNN is in the same library and does not: 1.5 to 2.3 time
 the products are large. On Intel's own CPUs MKL is as fast in the forward and twice as fast in the weights' gradients.
 All else (other dtypes and devices, small products, DTensors, autocast) goes to torch's own.
 
+Weights that learn no more can be given a second form, in the order in which oneDNN reads them (`pack_weight`): torch's
+own products arrange a weight anew in each call, which for a few rows takes longer than the product.
+
 Results are torch's, up to the order of summation. Twice differentiable. To torch.compile the call is one operator:
 inductor has a way of its own with oneDNN's, which takes constant weights alone.
 
@@ -12,17 +15,27 @@ Shapes: M rows, K inner, N columns; x[.., I], weight[O, I].
 """
 
 import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from core.kernels.operator import launches, operator
+from core.kernels.traced import is_lone_twice, number_of, traced
 
 # Multiply-adds below which the extra calls cost more than the kernel gains (measured: equal at about 2 million).
 _WORTH_IT = 4 << 20
+_PACKED, _ROWS = (torch.float32, torch.bfloat16), 8
+"""formats with a second form; rows of x that it is made for"""
+_NAME = "_onednn_form"
+"""attribute of a parameter that has one"""
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -36,8 +49,98 @@ def _has_fast_blas() -> bool:
 _FASTER = not _has_fast_blas()
 
 
+@dataclass(frozen=True)
+class _Form:
+    """A weight as oneDNN reads it, and where the plain one lay: one that was moved or converted since has none."""
+
+    tensor: Tensor
+    pointer: int
+    dtype: torch.dtype
+
+
+def pack_weight(weight: nn.Parameter) -> bool:
+    """Give a weight [O, I] on a CPU, which must not change any more, a second form of its size, if that is faster.
+
+    It serves `linear` where no gradients are recorded. Returns whether the weight has one now.
+    """
+    is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
+    if not (is_plain and _AVAILABLE and weight.ndim == 2 and weight.numel() and weight.dtype in _PACKED):
+        return False
+    if not _packing_is_faster(*weight.shape, weight.dtype, torch.get_num_threads()):
+        return False
+    setattr(weight, _NAME, _Form(_packed(weight.detach()), weight.data_ptr(), weight.dtype))
+    return True
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+
+
+def _form(x: Tensor, weight: Tensor) -> Tensor | None:
+    form: _Form | None = getattr(weight, _NAME, None)
+    if form is None or torch.is_grad_enabled() or x.dtype != form.dtype or not x.numel():
+        return None
+    return form.tensor if weight.data_ptr() == form.pointer and weight.dtype == form.dtype else None
+
+
+@cache
+def _packing_is_faster(num_channels: int, num_columns: int, dtype: torch.dtype, num_threads: int) -> bool:
+    """For one row and for some, measured on as many of the weight's rows as tell."""
+    weight = torch.ones(min(num_channels, 4096), num_columns, dtype=dtype, device="cpu")
+    try:
+        form = _packed(weight)
+        return all(
+            _seconds(lambda x=x: _by_form(x, form)) < _seconds(lambda x=x: F.linear(x, weight))
+            for x in (weight[:1], weight[:1].expand(_ROWS, -1).contiguous())
+        )
+    except RuntimeError:  # this CPU does not offer it
+        return False
+
+
+def _seconds(call: Callable[[], Tensor]) -> float:
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def _by_form(x: Tensor, form: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, form, None, "none", [], "")
+
+
+torch.library.define("megalith::packed_linear", "(Tensor x, int weight, int channels) -> Tensor")
+
+
+@torch.library.impl("megalith::packed_linear", "CPU")
+def _traced_linear(x: Tensor, weight: int, channels: int) -> Tensor:
+    form = getattr(traced(weight), _NAME).tensor
+    if is_lone_twice(x, 1):
+        y_1O = _by_form(x[:1], form)
+        return torch.cat((y_1O, y_1O))
+    return _by_form(x, form)
+
+
+@torch.library.register_fake("megalith::packed_linear")
+def _linear_shape(x: Tensor, weight: int, channels: int) -> Tensor:
+    return x.new_empty(x.shape[0], channels)
+
+
+def _linear_by_form(x: Tensor, weight: Tensor, form: Tensor, bias: Tensor | None) -> Tensor:
+    x_MI = x.reshape(-1, x.shape[-1])
+    if isinstance(x, FakeTensor):
+        y_MO = torch.ops.megalith.packed_linear(x_MI, number_of(weight), weight.shape[0])
+        y_MO = y_MO if bias is None else y_MO + bias
+    else:
+        y_MO = torch.ops.mkldnn._linear_pointwise(x_MI, form, bias, "none", [], "")
+    return y_MO.view(*x.shape[:-1], weight.shape[0])
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias."""
+    if (form := _form(x, weight)) is not None:
+        return _linear_by_form(x, weight, form, bias)
     if not uses_onednn(x, weight, x.numel() * weight.shape[0]):
         return F.linear(x, weight, bias)
     rows: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)  # pyright: ignore[reportAssignmentType]

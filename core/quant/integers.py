@@ -24,13 +24,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.quant.traced import is_lone_twice, number_of, traced
+from core.kernels.traced import is_lone_twice, number_of, traced
 from core.quant.weight import QuantizedWeight
 
 _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
@@ -185,7 +185,7 @@ torch.library.define("megalith::product_with_outliers", "(Tensor x, int weight, 
 
 @torch.library.impl("megalith::product_of_integers", "CPU")
 def _product_of_integers(q: Tensor, weight: int, channels: int) -> Tensor:
-    codes = Codes.of(traced(weight))
+    codes = Codes.of(cast(QuantizedWeight, traced(weight)))
     if is_lone_twice(q, 1) or is_lone_twice(q, _DIGITS):
         y_RO = _product(q[::2].contiguous(), codes)
         return torch.stack((y_RO, y_RO), 1).flatten(0, 1)
@@ -194,7 +194,7 @@ def _product_of_integers(q: Tensor, weight: int, channels: int) -> Tensor:
 
 @torch.library.impl("megalith::product_with_outliers", "CPU")
 def _product_with_outliers(x: Tensor, weight: int, channels: int) -> Tensor:
-    return _with_outliers(x, traced(weight))
+    return _with_outliers(x, cast(QuantizedWeight, traced(weight)))
 
 
 @torch.library.register_fake("megalith::product_of_integers")

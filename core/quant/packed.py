@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.kernels.quantized_matmul import int4_matmul
+from core.kernels.traced import is_lone_twice, number_of, traced
 from core.quant.integers import form_is_faster, packed_integers
 from core.quant.quantize import parameter_holders
 from core.quant.scheme import Scheme
-from core.quant.traced import is_lone_twice, number_of, traced
 from core.quant.weight import QuantizedWeight
 
 _ROWS = 16
@@ -145,9 +145,9 @@ torch.library.define("megalith::packed_product", "(Tensor x, int weight, int cha
 @torch.library.impl("megalith::packed_product", "CPU")
 def _traced_product(x: Tensor, weight: int, channels: int) -> Tensor:
     if is_lone_twice(x, 1):
-        y_1O = _product(x[:1], traced(weight))
+        y_1O = _product(x[:1], cast(QuantizedWeight, traced(weight)))
         return torch.cat((y_1O, y_1O))
-    return _product(x, traced(weight)).contiguous()
+    return _product(x, cast(QuantizedWeight, traced(weight))).contiguous()
 
 
 @torch.library.register_fake("megalith::packed_product")

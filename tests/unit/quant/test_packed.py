@@ -12,9 +12,9 @@ from torch import nn
 
 import core.quant.integers
 import core.quant.packed
+from core.kernels.traced import number_of
 from core.quant import QuantizedWeight, Scheme, compile_widening, load_quantized, pack, quantize, quantize_folder
 from core.quant.packed import packed, widened
-from core.quant.traced import number_of
 from core.quant.weight import quantized_weight
 from tests.unit.quant.models import decoder, saved, tokens
 

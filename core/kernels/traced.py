@@ -1,7 +1,7 @@
-"""Quantized weights in a traced graph: it calls their products as operators, which know a weight by a number.
+"""Weights in a traced graph: it calls their products as operators, which know a weight by a number.
 
-So the kernel is chosen when the graph runs, by the number of rows, and what no graph can hold (fbgemm's own objects)
-need not be in it.
+So the kernel is chosen when the graph runs, by the number of rows, and what no graph can hold (forms of weights that
+are another library's own) need not be in it.
 """
 
 import weakref
@@ -9,12 +9,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from core.quant.weight import QuantizedWeight
-
-_TRACED: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
+_TRACED: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
-def number_of(weight: QuantizedWeight) -> int:
+def number_of(weight: Tensor) -> int:
     """Under which a graph knows a weight."""
     found = next((number for number, known in _TRACED.items() if known is weight), None)
     if found is None:
@@ -23,7 +21,7 @@ def number_of(weight: QuantizedWeight) -> int:
     return found
 
 
-def traced(number: int) -> QuantizedWeight:
+def traced(number: int) -> Tensor:
     """The weight that a graph knows under the number."""
     return _TRACED[number]
 
