@@ -166,10 +166,17 @@ def steps_per_s(run: dict) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
 
 
+def cpu_per_step(run: dict) -> float:
+    """CPU seconds of a step: a core that others use, too, changes them less than steps/s."""
+    times = run["cpu_s"][WARM_UP - 1 :]
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
 def _numbers(runs: list[dict]) -> dict[str, Number]:
     """Of the same run, some times: the median speed and the most memory."""
     numbers = {
         "steps": Number(statistics.median(map(steps_per_s, runs)), "1/s"),
+        "cpu": Number(statistics.median(map(cpu_per_step, runs)), "s a step"),
         "resident": Number(max(run["rss_bytes"] for run in runs) / 1e6, "MB"),
     }
     if torch.cuda.is_available():

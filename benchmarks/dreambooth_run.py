@@ -1,8 +1,9 @@
 """One DreamBooth run in a process of its own, for `benchmarks.dreambooth`: ours, or diffusers' script, seen alike.
 
 `python -m benchmarks.dreambooth_run FIGURES ours OPTION…` or `… FIGURES SCRIPT OPTION…` writes {"times_s": when each
-optimizer step ended, "rss_bytes", "device_bytes": the most by then} to FIGURES. With --profile before FIGURES it adds
-{"profile": {kind: share of the CPU's time, "operators": of torch's, a step}} of PROFILED steps, by torch.profiler.
+optimizer step ended, "cpu_s": the process's CPU time, "rss_bytes", "device_bytes": the most by then} to FIGURES.
+With --profile before FIGURES it adds {"profile": {kind: share of the CPU's time, "operators": of torch's, a step}} of
+PROFILED steps, by torch.profiler.
 
 A script is run as it is, from its file. Of torchvision it wants six transforms; where there is none that fits torch,
 they are made of Pillow and numpy.
@@ -39,7 +40,7 @@ _SPANS = {"optimizer": "Optimizer.step#", "pictures": "enumerate(DataLoader)#"}
 def main(argv: list[str]) -> int:
     is_profiled = argv[0] == "--profile"
     figures, what, *options = argv[is_profiled:]
-    seen: dict[str, Any] = {"times_s": [], "rss_bytes": 0, "device_bytes": 0}
+    seen: dict[str, Any] = {"times_s": [], "cpu_s": [], "rss_bytes": 0, "device_bytes": 0}
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def note(*_: Any) -> None:
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
             seen["device_bytes"] = torch.cuda.max_memory_allocated()
         seen["rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seen["times_s"].append(time.perf_counter())
+        seen["cpu_s"].append(time.process_time())
         if is_profiled and len(seen["times_s"]) == WARM_UP:
             profiler.start()
         elif is_profiled and len(seen["times_s"]) == WARM_UP + PROFILED:

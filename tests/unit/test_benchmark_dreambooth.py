@@ -45,8 +45,11 @@ def test_a_run_is_watched_from_outside(tmp_path: Path, script: list[str]) -> Non
     assert "profile" not in seen
     assert len(seen["times_s"]) == 4
     assert seen["times_s"] == sorted(seen["times_s"])
+    assert len(seen["cpu_s"]) == 4
+    assert seen["cpu_s"] == sorted(seen["cpu_s"])
     assert seen["rss_bytes"] > 1e7
     assert dreambooth.steps_per_s({"times_s": [0, 50, 100, 102, 104]}) == pytest.approx(0.5)
+    assert dreambooth.cpu_per_step({"cpu_s": [0, 50, 100, 102, 105]}) == pytest.approx(2.5)
 
 
 def test_a_profile_is_of_the_steps_behind_the_warm_up(tmp_path: Path, script: list[str]) -> None:
