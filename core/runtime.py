@@ -191,6 +191,21 @@ def keep_freed_memory() -> None:
         mallopt(-2, 64 * 1024 * 1024)
 
 
+def require_compiler(device: torch.device | str) -> None:
+    """Raises UserError where torch.compile could not build what it writes for the device."""
+    if torch.device(device).type != "cpu":
+        return
+    from torch._inductor import cpp_builder, exc  # a second to import, of which most runs are spared
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise UserError(
+            "compile needs a C++ compiler on a CPU, and there is none on the PATH; install one (apt-get install g++), "
+            "or leave --compile out"
+        ) from None
+
+
 def _share_cores(num_local_ranks: int) -> None:
     """Divide the cores among the local ranks: threads of two ranks on one core slow each other many times over."""
     if "OMP_NUM_THREADS" not in os.environ or num_local_ranks > 1:

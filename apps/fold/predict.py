@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.fold.axial import read_shards, shard_evoformer
+from apps.fold.compiled import compile_operations
 from apps.fold.demo import DEMO_WEIGHTS, NOTE
 from apps.fold.features.sequences import Record, read_fasta
 from apps.fold.features.templates import Allowed
@@ -48,7 +50,7 @@ from apps.fold.weights.source import build, read_weights
 from core.config import UserError, parse
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
-from core.runtime import keep_freed_memory, launch, launched, leads, start, world_size
+from core.runtime import keep_freed_memory, launch, launched, leads, require_compiler, start, world_size
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class PredictConfig:
     memory: float | None = None
     """GiB that a prediction may take on each rank's device; by default what that has free (on a CPU, which the ranks of
     a machine share, a rank's part of it)"""
+    compile: bool = False
+    """compute by graphs of torch.compile, which take minutes to make, once for all sequences; on a CPU with g++"""
     pdb: bool = True
     """write PDB files, too"""
     plots: bool = True
@@ -154,6 +158,8 @@ def main(argv: list[str]) -> int:
 def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
     """axis: the ranks that share each prediction; its first one writes and speaks."""
     assert config.input is not None
+    if config.compile:
+        require_compiler(config.device)
     records, refused = read_fasta(config.input)
     if not config.weights:
         config = replace(config, weights=(DEMO_WEIGHTS,))
@@ -187,6 +193,8 @@ def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
     if config.num_recycles is not None:
         model = replace(model, num_recycles=config.num_recycles)
     module = build(model, parameters, compute_dtype(config.precision), config.device)
+    if config.compile:
+        compile_operations(module)
     return Model(path.stem, model, module, read_note(path), axis)
 
 
@@ -221,7 +229,7 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
         for seed in range(config.seed, config.seed + config.num_seeds):
             predictions.append((model, seed, _predict(target, model, seed, config)))
             said = f"{_named(_origin(model, seed))}: {_said(predictions[-1][2])}"
-            progress.console.print(f"{record.name} ({len(record.sequence)} residues), {said}")
+            progress.console.print(f"{record.name} ({len(record.sequence)} residues), {said}", markup=False)
     predictions.sort(key=lambda prediction: -prediction[2].mean_plddt)
     ranking = [
         {"rank": rank, **_origin(model, seed), "mean_plddt": one.mean_plddt, "ptm": one.ptm}
@@ -328,6 +336,7 @@ def _key(target: Target, config: PredictConfig) -> dict[str, Any]:
         "seeds": [config.seed, config.num_seeds],
         "max_template_date": config.max_template_date,
         "precision": config.precision,
+        "compile": config.compile,
     }
 
 
@@ -389,5 +398,5 @@ def _write_summary(path: Path, outcomes: dict[int, Outcome]) -> None:
 def _print_summary(outcomes: dict[int, Outcome]) -> None:
     table = Table(*(name.replace("_", " ") for name in _HEADER))
     for row in _rows(outcomes):
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)

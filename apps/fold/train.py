@@ -29,7 +29,7 @@ from core.metrics import plot_loss
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.precision import compute_dtype
-from core.runtime import Runtime, launched, start
+from core.runtime import Runtime, launched, require_compiler, start
 from core.train import checkpoint_path, fit, launch_run, write_config
 
 
@@ -48,6 +48,8 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
     of_weights, values = (None, None) if config.weights is None else read_alphafold(config.weights)
     model = model_config(config, of_weights)
     with start(config.device, config.seed) as runtime:
+        if config.compile:
+            require_compiler(runtime.device)
         mesh = runtime.mesh(config.mesh, config.zero)
         chains, heldout = _datasets(config, runtime)
         write_config(config, runtime)

@@ -24,7 +24,7 @@ from tests.support import esmfold
 from tests.support.command import losses, run, summary
 from tests.support.fold import GOLDEN, hhr_text, random_parameters
 
-FASTA = ">long one\nMKTAYIAKQRQISFVKSHFSRQ\n>short\nMKTAYWC\n>bad\nMK7\n>with/slash\nMXBGGGAAAA\n"
+FASTA = ">long one\nMKTAYIAKQRQISFVKSHFSRQ\n>short\nMKTAYWC\n>bad\nMK7\n>with/slash\nMXBGGGAAAA\n>[/b]\nMK8\n"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2, err
     assert re.search(r"record 3 \(bad\): letter '7' at position 3", err)
-    assert err.count("error:") == 1
+    assert err.count("error:") == 2
     assert "long: no alignment" in said
     assert "short: no alignment" not in said
 
@@ -72,7 +72,7 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     assert sorted(p.name for p in out.iterdir()) == ["long", "short", "summary.csv", "with_slash"]
     with open(out / "summary.csv") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["long", "short", "bad", "with/slash"]
+    assert list(rows) == ["long", "short", "bad", "with/slash", "[/b]"]
     assert rows["short"]["msa_rows"] == "3"
     assert rows["bad"]["status"].startswith("refused")
     ranking = json.loads((out / "short" / "ranking.json").read_text())["predictions"]

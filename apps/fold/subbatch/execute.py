@@ -54,8 +54,12 @@ def _as_chosen(
 
 def wrap(module: nn.Module, operation: Operation, run: Callable[..., object]) -> None:
     """Put `run(module, the method as it was, *arguments)` in the operation's slot."""
-    original = getattr(type(module), operation.slot).__get__(module)
-    setattr(module, operation.slot, _Sliced(run, module, original))
+    setattr(module, operation.slot, _Sliced(run, module, as_the_model_has_it(module, operation.slot)))
+
+
+def as_the_model_has_it(module: nn.Module, slot: str) -> Callable[..., object]:
+    """The method of the slot without what wraps it; compiled, where it was (apps/fold/compiled.py)."""
+    return module.__dict__.get("compiled", {}).get(slot) or getattr(type(module), slot).__get__(module)
 
 
 class _Sliced:
