@@ -7,7 +7,7 @@ Between operations m is sharded by sequences and z by rows; each operation has w
     MSA transition            either
     outer product mean        m by residues, z by rows; one factor is gathered. Then m is on its way back
     outgoing edges            z by rows; one factor is gathered, or without gradients comes in pieces
-    incoming edges            the same on columns: z is switched there and back
+    incoming edges            the same on columns: z is switched there and back, without gradients in place
     starting node             z by rows; its bias is gathered
     ending node               the same on columns
     transition                either
@@ -43,6 +43,7 @@ from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterPro
 from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention, Keys
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
+from apps.fold.subbatch.execute import as_the_model_has_it
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.products import A, B, Product
 from apps.fold.subbatch.reading import PairNumbers
@@ -50,10 +51,11 @@ from apps.fold.subbatch.slices import How, collect, every, first_only, put, stan
 from core.comm.collectives import all_reduce_max, copy_to, gather_from, join_from, split_to, take_shard
 from core.kernels.gated_output import gated_residual
 from core.kernels.triangle import pair_product
-from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch
+from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch, transpose_
 from core.parallel.plan import mark_partial
 
 _ROWS, _COLUMNS = 1, 2  # dims of z[B, I, J, Z], and of m[B, S, N, D]
+_PARTS, _PIECE_BYTES = 8, 2**24  # a factor of the triangle product travels in so many parts, not in smaller ones
 
 
 def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, How] | None = None) -> AlphaFold:
@@ -66,7 +68,7 @@ def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, Ho
         run = _RUNS.get(type(module))
         if run is not None:
             slot = "gather" if isinstance(module, InvariantPointAttention) else "forward"
-            original = getattr(type(module), slot).__get__(module)
+            original = as_the_model_has_it(module, slot)
             setattr(module, slot, partial(run, module, original, hows.get(name), axis))
     for module in model.modules():
         if isinstance(module, EvoformerBlock):
@@ -174,9 +176,16 @@ def _multiply(
     factor_B1NZ = module.dropout(like)
     if module.outgoing:
         return _edges_product(module, how, axis, z, take_shard(mask, 1, axis), factor_B1NZ)
-    columns = switch(z, _ROWS, _COLUMNS, N, axis).transpose(1, 2)
     factor = None if factor_B1NZ is None else take_shard(factor_B1NZ, 2, axis).transpose(1, 2)
-    columns = _edges_product(module, how, axis, columns, take_shard(mask.transpose(1, 2), 1, axis), factor)
+    mask_BJN = take_shard(mask.transpose(1, 2), 1, axis)
+    return _on_columns(lambda z_BJNZ: _edges_product(module, how, axis, z_BJNZ, mask_BJN, factor), z, N, axis)
+
+
+def _on_columns(run: Callable[[Tensor], Tensor], z_BINZ: Tensor, N: int, axis: DeviceMesh) -> Tensor:
+    """What works on rows, on this rank's columns: z is switched there and back, without gradients in place."""
+    if not torch.is_grad_enabled():
+        return transpose_(run(transpose_(z_BINZ, N, axis)), N, axis)
+    columns = run(switch(z_BINZ, _ROWS, _COLUMNS, N, axis).transpose(1, 2))
     return switch(columns.transpose(1, 2), _COLUMNS, _ROWS, N, axis)
 
 
@@ -193,6 +202,7 @@ def _edges_product(
     )
     if recorded:
         b_BCNN = _gathered(b_BCIN, 2, N, axis)
+    parts = min(_PARTS, max(1, b_BCIN.numel() * b_BCIN.element_size() // _PIECE_BYTES))
 
     def rows(at: slice) -> Tensor:
         z, n = z_BINZ[:, at], product.norm(z_BINZ[:, at])
@@ -201,8 +211,9 @@ def _edges_product(
             x = pair_product(a, b_BCNN, outgoing=True)
         else:
             x = a.new_empty(*a.shape[:3], N)
-            for part, b in pieces(b_BCIN, 2, N, axis):
+            for part, b in pieces(b_BCIN, 2, N, axis, parts):
                 x[..., part] = pair_product(a, b, outgoing=True)
+                del b  # before the one after the next is made room for
         if dropout is None:
             return product.result(x, z, n)
         factor = dropout if dropout.shape[1] == 1 else dropout[:, at]
@@ -215,16 +226,18 @@ def _triangle_attention(
     module: TriangleAttention, whole: Any, how: How | None, axis: DeviceMesh, z: Tensor, mask: Tensor
 ) -> Tensor:
     N = mask.shape[1]
-    if not module.starting:
-        z, mask = switch(z, _ROWS, _COLUMNS, N, axis).transpose(1, 2), mask.transpose(1, 2)
-    mask_BIN, factor = take_shard(mask, 1, axis), module.dropout(z)
-    bias_BHNN = _gathered(_bias(lambda z_BJNZ: module.pair_bias(module.norm(z_BJNZ)), how, z), 2, N, axis)
+    mask_BIN = take_shard(mask if module.starting else mask.transpose(1, 2), 1, axis)
 
-    def rows(at: slice) -> Tensor:
-        return module.edges(module.norm(z[:, at]), z[:, at], mask_BIN[:, at], bias_BHNN, factor)
+    def around(z: Tensor) -> Tensor:
+        factor = module.dropout(z)
+        bias_BHNN = _gathered(_bias(lambda z_BJNZ: module.pair_bias(module.norm(z_BJNZ)), how, z), 2, N, axis)
 
-    out = update(z, _slices(how, z.shape[1]), 1, rows)
-    return out if module.starting else switch(out.transpose(1, 2), _COLUMNS, _ROWS, N, axis)
+        def rows(at: slice) -> Tensor:
+            return module.edges(module.norm(z[:, at]), z[:, at], mask_BIN[:, at], bias_BHNN, factor)
+
+        return update(z, _slices(how, z.shape[1]), 1, rows)
+
+    return around(z) if module.starting else _on_columns(around, z, N, axis)
 
 
 # --- before and after the stacks --------------------------------------------------------------------------------------
@@ -287,7 +300,8 @@ def _extra(whole: Callable[[Features], Tensor], module: ExtraEmbedder, axis: Dev
 
 def _embed_msa(whole: Callable[..., tuple[Tensor, Tensor]], axis: DeviceMesh, *given: Any) -> tuple[Tensor, Tensor]:
     m_BSND, mask_BSN = whole(*given)
-    return split_to(m_BSND, 1, axis), mask_BSN
+    mine = split_to(m_BSND, 1, axis)
+    return (mine if torch.is_grad_enabled() else mine.clone()), mask_BSN  # a view would keep the whole alive
 
 
 def _trunk(
@@ -355,7 +369,7 @@ def read_shards(
     """
     N, mine, rows = z_BINZ.shape[2], shard_of(z_BINZ.shape[2], axis), z_BINZ.shape[1]
     half = heads.distogram(z_BINZ)
-    back = switch(half, _ROWS, _COLUMNS, N, axis).transpose(1, 2)
+    back = transpose_(half.clone(), N, axis)
     distances = host((rows, N, half.shape[-1]), dtype=torch.float16)
     pae = None if heads.pae is None else host((rows, N), dtype=torch.float32)
     scores = [half.new_zeros(1, 1, dtype=torch.promote_types(half.dtype, torch.float32))]

@@ -9,6 +9,9 @@ then has some columns, whole. It never holds more than its share, where tensor o
 Lengths need not divide: shards have ceil(n / ranks) rows, the last ones are filled with zeros (`core.comm`), and
 whoever makes a dim whole gives its length, so that the filling is cut off again. Gradients go back the same ways.
 
+Without gradients a square needs no second tensor for the way: `transpose_` exchanges its blocks in place, so that the
+same rows of storage hold rows and then columns.
+
 What all ranks need whole (a bias, one factor of a product) is gathered, or comes in pieces, each on its way while the
 one before it is worked on (`pieces`). A `switch` may be begun early and finished late (`begin_switch`).
 
@@ -122,31 +125,65 @@ class _Finish(Function):
         return grad.unflatten(whole, (size, -1)).movedim(whole, 0).contiguous(), None
 
 
-def pieces(x: Tensor, dim: int, length: int, axis: DeviceMesh) -> Iterator[tuple[slice, Tensor]]:
+def transpose_(x: Tensor, length: int, axis: DeviceMesh) -> Tensor:
+    """x[B, I, N, ..], rows of a square of `length`, becomes the same rows of its transpose, in place; no gradient.
+
+    Blocks are exchanged with one rank after the other: two of them stand beside x, 2 / ranks of it. The filling stays
+    what it was.
+    """
+    size, rank, rows = axis.size(), axis.get_local_rank(), x.shape[1]
+    mine = shard_of(length, axis)
+    for turn in range(size):
+        other = (turn - rank) % size  # whose turn it is with this rank, too
+        block = x[:, : mine.stop - mine.start, min(length, other * rows) : min(length, (other + 1) * rows)]
+        if block.numel() == 0:
+            continue
+        sent = block.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        block.copy_(sent if other == rank else _exchanged(sent, block.shape, other, axis))
+    return x
+
+
+def _exchanged(sent: Tensor, shape: torch.Size, other: int, axis: DeviceMesh) -> Tensor:
+    """What the other rank sends, of that shape, while it is sent this."""
+    received = sent.new_empty(shape)
+    if not sent.is_meta:
+        group = axis.get_group()
+        both = [(dist.isend, sent), (dist.irecv, received)]
+        works = dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=other) for op, x in both])
+        for work in works:
+            work.wait()
+    return received
+
+
+def pieces(x: Tensor, dim: int, length: int, axis: DeviceMesh, parts: int = 1) -> Iterator[tuple[slice, Tensor]]:
     """(rows, x of these rows) of every rank's shard, in the same order on all; no gradient.
 
-    The next piece is on its way while the caller works on one, so a rank holds two besides its own.
+    A shard comes in that many parts. The next one is on its way while the caller works on one, so a rank holds two
+    besides its own shard.
     """
     size, rank, rows = axis.size(), axis.get_local_rank(), x.shape[dim]
     if size == 1:
         yield slice(0, length), x
         return
-    own = x.contiguous()
+    each = -(-rows // parts)
+    turns = [(source, first) for source in range(size) for first in range(0, rows, each)]
 
-    def begin(source: int) -> tuple[Tensor, Any]:
-        piece = own if source == rank else torch.empty_like(own)
-        if own.is_meta:
+    def begin(source: int, first: int) -> tuple[Tensor, Any]:
+        own = x.narrow(dim, first, min(each, rows - first))
+        piece = own.contiguous() if source == rank else torch.empty_like(own, memory_format=torch.contiguous_format)
+        if x.is_meta:
             return piece, None
         return piece, dist.broadcast(piece, group_src=source, group=axis.get_group(), async_op=True)
 
-    coming = begin(0)
-    for source in range(size):
+    coming = begin(*turns[0])
+    for turn, (source, first) in enumerate(turns):
         piece, work = coming
         if work is not None:
             work.wait()
-        if source + 1 < size:
-            coming = begin(source + 1)
-        at = slice(min(length, source * rows), min(length, (source + 1) * rows))
+        if turn + 1 < len(turns):
+            coming = begin(*turns[turn + 1])
+        start = min(length, source * rows + first)
+        at = slice(start, min(length, start + piece.shape[dim]))
         if at.stop > at.start:
             yield at, piece.narrow(dim, 0, at.stop - at.start)
         del piece
