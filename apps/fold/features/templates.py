@@ -7,8 +7,8 @@ Two ways lead to one:
 - a hit of hhsearch (hhr.py), whose structure lies in a folder of mmCIF files. Hits are taken as the original takes
   them (Jumper et al. 2021, supplement, 1.2.3): the best by `sum_probs` first, at most 20, without those that are
   aligned to a tenth of the sequence or less, have fewer than 10 residues, or are all but the sequence itself. Where
-  the structure's sequence is not the hit's, the two are aligned (the original does it with kalign) and have to agree
-  in 90 % of the shorter one
+  the structure's sequence is not the hit's, the two are aligned, by kalign as in the original if it is installed, else
+  as above, and have to agree in 90 % of the shorter one
 
 A prediction is given the first `max_templates` of these. In training a random number of random ones is (`drawn`), so
 that the network does not rely on them.
@@ -32,6 +32,7 @@ from apps.fold.features.hhr import TemplateHit
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.model import residues
 from apps.fold.model.features import TemplateFeatures
+from apps.fold.search.kalign import align_by_kalign, has_kalign
 from core.config import UserError
 
 MOST = 20  # hits that are kept
@@ -221,7 +222,7 @@ def _located(hit: TemplateHit, chains: list[Entry]) -> tuple[Entry, np.ndarray, 
     if not named and len(chains) > 1:
         raise UserError(f"its structure has no protein chain {hit.chain}")
     chain = (*named, *chains)[0]
-    pairs = align(hit.sequence, chain.sequence)
+    pairs = (align_by_kalign if has_kalign() else align)(hit.sequence, chain.sequence)
     same, shorter = _identities(hit.sequence, chain.sequence, pairs), min(length, len(chain))
     if same < _IDENTITY * shorter:
         raise UserError(f"its structure has another sequence: {same} of {shorter} residues agree")

@@ -1,21 +1,25 @@
 """Templates by hhsearch's hits: the file's format, which hits count, what of a structure lies where, draws."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from apps.fold.demo import HELDOUT, STRUCTURES
+from apps.fold.features import templates
 from apps.fold.features.entries import read_entries
-from apps.fold.features.hhr import check_hits, read_hhr
+from apps.fold.features.hhr import TemplateHit, check_hits, read_hhr
 from apps.fold.features.sequences import Record
-from apps.fold.features.templates import Allowed, drawn, features_of_templates, templates_of_hits
+from apps.fold.features.templates import Allowed, align, drawn, features_of_templates, templates_of_hits
 from apps.fold.loss.total import LossConfig
 from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import tiny
+from apps.fold.search.kalign import align_by_kalign, has_kalign
 from apps.fold.targets import find_target
 from apps.fold.training.batches import BatchConfig, FoldBatches, iterations_of, stacked, templates_of
 from apps.fold.training.config import FoldTrainConfig, model_config
@@ -110,6 +114,52 @@ def test_hits_are_ranked_and_those_that_teach_nothing_are_left_out(tmp_path: Pat
         assert len(templates_of_hits(hits, query, folder, allowed)[0]) == count
     with pytest.raises(UserError, match="'June' is no date"):
         Allowed("June")
+
+
+def _another_version(tmp_path: Path) -> tuple[str, list[TemplateHit]]:
+    """A query, and its hit with three residues that the structure does not have, and one that is another there."""
+    _, above, below = _aligned()
+    letters = list(below)
+    letters[20:20] = "WCW"
+    letters[30] = "W"
+    above = above[:20] + "WCW" + above[20:]
+    return above.replace("-", ""), read_hhr(
+        _hits_file(tmp_path / "a.hhr", above.replace("-", ""), ("1a8o_A", above, "".join(letters), 1, 6, 40.0))
+    )
+
+
+@pytest.mark.skipif(shutil.which("kalign") is None, reason="no kalign; ends where Debian's kalign is")
+def test_a_structure_with_another_sequence_is_aligned_by_kalign(tmp_path: Path) -> None:
+    """The real one, and what is aligned without it: the same residues here, since nothing is ambiguous."""
+    query, hits = _another_version(tmp_path)
+    (hit,) = hits
+    pairs = align_by_kalign(hit.sequence, SEEN.sequence)
+    assert np.array_equal(pairs, align(hit.sequence, SEEN.sequence))
+    assert {(0, 5), (len(hit.sequence) - 1, 59)} <= set(map(tuple, pairs.tolist()))
+    calls = []
+    with patch.object(templates, "align_by_kalign", lambda *given: calls.append(given) or align_by_kalign(*given)):
+        (found,), left_out = templates_of_hits(hits, query, STRUCTURES)
+    assert calls == [(hit.sequence, SEEN.sequence)]
+    assert left_out == []
+    assert np.array_equal(found.positions[0], SEEN.positions[5])
+    with pytest.raises(UserError, match="kalign failed on a template's two sequences"):
+        align_by_kalign("", "")
+
+
+def test_without_kalign_it_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    query, hits = _another_version(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    has_kalign.cache_clear()
+    try:
+        for _ in range(2):
+            (found,), left_out = templates_of_hits(hits, query, STRUCTURES)
+    finally:
+        has_kalign.cache_clear()
+    assert left_out == []
+    assert np.array_equal(found.positions[0], SEEN.positions[5])
+    (record,) = caplog.records
+    assert "no kalign on the PATH" in record.getMessage()
+    assert "apt-get install kalign" in record.getMessage()
 
 
 def test_a_chain_learns_from_what_was_published_before_it() -> None:
