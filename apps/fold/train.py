@@ -13,7 +13,6 @@ from torch import nn
 
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig
-from apps.fold.training.average import WeightAverage, parameters_of
 from apps.fold.training.batches import FoldBatches
 from apps.fold.training.config import FoldTrainConfig, check_combination, model_config
 from apps.fold.training.dataset import Dataset, beside, load, prepare, report_refused
@@ -23,9 +22,11 @@ from apps.fold.training.recipes import RECIPES
 from apps.fold.training.validation import validation
 from apps.fold.weights.folder import save_folder
 from apps.fold.weights.source import read_alphafold
+from core.checkpoint import read_full
 from core.config import as_json, parse
 from core.mesh import data_axis
 from core.metrics import plot_loss
+from core.optim.average import WeightAverage, unbiased
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.precision import compute_dtype
@@ -59,7 +60,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             confidence_alone(network)
         data = parallelize(network, mesh, config, materialise=_materialise(config, values))
         optimizer = build_optimizer(config.optim, data.masters)
-        average = None if config.average is None else WeightAverage(data, optimizer, config.average)
+        average = None if config.average is None else WeightAverage(data.masters, unbiased(config.average))
         dtype = compute_dtype(config.precision)
         summary = fit(
             data,
@@ -70,7 +71,8 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             runtime,
             evaluate=None
             if heldout is None
-            else validation(heldout, model, average, data_axis(mesh), runtime.device, dtype),
+            else validation(heldout, model, data, average, data_axis(mesh), runtime.device, dtype),
+            average=average,
             values=as_json(config),
         )
         if runtime.leads:
@@ -117,9 +119,10 @@ def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any])
         network = AlphaFold(model)
     if config.learns == "confidence":
         confidence_alone(network)
-    learned = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
-    parameters = parameters_of(checkpoint_path(config.out), learned, config.average)
-    save_folder(config.out / "model", model, parameters, config.note)
+    averaged = {name for name, p in network.named_parameters() if p.requires_grad and config.average is not None}
+    keys = {name: f"{'average' if name in averaged else 'model'}/{name}" for name, _ in network.named_parameters()}
+    found = read_full(checkpoint_path(config.out), list(keys.values()))
+    save_folder(config.out / "model", model, {name: found[key].float() for name, key in keys.items()}, config.note)
     for name in ("loss", "validation_lddt_ca", "validation_plddt", "wall_s"):
         if summary.get(name) is not None:
             print(f"{name:24} {summary[name]:,.4g}")

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from apps.fold.loss.total import LossConfig
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.training.average import KEY, WeightAverage
 from apps.fold.training.batches import BatchConfig, FoldBatches
 from apps.fold.training.config import FoldTrainConfig
 from apps.fold.training.initialise import initialise
 from apps.fold.training.objective import Objective
 from apps.fold.training.validation import validation
-from core.layout import full_tensor, layout_of, tag
+from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh, data_axis
+from core.optim.average import WeightAverage, unbiased
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.compose import parallelize
 from core.parallel.recompute import RecomputeConfig
@@ -64,8 +64,8 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
         network = AlphaFold(model)
     data = parallelize(network, mesh, config, materialise=lambda m: initialise(m, 0))
     optimizer = build_optimizer(config.optim, data.masters)
-    average = WeightAverage(data, optimizer, 0.6)
-    state = TrainState(data, optimizer, LossScale("fp64"), {})
+    average = WeightAverage(data.masters, unbiased(0.6))
+    state = TrainState(data, optimizer, LossScale("fp64"), {}, average)
     chains = TemplateChains() if case.templates else Chains()
     data_config = BatchConfig(global_batch=4, crop=11)
     candidates = (FoldBatches(chains, data_config, model, seed) for seed in range(9))  # pyright: ignore
@@ -77,21 +77,16 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
         for step in range(STEPS):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
             losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
-        evaluate = validation(chains, model, average, axis, torch.device("cpu"), torch.float64)  # pyright: ignore
+        evaluate = validation(chains, model, data, average, axis, torch.device("cpu"), torch.float64)  # pyright: ignore
         with torch.no_grad():
             figures = evaluate(data.model)
-    averages = {f"{n} {KEY}": full_tensor(v) for n, m in data.masters.items() for v in [_average(state, n, m)]}
+    averages = {f"{name} average": full_tensor(part) - start[name] for name, part in average.tensors.items()}
     displacement = {n: full_tensor(m) - start[n] for n, m in data.masters.items()}
     return {
         "losses": [*losses, *figures.values()],
         "start": start | {name: torch.zeros(()) for name in averages},
         "displacement": displacement | averages,
     }
-
-
-def _average(state: TrainState, name: str, master: torch.Tensor) -> torch.Tensor:
-    held = state.optimizer.state.get(master, {}).get(KEY)
-    return tag(torch.zeros_like(master) if held is None else held, layout_of(master))
 
 
 _REFERENCE: dict[bool, dict[str, Any]] = {}

@@ -79,10 +79,6 @@ class FoldTrainConfig(TrainConfig):
             raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
         if self.average is not None and not 0 <= self.average < 1:
             raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
-        if self.average is not None and self.optim.name != "adamw":
-            raise UserError(
-                f"optim.name={self.optim.name} keeps no average of the weights; use adamw, or --average None"
-            )
         if self.learns == "confidence" and self.weights is None:
             raise UserError("learns=confidence teaches the confidence heads of given weights; give --weights")
         for name in ("max_msa", "max_extra_msa"):

@@ -13,9 +13,10 @@ from apps.fold.features.msa import draw
 from apps.fold.loss.heads import lddt
 from apps.fold.model import heads, residues
 from apps.fold.model.config import ModelConfig
-from apps.fold.training.average import WeightAverage
 from apps.fold.training.batches import iterations_of, row_of, stacked, truth_of
 from apps.fold.training.dataset import Dataset
+from core.optim.average import WeightAverage
+from core.parallel.parallel_model import ParallelModel
 
 FIGURES = ("validation_lddt_ca", "validation_plddt")
 
@@ -23,6 +24,7 @@ FIGURES = ("validation_lddt_ca", "validation_plddt")
 def validation(
     dataset: Dataset,
     model: ModelConfig,
+    data: ParallelModel,
     average: WeightAverage | None,
     axis: Any,
     device: torch.device,
@@ -38,7 +40,7 @@ def validation(
     def evaluate(network: nn.Module) -> Mapping[str, float]:
         if average is None:
             return _mean(network)
-        with average.in_place():
+        with average.in_place(data.publish):
             return _mean(network)
 
     def _mean(network: nn.Module) -> Mapping[str, float]:

@@ -13,7 +13,6 @@ from apps.fold.features.entries import read_entries
 from apps.fold.loss.total import LossConfig
 from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.training.average import KEY, WeightAverage, averaged
 from apps.fold.training.batches import BatchConfig, FoldBatches, delete_blocks, shuffled_sequence, stacked
 from apps.fold.training.config import FoldTrainConfig, model_config
 from apps.fold.training.dataset import Example, Selection, beside, load, prepare
@@ -211,36 +210,6 @@ def test_parameters_follow_from_the_seed_and_their_names() -> None:
     assert weight.std().item() == pytest.approx(weight.shape[1] ** -0.5, rel=0.1)
 
 
-def test_the_average_is_that_of_the_weights_there_were() -> None:
-    class Data:
-        def __init__(self, masters):
-            self.masters, self.published = masters, 0
-
-        def publish(self):
-            self.published += 1
-
-    p = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=F64))
-    data = Data({"p": p})
-    optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
-    average = WeightAverage(data, optimizer, 0.8)  # pyright: ignore[reportArgumentType]
-    with average.in_place():
-        assert p.tolist() == [1.0, 2.0]
-    values = []
-    for grad in (1.0, -3.0, 2.0):
-        p.grad = torch.full_like(p, grad)
-        optimizer.step()
-        values.append(p.detach().clone())
-    weights = [0.2 * 0.8**k for k in (2, 1, 0)]
-    expected = sum(w * v for w, v in zip(weights, values)) / sum(weights)
-    state = optimizer.state[p]
-    assert torch.allclose(averaged(state[KEY], state["step"], 0.8), expected, rtol=1e-12)
-    before = p.detach().clone()
-    with average.in_place():
-        assert torch.allclose(p, expected, rtol=1e-12)
-    assert torch.equal(p, before)
-    assert data.published == 4
-
-
 def test_a_folder_of_structures_with_faults(tmp_path: Path) -> None:
     folder, alignments, cache = tmp_path / "structures", tmp_path / "alignments", tmp_path / "cache"
     folder.mkdir()
@@ -339,8 +308,6 @@ def test_recipes_are_models_that_training_feeds() -> None:
     assert model_config(RECIPES["initial_training"]()).max_extra_msa == 1024
     with pytest.raises(UserError, match=r"has templates; give --data\.templates"):
         model_config(FoldTrainConfig(model="model_1_ptm"))
-    with pytest.raises(UserError, match="keeps no average"):
-        FoldTrainConfig(optim=replace(FoldTrainConfig().optim, name="lamb"))
     assert isinstance(Chains()[0], Example)
 
 
