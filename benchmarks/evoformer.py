@@ -16,6 +16,9 @@ All have the same weights. A contender whose outputs differ from ours is not tim
 Memory on a CPU: the most bytes of tensors alive at once in a forward without gradients, weights and inputs among them,
 counted operator by operator. "ours, bounded" works in the slices of a plan that has 40 % of OpenFold's peak.
 
+"operations" is the same forward operation by operation, by the clock around each of the block's modules: whole, in the
+plan's slices, with the triangle products in other orders, and in slices of 16 rows, whose launches cost what they save.
+
 Memory of long sequences: the peak of a forward without gradients beside weights and inputs, in units of z (2 c_z
 residues^2 bytes in bf16), from tensors without contents on the meta device; of ours whole and in the slices of a plan.
 """
@@ -187,6 +190,8 @@ def measure(options: Options) -> Measured:
             for (contender, work), taken in _times(count, size, dtype, device, repeats, options.peers_python).items():
                 times[contender, work, size, dtype] = taken
                 rows.append(_row(contender, work, size, dtype, taken))
+    if device.type == "cpu":
+        rows += _operations((4, 16) if options.quick else SMALL, 1 if options.quick else 5)
     rows += [_memory(residues) for residues in ((64,) if options.quick else LENGTHS)]
     targets = () if options.quick else _targets(times, device)
     notes = [f"{count} block(s) in a row; seconds of one, the least of 5 (of 2 where a CPU is slow) after a first one."]
@@ -235,6 +240,53 @@ def _times(
         blocks = bounded(blocks_of(count, device, dtype), inputs, int(SHARE * found[OPENFOLD, PEAK]))
         found |= _in_slices(BOUNDED, blocks, inputs, expected, repeats)
     return found
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def _operations(size: tuple[int, int], repeats: int) -> list[Row]:
+    """Milliseconds of a block's operations in fp32 on a CPU, each the least of the repeats, in some ways to work."""
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    inputs, products = inputs_of(*size, cpu, fp32), ("outgoing", "incoming")
+    plan = {n: how for n, how in plan_subbatches(_job(inputs), UNBOUNDED).choices.items() if n.startswith("blocks.")}
+    half, few = -(-size[1] // 2), min(16, size[1])
+    ways: dict[str, Mapping[str, How]] = {
+        "whole": {},
+        "the plan's slices": plan,
+        "the plan's, products with a copy": {
+            n: How("copy", half) if n.endswith(products) else h for n, h in plan.items()
+        },
+        "slices of 16": {n: How("copy" if n.endswith(products) else "rows", few) for n in plan},
+    }
+    rows = []
+    for way, choices in ways.items():
+        blocks = blocks_of(1, cpu, fp32)
+        slice_blocks(blocks, choices)
+        numbers = {name: Number(1e3 * taken, "ms") for name, taken in _by_operation(blocks, inputs, repeats).items()}
+        case: dict[str, str | int] = {"contender": way, "rows": size[0], "residues": size[1], "work": "operations"}
+        rows.append(Row(case | {"format": "fp32"}, numbers))
+    return rows
+
+
+def _by_operation(blocks: nn.ModuleList, inputs: Inputs, repeats: int) -> dict[str, float]:
+    """operation, and "block" -> seconds of a forward, the least of the repeats after one that is not counted."""
+    block = blocks[0]
+    assert isinstance(block, EvoformerBlock)
+    watched = {"block": block, **{n: m for n, m in block.named_children() if n != "pair"}}
+    watched |= {f"pair {name}": module for name, module in block.pair.named_children()}
+    began, taken = {}, {name: [] for name in watched}
+    for name, module in watched.items():
+        module.register_forward_pre_hook(lambda *_, name=name: began.__setitem__(name, time.perf_counter()))
+        module.register_forward_hook(lambda *_, name=name: taken[name].append(time.perf_counter() - began[name]))
+    m, z, *masks = inputs
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            run_blocks(blocks, (m.clone(), z.clone(), *masks))
+    return {name: min(some[1:]) for name, some in taken.items()}
+
+
+# --- memory on a CPU --------------------------------------------------------------------------------------------------
 
 
 def _job(inputs: Inputs) -> Job:

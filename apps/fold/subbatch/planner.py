@@ -86,8 +86,8 @@ class Rates:
 
 RATES: dict[Device, Rates] = {
     # Two cores with AVX-512 and 36 MB of L3.
-    # A launch is what a block of 32 x 128 was measured to take longer in slices of 8 and of 16 rows than whole, over
-    # the operators more: most of it is that products of few rows arrange their weights anew (docs/log.md, 2026-11-22).
+    # A launch is what a block takes longer in slices of few rows than in those of the plan, over the operators more
+    # ("operations" of benchmarks/evoformer.py): most of it is that products of few rows arrange their weights anew.
     "cpu": Rates(9e10, 1e10, 1e10, 9e-5, 3.6e7),
     "cuda": Rates(3e14, 2.5e12, 2.5e10, 5e-6),  # an H100, sustained
 }
