@@ -50,6 +50,7 @@ from core.config import UserError, run_command
 from core.kernels.gated_output import output_reference
 from core.kernels.triangle import reference as triangle_reference
 from core.metrics import MemoryAccount
+from core.runtime import keep_freed_memory
 
 NUM_BLOCKS = 12
 ROWS, RESIDUES = 128, 256
@@ -177,6 +178,8 @@ def _wait(device: torch.device) -> None:
 
 def measure(options: Options) -> Measured:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()  # as `fold predict` does, and here OpenFold's process, too
     count = 1 if options.quick or (device.type == "cpu" and not options.full) else NUM_BLOCKS
     sizes = [(4, 16)] if options.quick else [(ROWS, RESIDUES), SMALL]  # the larger first: an allocator's memory grows
     dtypes = [torch.float32] if options.quick else [torch.float32, torch.bfloat16]

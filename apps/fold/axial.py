@@ -13,7 +13,7 @@ Between operations m is sharded by sequences and z by rows; each operation has w
     transition                either
     structure module          residues of a rank attend to all; what they gather is joined
 
-A block's all-to-alls: m twice, z four times. Parameters are whole on every rank, and their gradients are sums over the
+m is switched by all-to-all, z with gradients, too. Parameters are whole on every rank, and their gradients are sums over the
 axis of what each rank found (`core.parallel.plan.mark_partial`).
 
 `shard_evoformer(model, axis)` wraps a model so; it takes and returns what it did. With `apply_subbatches` before it the
