@@ -342,15 +342,13 @@ class _Decision:
         """
         if self._at_least(turn, way[-1]) > room:
             return None
-        largest = self.survey.allocates(turn, way[0])
-        if largest <= room:
+        if self.survey.allocates(turn, way[0]) <= room:
             return way[0]
-        smallest = self.survey.allocates(turn, way[-1])
-        if smallest > room:
+        if self.survey.allocates(turn, way[-1]) > room:
             return None
-        slope = (largest - smallest) / max(1, way[0].rows - way[-1].rows)
+        about = self._about(turn, way)
         for how in way[1:]:
-            if smallest + slope * (how.rows - way[-1].rows) <= room and self.survey.allocates(turn, how) <= room:
+            if about(how) <= room and self.survey.allocates(turn, how) <= room:
                 return how
         return way[-1]
 
@@ -363,9 +361,16 @@ class _Decision:
         cache = RATES[self.job.device].cache
         if not cache:
             return largest
-        first, fits = way.index(largest), way.index(self._largest(turn, way, int(cache)) or way[-1])
+        first, about = way.index(largest), self._about(turn, way)
+        fits = next((at for at, how in enumerate(way) if about(how) <= cache), len(way) - 1)
         some = [way[at] for at in (first, fits - 1, fits) if at >= first]
-        return min(some, key=lambda how: self._seconds(turn, how))
+        return min(some, key=lambda how: self._seconds(turn, how, about(how)))
+
+    def _about(self, turn: _Turn, way: list[How]) -> Callable[[How], float]:
+        """how -> about what it allocates, by the largest and the smallest slices: it grows evenly with the rows."""
+        most, least = self.survey.allocates(turn, way[0]), self.survey.allocates(turn, way[-1])
+        slope = (most - least) / max(1, way[0].rows - way[-1].rows)
+        return lambda how: least + slope * (how.rows - way[-1].rows)
 
     def _at_least(self, turn: _Turn, how: How) -> int:
         """A bound from below: the norm and the product, the copy, or the pool and the factors of a tile."""
@@ -382,16 +387,14 @@ class _Decision:
         pool = 0 if self.survey.offload else cells * z.shape[-1]
         return (pool + 2 * wide * how.tile * z.shape[1]) * size
 
-    def _seconds(self, turn: _Turn, how: How) -> float:
-        """Of doing the operation once."""
+    def _seconds(self, turn: _Turn, how: How, allocated: float | None = None) -> float:
+        """Of doing the operation once; allocated: what it is taken to allocate, by default counted."""
         rates, length, work = RATES[self.job.device], max(1, turn.length), turn.work
         slices = -(-length // how.rows)
-        flops, launches = work.flops, slices * work.launches
-        moved = work.bytes * self._beyond_cache(turn, how)
+        flops, moved, launches = work.flops, work.bytes, slices * work.launches
         if how.method == "channels":  # the norm is read for every slice
-            moved += (
-                slices * turn.given[0].shape[-1] * length**2 * self.job.dtype.itemsize * self._beyond_cache(turn, how)
-            )
+            moved += slices * turn.given[0].shape[-1] * length**2 * self.job.dtype.itemsize
+        moved *= self._beyond_cache(self.survey.allocates(turn, how) if allocated is None else allocated)
         pairs = self.job.residues**2 * self.job.config.pair_dim * self.job.dtype.itemsize
         if how.method in ("copy", "cross"):
             moved += slices * pairs  # a factor is read for every slice
@@ -404,10 +407,10 @@ class _Decision:
         link = 2 * pairs / rates.host if self.survey.offload else 0.0
         return flops / rates.flops + moved / rates.memory + launches * rates.launch_s + link
 
-    def _beyond_cache(self, turn: _Turn, how: How) -> float:
-        """The share of what the operation has alive that does not fit the cache."""
+    def _beyond_cache(self, allocated: float) -> float:
+        """The share of what an operation has alive that does not fit the cache."""
         cache = RATES[self.job.device].cache
-        return max(0.0, 1 - cache / max(1, self.survey.allocates(turn, how))) if cache else 1.0
+        return max(0.0, 1 - cache / max(1, allocated)) if cache else 1.0
 
     def _times(self, name: str) -> int:
         """How often a prediction does the operation."""
