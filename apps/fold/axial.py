@@ -13,8 +13,8 @@ Between operations m is sharded by sequences and z by rows; each operation has w
     transition                either
     structure module          residues of a rank attend to all; what they gather is joined
 
-m is switched by all-to-all, and so is z with gradients. Parameters are whole on every rank; their gradients are sums over
-the axis of what each rank found (`core.parallel.plan.mark_partial`).
+m is switched by all-to-all, and so is z with gradients. Parameters are whole on every rank; their gradients are sums
+over the axis of what each rank found (`core.parallel.plan.mark_partial`).
 
 `shard_evoformer(model, axis)` wraps a model so; it takes and returns what it did. With `apply_subbatches` before it the
 operations work in slices of what a rank has, in place where no gradient is recorded.
