@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as symbolic
 
 from apps.fold.model.attention import Attend, GatedAttention, GlobalAttention
 from apps.fold.model.layers import Transition
@@ -34,7 +35,7 @@ _GRAPHS = 64  # of one method: its widths, each with and without sizes of 1
 
 @lru_cache  # one for all modules, which a graph tells apart by what they call
 def _left_out(attend: Attend) -> Attend:
-    return torch.compiler.disable(attend)
+    return torch.compiler.disable(attend)  # pyright: ignore[reportReturnType]
 
 
 def compile_operations(model: nn.Module, backend: str = "inductor") -> None:
@@ -42,7 +43,7 @@ def compile_operations(model: nn.Module, backend: str = "inductor") -> None:
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * _GRAPHS)
-    torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal now need not be in the next slice
+    symbolic.use_duck_shape = False  # sizes that are equal now need not be in the next slice
     for module in model.modules():
         if isinstance(module, GatedAttention | GlobalAttention):
             module.attend = _left_out(module.attend)
