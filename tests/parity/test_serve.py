@@ -87,9 +87,11 @@ def test_two_ranks_write_what_one_writes_of_quantized_weights(ranks, name, schem
     config, folder = example(name, **WIDE), tmp_path / "plain"
     save_pretrained(random_decoder(config).float(), config, folder)
     quantize_folder(folder, tmp_path / "quantized", scheme, embeddings=True, head=True)
+    # In 8 bits each rank rounds its part of an input, to 15 bits of the part's own largest element.
+    tolerance = {"int8": 5e-3, "int4": 1e-4}[scheme]
     ids, logprobs, *_, whole = ranks(1).run(case, config, folder, 1, 200, Scheme(scheme))[0]
     for source, how in ((folder, Scheme(scheme)), (tmp_path / "quantized", None)):
         found, _ = ranks(2).run(case, config, source, 2, 200, how)
         assert found[0] == ids
-        assert found[1] == pytest.approx(logprobs, abs=1e-4)
+        assert found[1] == pytest.approx(logprobs, abs=tolerance)
         assert found[5] < 0.53 * whole
