@@ -159,7 +159,7 @@ def test_esmfold_from_its_folder(tmp_path: Path, capsys) -> None:
     options = ("--weights", folder, "--out", tmp_path / "out", "--msa", tmp_path)
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2, err
-    assert err.count("error:") == 1
+    assert err.count("error:") == 2
     assert "no alignment" not in said
     assert "short: ESMFold reads the sequence alone" in said
     ranking = json.loads((tmp_path / "out" / "long" / "ranking.json").read_text())["predictions"]
