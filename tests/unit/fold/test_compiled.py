@@ -83,18 +83,16 @@ def test_compiled_operations_compute_the_same() -> None:
     assert not torch.equal(got, z)
 
 
-def test_no_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_said_in_one_line(tmp_path: Path) -> None:
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
     for command, arguments in (
         (predict.main, [str(tmp_path / "in.fasta"), "--compile", "--device", "cpu", "--out", str(tmp_path / "out")]),
         (train.main, ["--recipe", "debug", "--compile", "--device", "cpu", "--out", str(tmp_path / "run")]),
     ):
-        with pytest.raises(
-            UserError, match=r"compile needs a C\+\+ compiler on a CPU.*apt-get install g\+\+"
-        ) as caught:
+        said = pytest.raises(UserError, match=r"compile needs a C\+\+ compiler on a CPU.*apt-get install g\+\+")
+        with inductor.patch({"cpp.cxx": ("no-such-compiler",)}), said as caught:
             command(arguments)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
