@@ -11,16 +11,16 @@ exact, so a token's result is the same, bit for bit, whatever else is in the bat
 int8 two digits are 32,513 values from a row's smallest to its largest: what they lose is a hundredth of what rounding
 the weights lost, and a third would cost half as much again.
 
-The kernel is the fastest one here for the shape (measured once a process): `torch._int_mm` with signed or unsigned
-codes, or, where the weight has that form too (`core.quant.packed`), fbgemm's with weights in its own order, which for
-a few rows reads them at the speed of memory. Where this CPU's instructions saturate (no VNNI): fp32 products of pieces
-small enough to be exact.
+VNNI multiplies unsigned by signed bytes, so q is kept as q + 128, one unsigned byte; 128 times the codes' sums are
+taken off. The kernel is the fastest one here for the shape (measured once a process): `torch._int_mm`, unsigned or
+signed, or, where the weight has that form too (`core.quant.packed`), oneDNN's with weights in its own order, which
+arranges nothing in a call and takes the sums and the scales on the way out. Where this CPU's instructions saturate (no
+VNNI): fp32 products of pieces small enough to be exact.
 
 Shapes: M rows of x, I columns, O output channels, P digits, R = P M rows of integers.
 """
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -38,15 +38,21 @@ _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
 _PLACES = torch.tensor([127.0, 127.0 * 2**7, 127.0 * 2**14], device="cpu")[:, None, None]
 _VALUES = 1 / _PLACES
 _BASE, _MOST = torch.tensor(128.0, device="cpu"), torch.tensor(127.0, device="cpu")
+_ZERO = 128
+"""the byte that stands for the integer 0"""
 _SMALLEST = 1e-30
-_MEASURED_CHANNELS, _ROUNDS = 4096, 7
+_MEASURED_CHANNELS, _ROUNDS = 4096, 5
+_CACHED_BYTES = 64 << 20
+"""more than a core's caches hold"""
+_TRIED = (8 * _DIGITS, _DIGITS)
+"""rows for which a weight gets its other form if that is the fastest"""
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
 _EXACT_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight as the kernels take it: its integers [O, I], scales [O], their sums int32 [O], and fbgemm's form."""
+    """A weight as the kernels take it: its integers [O, I], scales [O], their sums int32 [O], and oneDNN's form."""
 
     codes_OI: Tensor
     scale_O: Tensor
@@ -83,7 +89,12 @@ def _largest(x_MI: Tensor) -> Tensor:
 def _rounded(x_MI: Tensor, codes: Codes) -> Tensor:
     """x rounded by rows, with the weight: [M, O]."""
     step_M1 = _largest(x_MI).div_(_MOST)
-    return _product((x_MI / step_M1).round_(), codes).mul_(step_M1)
+    return _product(_as_bytes((x_MI / step_M1).round_()), codes).mul_(step_M1)
+
+
+def _as_bytes(q_RI: Tensor) -> Tensor:
+    """Integers within +-127, in fp32, which are lost: uint8, 128 more."""
+    return q_RI.add_(_BASE).to(torch.uint8)
 
 
 def _by_digits(x_MI: Tensor, codes: Codes, num_digits: int) -> Tensor:
@@ -95,7 +106,7 @@ def _by_digits(x_MI: Tensor, codes: Codes, num_digits: int) -> Tensor:
     largest_M1, rows = _largest(x_MI), x_MI.shape[0]
     digits_PMI = (x_MI * (_PLACES[:num_digits] / largest_M1)).round_()
     digits_PMI[1:].sub_(digits_PMI[:-1] * _BASE)
-    y_PMO = _product(digits_PMI.flatten(0, 1), codes).view(num_digits, rows, -1)
+    y_PMO = _product(_as_bytes(digits_PMI).flatten(0, 1), codes).view(num_digits, rows, -1)
     return y_PMO.mul_(largest_M1 * _VALUES[:num_digits]).sum(0)
 
 
@@ -119,7 +130,7 @@ def _outliers(x_MI: Tensor, apart_MI: Tensor, codes: Codes) -> Tensor:
 
 
 def _product(q_RI: Tensor, codes: Codes) -> Tensor:
-    """scale (q codes^T) in fp32 [R, O], with exact sums. q holds integers within +-127, in fp32, and is lost."""
+    """scale (q codes^T) in fp32 [R, O], with exact sums. q: uint8, each 128 more than the integer."""
     rows, columns = q_RI.shape
     if isinstance(q_RI, FakeTensor):
         assert codes.weight is not None
@@ -134,24 +145,22 @@ Kernel = Callable[[Tensor, Codes], Tensor]
 
 
 def _by_signed(q_RI: Tensor, codes: Codes) -> Tensor:
-    return torch._int_mm(q_RI.to(torch.int8), codes.codes_OI.T) * codes.scale_O
+    return torch._int_mm(q_RI.bitwise_xor(_ZERO).view(torch.int8), codes.codes_OI.T) * codes.scale_O
 
 
 def _by_unsigned(q_RI: Tensor, codes: Codes) -> Tensor:
-    """VNNI multiplies unsigned by signed bytes: 128 is added to x's, 128 times the codes' sums taken off."""
-    y_RO = torch._int_mm(q_RI.add_(128).to(torch.uint8), codes.codes_OI.T)
-    return y_RO.sub_(codes.sums_O(), alpha=128) * codes.scale_O
+    return torch._int_mm(q_RI, codes.codes_OI.T).sub_(codes.sums_O(), alpha=_ZERO) * codes.scale_O
 
 
 def _by_form(q_RI: Tensor, codes: Codes) -> Tensor:
-    """fbgemm's, of which rounding the inputs to steps of 1 is a part; so are the scales."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(q_RI, 1.0, 128, codes.form)
+    options = (None, 1.0, 0, torch.float32, "none", [], "")
+    return torch.ops.onednn.qlinear_pointwise(q_RI, 1.0, _ZERO, *codes.form, *options)
 
 
 def _by_floats(q_RI: Tensor, codes: Codes) -> Tensor:
     """fp32 products of pieces whose sums are exact, added up in fp64."""
     pieces = zip(q_RI.split(_EXACT_COLUMNS, 1), codes.codes_OI.split(_EXACT_COLUMNS, 1))
-    whole = torch.stack([q @ part.float().T for q, part in pieces]).sum(0, dtype=torch.float64)
+    whole = torch.stack([(q.float() - _BASE) @ part.float().T for q, part in pieces]).sum(0, dtype=torch.float64)
     return whole.float() * codes.scale_O
 
 
@@ -163,18 +172,15 @@ _KERNELS: dict[str, Kernel] = {
 }
 
 
-def packed_integers(codes_OI: Tensor, scale_O: Tensor) -> Any:
-    """fbgemm's form of a weight, as large as the codes.  Raises RuntimeError where this torch or CPU has none."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"
-    try:
-        with warnings.catch_warnings():  # tensors of quantized formats are deprecated, their products are not
-            warnings.simplefilter("ignore")
-            zeros_O = torch.zeros(len(scale_O), dtype=torch.int64, device="cpu")
-            made = torch._make_per_channel_quantized_tensor(codes_OI, scale_O.double(), zeros_O, 0)
-            return torch.ops.quantized.linear_prepack(made, None)
-    finally:
-        torch.backends.quantized.engine = before
+def packed_integers(codes_OI: Tensor, scale_O: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """oneDNN's form of a weight, as large as the codes, with its scales and its zeros.
+
+    Raises RuntimeError where this torch or CPU has none.
+    """
+    if not hasattr(torch.ops.onednn, "qlinear_prepack"):
+        raise RuntimeError("this torch is without oneDNN")
+    zeros_O = torch.zeros(len(scale_O), dtype=torch.int32, device="cpu")
+    return torch.ops.onednn.qlinear_prepack(codes_OI.contiguous(), None), scale_O, zeros_O
 
 
 # --- while a graph is traced ------------------------------------------------------------------------------------------
@@ -200,7 +206,7 @@ def _product_with_outliers(x: Tensor, weight: int, channels: int) -> Tensor:
 @torch.library.register_fake("megalith::product_of_integers")
 @torch.library.register_fake("megalith::product_with_outliers")
 def _product_shape(x: Tensor, weight: int, channels: int) -> Tensor:
-    return x.new_empty(x.shape[0], channels)  # len() would be a number in the graph
+    return x.new_empty(x.shape[0], channels, dtype=torch.float32)  # len() would be a number in the graph
 
 
 # --- which kernel -----------------------------------------------------------------------------------------------------
@@ -212,10 +218,10 @@ def fastest(num_channels: int, num_columns: int, rows: int, has_form: bool = Fal
 
 
 def form_is_faster(num_channels: int, num_columns: int) -> bool:
-    """Whether one token's rows go faster through fbgemm's form."""
+    """Whether some tokens' rows go faster through oneDNN's form."""
     if num_columns < 16 or "form" not in exact_kernels():
         return False
-    return fastest(num_channels, num_columns, _DIGITS, True) == "form"
+    return any(fastest(num_channels, num_columns, rows, True) == "form" for rows in _TRIED)
 
 
 @cache
@@ -224,12 +230,14 @@ def _measured(num_channels: int, num_columns: int, rows: int, has_form: bool, nu
     if len(names) == 1:
         return names[0]
     codes_OI = torch.full((min(num_channels, _MEASURED_CHANNELS), num_columns), 5, dtype=torch.int8, device="cpu")
-    codes, q_RI = _given(codes_OI, has_form), torch.full((rows, num_columns), 3.0, device="cpu")
+    codes, q_RI = _given(codes_OI, has_form), torch.full((rows, num_columns), 131, dtype=torch.uint8, device="cpu")
 
-    taken = dict.fromkeys(names, float("inf"))
-    for _ in range(_ROUNDS):  # in turns, so that what else the machine does falls on all of them
+    # In turns, so that what else the machine does falls on all of them; and a weight comes from memory, as it does
+    # where a model's other weights were read since: a kernel that arranges it anew would be faster in the cache.
+    taken, other = dict.fromkeys(names, float("inf")), torch.zeros(_CACHED_BYTES // 4, device="cpu")
+    for _ in range(_ROUNDS):
         for name in names:
-            q_RI.fill_(3.0)
+            other.sum()
             start = time.perf_counter()
             _KERNELS[name](q_RI, codes)
             taken[name] = min(taken[name], time.perf_counter() - start)
@@ -249,7 +257,7 @@ def _is_exact(name: str) -> bool:
     q_RI[1::2] = -127.0
     expected = q_RI.double() @ codes_OI.double().T
     try:
-        return bool((_KERNELS[name](q_RI, _given(codes_OI, name == "form")) == expected).all())
+        return bool((_KERNELS[name](_as_bytes(q_RI), _given(codes_OI, name == "form")) == expected).all())
     except RuntimeError:  # not offered by this torch for these formats
         return False
 

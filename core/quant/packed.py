@@ -1,6 +1,6 @@
 """A second form of weights on a CPU, in the order in which torch's fastest kernels read them; for inference.
 
-8 bits: fbgemm's (`core.quant.integers`), exact, so that no result changes. 4 bits, the products of which stand here:
+8 bits: oneDNN's (`core.quant.integers`), exact, so that no result changes. 4 bits, the products of which stand here:
 `torch._weight_int4pack_mm_for_cpu` keeps the weights in 4 bits in its own order and is the only one of torch's that
 multiplies by them at the speed of memory, but only for inputs and results in bf16: other formats fall to a scalar
 loop. So inputs of packed layers are rounded to bf16, and so are results, in any model; sums are in fp32.
@@ -95,7 +95,7 @@ def _is_faster(weight: QuantizedWeight) -> bool:
 
 
 def packed(weight: QuantizedWeight) -> Any:
-    """The packed form: `Packed` of 4 bits, fbgemm's own object of 8."""
+    """The packed form: `Packed` of 4 bits, oneDNN's of 8."""
     return _int4_packed(weight) if weight.scheme.name == "int4" else packed_integers(weight.codes, weight.scale)
 
 

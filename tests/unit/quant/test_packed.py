@@ -103,7 +103,7 @@ def test_a_lone_token_given_twice_is_multiplied_once(monkeypatch: pytest.MonkeyP
     ):
         weight = quantized_weight(torch.randn(24, 64), Scheme(scheme))
         weight.packed = packed(weight) if scheme == "int4" else None
-        q = x.bfloat16() if scheme == "int4" else torch.arange(64.0 * digits).view(digits, 64) - 60
+        q = x.bfloat16() if scheme == "int4" else torch.arange(64 * digits, dtype=torch.uint8).view(digits, 64) + 68
         twice = q.repeat_interleave(2, 0)
         rows.clear()
         found = operator(twice, number_of(weight), 24)
