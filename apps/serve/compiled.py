@@ -1,13 +1,15 @@
-"""Decoding as one compiled graph in place of some thousand small operators (`serve --engine.compile`).
+"""Two compiled graphs of the decoder in place of some thousand small operators (`serve --engine.compile`).
 
-1. The decoder is traced once, up to its head, for any number of sequences with one new token each. In its `attend`
-   slots stands attention over pages in plain arithmetic (`attend_alone`); products of integers become calls of
-   operators. No second forward is written.
-2. torch's inductor makes loops in C++ of it: keys and values are read once, in the order in which they lie, for all
-   sequences, and nothing is gathered first.
+1. For sequences with one new token each, any number of them: the decoder is traced once, up to its head. In its
+   `attend` slots stands attention over pages in plain arithmetic (`attend_alone`); products of quantized weights become
+   calls of operators. No second forward is written.
+2. For prompts, any number of tokens, the same with attention as the decoder has it, as one operator.
+3. torch's inductor makes loops in C++ of them. Written tokens: keys and values are read once, in the order in which
+   they lie, for all sequences, and nothing is gathered first. Prompts: what stands around a product of integers, norms
+   and residuals too, is a few passes over memory instead of dozens.
 
-Tokens that a sequence wrote itself go through the graph, also those that are computed again after a preemption, several
-of one sequence as so many sequences. Tokens of prompts go through the decoder as it is, in the same step, also where a
+Tokens that a sequence wrote itself go through the first graph, also those that are computed again after a preemption,
+several of one sequence as so many sequences. Tokens of prompts go through the second, in the same step, also where a
 part of a prompt is one token long. The two round otherwise; so which of them computes a token follows from the token,
 not from where the scheduler cuts, and pages with written tokens are not shared with prompts that say the same.
 
@@ -18,12 +20,13 @@ processor's nearest cache while a head is read, those of a whole sequence do not
 
 Needs a C++ compiler when it is made. On CPUs, one rank, no experts.
 
-Shapes: T sequences with one new token, R runs of C = 16 places that hold the longest, N places of all pages, J heads of
-keys and values, G query heads of each, K head size, D model.
+Shapes: T sequences with one new token (of prompts: tokens), R runs of C = 16 places that hold the longest, N places of
+all pages, J heads of keys and values, G query heads of each, K head size, D model.
 """
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apps.serve.runner import PagedAttend, Runner
+from apps.serve.runner import PagedAttend, PagedContext, Runner
 from core.config import UserError
 from core.kernels.paged_attention import quantized
 from core.models.decoder import Decoder
@@ -133,12 +136,57 @@ class _Slot:
         return o_TJGK.flatten(1, 2)[None]
 
 
+class _PromptSlot:
+    """In place of `attend` while tracing: a call of what the layer of the runner at hand has there."""
+
+    def __init__(self, layer: int):
+        self.layer = layer
+
+    def __call__(
+        self, q_1THK: Tensor, k_1TJK: Tensor, v_1TJK: Tensor, /, *, slopes: Tensor | None, **_others: Any
+    ) -> Tensor:
+        return torch.ops.megalith.attend_of_layer(q_1THK[0], k_1TJK[0], v_1TJK[0], slopes, self.layer)[None]
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """What the operator needs to know of the step that this thread computes."""
+
+    attends: Sequence[PagedAttend]
+    context: PagedContext
+
+
+_STEP = threading.local()
+torch.library.define("megalith::attend_of_layer", "(Tensor q, Tensor k, Tensor v, Tensor? slopes, int layer) -> Tensor")
+
+
+@torch.library.impl("megalith::attend_of_layer", "CPU")
+def _attend_of_layer(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, slopes: Tensor | None, layer: int) -> Tensor:
+    step: _Prompts = _STEP.prompts
+    count = len(step.context.slots_T)  # a lone token is given twice
+    given = (x[None, :count] for x in (q_THK, k_TJK, v_TJK))
+    positions = torch.empty(0, device="cpu")
+    (o_THK,) = step.attends[layer](*given, slopes=slopes, mask=None, positions=positions, context=step.context)
+    return o_THK.contiguous() if count == len(q_THK) else torch.cat((o_THK, o_THK))
+
+
+@torch.library.register_fake("megalith::attend_of_layer")
+def _attended_shape(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, layer: int) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
 class CompiledDecoder:
-    """A decoder up to its head, compiled for sequences with one new token each, over any runner's pages."""
+    """A decoder up to its head in two graphs, over any runner's pages.
+
+    Called with sequences of one new token each; `read` takes tokens of prompts.
+    """
 
     def __init__(self, model: Decoder, pages: Sequence[Sequence[Tensor]]):
         attentions = [module for module in model.modules() if isinstance(module, Attention)]
         slots = [_Slot(len(layer)) for layer in pages]
+
+        def read(ids_1T: Tensor, positions_1T: Tensor) -> tuple[Tensor]:
+            return (model(ids_1T, positions=positions_1T),)
 
         def decode(
             ids_1T: Tensor, positions_1T: Tensor, slots_T: Tensor, places_TRC: Tensor, lengths_T: Tensor, *flat: Tensor
@@ -148,23 +196,43 @@ class CompiledDecoder:
                 slot.step, slot.pages = step, [next(rest) for _ in range(slot.num_pages)]
             return (model(ids_1T, positions=positions_1T),)
 
-        with _replaced(model, attentions, slots), torch.no_grad():
-            given: list[Any] = _example(pages)
-            graph = make_fx(decode, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
-        # Without torch.compile's checks of what is given, which is always the same but for sizes. Places come from page
-        # tables; to check each where it is read would slow all loops.
-        options = {"assert_indirect_indexing": False}
-        self._call: Callable[..., Sequence[Tensor]] = torch._inductor.standalone_compile(
-            graph, given, options={"config_patches": options}
-        )
+        given = _example(pages)
+        with _replaced(model, attentions, slots):
+            self._decode = _graph(decode, given)
+        with _replaced(model, attentions, [_PromptSlot(layer) for layer in range(len(attentions))]):
+            self._read = _graph(read, given[:2])
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, step: Alone, pages: Sequence[Tensor]) -> Tensor:
         """What the head is given, [1, T, D]; `pages` of all layers behind each other."""
         given = (ids_1T, positions_1T, step.slots_T, step.places_TRC, step.lengths_T)
         if ids_1T.shape[1] > 1:
-            return self._call(*given, *pages)[0]
+            return self._decode(*given, *pages)[0]
         twice = [torch.cat((x, x), 1 if x.shape[0] == 1 and index < 2 else 0) for index, x in enumerate(given)]
-        return self._call(*twice, *pages)[0][:, :1]
+        return self._decode(*twice, *pages)[0][:, :1]
+
+    def read(
+        self, ids_1T: Tensor, positions_1T: Tensor, attends: Sequence[PagedAttend], context: PagedContext
+    ) -> Tensor:
+        """The same of tokens of prompts; `attends` of all layers, which keep the keys and values."""
+        _STEP.prompts = _Prompts(attends, context)
+        try:
+            if ids_1T.shape[1] > 1:
+                return self._read(ids_1T, positions_1T)[0]
+            return self._read(*(x.repeat(1, 2) for x in (ids_1T, positions_1T)))[0][:, :1]
+        finally:
+            del _STEP.prompts
+
+
+Graph = Callable[..., Sequence[Tensor]]
+
+
+def _graph(function: Callable[..., tuple[Tensor]], given: Sequence[Tensor]) -> Graph:
+    with torch.no_grad():
+        traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
+    # Without torch.compile's checks of what is given, which is always the same but for sizes. Places come from page
+    # tables; to check each where it is read would slow all loops.
+    options: Any = {"config_patches": {"assert_indirect_indexing": False}}
+    return torch._inductor.standalone_compile(traced, list(given), options=options)
 
 
 def _example(pages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -184,8 +252,8 @@ class _Through(nn.Module):
 
 
 @contextmanager
-def _replaced(model: Decoder, attentions: Sequence[Attention], slots: Sequence[_Slot]) -> Iterator[None]:
-    """Inside, attention is plain arithmetic, and there is no head."""
+def _replaced(model: Decoder, attentions: Sequence[Attention], slots: Sequence[_Slot | _PromptSlot]) -> Iterator[None]:
+    """Inside, attention is what the slots do, and there is no head."""
     head, attends = model.head, [attention.attend for attention in attentions]
     model.head = _Through()  # pyright: ignore[reportAttributeAccessIssue]
     for attention, slot in zip(attentions, slots, strict=True):
@@ -199,11 +267,11 @@ def _replaced(model: Decoder, attentions: Sequence[Attention], slots: Sequence[_
 
 
 def compile_runner(runner: Runner, known: CompiledDecoder | None = None) -> CompiledDecoder | None:
-    """Let a runner decode by a compiled graph, which is made now.
+    """Let a runner compute by compiled graphs, which are made now.
 
     known  that of another runner of the same model, whose pages have the same format
 
-    Returns the graph. None if it could not be made: the log says why in one line, and the runner computes as before.
+    Returns the graphs. None if they could not be made: the log says why in one line, and the runner computes as before.
     """
     pages = [flat_pages(layer) for layer in runner.pages]
     try:
@@ -225,6 +293,7 @@ def compile_runner(runner: Runner, known: CompiledDecoder | None = None) -> Comp
         return compiled(ids_1T, positions_1T, Alone.of(tables, lengths, slots, runner.page_size), flat)
 
     runner.decode = decode
+    runner.read = lambda ids_1T, positions_1T, context: compiled.read(ids_1T, positions_1T, runner.pages, context)
     return compiled
 
 

@@ -140,14 +140,18 @@ Decode = Callable[[Tensor, Tensor, Tables, Sequence[int], Sequence[int]], Tensor
 """(ids[1, T], positions[1, T], tables, lengths, slots) of T sequences with one new token -> what the head is given.
 Two may be the same text, one a token longer: the shorter one's key and value are there for the longer."""
 
+Read = Callable[[Tensor, Tensor, PagedContext], Tensor]
+"""(ids[1, T], positions[1, T], context) -> what the head is given."""
+
 
 class Runner:
     """A decoder with pages in its `attend` slots.
 
     axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
     decode  what computes tokens that a sequence wrote itself in the decoder's place, up to its head, if anything does
-            (`apps.serve.compiled`). Tokens of prompts always go through the decoder, so which of the two rounds a
-            token's numbers follows from the token, not from how the scheduler cuts texts into steps
+            (`apps.serve.compiled`)
+    read    the same of tokens of prompts. So which of the two rounds a token's numbers follows from the token, not from
+            how the scheduler cuts texts into steps
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class Runner:
         for attention, pages in zip(attentions, self.pages, strict=True):
             attention.attend = pages
         self.decode: Decode | None = None
+        self.read: Read | None = None
 
     def run(self, step: Step) -> Tensor:
         """logits[R, V] in fp32 or wider, R those of `step.rows`.  Only the first rank of the axis calls it."""
@@ -238,7 +243,12 @@ class Runner:
             spans=spans(step.tables, step.lengths, step.starts, self.page_size) if self.device.type == "cpu" else None,
         )
         ids, positions = tensor([step.ids], torch.int64), tensor([step.positions], torch.int64)
-        return _at_least_fp32(self.model(ids, positions=positions, context=context)[0])
+        if self.read is None:
+            return _at_least_fp32(self.model(ids, positions=positions, context=context)[0])
+        x_1TD = self.read(ids, positions, context)
+        if not step.rows:
+            return x_1TD.new_empty(0, self.model.config.vocab_size)
+        return _at_least_fp32(self.model.head(x_1TD, rows_R=context.rows_R)[0])
 
 
 def _at_least_fp32(logits_RV: Tensor) -> Tensor:

@@ -53,6 +53,25 @@ def test_the_graph_writes_what_the_decoder_writes(
     assert written(model(family, scheme), compiled=True) == written(model(family, scheme), compiled=False)
 
 
+def test_nothing_goes_around_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts neither, nor parts of them that are one token long."""
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
+    decoder = model("opt", Scheme("int8"))
+    engine, wanted = real_engine(decoder, Limits(4, 64, 19, 3), 40), written(decoder, compiled=False)
+    graph = compile_runner(engine.runner)
+    assert graph
+    read, parts = graph._read, []
+    monkeypatch.setattr(graph, "_read", lambda ids, positions: parts.append(ids.shape[1]) or read(ids, positions))
+    monkeypatch.setattr(decoder, "forward", None)
+    found = run(engine, [greedy(str(n), prompt, 8) for n, prompt in enumerate(PROMPTS)])
+    assert [found.ids(str(n)) for n in range(len(PROMPTS))] == wanted
+    assert sum(parts) >= sum(map(len, PROMPTS)) - engine.counts.cached_tokens
+    lone = Step([5], [0], [0], [[0]], [1], [0, 1], [0], written=[0])
+    parts.clear()
+    assert engine.runner.run(lone).shape == (1, decoder.config.vocab_size)
+    assert parts == [2]
+
+
 def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     runner = Runner(model("opt", Scheme("int8")), 20, 4, torch.float32)
