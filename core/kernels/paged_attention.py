@@ -136,28 +136,29 @@ def reference(
     of one sequence stay in the processor's cache or need no gathering, and a result would depend on the longest.
     """
     dtype = _dot_dtype(q, k_pages)
+    # torch's attention of one query in 16 bits widens number by number; widened at once it takes a third of the time.
+    wide = torch.promote_types(dtype, torch.float32) if q.device.type == "cpu" else dtype
     if prepared is None:
         starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()
         prepared = spans(page_table.tolist(), lengths.tolist(), starts, k_pages.shape[1])
     longest = max((span.length for span in prepared), default=0)
-    k_of, v_of = (
-        _Gather(pages, scales, dtype, longest) for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
-    )
+    kept = ((k_pages, k_scales), (v_pages, v_scales))
+    k_of, v_of = (_Gather(pages, scales, dtype, longest) for pages, scales in kept)
+    k_alone_of, v_alone_of = (_Gather(pages, scales, wide, longest) for pages, scales in kept)
     J, K = k_pages.shape[2:]
     q_TJGK = q.reshape(len(q), J, -1, K).to(dtype)
     # ALiBi of one query over the longest sequence: a shorter one's is the end of it.
     bias = None if slopes is None else _alibi(slopes, 1, longest, dtype).view(1, J, -1, longest)
     everyone = [span.start for span in prepared] == list(range(len(q)))
     o_TJGK = None if everyone else torch.zeros_like(q_TJGK)
-    alone = q_TJGK[:, None].unbind(0)
+    alone = q_TJGK[:, None].to(wide).unbind(0)
     found = []
     for span in prepared:
-        k_1JSK, v_1JSK = k_of(span), v_of(span)
         if span.stop == span.start + 1:  # heads that share keys become the queries of one head: no key is repeated
             mine = None if bias is None else bias[..., longest - span.length :]
-            o = _one_query(alone[span.start], k_1JSK, v_1JSK, mine, scale)
+            o = _one_query(alone[span.start], k_alone_of(span), v_alone_of(span), mine, scale)
         else:
-            o = _attention(q_TJGK[span.start : span.stop], k_1JSK, v_1JSK, slopes, scale)
+            o = _attention(q_TJGK[span.start : span.stop], k_of(span), v_of(span), slopes, scale)
         if o_TJGK is None:
             found.append(o)
         else:
