@@ -229,9 +229,10 @@ Graph = Callable[..., Sequence[Tensor]]
 def _graph(function: Callable[..., tuple[Tensor]], given: Sequence[Tensor]) -> Graph:
     with torch.no_grad():
         traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
-    # Without torch.compile's checks of what is given, which is always the same but for sizes. Places come from page
-    # tables; to check each where it is read would slow all loops.
-    options: Any = {"config_patches": {"assert_indirect_indexing": False}}
+    # Without torch.compile's checks of what is given and of what operators return, which are always the same but for
+    # sizes. Places come from page tables; to check each where it is read would slow all loops.
+    checks = ("assert_indirect_indexing", "size_asserts", "alignment_asserts")
+    options: Any = {"config_patches": dict.fromkeys(checks, False)}
     return torch._inductor.standalone_compile(traced, list(given), options=options)
 
 

@@ -151,12 +151,13 @@ def reference(
     bias = None if slopes is None else _alibi(slopes, 1, longest, dtype).view(1, J, -1, longest)
     everyone = [span.start for span in prepared] == list(range(len(q)))
     o_TJGK = None if everyone else torch.zeros_like(q_TJGK)
-    alone = q_TJGK[:, None].to(wide).unbind(0)
+    alone = q_TJGK[:, None].to(wide).unbind(0) if everyone else None  # cheaper than one by one
     found = []
     for span in prepared:
         if span.stop == span.start + 1:  # heads that share keys become the queries of one head: no key is repeated
             mine = None if bias is None else bias[..., longest - span.length :]
-            o = _one_query(alone[span.start], k_alone_of(span), v_alone_of(span), mine, scale)
+            q_1JGK = q_TJGK[span.start : span.stop].to(wide) if alone is None else alone[span.start]
+            o = _one_query(q_1JGK, k_alone_of(span), v_alone_of(span), mine, scale)
         else:
             o = _attention(q_TJGK[span.start : span.stop], k_of(span), v_of(span), slopes, scale)
         if o_TJGK is None:
