@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from core.kernels.quantized_matmul import int4_matmul
 from core.kernels.traced import is_lone_twice, number_of, traced
@@ -44,10 +45,14 @@ Widen = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 def widened(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None) -> Tensor:
     """bf16 [O, G group] of a weight's 4-bit codes, in their order of columns, the last group's filling included."""
-    codes_OGK = codes.view(*scale_OG.shape, -1)
+    return _widened(codes.view(*scale_OG.shape, -1), scale_OG, zero_OG)
+
+
+def _widened(codes_OGH: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None) -> Tensor:
+    """The high halves are masked and taken as sixteenths, which is exact: shifts of bytes are slow in torch's loops."""
     zero_OG1 = 8.0 if zero_OG is None else zero_OG.to(torch.bfloat16)[..., None]
-    halves = (codes_OGK & 15, codes_OGK >> 4)
-    wide = [(half.to(torch.bfloat16) - zero_OG1) * scale_OG.to(torch.bfloat16)[..., None] for half in halves]
+    low, high = (codes_OGH & 15).to(torch.bfloat16), (codes_OGH & 240).to(torch.bfloat16) * 0.0625
+    wide = [(half - zero_OG1) * scale_OG.to(torch.bfloat16)[..., None] for half in (low, high)]
     return torch.cat(wide, 2).flatten(1)
 
 
@@ -133,7 +138,8 @@ def _product(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
     group, rows = weight.scheme.group_size, x_MI.shape[0]
     if filling := group * len(form.scale_shift) - x_MI.shape[1]:
         x_MI = F.pad(x_MI, (0, filling))
-    if rows > _FEW_ROWS and _widening_is_faster(*weight.codes.shape, group, (rows - 1).bit_length(), form.widen):
+    shape = (*weight.codes.shape, group, weight.zero is None)
+    if rows > _FEW_ROWS and _widening_is_faster(*shape, (rows - 1).bit_length(), form.widen):
         return F.linear(x_MI, form.widen(weight.codes, weight.scale, weight.zero))
     y_MO = torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, group, form.scale_shift)
     return y_MO if y_MO.shape[1] == len(weight.codes) else y_MO[:, : len(weight.codes)]
@@ -162,11 +168,35 @@ def compile_widening(model: nn.Module) -> None:
 
     Raises what torch.compile does where it cannot.
     """
-    made: Widen = torch.compile(widened, dynamic=True, fullgraph=True)
+    made: dict[tuple[int, bool], Widen] = {}
     for weight in model.parameters():
         if isinstance(weight, QuantizedWeight) and isinstance(weight.packed, Packed) and weight.packed.widen is widened:
-            made(weight.codes[:64], weight.scale[:64], None if weight.zero is None else weight.zero[:64])
-            weight.packed = replace(weight.packed, widen=made)
+            kind = (weight.scheme.group_size, weight.zero is None)
+            if kind not in made:
+                made[kind] = _compiled(*kind)
+            weight.packed = replace(weight.packed, widen=made[kind])
+
+
+def _compiled(group: int, symmetric: bool) -> Widen:
+    """`widened` for any number of channels and groups of one size.
+
+    The size is a constant of the loop, for one that is only known when it runs is divided by anew for each vector.
+    """
+
+    def widen(codes_OGH: Tensor, *factors: Tensor) -> tuple[Tensor]:
+        assert codes_OGH.shape[2] == group // 2  # which make_fx takes from here on for granted
+        return (_widened(codes_OGH, *factors),)
+
+    scale_OG, zero_OG = torch.ones(13, 5, dtype=torch.bfloat16), torch.zeros(13, 5, dtype=torch.uint8)
+    given: list[Any] = [torch.zeros(13, 5, group // 2, dtype=torch.uint8), scale_OG, *([] if symmetric else [zero_OG])]
+    graph = make_fx(widen, tracing_mode="symbolic")(*given)
+    made: Any = torch._inductor.standalone_compile(graph, given)
+
+    def run(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None) -> Tensor:
+        codes_OGH = codes.view(*scale_OG.shape, group // 2)
+        return made(codes_OGH, scale_OG, *([] if zero_OG is None else [zero_OG]))[0]
+
+    return run
 
 
 @cache
@@ -186,13 +216,13 @@ def _int4_is_faster(rows: int, width: int, group: int) -> bool:
 
 
 @cache
-def _widening_is_faster(rows: int, width: int, group: int, row_bits: int, widen: Widen) -> bool:
+def _widening_is_faster(rows: int, width: int, group: int, symmetric: bool, row_bits: int, widen: Widen) -> bool:
     """Whether the packed kernel is slower for about 2^row_bits rows of x, measured on part of a weight."""
     rows = min(rows, 2048)
     codes = torch.zeros(rows, width, dtype=torch.uint8)
     scale = torch.ones(rows, 2 * width // group, dtype=torch.bfloat16)
-    zero = torch.zeros(rows, 2 * width // group, dtype=torch.uint8)
-    weight = QuantizedWeight(Scheme("int4", group), codes, scale, zero, (rows, 2 * width), torch.float32)
+    zero = None if symmetric else torch.zeros(rows, 2 * width // group, dtype=torch.uint8)
+    weight = QuantizedWeight(Scheme("int4", group, symmetric), codes, scale, zero, (rows, 2 * width), torch.float32)
     form, x_MI = _int4_packed(weight), torch.ones(min(3 << (row_bits - 2), 512), 2 * width, dtype=torch.bfloat16)
     wide = _seconds(lambda: F.linear(x_MI, widen(codes, scale, zero)))
     return wide < _seconds(lambda: torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, group, form.scale_shift))

@@ -78,15 +78,24 @@ def test_many_rows_meet_weights_in_bf16(scheme: Scheme, monkeypatch: pytest.Monk
 
 
 def test_a_compiled_widening_gives_the_same_bits() -> None:
+    """For any number of channels and groups, one group too; layers of one kind share it, and keep it."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler; ends where g++ is installed, as .ci/run does")
-    for scheme in (Scheme("int4", 32, True), Scheme("int4", 32)):
-        layer = quantize(nn.Linear(80, 50, bias=False), scheme)
-        layer.weight.packed = packed(layer.weight)
-        compile_widening(layer)
-        widen, parts = layer.weight.packed.widen, (layer.weight.codes, layer.weight.scale, layer.weight.zero)
-        assert widen is not widened
-        assert torch.equal(widen(*parts), widened(*parts))
+    for scheme in (Scheme("int4", 32, True), Scheme("int4", 32), Scheme("int4", 128)):
+        shapes = ((80, 50), (20, 1), (300, 7))
+        layers = nn.ModuleList([quantize(nn.Linear(*shape, bias=False), scheme) for shape in shapes])
+        for layer in layers:
+            layer.weight.packed = packed(layer.weight)
+        compile_widening(layers)
+        found = [layer.weight.packed.widen for layer in layers]
+        compile_widening(layers)
+        assert found[0] is not widened
+        assert all(layer.weight.packed.widen is found[0] for layer in layers)
+        for layer in layers:
+            parts = (layer.weight.codes, layer.weight.scale, layer.weight.zero)
+            assert torch.equal(found[0](*parts), widened(*parts))
+            x = torch.randn(24, layer.in_features)
+            torch.testing.assert_close(layer(x), x @ layer.weight.dequantized().T, rtol=0, atol=0.02)
 
 
 def test_a_lone_token_given_twice_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,10 +192,10 @@ def _step(new: list[list[int]], tables: list[list[int]], before: list[int], writ
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(graph: object, **options: object) -> None:
+    def fail(*given: object, **options: object) -> None:
         raise RuntimeError("No working C++ compiler found\nand more lines")
 
-    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", fail)
     runner = Runner(model("opt", None), 20, 4, torch.float32)
     with caplog.at_level(logging.WARNING):
         assert not compile_runner(runner)
