@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 Config = TypeVar("Config")
 
@@ -117,6 +117,30 @@ def option_names(config: Any, prefix: str = "") -> Iterator[str]:
             yield from option_names(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}"
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size_in_bytes(text: str | float, option: str, bare: Literal["", "GiB"] = "") -> int:
+    """A size as users write it, such as 10GiB or "800 MB", in bytes.
+
+    option  that it was given for; bare: the unit of a number without one, bytes or GiB
+
+    Raises UserError for what is no positive size.
+    """
+    given = str(text).strip()
+    digits = given.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = _UNITS.get((given[len(digits) :].strip() or bare).upper())
+    try:
+        size = 0 if unit is None else int(float(digits) * unit)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        number = "24, which is GiB" if bare else "4096"
+        raise UserError(f"{option}={text}: that is no size; give one such as 10GiB, 800MB or {number}")
+    return size
 
 
 def as_json(config: Any) -> Any:

@@ -13,7 +13,7 @@ from apps.fold.model.config import ESMFoldConfig, ModelConfig, preset
 from apps.fold.shares import Absent, plan_shares, rank_bytes
 from apps.fold.subbatch import Job, Plan, free_bytes, least_bytes, longest, plan_subbatches
 from apps.fold.weights.source import read_weights
-from core.config import UserError, parse
+from core.config import UserError, parse, size_in_bytes
 from core.precision import Precision, compute_dtype
 
 
@@ -32,17 +32,17 @@ class PlanConfig:
     precision: Precision = "bf16"
     device: Literal["cpu", "cuda"] = "cuda"
     """the kind of device that is planned for; it need not be here"""
-    memory: float | None = None
-    """GiB of the device, with --nproc of each rank's; by default what a CPU has free here (each rank a part of it), and
-    80 for a GPU"""
+    memory: str | None = None
+    """of the device, with --nproc of each rank's, such as 40GiB (40 alone is GiB); by default what a CPU has free here
+    (each rank a part of it), and 80 GiB for a GPU"""
     nproc: int = 1
     """ranks that share the prediction; they need not be here"""
 
     def __post_init__(self) -> None:
-        for name in ("length", "memory"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name}={value}; give more than 0")
+        if self.length is not None and self.length <= 0:
+            raise UserError(f"length={self.length}; give more than 0")
+        if self.memory is not None:
+            size_in_bytes(self.memory, "memory", "GiB")
         if self.nproc < 1:
             raise UserError(f"nproc={self.nproc}; give 1 or more")
         for name in ("rows", "extra_rows", "templates"):
@@ -115,7 +115,7 @@ def _model(name: str) -> ModelConfig:
 
 def _budget(config: PlanConfig) -> int:
     if config.memory is not None:
-        return int(config.memory * 2**30)
+        return size_in_bytes(config.memory, "memory", "GiB")
     return free_bytes("cpu") // config.nproc if config.device == "cpu" else 80 * 2**30
 
 

@@ -47,7 +47,7 @@ from apps.fold.targets import Target, find_target
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
 from apps.fold.weights.source import build, read_weights
-from core.config import UserError, parse
+from core.config import UserError, parse, size_in_bytes
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
 from core.runtime import keep_freed_memory, launch, launched, leads, require_compiler, start, world_size
@@ -76,9 +76,9 @@ class PredictConfig:
     """predictions of each model, with the seeds from --seed on"""
     precision: Precision = "fp32"
     device: str = "cpu"
-    memory: float | None = None
-    """GiB that a prediction may take on each rank's device; by default what that has free (on a CPU, which the ranks of
-    a machine share, a rank's part of it)"""
+    memory: str | None = None
+    """what a prediction may take on each rank's device, such as 24GiB (24 alone is GiB); by default what that has free
+    (on a CPU, which the ranks of a machine share, a rank's part of it)"""
     compile: bool = False
     """compute by graphs of torch.compile, which take minutes to make, once for all sequences; on a CPU with g++"""
     pdb: bool = True
@@ -91,8 +91,8 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         Allowed(self.max_template_date)
-        if self.memory is not None and self.memory <= 0:
-            raise UserError(f"memory={self.memory}; give GiB")
+        if self.memory is not None:
+            size_in_bytes(self.memory, "memory", "GiB")
         for name in ("num_seeds", "nproc"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}; give 1 or more")
@@ -285,7 +285,7 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
 def _budget(config: PredictConfig, axis: DeviceMesh | None) -> int:
     """Bytes of this rank."""
     if config.memory is not None:
-        return int(config.memory * 2**30)
+        return size_in_bytes(config.memory, "memory", "GiB")
     shared = axis is not None and torch.device(config.device).type == "cpu"
     return free_bytes(config.device) // (axis.size() if axis is not None and shared else 1)
 

@@ -4,24 +4,12 @@ On CUDA the bytes lie in the GPU's memory. On a CPU they lie in the same memory 
 this account says: the same code runs, what is not on the device has no memory at all there, and the budget binds.
 """
 
-from core.config import UserError
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+from core.config import size_in_bytes
 
 
 def parse_bytes(text: str | int) -> int:
     """ "10GiB", "800 MB", "4096" or a number as bytes.  Raises UserError for what is no positive size."""
-    given = str(text).strip()
-    digits = given.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = _UNITS.get(given[len(digits) :].strip().upper())
-    try:
-        size = 0 if unit is None else int(float(digits) * unit)
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise UserError(f"gemini.budget={text}: that is no size; give one such as 10GiB, 800MB or 4096")
-    return size
+    return size_in_bytes(text, "gemini.budget")
 
 
 def in_words(num_bytes: float) -> str:

@@ -225,7 +225,9 @@ def test_predict_within_a_budget(tmp_path: Path, weights: Path, capsys) -> None:
     assert code == 2
     least = re.search(r"give --memory ([0-9.]+)", err)
     assert least is not None
-    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "tight", "--memory", least[1])
+    code, _, err = fold(
+        capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "tight", "--memory", f"{least[1]}GiB"
+    )
     assert code == 0, err
     plddt = [json.loads((tmp_path / n / "a" / "ranking.json").read_text())["predictions"][0] for n in ("free", "tight")]
     assert plddt[0]["mean_plddt"] == pytest.approx(plddt[1]["mean_plddt"], abs=1e-3)
@@ -245,8 +247,9 @@ def test_half_precision_predicts_alike(tmp_path: Path, weights: Path, capsys) ->
 
 
 def test_plan(capsys) -> None:
-    code, said, _ = fold(capsys, "plan", "--length", 3000, "--model", "model_5_ptm", "--memory", 40)
+    code, said, _ = fold(capsys, "plan", "--length", 3000, "--model", "model_5_ptm", "--memory", "40GiB")
     assert code == 0
+    assert fold(capsys, "plan", "--length", 3000, "--model", "model_5_ptm", "--memory", 40)[1] == said
     found = re.search(r"longest sequence: ([0-9,]+) residues", said)
     assert found
     assert 10_000 < int(found[1].replace(",", "")) < 12_000  # whose pairs alone are 24 to 34 GiB of the 40
@@ -299,7 +302,9 @@ def test_recipes(capsys) -> None:
         (("recipes", "--all"), ("--all",)),
         (("evaluate",), ("--predicted", "--reference")),
         (("evaluate", "--predicted", "/nowhere.cif", "--reference", "/nowhere.pdb"), ("/nowhere.cif",)),
-        (("predict", "in.fasta", "--weights", "w", "--memory", 0), ("memory=0",)),
+        (("predict", "in.fasta", "--weights", "w", "--memory", 0), ("memory=0: that is no size", "10GiB")),
+        (("predict", "in.fasta", "--weights", "w", "--memory", "much"), ("memory=much: that is no size", "10GiB")),
+        (("plan", "--memory", "-1"), ("memory=-1: that is no size", "10GiB")),
         (("predict", "in.fasta", "--weights", "w", "--max-template-date", "May"), ("'May' is no date", "2018-04-30")),
         (("plan", "--length", 0), ("length=0",)),
         (("plan", "--nproc", 2), ("--length 10000",)),

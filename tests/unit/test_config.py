@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from core.config import UserError, as_json, option_names, parse, run_command
+from core.config import UserError, as_json, option_names, parse, run_command, size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -134,3 +134,12 @@ def test_run_command_turns_mistakes_into_exit_codes(capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", "error: given this; allowed that; do so\n")
     with pytest.raises(ZeroDivisionError):
         run_command(lambda argv: 1 // 0, [])
+
+
+def test_a_size_without_a_unit_is_in_the_option_s() -> None:
+    """Sizes with units: tests/unit/gemini/test_tier.py."""
+    assert size_in_bytes("24", "memory", "GiB") == size_in_bytes("24GiB", "memory") == 24 * 2**30
+    assert size_in_bytes(0.5, "memory", "GiB") == 2**29
+    assert size_in_bytes("24", "memory") == 24
+    with pytest.raises(UserError, match=r"^memory=-3: that is no size; give one such as 10GiB, 800MB or 24, which"):
+        size_in_bytes("-3", "memory", "GiB")
