@@ -10,7 +10,8 @@ Training state (optimizer, shards of a mesh) is `core.checkpoint`'s.
 
 import json
 import os
-import pickle
+import re
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,10 +108,22 @@ def _open(path: Path, only: str | None = None) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt", device="cpu") as file:  # tensors keep the mapping alive
                 return {name: file.get_tensor(name) for name in (file.keys() if only is None else (only,))}
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    loaded = load_pickled(path)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise UserError(f"{path} holds something else than tensors by name; convert it to safetensors")
     return loaded
+
+
+def load_pickled(path: Path) -> Any:
+    """What torch.save wrote: tensors and plain containers.  Raises UserError for all else, and runs nothing of it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what foreign bytes seem to be
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # the unpickler raises whatever foreign bytes lead to
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds {foreign[1]}, which is no tensor" if foreign else "torch.save did not write it"
+        raise UserError(f"{path} is truncated or not a file of weights ({reason}); copy it again") from error
 
 
 def _names(path: Path) -> list[str]:
@@ -125,7 +138,7 @@ def _names(path: Path) -> list[str]:
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is truncated or not a file of weights ({reason}); copy it again") from error
 

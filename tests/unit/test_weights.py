@@ -100,7 +100,8 @@ def test_broken_folders(tmp_path):
     whole = (tmp_path / "model.safetensors").read_bytes()
     for content in (whole[:-1], whole[:9], b"", b"\x80\x04N."):
         broken(tmp_path, "model.safetensors", content)
-    broken(tmp_path, "pytorch_model.bin", b"not a pickle")
+    for content in (b"not a pickle", b"hello", b"", b"[].,0\n"):
+        broken(tmp_path, "pytorch_model.bin", content)
     index = "model.safetensors.index.json"
     broken(tmp_path, index, b"{}")
     broken(tmp_path, index, b'{"weight_map": {"a": "../../etc/passwd"}}')

@@ -38,7 +38,11 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{path} cannot be read as an npz file of weights ({error}); copy it again") from error
+        reason = "it holds more than arrays" if "pickle" in str(error) else error
+        raise UserError(f"{path} cannot be read as an npz file of weights ({reason}); copy it again") from error
+    for name, array in arrays.items():
+        if array.dtype.kind != "f":
+            raise UserError(f"{path} has no numbers in {name} but {array.dtype}; copy it again")
     if _MULTIMER in arrays:
         raise UserError(
             f"{path} holds the weights of a multimer model, which is not supported; "

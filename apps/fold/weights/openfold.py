@@ -4,12 +4,9 @@ Accepted: a state dict; {"ema": {"params": …}}; {"state_dict": …}; names wit
 the first release. Nothing in the file is executed (weights_only).
 """
 
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +22,7 @@ from apps.fold.model.config import (
 from apps.fold.weights.alphafold import check_names
 from apps.fold.weights.table import name_table
 from core.config import UserError
+from core.weights import load_pickled
 
 _RENAMED = (
     (r"^template_angle_embedder\.", "template_single_embedder."),
@@ -37,14 +35,7 @@ _RENAMED = (
 
 def read_pt(path: Path) -> dict[str, Tensor]:
     """The tensors of an OpenFold file by their present names.  Raises UserError where it is none."""
-    try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{path} cannot be read as a file of tensors alone ({reason}); "
-            "save the model's state dict by itself, or its ema parameters"
-        ) from error
+    loaded = load_pickled(path)
     for keys in (("ema", "params"), ("state_dict",), ("module",)):
         inner = loaded
         for key in keys:
@@ -152,7 +143,9 @@ def load_pt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     tensors = read_pt(path)
     if "input_embedder.linear_tf_z_i.weight" not in tensors:
-        raise UserError(f"{path} holds no OpenFold weights (no input_embedder.linear_tf_z_i.weight)")
+        raise UserError(
+            f"{path} holds no OpenFold weights (no input_embedder.linear_tf_z_i.weight); give a finetuning_*.pt"
+        )
     if any(".linear_ab_p." in name for name in tensors):
         raise UserError(
             f"{path} holds the weights of a multimer model (fused triangle projections), which is not supported"

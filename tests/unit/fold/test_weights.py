@@ -121,6 +121,9 @@ def test_what_is_wrong_with_weights_is_named(tmp_path: Path) -> None:
 
     assert name in said({key: value for key, value in arrays.items() if key != name})
     assert "something//else" in said({**arrays, "something//else": np.zeros(3)})
+    letters = said({**arrays, name: np.full(arrays[name].shape, "x")})
+    assert name in letters
+    assert "no numbers" in letters
     assert "[17]" in said({**arrays, name: np.zeros(17, np.float32)})
     multimer = "alphafold/alphafold_iteration/evoformer/~_relative_encoding/position_activations//weights"
     assert "multimer" in said({**arrays, multimer: np.zeros((73, 128), np.float32)})
@@ -131,16 +134,19 @@ def test_what_is_wrong_with_weights_is_named(tmp_path: Path) -> None:
     half = (GOLDEN / "params.npz").read_bytes()[:100_000]
     (tmp_path / "half.npz").write_bytes(half)
     (tmp_path / "half.pt").write_bytes(half)
-    (tmp_path / "other.txt").write_text("x")
-    for path in ("half.npz", "half.pt", "other.txt", "nowhere.npz"):
-        with pytest.raises(UserError, match=re.escape(path)):
+    for other in ("other.txt", "text.npz", "text.pt"):
+        (tmp_path / other).write_text("hello")
+    for path in ("half.npz", "half.pt", "other.txt", "nowhere.npz", "text.npz", "text.pt"):
+        with pytest.raises(UserError, match=re.escape(path)) as refusal:
             read_weights(tmp_path / path)
+        assert "load it unsafely" not in str(refusal.value)
 
 
 def test_an_openfold_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "whole.pt")
-    with pytest.raises(UserError, match="tensors"):
+    with pytest.raises(UserError, match=r"it holds torch\.nn\.modules\.linear\.Linear, which is no tensor") as refusal:
         read_weights(tmp_path / "whole.pt")
+    assert "weights_only" not in str(refusal.value), "no advice to run what it holds"
 
 
 def test_a_folder_keeps_what_the_arrays_do_not_say(tmp_path: Path) -> None:
