@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -227,8 +228,10 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
     predictions = []
     for model in models:
         for seed in range(config.seed, config.seed + config.num_seeds):
-            predictions.append((model, seed, _predict(target, model, seed, config)))
-            said = f"{_named(_origin(model, seed))}: {_said(predictions[-1][2])}"
+            one = _predict(target, model, seed, config)
+            _check_finite(one, f"{model.name}, seed {seed}", config.precision)
+            predictions.append((model, seed, one))
+            said = f"{_named(_origin(model, seed))}: {_said(one)}"
             progress.console.print(f"{record.name} ({len(record.sequence)} residues), {said}", markup=False)
     predictions.sort(key=lambda prediction: -prediction[2].mean_plddt)
     ranking = [
@@ -280,6 +283,13 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
             slices = every(job.residues, plan.choices[HEADS].rows)
             pairs = read_pairs(model.module.heads, folding.pair_BNNZ, mask_BN, slices)
         return folded(target.sequence, folding, model.module.heads, pairs)
+
+
+def _check_finite(one: Folded, origin: str, precision: Precision) -> None:
+    """Raises UserError for numbers that overflowed, as in fp16 they may, or that damaged weights or inputs made."""
+    if not (np.isfinite(one.positions).all() and np.isfinite(one.plddt).all()):
+        more = "weights that are whole" if precision in ("fp32", "fp64") else "--precision fp32"
+        raise UserError(f"{origin}: what it predicts in {precision} is not finite; give {more}")
 
 
 def _budget(config: PredictConfig, axis: DeviceMesh | None) -> int:

@@ -246,6 +246,20 @@ def test_half_precision_predicts_alike(tmp_path: Path, weights: Path, capsys) ->
         assert said[precision]["mean_plddt"] == pytest.approx(said["fp32"]["mean_plddt"], abs=most)
 
 
+def test_a_prediction_that_is_not_finite_is_a_failure_and_leaves_nothing(tmp_path: Path, capsys) -> None:
+    parameters = random_parameters(tiny())
+    parameters["structure_module.single_norm.weight"][3] = float("nan")
+    save_folder(tmp_path / "sick", tiny(), parameters)
+    (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
+    options = ("--weights", tmp_path / "sick", "--no-plots", "--out", tmp_path / "out")
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 2
+    assert "record 1 (a): sick, seed 0: what it predicts in fp32 is not finite; give" in err
+    assert err.count("\n") == 1
+    assert "folded" not in said
+    assert not (tmp_path / "out" / "a").exists()
+
+
 def test_plan(capsys) -> None:
     code, said, _ = fold(capsys, "plan", "--length", 3000, "--model", "model_5_ptm", "--memory", "40GiB")
     assert code == 0
