@@ -4,7 +4,8 @@ An mmCIF file says what was in the crystal (`_entity_poly_seq`) apart from what 
 residues are there, masked, and the sequence is the one that alignments were made of. A PDB file is taken as it reads:
 the residues that were seen, at the numbers that it gives them.
 
-Of alternate locations the one with the highest occupancy is taken; of several models the first; modified amino acids
+Of alternate locations the one with the highest occupancy is taken (of several residues in one place the first of the
+sequence); of several models the first; modified amino acids
 count as their parents (selenomethionine as methionine), others as X.
 """
 
@@ -14,7 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from apps.fold.features.structures import ATOM_SLOTS, Chain, order_arginine, read_structure
+from apps.fold.features.structures import (
+    ATOM_SLOTS,
+    Chain,
+    check_finite,
+    is_mmcif,
+    number_of,
+    one_letter,
+    order_arginine,
+    read_mmcif,
+    read_structure,
+)
 from apps.fold.model import residues
 from core.config import UserError
 
@@ -56,7 +67,7 @@ def read_entries(path: Path) -> list[Entry]:
 
     Raises UserError when the file cannot be read or holds no protein.
     """
-    if path.suffix in (".cif", ".mmcif"):
+    if is_mmcif(path):
         found = _entries_of_mmcif(path)
         if found is not None:
             return found
@@ -92,18 +103,10 @@ def _pdb_resolution(path: Path) -> float:
 
 def _entries_of_mmcif(path: Path) -> list[Entry] | None:
     """None where the file does not say what its chains' sequences are."""
-    from Bio.PDB.MMCIF2Dict import MMCIF2Dict
-
-    if not path.is_file():
-        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
-    try:
-        content = MMCIF2Dict(str(path))
-    except Exception as error:  # the parser raises whatever a damaged line leads to
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} cannot be read as a structure ({reason}); give an mmCIF or PDB file") from error
+    content = read_mmcif(path)
     if "_atom_site.label_seq_id" not in content or "_entity_poly_seq.mon_id" not in content:
         return None
-    resolution = next((r for name in _RESOLUTION_NAMES if (r := _number(content.get(name, ["?"])[0]))), 0.0)
+    resolution = next((r for name in _RESOLUTION_NAMES if (r := number_of(content.get(name, ["?"])[0]))), 0.0)
     dates = [date for date in content.get(_REVISIONS, []) if re.fullmatch(r"\d{4}-\d\d-\d\d", date)]
     of_file = (resolution, min(dates, default=""))
     sequences = _sequences(content)
@@ -115,30 +118,22 @@ def _entries_of_mmcif(path: Path) -> list[Entry] | None:
             if entity in sequences
         ]
     except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"{path} cannot be read as a structure (its atoms: {error}); give an mmCIF file") from error
+        raise UserError(f"{path} cannot be read as a structure ({error}); give a whole mmCIF or PDB file") from error
     if not found:
         raise UserError(f"{path} holds no protein chain")
+    for entry in found:
+        check_finite(entry.positions, path, entry.name.rpartition("_")[2])
     return found
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
 
 
 def _sequences(content: dict) -> dict[str, str]:
     """entity -> one-letter sequence, of the polypeptides; of several residues at one place the first counts."""
-    from Bio.Data.PDBData import protein_letters_3to1_extended as letters
-
     kinds = dict(zip(content.get("_entity_poly.entity_id", []), content.get("_entity_poly.type", [])))
     columns = (content[f"_entity_poly_seq.{name}"] for name in ("entity_id", "num", "mon_id"))
     found: dict[str, dict[int, str]] = {}
     for entity, number, three in zip(*columns):
         if kinds.get(entity, _PROTEIN) == _PROTEIN:
-            letter = letters.get(three, "X")
-            found.setdefault(entity, {}).setdefault(int(number), letter if letter in residues.THREE_LETTERS else "X")
+            found.setdefault(entity, {}).setdefault(int(number), one_letter(three) or "X")
     return {entity: "".join(rows[n] for n in sorted(rows)) for entity, rows in found.items()}
 
 
@@ -154,6 +149,13 @@ def _atoms_by_chain(content: dict) -> dict[tuple[str, str], list[int]]:
     return found
 
 
+def _place(number: str, length: int) -> int:
+    """From 0.  Raises ValueError for one that the sequence has not."""
+    if not number.isdecimal() or not 1 <= int(number) <= length:
+        raise ValueError(f"an atom of residue {number}, and its sequence has {length}")
+    return int(number) - 1
+
+
 def _entry(stem: str, chain: str, sequence: str, rows: list[int], content: dict, of_file: tuple[float, str]) -> Entry:
     positions = np.zeros((len(sequence), residues.NUM_ATOM37, 3), np.float32)
     mask = np.zeros((len(sequence), residues.NUM_ATOM37), np.float32)
@@ -161,10 +163,15 @@ def _entry(stem: str, chain: str, sequence: str, rows: list[int], content: dict,
     numbers, names = content["_atom_site.label_seq_id"], content["_atom_site.label_atom_id"]
     shares = content.get("_atom_site.occupancy")
     axes = [content[f"_atom_site.Cartn_{axis}"] for axis in "xyz"]
-    for row in rows:
-        at, name = int(numbers[row]) - 1, names[row].strip('"')
+    places = [_place(numbers[row], len(sequence)) for row in rows]
+    letters = [one_letter(content["_atom_site.label_comp_id"][row]) or "X" for row in rows]
+    of_sequence = {at for at, letter in zip(places, letters) if letter == sequence[at]}
+    for row, at, letter in zip(rows, places, letters):
+        if at in of_sequence and letter != sequence[at]:
+            continue  # another residue that was seen in the same place
+        name = names[row].strip('"')
         slot = ATOM_SLOTS.get("SD" if name == "SE" and sequence[at] == "M" else name)
-        share = 1.0 if shares is None else _number(shares[row])
+        share = 1.0 if shares is None else number_of(shares[row])
         if slot is not None and share > occupancy[at, slot]:
             occupancy[at, slot], mask[at, slot] = share, 1
             positions[at, slot] = [float(axis[row]) for axis in axes]

@@ -1,8 +1,8 @@
 """mmCIF and PDB files as chains of residues in atom37, by biopython.
 
-Of alternate locations the one with the highest occupancy is taken; of several models the first. Residues with an
-insertion code are residues of their own. Modified amino acids count as their parents (selenomethionine as methionine,
-its selenium as the sulfur), others as X; atoms that are missing are masked.
+Of alternate locations the one with the highest occupancy is taken, also of several residues in one place; of several
+models the first. Residues with an insertion code are residues of their own. Modified amino acids count as their parents
+(selenomethionine as methionine, its selenium as the sulfur), others as X; atoms that are missing are masked.
 """
 
 import warnings
@@ -35,61 +35,156 @@ class Chain:
         return len(self.sequence)
 
 
+@dataclass
+class _Residue:
+    """As a file has it: name of three letters, number, atom -> (position, B-factor)."""
+
+    name: str
+    number: str
+    atoms: dict[str, tuple[np.ndarray, float]]
+
+
 def read_structure(path: Path) -> list[Chain]:
     """The protein chains of an mmCIF (.cif, .mmcif) or PDB file.
 
     Raises UserError when the file cannot be read or holds no protein.
     """
-    from Bio.PDB.MMCIFParser import MMCIFParser
-    from Bio.PDB.PDBParser import PDBParser
-
-    if not path.is_file():
-        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
-    parser = MMCIFParser(QUIET=True) if path.suffix in (".cif", ".mmcif") else PDBParser(QUIET=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = next(iter(parser.get_structure(path.stem, str(path))))
-    except Exception as error:  # the parsers raise whatever a damaged line leads to
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} cannot be read as a structure ({reason}); give an mmCIF or PDB file") from error
-    chains = [chain for chain in map(_chain, model) if chain is not None]
+    found = _mmcif_residues(read_mmcif(path), path) if is_mmcif(path) else _pdb_residues(path)
+    chains = [chain for name, rows in found.items() if (chain := _chain(name, rows, path)) is not None]
     if not chains:
         raise UserError(f"{path} holds no protein chain")
     return chains
 
 
-def _chain(chain) -> Chain | None:
-    from Bio.Data.PDBData import protein_letters_3to1_extended as letters
+def is_mmcif(path: Path) -> bool:
+    return path.suffix in (".cif", ".mmcif")
 
-    found = [residue for residue in chain if residue.get_resname().strip() in letters or _is_peptide(residue)]
-    found = [residue for residue in found if "CA" in residue or "N" in residue or "C" in residue]
+
+def read_mmcif(path: Path) -> dict[str, list[str]]:
+    """Every column of an mmCIF file as text.  Raises UserError for a file that is none, or was cut off."""
+    from Bio.PDB.MMCIF2Dict import MMCIF2Dict
+
+    if not path.is_file():
+        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
+    try:
+        content = dict(MMCIF2Dict(str(path)))
+    except Exception as error:  # the parser raises whatever a damaged line leads to
+        raise _unreadable(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    lengths = {len(column) for name, column in content.items() if name.startswith("_atom_site.")}
+    if len(lengths) > 1:
+        raise _unreadable(path, f"its last atom, number {max(lengths)}, is cut off")
+    return content
+
+
+def _unreadable(path: Path, reason: object) -> UserError:
+    return UserError(f"{path} cannot be read as a structure ({reason}); give a whole mmCIF or PDB file")
+
+
+def check_finite(positions: np.ndarray, path: Path, chain: str) -> None:
+    """Raises UserError for coordinates that are no finite numbers: they would spread through all that is computed."""
+    if not np.isfinite(positions).all():
+        raise _unreadable(path, f"chain {chain} has coordinates that are not finite")
+
+
+def _mmcif_residues(content: dict[str, list[str]], path: Path) -> dict[str, list[_Residue]]:
+    """chain -> residues of the first model, by the authors' names and numbers, where the file has these.
+
+    Where several residues were seen in one place, as alternate locations, the one with the highest occupancy is taken.
+    """
+
+    def column(*names: str, absent: str) -> list[str]:
+        found = (content[f"_atom_site.{name}"] for name in names if f"_atom_site.{name}" in content)
+        return next(found, [absent] * len(atom_names))
+
+    atom_names = content.get("_atom_site.label_atom_id", [])
+    models = column("pdbx_PDB_model_num", absent="1")
+    chains, part = column("auth_asym_id", "label_asym_id", absent="A"), column("label_asym_id", absent="A")
+    numbers, codes = column("auth_seq_id", "label_seq_id", absent="?"), column("pdbx_PDB_ins_code", absent="?")
+    kinds, shares = column("label_comp_id", absent="?"), column("occupancy", absent="1")
+    b_factors, axes = column("B_iso_or_equiv", absent="0"), [column(f"Cartn_{axis}", absent="?") for axis in "xyz"]
+    places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # a residue's place -> its kinds -> rows
+    for row, model in enumerate(models):
+        if model == models[0]:
+            place = (chains[row], part[row], numbers[row], codes[row])
+            places.setdefault(place, {}).setdefault(kinds[row], []).append(row)
+    found: dict[str, list[_Residue]] = {}
+    for (chain, _, number, code), seen in places.items():
+        kind = max(seen, key=lambda kind: max(number_of(shares[row]) for row in seen[kind]))
+        atoms: dict[str, tuple[np.ndarray, float]] = {}
+        try:
+            for row in sorted(seen[kind], key=lambda row: -number_of(shares[row])):
+                position = np.array([float(axis[row]) for axis in axes])
+                atoms.setdefault(atom_names[row], (position, number_of(b_factors[row])))
+        except ValueError as error:
+            raise _unreadable(path, f"residue {number} of chain {chain}: {error}") from error
+        found.setdefault(chain, []).append(_Residue(kind, number + code.strip("?."), atoms))
+    return found
+
+
+def number_of(text: str) -> float:
+    """0 for what is none, as `?` is."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _pdb_residues(path: Path) -> dict[str, list[_Residue]]:
+    from Bio.PDB.PDBParser import PDBParser
+
+    if not path.is_file():
+        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = next(iter(PDBParser(QUIET=True).get_structure(path.stem, str(path))), ())
+    except Exception as error:  # the parser raises whatever a damaged line leads to
+        raise _unreadable(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    found: dict[str, list[_Residue]] = {}
+    for chain in model:
+        for residue in chain:
+            if residue.is_disordered() == 2:  # several residues in one place
+                residue = max(residue.disordered_get_list(), key=lambda r: max(a.get_occupancy() or 0 for a in r))
+            atoms = {atom.get_name(): (atom.get_coord(), atom.get_bfactor()) for atom in residue}
+            number = f"{residue.id[1]}{residue.id[2].strip()}"
+            found.setdefault(chain.id, []).append(_Residue(residue.get_resname().strip(), number, atoms))
+    return found
+
+
+def _chain(name: str, rows: list[_Residue], path: Path) -> Chain | None:
+    backbone = ("N", "CA", "C")
+    found = [
+        residue
+        for residue in rows
+        if all(atom in residue.atoms for atom in backbone)
+        or (one_letter(residue.name) is not None and any(atom in residue.atoms for atom in backbone))
+    ]
     if not found:
         return None
     positions = np.zeros((len(found), residues.NUM_ATOM37, 3), np.float32)
     mask = np.zeros((len(found), residues.NUM_ATOM37), np.float32)
     b_factors = np.zeros(len(found), np.float32)
-    sequence, numbers = [], []
+    sequence = ""
     for row, residue in enumerate(found):
-        letter = letters.get(residue.get_resname().strip(), "X")
-        sequence.append(letter if letter in residues.THREE_LETTERS else "X")
-        numbers.append(f"{residue.id[1]}{residue.id[2].strip()}")
-        for atom in residue:
-            name = atom.get_name()
-            if name == "SE" and sequence[-1] == "M":
-                name = "SD"
-            if name in ATOM_SLOTS:
-                positions[row, ATOM_SLOTS[name]] = atom.get_coord()
-                mask[row, ATOM_SLOTS[name]] = 1
-            if name == "CA":
-                b_factors[row] = atom.get_bfactor()
+        sequence += one_letter(residue.name) or "X"
+        for atom, (position, b_factor) in residue.atoms.items():
+            slot = ATOM_SLOTS.get("SD" if atom == "SE" and sequence[-1] == "M" else atom)
+            if slot is not None:
+                positions[row, slot], mask[row, slot] = position, 1
+            if atom == "CA":
+                b_factors[row] = b_factor
         if sequence[-1] == "R":
             order_arginine(positions[row], mask[row])
-    return Chain(chain.id, "".join(sequence), tuple(numbers), positions, mask, b_factors)
+    check_finite(positions, path, name)
+    return Chain(name, sequence, tuple(residue.number for residue in found), positions, mask, b_factors)
 
 
-def _is_peptide(residue) -> bool:
-    return residue.id[0] != "W" and all(name in residue for name in ("N", "CA", "C"))
+def one_letter(three: str) -> str | None:
+    """Of an amino acid, or of a modified one's parent; X for other ones that have a letter, None for what is none."""
+    from Bio.Data.PDBData import protein_letters_3to1_extended as letters
+
+    letter = letters.get(three)
+    return letter if letter is None or letter in residues.THREE_LETTERS else "X"
 
 
 def order_arginine(positions: np.ndarray, mask: np.ndarray) -> None:

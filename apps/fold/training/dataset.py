@@ -34,7 +34,7 @@ from apps.fold.features.templates import Allowed, Template, read_templates, stru
 from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
 from core.config import UserError
 
-_VERSION = "2"
+_VERSION = "3"
 _CACHED = 256  # chains held in memory
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from apps.fold.demo import STRUCTURES
+from apps.fold.features.entries import read_entries
 from apps.fold.features.structures import read_structure
 from apps.fold.features.templates import align, features_of_templates, read_templates
 from apps.fold.model import residues
@@ -92,6 +94,11 @@ ATOM      6  CA AALA A  10A     15.000   8.100  -2.000  0.30  0.00           C
 ATOM      7  CA BALA A  10A     16.000   8.200  -1.000  0.70 30.00           C
 ATOM      8  N   LYS A  12      17.000   8.000   0.000  1.00  0.00           N
 ATOM      9  CA  LYS A  12      18.000   8.000   1.000  1.00  0.00           C
+ATOM     12  N  BSER A  13      19.000   8.500   1.000  0.60  0.00           N
+ATOM     13  CA BSER A  13      20.000   8.500   1.000  0.60 40.00           C
+ATOM     14  OG BSER A  13      21.000   8.500   1.000  0.60  0.00           O
+ATOM     10  N  AGLY A  13      19.000   8.000   1.000  0.40  0.00           N
+ATOM     11  CA AGLY A  13      20.000   8.000   1.000  0.40  0.00           C
 HETATM   10  O   HOH A 201      30.000  30.000  30.000  1.00  0.00           O
 ATOM     11  P    DA B   1      40.000  30.000  30.000  1.00  0.00           P
 ENDMDL
@@ -109,7 +116,7 @@ _SITE = (
 
 
 def _as_mmcif(pdb: str) -> str:
-    """The same atoms."""
+    """The same atoms, those of one name in one place below each other."""
     rows, model = [], "1"
     for line in pdb.splitlines():
         model = line.split()[1] if line.startswith("MODEL") else model
@@ -119,26 +126,56 @@ def _as_mmcif(pdb: str) -> str:
         columns += ((30, 38), (38, 46), (46, 54), (54, 60), (60, 66), (22, 26), (21, 22))
         values = [line[a:b].strip() or ("." if a == 16 else "?") for a, b in columns]
         rows.append(" ".join([*values, model]))
+    atoms = [(r[15], r[14], r[8], r[16], r[3]) for r in map(str.split, rows)]
+    rows = [row for _, row in sorted(zip(atoms, rows), key=lambda one: atoms.index(one[0]))]
     return "\n".join(["data_x", "loop_", *(f"_atom_site.{name}" for name in _SITE.split()), *rows, "#", ""])
 
 
 @pytest.mark.parametrize("suffix", [".pdb", ".cif"])
 def test_what_experiments_leave_in_files(tmp_path: Path, suffix: str) -> None:
-    """Selenomethionine, an insertion code, alternate locations, missing atoms, water, DNA, several models."""
+    """Selenomethionine, an insertion code, alternate locations, also of residues, missing atoms, water, several models.
+
+    The mmCIF has atom by atom what is in one place, as real ones do.
+    """
     (tmp_path / f"x{suffix}").write_text(PDB if suffix == ".pdb" else _as_mmcif(PDB))
     (chain,) = read_structure(tmp_path / f"x{suffix}")
-    assert chain.sequence == "MAK"
-    assert chain.numbers == ("10", "10A", "12")
+    assert chain.sequence == "MAKS"
+    assert chain.numbers == ("10", "10A", "12", "13")
     assert chain.positions[0, residues.ATOM37.index("SD")].tolist() == [13.0, 7.5, -4.5]
     assert chain.positions[1, residues.CA].tolist() == pytest.approx([16, 8.2, -1], abs=1e-4)
     assert chain.b_factors[1] == 30
-    assert chain.mask.sum(-1).tolist() == [4, 2, 2]
+    assert chain.positions[3, residues.CA].tolist() == [20, 8.5, 1]
+    assert chain.mask.sum(-1).tolist() == [4, 2, 2, 3]
+
+
+def test_what_is_damaged_is_said(tmp_path: Path) -> None:
+    """Whichever way it is read: as a structure, or as an entry with its sequence."""
+    whole = (STRUCTURES / "1a8o.cif").read_text()
+    assert "19.594 32.367" in whole
+    (tmp_path / "a.cif").write_text(whole.replace(" 1.00 ", " ? ").replace(" 0.50 ", " ? "))
+    assert len(read_structure(tmp_path / "a.cif")[0]) == 70, "occupancies may be missing"
+    for changed, said in (
+        (whole[: whole.index("19.594 32.367") + 3000], r"its last atom, number \d+, is cut off"),
+        (whole.replace("19.594 32.367", "nan 32.367"), "chain A has coordinates that are not finite"),
+        (whole.replace("19.594 32.367", "? 32.367"), "'\\?'"),
+        (whole[: whole.index("loop_\n_atom_site.")], "holds no protein chain"),
+    ):
+        (tmp_path / "a.cif").write_text(changed)
+        for read in (read_structure, read_entries):
+            with pytest.raises(UserError, match=said) as refusal:
+                read(tmp_path / "a.cif")
+            assert "\n" not in str(refusal.value)
+    (tmp_path / "b.pdb").write_text(PDB.replace("11.104", "   nan"))
+    with pytest.raises(UserError, match="chain A has coordinates that are not finite"):
+        read_structure(tmp_path / "b.pdb")
 
 
 def test_what_is_no_structure_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.cif").write_text("nonsense")
-    (tmp_path / "water.pdb").write_text(PDB.splitlines()[10] + "\nEND\n")
-    for name in ("x.cif", "water.pdb", "none.pdb"):
+    water = next(line for line in PDB.splitlines() if "HOH" in line)
+    (tmp_path / "water.pdb").write_text(f"{water}\nEND\n")
+    (tmp_path / "empty.pdb").write_text("")
+    for name in ("x.cif", "water.pdb", "empty.pdb", "none.pdb"):
         with pytest.raises(UserError, match=name):
             read_structure(tmp_path / name)
 

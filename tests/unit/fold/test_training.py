@@ -283,6 +283,8 @@ CA . MSE 1 2 Q 1.0 2.0 3.0 1.0 1
 SE . MSE 1 2 Q 4.0 5.0 6.0 1.0 1
 CA B ALA 1 3 Q 0.0 0.0 2.0 0.6 1
 CA A ALA 1 3 Q 0.0 0.0 1.0 0.4 1
+CA C SER 1 3 Q 0.0 0.0 3.0 0.7 1
+OG C SER 1 3 Q 0.0 1.0 3.0 0.7 1
 P  . DA  2 1 R 7.0 7.0 7.0 1.0 1
 O  . HOH 3 . Q 8.0 8.0 8.0 1.0 1
 CA . GLY 1 1 Q 9.0 9.0 9.0 1.0 2
@@ -297,6 +299,7 @@ def test_what_was_not_seen_is_masked_and_the_best_place_counts(tmp_path: Path) -
     assert entry.positions[1, residues.CA].tolist() == [1, 2, 3]
     assert entry.positions[1, residues.ATOM37.index("SD")].tolist() == [4, 5, 6]
     assert entry.positions[2, residues.CA].tolist() == [0, 0, 2]
+    assert entry.mask[2].sum() == 1, "no atom of the serine that is in the alanine's place"
 
 
 def test_recipes_are_models_that_training_feeds() -> None:
