@@ -120,9 +120,10 @@ def _files(where: Path | None, record: Record, alone: bool, suffixes: Iterable[s
     if not where.is_dir():
         raise UserError(f"{option} {where} does not exist; give a file or a folder")
     names = {record.name, record.safe_name}
-    inside = [where / name for name in names if "/" not in name and (where / name).is_dir()]
+    there = sorted(where.iterdir())
+    inside = [path for path in there if path.name in names and path.is_dir()]
     found = [path for folder in inside[:1] for path in sorted(folder.iterdir()) if path.suffix in suffixes]
-    found += [path for path in sorted(where.iterdir()) if path.stem in names and path.suffix in suffixes]
+    found += [path for path in there if path.stem in names and path.suffix in suffixes]
     if not found and alone:
         found = [path for path in sorted(where.iterdir()) if path.suffix in suffixes]
     return found

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from apps.fold.model.residues import LETTERS
+from apps.fold.model.residues import LETTERS, RESTYPES
 from core.config import UserError
 
 _CODES = np.full(256, 255, np.uint8)
 for _letter, _code in LETTERS.items():
     _CODES[ord(_letter)] = _code
+_NAMES = f"{RESTYPES}X-"
+_OWN = "give the sequence's own alignment, or none"
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,10 @@ def read_alignment(path: Path) -> Alignment:
     Raises UserError for a file that is none, with the row and what is wrong with it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the alignment {path} ({error})") from error
+        text = path.read_bytes().decode("utf-8-sig", "replace")
+    except OSError as error:
+        raise UserError(f"cannot read the alignment {path} ({error}); give an A3M or Stockholm file") from error
+    text = text.replace("\0", "")  # which ColabFold's server puts between an A3M's parts
     if text.lstrip().startswith("# STOCKHOLM"):
         return parse_stockholm(text, path)
     if text.lstrip().startswith((">", "#")):
@@ -113,16 +116,22 @@ def parse_stockholm(text: str, origin: object = "the Stockholm file") -> Alignme
 def _aligned(names: list[str], rows: list[str], deletions: list[list[int]], origin: object) -> Alignment:
     length = len(rows[0])
     if length == 0:
-        raise UserError(f"{origin}: the first sequence, the query, is empty")
+        raise UserError(
+            f"{origin}: the first sequence, the query, has no columns, which in A3M are capitals; "
+            "give the alignment with its query first"
+        )
     letters = np.empty((len(rows), length), np.uint8)
     for number, (name, row) in enumerate(zip(names, rows), 1):
         if len(row) != length:
-            raise UserError(f"{origin}: row {number} ({name}) has {len(row)} columns and the query {length}")
+            raise UserError(
+                f"{origin}: row {number} ({name}) has {len(row)} columns and the query {length}; the file is damaged"
+            )
         codes = _CODES[np.frombuffer(row.encode("latin-1", "replace"), np.uint8)]
         if (codes == 255).any():
             column = int(np.argmax(codes == 255))
             raise UserError(
-                f"{origin}: row {number} ({name}) has {row[column]!r} in column {column + 1}, no amino acid"
+                f"{origin}: row {number} ({name}) has {row[column]!r} in column {column + 1}, no amino acid; "
+                "use one-letter codes, X where unknown"
             )
         letters[number - 1] = codes
     return Alignment(letters, np.array(deletions, np.int32), tuple(names))
@@ -147,9 +156,14 @@ def check_query(alignment: Alignment, sequence: str, origin: object) -> None:
     """Raises UserError when the alignment's first row is not this sequence (X stands for any letter)."""
     given, expected = alignment.letters[0], single_sequence(sequence).letters[0]
     if len(given) != len(expected):
-        raise UserError(f"{origin} is the alignment of a query of {len(given)} residues, not of {len(expected)}")
+        raise UserError(
+            f"{origin} is the alignment of a query of {len(given)} residues, not of {len(expected)}; {_OWN}"
+        )
     unknown = LETTERS["X"]
     differs = (given != expected) & (given != unknown) & (expected != unknown)
     if differs.any():
-        position = int(np.argmax(differs)) + 1
-        raise UserError(f"{origin} is the alignment of another query: it differs first at residue {position}")
+        at = int(np.argmax(differs))
+        theirs, ours = (_NAMES[row[at]] for row in (given, expected))
+        raise UserError(
+            f"{origin} is the alignment of another query: its residue {at + 1} is {theirs} and not {ours}; {_OWN}"
+        )

@@ -15,6 +15,7 @@ from core.config import UserError
 
 _LETTERS = set(residues.RESTYPES) | set("BJOUXZ")
 _NUCLEOTIDES = set("ACGTUN")
+_LONGEST_NAME = 150  # of a file, which may have 255 letters with what is added
 _LIKELY_NUCLEOTIDES = 20  # residues from which on a sequence of these letters alone is taken for DNA or RNA
 
 
@@ -28,7 +29,7 @@ class Record:
 
     @property
     def safe_name(self) -> str:
-        return re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).strip("._") or f"record_{self.number}"
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).strip("._")[:_LONGEST_NAME] or f"record_{self.number}"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def read_fasta(path: Path) -> tuple[list[Record], list[Refused]]:
     Raises UserError when the file cannot be read or holds no record at all.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_bytes().decode("utf-8-sig", "replace")  # a letter that is none is its record's fault
+    except OSError as error:
         raise UserError(f"cannot read {path} ({error}); give a FASTA file") from error
     entries = _entries(text, path)
     records, refused, seen = [], [], {}

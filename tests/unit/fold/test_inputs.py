@@ -36,6 +36,22 @@ def test_fasta(tmp_path: Path) -> None:
     assert all("\n" not in line for line in said.values())
 
 
+def test_what_editors_and_databases_leave_in_a_fasta(tmp_path: Path) -> None:
+    """A byte order mark, ends of lines as on Windows, a letter that is not UTF-8, names longer than a file's may be."""
+    long = "n" * 300
+    (tmp_path / "in.fasta").write_bytes(
+        b"\xef\xbb\xbf>one\r\nMKT\r\nAYI\r\n>caf\xe9\nMKA\n>bad\nMK\xe9\n" + f">{long}a\nMKC\n>{long}b\nMKD\n".encode()
+    )
+    records, refused = read_fasta(tmp_path / "in.fasta")
+    assert [r.sequence for r in records] == ["MKTAYI", "MKA", "MKC"]
+    assert records[1].safe_name == "caf"
+    assert records[2].name == f"{long}a"
+    (tmp_path / records[2].safe_name).mkdir()
+    assert [one.number for one in refused] == [3, 5]
+    assert "position 3 is no amino acid" in str(refused[0])
+    assert "record 4; rename" in str(refused[1])
+
+
 @pytest.mark.parametrize(("text", "word"), [("", "holds no sequence"), ("MKT\n", "line 1"), ("\n\n", "no sequence")])
 def test_what_is_no_fasta_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "in.fasta").write_text(text)
@@ -97,21 +113,29 @@ def test_merging_keeps_the_first_of_equal_rows() -> None:
         ("# STOCKHOLM 1.0\nq MKT\na MK\n//\n", "2 columns and the query 3"),
         ("# STOCKHOLM 1.0\n//\n", "holds no sequence"),
         ("# STOCKHOLM 1.0\nq MKT x\n//\n", "not a name and letters"),
-        (">q\n>a\nMKT\n", "query, is empty"),
+        (">q\n>a\nMKT\n", "the query, has no columns"),
+        (">q\nmkt\n>a\nMKT\n", "no columns, which in A3M are capitals"),
     ],
 )
 def test_damaged_alignments_are_refused(tmp_path: Path, text: str, word: str) -> None:
     path = tmp_path / "x.a3m"
     path.write_text(text)
-    with pytest.raises(UserError, match=word):
+    with pytest.raises(UserError, match=word) as refusal:
         read_alignment(path)
+    assert "; " in str(refusal.value), "what is wrong, and what to do"
+
+
+def test_what_servers_and_editors_leave_in_an_a3m(tmp_path: Path) -> None:
+    """ColabFold's header and its NUL between parts, a byte order mark, ends of lines as on Windows."""
+    (tmp_path / "x.a3m").write_bytes(b"\xef\xbb\xbf#3\t1\r\n>101\r\nMKT\r\n\x00>a\r\nM-T\r\n\x00")
+    assert _text(read_alignment(tmp_path / "x.a3m")) == ["MKT", "M-T"]
 
 
 def test_the_alignment_of_another_query_is_refused() -> None:
     a = parse_a3m(">q\nMKT\n")
     check_query(a, "MKT", "it")
     check_query(a, "MXT", "it")
-    for sequence, word in (("MKV", "residue 3"), ("MKTA", "3 residues, not of 4")):
+    for sequence, word in (("MKV", "residue 3 is T and not V; give"), ("MKTA", "3 residues, not of 4; give")):
         with pytest.raises(UserError, match=word):
             check_query(a, sequence, "it")
 
@@ -243,3 +267,13 @@ def test_files_are_found_by_name(tmp_path: Path) -> None:
         find_target(record, tmp_path / "msa" / "a_b.a3m", None, alone=False)
     with pytest.raises(UserError, match="does not exist"):
         find_target(record, tmp_path / "nowhere", None, alone=True)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "n" * 300])
+def test_a_name_that_is_no_file_s_finds_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "msa").mkdir()
+    for file in (tmp_path / "msa" / "other.a3m", tmp_path / "above.a3m"):
+        file.write_text(">q\nMMM\n")
+    assert find_target(Record(7, name, "MKT"), tmp_path / "msa", None, alone=False).files == ()
+    (tmp_path / "msa" / f"{Record(7, name, 'MKT').safe_name}.a3m").write_text(">q\nMKT\n")
+    assert len(find_target(Record(7, name, "MKT"), tmp_path / "msa", None, alone=False).files) == 1
