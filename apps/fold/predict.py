@@ -47,7 +47,7 @@ from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
-from apps.fold.weights.source import build, read_weights
+from apps.fold.weights.source import build, identify, read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
@@ -111,9 +111,10 @@ For real predictions give --weights one or more of
 
 @dataclass(frozen=True)
 class Model:
-    """One set of weights; `note` marks all that they predict."""
+    """One set of weights; `note` marks all that they predict; `identity` changes with them."""
 
     name: str
+    identity: str
     config: ModelConfig
     module: Network
     note: str = ""
@@ -196,7 +197,7 @@ def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
     module = build(model, parameters, compute_dtype(config.precision), config.device)
     if config.compile:
         compile_operations(module)
-    return Model(path.stem, model, module, read_note(path), axis)
+    return Model(path.stem, identify(path), model, module, read_note(path), axis)
 
 
 def _attempt(record: Record, models: list[Model], config: PredictConfig, progress: Progress, alone: bool) -> Outcome:
@@ -214,9 +215,9 @@ def _attempt(record: Record, models: list[Model], config: PredictConfig, progres
 
 def _fold(target: Target, models: list[Model], config: PredictConfig, progress: Progress) -> Outcome:
     record, folder = target.record, config.out / target.record.safe_name
-    key = _key(target, config)
+    key = _key(target, models, config)
     done = _done(folder)
-    if done is not None and done["key"] == key:
+    if done is not None and done.get("key") == key:
         progress.console.print(f"{record.name}: done before", markup=False)
         return _outcome(target, done)
     if folder.exists() and not config.overwrite:
@@ -337,11 +338,11 @@ def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, 
         plot(folder, stem, one, f"{record.name}, {_named(row)}")
 
 
-def _key(target: Target, config: PredictConfig) -> dict[str, Any]:
+def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str, Any]:
     """What a record's folder depends on; a folder with another key is not taken for done."""
     return {
         "input": target.digest(),
-        "weights": [str(path.resolve()) for path in config.weights],
+        "weights": [f"{model.name} {model.identity}" for model in models],
         "num_recycles": config.num_recycles,
         "seeds": [config.seed, config.num_seeds],
         "max_template_date": config.max_template_date,
@@ -352,9 +353,10 @@ def _key(target: Target, config: PredictConfig) -> dict[str, Any]:
 
 def _done(folder: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((folder / "ranking.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / "ranking.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def _outcome(target: Target, done: dict[str, Any]) -> Outcome:

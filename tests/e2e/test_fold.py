@@ -117,6 +117,27 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     assert code == 0, err
 
 
+def test_what_other_weights_folded_is_not_taken_for_done(tmp_path: Path, capsys) -> None:
+    """Weights of the same name, as a second training leaves them; moved, they are the same."""
+    (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
+    options = ("--no-plots", "--out", tmp_path / "out")
+    save_folder(tmp_path / "model", tiny(), random_parameters(tiny()))
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", tmp_path / "model", *options)
+    assert code == 0, err
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "model").rename(tmp_path / "moved" / "model")
+    code, said, _ = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", tmp_path / "moved" / "model", *options)
+    assert code == 0
+    assert "a: done before" in said
+    parameters = random_parameters(tiny())
+    parameters["heads.plddt.norm.weight"] += 1
+    save_folder(tmp_path / "model", tiny(), parameters)
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", tmp_path / "model", *options)
+    assert code == 2
+    assert "done before" not in said
+    assert "stems from other options or files; give --overwrite" in err
+
+
 def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Path, capsys) -> None:
     """What the package carries is what it says: three chains by heart, and no confidence in one never seen."""
     files = [*sorted(STRUCTURES.iterdir()), *HELDOUT.iterdir()]

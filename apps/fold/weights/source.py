@@ -1,5 +1,7 @@
 """Which kind of weights a path is, and the model with them."""
 
+import hashlib
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ WHERE = (
     "AlphaFold's lie at https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar "
     "(params_model_*.npz, CC BY 4.0)"
 )
+_READ_WHOLE, _END = 2**30, 2**20  # bytes
 
 
 def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -42,6 +45,27 @@ def _named(path: Path, config: ModelConfig, parameters: dict[str, Tensor]) -> tu
     """Where the file's name is a released model's, with that model's number of extra rows, which no array tells."""
     name = re.search(r"model_[1-5](_ptm)?(?=$|[^0-9a-z])", path.stem)
     return (replace(config, max_extra_msa=preset(name[0]).max_extra_msa) if name else config), parameters
+
+
+def identify(path: Path) -> str:
+    """Changes with the contents of the weights, not with where they lie.
+
+    Of files beyond a GiB, as ESMFold's, the size, the time of change and both ends stand for them.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if not file.is_file():
+            continue
+        stat = file.stat()
+        with open(file, "rb") as content:
+            found.update(f"{file.name if path.is_dir() else ''} {stat.st_size}\0".encode())
+            if stat.st_size <= _READ_WHOLE:
+                found.update(hashlib.file_digest(content, "blake2b").digest())
+                continue
+            found.update(f"{stat.st_mtime_ns}".encode() + content.read(_END))
+            content.seek(-_END, os.SEEK_END)
+            found.update(content.read())
+    return found.hexdigest()
 
 
 def read_alphafold(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
