@@ -154,7 +154,7 @@ def _as_text(value: Any) -> str:
 
 
 def run_command(command: Callable[[list[str]], int | None], argv: list[str], speaks: bool = True) -> int:
-    """Run a command; a UserError becomes one line on stderr and exit code 2.
+    """Run a command; a UserError, or a path that cannot be used, becomes one line on stderr and exit code 2.
 
     speaks  False on ranks other than 0, so that a line appears once
     """
@@ -163,6 +163,12 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
     except UserError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        if speaks:
+            print(f"error: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

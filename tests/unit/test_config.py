@@ -143,3 +143,19 @@ def test_a_size_without_a_unit_is_in_the_option_s() -> None:
     assert size_in_bytes("24", "memory") == 24
     with pytest.raises(UserError, match=r"^memory=-3: that is no size; give one such as 10GiB, 800MB or 24, which"):
         size_in_bytes("-3", "memory", "GiB")
+
+
+def test_a_path_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+
+    def command(argv: list[str]) -> None:
+        (tmp_path / "file" / argv[0]).mkdir()
+
+    assert run_command(command, ["out"]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/file/out: Not a directory; choose another path\n"
+
+    def without_a_path(argv: list[str]) -> None:
+        raise OSError("what no user can mend")
+
+    with pytest.raises(OSError, match="no user"):
+        run_command(without_a_path, [])
