@@ -106,19 +106,19 @@ def _entries_of_mmcif(path: Path) -> list[Entry] | None:
     content = read_mmcif(path)
     if "_atom_site.label_seq_id" not in content or "_entity_poly_seq.mon_id" not in content:
         return None
-    resolution = next((r for name in _RESOLUTION_NAMES if (r := number_of(content.get(name, ["?"])[0]))), 0.0)
+    resolution = next((r for name in _RESOLUTION_NAMES if (r := number_of((content.get(name) or ["?"])[0]))), 0.0)
     dates = [date for date in content.get(_REVISIONS, []) if re.fullmatch(r"\d{4}-\d\d-\d\d", date)]
     of_file = (resolution, min(dates, default=""))
-    sequences = _sequences(content)
-    atoms = _atoms_by_chain(content)
     try:
+        sequences = _sequences(content)
         found = [
             _entry(path.stem, name, sequences[entity], rows, content, of_file)
-            for (name, entity), rows in atoms.items()
+            for (name, entity), rows in _atoms_by_chain(content).items()
             if entity in sequences
         ]
     except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"{path} cannot be read as a structure ({error}); give a whole mmCIF or PDB file") from error
+        reason = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} cannot be read as a structure ({reason}); give a whole mmCIF or PDB file") from error
     if not found:
         raise UserError(f"{path} holds no protein chain")
     for entry in found:

@@ -69,7 +69,7 @@ def _hit(lines: list[str], where: str) -> TemplateHit:
     chain = _CHAIN.match(lines[1][1:])
     if chain is None:
         raise UserError(f"{where}: {lines[1][1:21]!r} is no chain of the PDB (1abc_A); search PDB70, or its like")
-    numbers = dict(_NUMBERS.findall(lines[2]))
+    numbers = {name: _number(f"{name}={text}", text, where) for name, text in _NUMBERS.findall(lines[2])}
     rows = {"Q": "", "T": ""}
     first = {"Q": 0, "T": 0}
     for line in lines[3:]:
@@ -88,10 +88,17 @@ def _hit(lines: list[str], where: str) -> TemplateHit:
     return TemplateHit(
         chain[1].lower(),
         chain[2],
-        int(float(numbers["Aligned_cols"])),
-        float(numbers.get("Sum_probs", 0)),
+        int(numbers["Aligned_cols"]),
+        numbers.get("Sum_probs", 0.0),
         rows["T"].replace("-", "").upper(),
         rows["Q"].replace("-", "").upper(),
         first["Q"],
         pairs,
     )
+
+
+def _number(given: str, text: str, where: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{where}: {given} is no number; the file is damaged") from None

@@ -96,7 +96,9 @@ def _mmcif_residues(content: dict[str, list[str]], path: Path) -> dict[str, list
         found = (content[f"_atom_site.{name}"] for name in names if f"_atom_site.{name}" in content)
         return next(found, [absent] * len(atom_names))
 
-    atom_names = content.get("_atom_site.label_atom_id", [])
+    atom_names = content.get("_atom_site.label_atom_id")
+    if atom_names is None:
+        raise _unreadable(path, "it lacks _atom_site.label_atom_id")
     models = column("pdbx_PDB_model_num", absent="1")
     chains, part = column("auth_asym_id", "label_asym_id", absent="A"), column("label_asym_id", absent="A")
     numbers, codes = column("auth_seq_id", "label_seq_id", absent="?"), column("pdbx_PDB_ins_code", absent="?")

@@ -158,13 +158,23 @@ def test_what_is_damaged_is_said(tmp_path: Path) -> None:
         (whole[: whole.index("19.594 32.367") + 3000], r"its last atom, number \d+, is cut off"),
         (whole.replace("19.594 32.367", "nan 32.367"), "chain A has coordinates that are not finite"),
         (whole.replace("19.594 32.367", "? 32.367"), "'\\?'"),
-        (whole[: whole.index("loop_\n_atom_site.")], "holds no protein chain"),
+        (whole[: whole.index("loop_\n_atom_site.")], "lacks _atom_site.label_atom_id"),
+        (whole.replace("_atom_site.label_atom_id", "_atom_site.other"), "lacks _atom_site.label_atom_id"),
     ):
         (tmp_path / "a.cif").write_text(changed)
         for read in (read_structure, read_entries):
             with pytest.raises(UserError, match=said) as refusal:
                 read(tmp_path / "a.cif")
             assert "\n" not in str(refusal.value)
+    for changed, said in (
+        (whole.replace("_atom_site.label_entity_id", "_atom_site.other"), "it lacks _atom_site.label_entity_id"),
+        (whole.replace("_entity_poly_seq.num", "_entity_poly_seq.other"), "it lacks _entity_poly_seq.num"),
+        (whole.replace("\n1 2  ASP n", "\n1 x  ASP n"), "'x'"),
+    ):
+        assert changed != whole
+        (tmp_path / "a.cif").write_text(changed)
+        with pytest.raises(UserError, match=said):
+            read_entries(tmp_path / "a.cif")
     (tmp_path / "b.pdb").write_text(PDB.replace("11.104", "   nan"))
     with pytest.raises(UserError, match="chain A has coordinates that are not finite"):
         read_structure(tmp_path / "b.pdb")

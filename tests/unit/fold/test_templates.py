@@ -177,6 +177,7 @@ def test_a_chain_learns_from_what_was_published_before_it() -> None:
         (lambda text: text.replace(">1a8o_A", ">sp|P12345"), "is no chain of the PDB"),
         (lambda text: text.replace("T 1a8o_A ", "T 1a8o_A x"), "do not fit; the file is damaged"),
         (lambda text: text.replace("Aligned_cols", "Columns"), "do not fit; the file is damaged"),
+        (lambda text: text.replace("Sum_probs=4", "Sum_probs=4..4"), "Sum_probs=4..40.0 is no number; the file is"),
     ],
 )
 def test_damaged_results_are_refused(tmp_path: Path, change, said: str) -> None:
