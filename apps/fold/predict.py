@@ -264,6 +264,8 @@ def _about_alignment(target: Target, models: list[Model]) -> str:
 
 def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
     dtype = compute_dtype(config.precision)
+    if model.axis is None:  # features of the longest are gigabytes themselves: what does not fit is refused before
+        plan_subbatches(_expected_job(target, model.config, dtype, config.device), _budget(config, None))
     features = target.iterations(model.config, seed)
     job = job_of(model.config, features, dtype, config.device)
     budget = _budget(config, model.axis)
@@ -320,6 +322,14 @@ def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype,
     hidden = any(bool((mask == 0).any()) for one in features for mask in _masks(one))
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
     return Job(model, *sizes, dtype=dtype, device=kind, iterations=len(features), hidden=hidden)
+
+
+def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device: str) -> Job:
+    """What `job_of` will say of the target's features: mostly the same, so that its plan is known by then."""
+    sizes = target.sizes(model)
+    hidden = sizes[1] == len(target.alignment) or sizes[3] > 0  # no extra row, or templates with unknown angles
+    kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
+    return Job(model, *sizes, dtype=dtype, device=kind, iterations=model.num_recycles + 1, hidden=hidden)
 
 
 def _masks(features: Features) -> list[Tensor]:

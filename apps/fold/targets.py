@@ -9,7 +9,7 @@ import numpy as np
 
 from apps.fold.features.alignment import Alignment, check_query, merge, read_alignment, single_sequence
 from apps.fold.features.hhr import check_hits, read_hhr
-from apps.fold.features.msa import draw, features_of
+from apps.fold.features.msa import draw, features_of, num_centres
 from apps.fold.features.sequences import Record
 from apps.fold.features.templates import (
     ANY,
@@ -50,6 +50,13 @@ class Target:
         for path in self.files:
             found.update(path.read_bytes())
         return found.hexdigest()
+
+    def sizes(self, config: ModelConfig) -> tuple[int, int, int, int]:
+        """Residues, rows of the MSA, extra rows and templates that `iterations` will have."""
+        rows = num_centres(config, self.alignment)
+        extra = max(1, min(config.max_extra_msa, len(self.alignment) - rows))
+        templates = min(len(self.templates), config.max_templates) if config.templates is not None else 0
+        return len(self.sequence), rows, extra, templates
 
     def iterations(self, config: ModelConfig, seed: int) -> list[Features]:
         """Features of every recycling iteration, each drawn anew; a function of the target and the seed."""

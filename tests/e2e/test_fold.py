@@ -15,6 +15,7 @@ from apps.fold.__main__ import APP
 from apps.fold.demo import DEMO_WEIGHTS, HELDOUT, NOTE, STRUCTURES
 from apps.fold.demo.__main__ import main as demo
 from apps.fold.features.entries import read_entries
+from apps.fold.features.msa import features_of
 from apps.fold.features.structures import read_structure
 from apps.fold.model.config import tiny
 from apps.fold.score import compare, corresponding
@@ -225,10 +226,13 @@ def test_an_alignment_or_template_that_does_not_fit_stops_only_its_record(
 def test_a_sequence_that_does_not_fit_is_refused_and_the_others_are_folded(
     tmp_path: Path, weights: Path, capsys
 ) -> None:
+    """Before its features are made, which alone may be more than there is."""
     (tmp_path / "in.fasta").write_text(">huge\n" + "MKTAYWCAAG" * 6000 + "\n>small\nMKTAYWC\n")
     options = ("--weights", weights, "--out", tmp_path / "out", "--no-plots", "--memory", 0.5)
-    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    with patch("apps.fold.targets.features_of", side_effect=features_of) as made:
+        code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2
+    assert {len(call.args[0]) for call in made.call_args_list} == {7}
     assert re.search(
         r"record 1 \(huge\): 60000 residues with .* need at least [0-9.]+ GiB, and there are 0.50",
         err,
