@@ -8,6 +8,8 @@ hardly more than one of one.
 
 _NEW = 0.25
 """The share of the newest step in what is known."""
+_AIM = 0.95
+"""Of the time that a step may take: steps wander, and a prompt's later tokens cost more than those learned from."""
 
 
 class Pace:
@@ -17,7 +19,7 @@ class Pace:
     least    tokens of a chunk at least, so that prompts get on under any circumstances
     """
 
-    def __init__(self, stretch: float, least: int = 16):
+    def __init__(self, stretch: float, least: int = 8):
         self.stretch, self.least = stretch, least
         self._writer_s: float | None = None
         self._token_s: float | None = None
@@ -34,7 +36,7 @@ class Pace:
         """Tokens of prompts in the next step, if somebody writes: at most `most`, which it is until steps are known."""
         if self._writer_s is None or not self._token_s:
             return most
-        allowed = int((self.stretch - 1) * self._writer_s / self._token_s)
+        allowed = int((_AIM * self.stretch - 1) * self._writer_s / self._token_s)
         return min(most, max(allowed, self.least))
 
 
