@@ -213,7 +213,7 @@ class Runner:
         prompts, alone, order = step.parts()
         # Prompts first: written tokens of the same sequence attend to them.
         logits = [compute(part) for part, compute in ((prompts, self._forward), (alone, self._decoded)) if part.ids]
-        return torch.cat(logits)[torch.tensor(order, device=self.device)]
+        return torch.cat(logits)[torch.tensor(order, dtype=torch.int64, device=self.device)]
 
     def _decoded(self, step: Step) -> Tensor:
         """logits[R, V] of sequences with one new token each, by `decode`."""

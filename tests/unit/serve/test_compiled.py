@@ -136,6 +136,15 @@ def test_pages_of_written_tokens_serve_no_prompt() -> None:
     assert answers(first, again)[1] == answers(again)[0]
 
 
+def test_a_step_in_two_parts_of_which_nobody_wants_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's middle that is computed again with tokens behind it, as after a preemption."""
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
+    runner = Runner(model("opt", None), 20, 4, torch.float32)
+    assert compile_runner(runner)
+    step = Step([1, 2, 3], [0, 1, 2], [0, 1, 2], [[0]], [3], [0, 3], [], written=[1])
+    assert runner.run(step).shape == (0, runner.model.config.vocab_size)
+
+
 def test_a_step_in_two_parts() -> None:
     """A prompt in one token; a writer; a text whose prompt's end and two written tokens are computed again."""
     step = Step(
