@@ -5,6 +5,7 @@ the best first; rows have no score of their own.
 """
 
 import hashlib
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def open_profiles(path: Path, name: str) -> Database:
 
 def rows_of(a3m: str, sequence: str, origin: object) -> list[Hit]:
     """Rows behind the query, scored by their place."""
-    entries = [entry.partition("\n") for entry in a3m.split(">")[1:]]
+    # Headers hold '>' of their own: UniRef has a (1->4)-alpha-glucan branching enzyme.
+    entries = [entry.partition("\n") for entry in re.split("^>", a3m, flags=re.MULTILINE)[1:]]
     hits = []
     for number, (header, _, letters) in enumerate(entries[1:]):
         row, words = "".join(letters.split()), header.split()

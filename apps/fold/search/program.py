@@ -44,7 +44,9 @@ def found(program: str, install: str) -> str:
 
 def said_by(arguments: Sequence[str]) -> list[str]:
     """The lines that a command prints, whether or not it likes its options."""
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
+    )
     return (done.stdout + done.stderr).splitlines()
 
 
@@ -56,7 +58,7 @@ def run(arguments: Sequence[str | Path], on: object) -> None:
     begun = [sys.executable, "-I", "-S", "-c", _LEASH, *arguments]
     ours, held = os.pipe()
     try:
-        done = subprocess.run(begun, capture_output=True, text=True, check=False, stdin=ours)
+        done = subprocess.run(begun, capture_output=True, text=True, errors="replace", check=False, stdin=ours)
     finally:
         os.close(ours)
         os.close(held)

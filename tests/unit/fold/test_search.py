@@ -20,6 +20,7 @@ from apps.fold.search.hhblits import rows_of
 from apps.fold.search.hits import Hit, aligned_row, ranked
 from apps.fold.search.jackhmmer import Jackhmmer, _a3m
 from apps.fold.search.jobs import Searches, Source, jobs_of
+from apps.fold.search.program import run
 from core.config import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -156,6 +157,13 @@ def test_a_failing_search_stops_only_its_sequence(tmp_path: Path, capsys) -> Non
     assert "Fatal: out of luck" in said.err
     assert _a3m_rows(tmp_path / "out" / "ubi" / "db.a3m") == [(">query", UBIQUITIN)]
     assert not (tmp_path / "out" / "crambin").exists()
+
+
+def test_what_a_tool_says_need_not_be_text(tmp_path: Path) -> None:
+    """What cstranslate says of entries with long names is none."""
+    run(["sh", "-c", r"printf 'Processing entry: \357\314'"], "db")
+    with pytest.raises(UserError, match=r"sh failed on db \(exit code 3\): at \S+ of it"):
+        run(["sh", "-c", r"printf 'at \357 of it' >&2; exit 3"], "db")
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
