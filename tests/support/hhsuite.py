@@ -6,17 +6,17 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 # Debian's wrapper of this program looks for it in the wrong folder.
 _CSTRANSLATE = Path("/usr/libexec/hhsuite/cstranslate-plain")
 _DATA = Path("/usr/share/hhsuite/data")
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
-needs_hhsuite = pytest.mark.skipif(
-    not (shutil.which("hhblits") and shutil.which("hhsearch") and _CSTRANSLATE.exists()),
-    reason="no HH-suite; ends where Debian's hhsuite is installed (.ci/run does)",
-)
+HAS_HHSUITE = bool(shutil.which("hhblits") and shutil.which("hhsearch")) and _CSTRANSLATE.exists()
+
+
+def like(sequence: str, draw: random.Random, changed: float) -> str:
+    """The sequence with about this share of its letters replaced by random ones."""
+    return "".join(draw.choice(LETTERS) if draw.random() < changed else letter for letter in sequence)
 
 
 def family(name: str, sequence: str, members: int, draw: random.Random, changed: float = 0.3) -> list[tuple[str, str]]:
@@ -24,9 +24,7 @@ def family(name: str, sequence: str, members: int, draw: random.Random, changed:
 
     Their headers are like those of UniRef, which have '>' in them where a protein cuts or makes sugars.
     """
-    rows = [sequence]
-    for _ in range(members - 1):
-        rows.append("".join(draw.choice(LETTERS) if draw.random() < changed else letter for letter in sequence))
+    rows = [sequence, *(like(sequence, draw, changed) for _ in range(members - 1))]
     names = [name, *(f"{name}_{number}" for number in range(1, members))]
     return [(f"{one} (1->4)-alpha-D-glucan lyase n=1", row) for one, row in zip(names, rows, strict=True)]
 

@@ -15,15 +15,16 @@ from apps.fold.model import residues
 from apps.fold.msa import main
 from apps.fold.search.hhblits import Hhblits, open_profiles, rows_of, version
 from core.config import UserError
-from tests.support.hhsuite import LETTERS, database, family, needs_hhsuite
+from tests.support.hhsuite import HAS_HHSUITE, LETTERS, database, family, like
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 CRAMBIN = "TTCCPSIVARSNFNVCRLPGTPEALCATYTGCIIIPGATCPGDYAN"
 STRUCTURE = read_entries(HELDOUT / "1a7g.cif")[0]
 
 
-def _like(sequence: str, draw: random.Random, changed: float) -> str:
-    return "".join(draw.choice(LETTERS) if draw.random() < changed else letter for letter in sequence)
+needs_hhsuite = pytest.mark.skipif(
+    not HAS_HHSUITE, reason="no HH-suite; ends where Debian's hhsuite is installed (.ci/run does)"
+)
 
 
 def _random(draw: random.Random, length: int = 90) -> str:
@@ -37,8 +38,8 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     for number in range(24):
         sequence = _random(draw)
         if number % 6 == 0:
-            like = _like(UBIQUITIN, draw, 0.25)
-            sequence = sequence[:10] + (like[:20] + "GG" + like[20:40] + like[43:] if number == 12 else like)
+            one = like(UBIQUITIN, draw, 0.25)
+            sequence = sequence[:10] + (one[:20] + "GG" + one[20:40] + one[43:] if number == 12 else one)
         families[f"family{number}"] = family(f"f{number}", sequence, 6, draw)
         if number % 6 == 0:
             planted |= {header.split()[0]: letters for header, letters in families[f"family{number}"]}
@@ -118,8 +119,8 @@ def test_hhsearch_finds_the_structure_and_its_residues_lie_where_they_belong(
 ) -> None:
     """A query like 1A7G, with GG more behind 30 and without 50 to 52, aligned in two blocks of lines."""
     draw, chain = random.Random(1), STRUCTURE.sequence
-    like = _like(chain, draw, 0.2)
-    query = like[:30] + "GG" + like[30:50] + like[53:]
+    one = like(chain, draw, 0.2)
+    query = one[:30] + "GG" + one[30:50] + one[53:]
     expected = {n: n if n < 30 else n - 2 if n < 52 else n + 1 for n in range(len(query)) if n not in (30, 31)}
     families = {f"{number}xyz": family(f"{number}XYZ_B", _random(draw), 6, draw) for number in range(1, 8)}
     own = family("1A7G_E", chain, 6, draw)
