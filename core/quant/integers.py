@@ -41,9 +41,9 @@ _BASE, _MOST = torch.tensor(128.0, device="cpu"), torch.tensor(127.0, device="cp
 _ZERO = 128
 """the byte that stands for the integer 0"""
 _SMALLEST = 1e-30
-_MEASURED_CHANNELS, _ROUNDS = 4096, 5
-_CACHED_BYTES = 8 << 20
-"""more than a core's own caches hold"""
+_MEASURED_CHANNELS, _ROUNDS = 4096, 3
+_MEASURED_BYTES, _CACHED_BYTES = 8 << 20, 64 << 20
+"""of weights that a kernel is measured on; more than caches hold"""
 _TRIED = (8 * _DIGITS, _DIGITS)
 """rows for which a weight gets its other form if that is the fastest"""
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
@@ -230,13 +230,14 @@ def _measured(num_channels: int, num_columns: int, rows: int, has_form: bool, nu
     if len(names) == 1:
         return names[0]
     codes_OI = torch.full((min(num_channels, _MEASURED_CHANNELS), num_columns), 5, dtype=torch.int8, device="cpu")
-    # As many weights as the cache does not hold, for in a model each comes from beyond it: a kernel that arranges the
-    # weight anew would be faster inside. In turns, so that what else the machine does falls on all kernels.
-    given = [_given(codes_OI.clone(), has_form) for _ in range(-(-_CACHED_BYTES // codes_OI.nbytes))]
+    # In a model a weight comes from memory: a kernel that arranges it anew would be faster in a cache. Several weights,
+    # for a kernel's own instructions do not come from there. In turns, so that what else the machine does falls on all.
+    given = [_given(codes_OI.clone(), has_form) for _ in range(-(-_MEASURED_BYTES // codes_OI.nbytes))]
     q_RI = torch.full((rows, num_columns), _ZERO + 3, dtype=torch.uint8, device="cpu")
-    taken = dict.fromkeys(names, float("inf"))
+    taken, other = dict.fromkeys(names, float("inf")), torch.zeros(_CACHED_BYTES // 4, device="cpu")
     for _ in range(_ROUNDS):
         for name in names:
+            other.sum()
             start = time.perf_counter()
             for codes in given:
                 _KERNELS[name](q_RI, codes)
