@@ -15,8 +15,6 @@ Shapes: M rows, K inner, N columns; x[.., I], weight[O, I].
 """
 
 import platform
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,12 +26,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.kernels.operator import launches, operator
+from core.kernels.timing import least_seconds
 from core.kernels.traced import is_lone_twice, number_of, traced
 
 # Multiply-adds below which the extra calls cost more than the kernel gains (measured: equal at about 2 million).
 _WORTH_IT = 4 << 20
-_PACKED, _ROWS = (torch.float32, torch.bfloat16), 8
-"""formats with a second form; rows of x that it is made for"""
+_PACKED, _ROWS, _TRIES = (torch.float32, torch.bfloat16), 8, 5
+"""formats with a second form; rows of x that it is made for; times that a kernel is timed"""
 _NAME = "_onednn_form"
 """attribute of a parameter that has one"""
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -90,20 +89,12 @@ def _packing_is_faster(num_channels: int, num_columns: int, dtype: torch.dtype, 
     try:
         form = _packed(weight)
         return all(
-            _seconds(lambda x=x: _by_form(x, form)) < _seconds(lambda x=x: F.linear(x, weight))
+            least_seconds(lambda x=x: _by_form(x, form), _TRIES)
+            < least_seconds(lambda x=x: F.linear(x, weight), _TRIES)
             for x in (weight[:1], weight[:1].expand(_ROWS, -1).contiguous())
         )
     except RuntimeError:  # this CPU does not offer it
         return False
-
-
-def _seconds(call: Callable[[], Tensor]) -> float:
-    taken = []
-    for _ in range(5):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
 
 
 def _by_form(x: Tensor, form: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def reference(
     of one sequence stay in the processor's cache or need no gathering, and a result would depend on the longest.
     """
     dtype = _dot_dtype(q, k_pages)
-    # torch's attention of one query in 16 bits widens number by number; widened at once it takes a third of the time.
+    # torch's attention of one query in 16 bits widens number by number, which is slower than all at once.
     wide = torch.promote_types(dtype, torch.float32) if q.device.type == "cpu" else dtype
     if prepared is None:
         starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()

@@ -12,7 +12,6 @@ bf16, which rounds these once more, to 8 bits; from how many rows on is measured
 the widening. Among few rows each token's sums run in the same order, whatever is beside it.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from core.kernels.quantized_matmul import int4_matmul
+from core.kernels.timing import least_seconds
 from core.kernels.traced import is_lone_twice, number_of, traced
 from core.quant.integers import form_is_faster, packed_integers
 from core.quant.quantize import parameter_holders
@@ -35,6 +35,7 @@ _ROWS = 16
 """The kernel's tiles have so many output channels."""
 _SLAB = 1024
 _INNER_TILES = 2
+_TRIES = 3
 
 
 _FEW_ROWS = 16
@@ -209,10 +210,10 @@ def _int4_is_faster(rows: int, width: int, group: int) -> bool:
     x_MI = torch.ones(1, 2 * width)
     try:
         weight.packed = _int4_packed(weight)
-        taken = _seconds(lambda: packed_product(x_MI, weight, None))
+        taken = least_seconds(lambda: packed_product(x_MI, weight, None), _TRIES)
     except RuntimeError:  # this torch or this CPU does not offer it
         return False
-    return taken < _seconds(lambda: int4_matmul(x_MI, codes, scale, group=group))
+    return taken < least_seconds(lambda: int4_matmul(x_MI, codes, scale, group=group), _TRIES)
 
 
 @cache
@@ -224,14 +225,7 @@ def _widening_is_faster(rows: int, width: int, group: int, symmetric: bool, row_
     zero = None if symmetric else torch.zeros(rows, 2 * width // group, dtype=torch.uint8)
     weight = QuantizedWeight(Scheme("int4", group, symmetric), codes, scale, zero, (rows, 2 * width), torch.float32)
     form, x_MI = _int4_packed(weight), torch.ones(min(3 << (row_bits - 2), 512), 2 * width, dtype=torch.bfloat16)
-    wide = _seconds(lambda: F.linear(x_MI, widen(codes, scale, zero)))
-    return wide < _seconds(lambda: torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, group, form.scale_shift))
-
-
-def _seconds(call: Callable[[], Tensor]) -> float:
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    wide = least_seconds(lambda: F.linear(x_MI, widen(codes, scale, zero)), _TRIES)
+    return wide < least_seconds(
+        lambda: torch._weight_int4pack_mm_for_cpu(x_MI, form.codes, group, form.scale_shift), _TRIES
+    )
