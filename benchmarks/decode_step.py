@@ -31,7 +31,7 @@ PRODUCTS = (
     "aten::addmm",
     "aten::mm",
     "aten::_int_mm",
-    "quantized::linear_with_input_q_dq_qweight_dq_output_fp32",
+    "onednn::qlinear_pointwise",
     "aten::_weight_int4pack_mm_for_cpu",
     "mkldnn::_linear_pointwise",
 )
