@@ -4,23 +4,25 @@ One step of the engine's runner for 1, 8, 32 and 64 sequences of 130 tokens, ran
 thread: the number of torch's operators (those inside others too), the processor's time of a step (median), and by
 torch.profiler which of it is in products and in attention. The rest is Python and small operators. Quantized weights
 are packed, as a loaded folder's are; all but fp32 have pages in bf16. Compiled: the same step by one graph
-(`serve --engine.compile`), if there is a C++ compiler: of int4, with --full of int8 and w8a8 too, with --quick of none.
-Its loops, attention among them, are no operators of torch.
+(`serve --engine.compile`), if there is a C++ compiler, with --quick of none. Its loops are no operators of torch.
 """
 
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from apps.serve.compiled import compile_runner
 from apps.serve.runner import Runner, Step
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
+from core.kernels.llvm import Kernel
 from core.models import SHAPES, Decoder, DecoderConfig, initialise
 from core.nn.packing import pack_linear
 from core.quant import pack, quantize
@@ -34,8 +36,9 @@ PRODUCTS = (
     "onednn::qlinear_pointwise",
     "aten::_weight_int4pack_mm_for_cpu",
     "mkldnn::_linear_pointwise",
+    *(f"llvm::{name}" for name in ("int8", "int4", "rounded", "widened")),
 )
-ATTENTION = ("aten::_scaled_dot_product_flash_attention_for_cpu",)
+ATTENTION = ("aten::_scaled_dot_product_flash_attention_for_cpu", "llvm::one_query")
 
 
 def runner(shape: DecoderConfig, scheme: str, num_sequences: int) -> Runner:
@@ -65,10 +68,7 @@ def step(batch: int) -> Step:
     tables = [list(range(b * _pages(), (b + 1) * _pages())) for b in range(batch)]
     slots = [table[(LENGTH - 1) // PAGE_SIZE] * PAGE_SIZE + (LENGTH - 1) % PAGE_SIZE for table in tables]
     every = list(range(batch))
-    written = [1] * batch
-    return Step(
-        [5] * batch, [LENGTH - 1] * batch, slots, tables, [LENGTH] * batch, [*every, batch], every, [], written
-    )  # fmt: skip
+    return Step([5] * batch, [LENGTH - 1] * batch, slots, tables, [LENGTH] * batch, [*every, batch], every)
 
 
 def measure(options: Options) -> Measured:
@@ -84,8 +84,7 @@ def measure(options: Options) -> Measured:
         for scheme in ("fp32", "bf16", "int8", "w8a8", "int4"):
             made = runner(shape, scheme, max(BATCHES))
             for kind in ("as written",) if options.quick else ("as written", "compiled"):
-                compiled = ("int8", "w8a8", "int4") if options.full else ("int4",)
-                if kind == "compiled" and (scheme not in compiled or not compile_runner(made)):
+                if kind == "compiled" and not compile_runner(made):
                     continue
                 for batch in BATCHES:
                     case = {"shape": name, "weights": scheme, "step": kind, "sequences": batch}
@@ -99,11 +98,13 @@ def measure(options: Options) -> Measured:
 def _targets(shape: str, taken: dict[tuple[str, str, int], float]) -> list[Target]:
     return [
         Target(
-            f"{shape}, {batch} sequences: time with bf16 / with int8, as written",
+            f"{shape}, {batch} sequences: time with bf16 / with int8, {kind}",
             1.0,
-            taken["bf16", "as written", batch] / taken["int8", "as written", batch],
+            taken["bf16", kind, batch] / taken["int8", kind, batch],
         )
+        for kind in ("as written", "compiled")
         for batch in BATCHES
+        if ("int8", kind, batch) in taken
     ]
 
 
@@ -114,7 +115,7 @@ def _figures(made: Runner, work: Step) -> dict[str, Number]:
         began = time.process_time()
         made.run(work)
         taken.append(time.process_time() - began)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU]) as seen, _named_kernels():
         made.run(work)
     events = seen.key_averages()
     whole = sum(event.self_cpu_time_total for event in events)
@@ -128,6 +129,22 @@ def _figures(made: Runner, work: Step) -> dict[str, Number]:
         "products": share(PRODUCTS),
         "attention": share(ATTENTION),
     }
+
+
+@contextmanager
+def _named_kernels() -> Iterator[None]:
+    """Inside, the profiler sees the loops that LLVM made, which are no operators, by name."""
+    call = Kernel.__call__
+
+    def named(self: Kernel, count: int, *arguments: int) -> None:
+        with record_function(f"llvm::{self.name}"):
+            call(self, count, *arguments)
+
+    Kernel.__call__ = named
+    try:
+        yield
+    finally:
+        Kernel.__call__ = call
 
 
 BENCHMARK = Benchmark("decode_step", "A step of decoding", measure)

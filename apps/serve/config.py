@@ -37,7 +37,7 @@ class EngineConfig:
     prefix_sharing: bool = True
     """keep what was computed, for requests that begin alike"""
     compile: bool = False
-    """decode by one graph of torch.compile, which takes a minute at the start; for CPUs with a C++ compiler"""
+    """compute by one graph of torch.compile, which takes up to a minute at the start; for CPUs with a C++ compiler"""
 
     def __post_init__(self) -> None:
         if self.kv_gb is not None and self.kv_gb <= 0:

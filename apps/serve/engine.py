@@ -147,14 +147,14 @@ class Engine:
         for sequence, count in parts:
             sequence.num_computed += count
             assert sequence.held is not None
-            self.pages.commit(sequence.held, sequence.keys, sequence.num_computed)
+            self.pages.commit(sequence.held, sequence.tokens, sequence.num_computed)
         return self._read(asked, logits_RV)
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------
 
     def _waiting_jobs(self, matches: dict[int, Match]) -> Iterator[Job]:
         for sequence in self.waiting:
-            match = Match() if sequence.wants_prompt_logprobs else self.pages.match(sequence.keys)
+            match = Match() if sequence.wants_prompt_logprobs else self.pages.match(sequence.tokens)
             matches[sequence.number] = match
             yield Job(
                 sequence.number,
@@ -230,7 +230,6 @@ class Engine:
             step.tables.append(list(held.pages))
             step.lengths.append(first + count)
             step.starts.append(begin + count)
-            step.written.append(max(0, places.stop - max(first, len(sequence.request.prompt))))
             wanted = range(places.stop - 1, places.stop) if places.stop == len(sequence.tokens) else range(0)
             if sequence.wants_prompt_logprobs:
                 wanted = places
@@ -292,8 +291,6 @@ class Engine:
         """The new token: into the sequence, into the text; and whether it was the last."""
         request, stream = sequence.request, sequence.stream
         sequence.tokens.append(sampled.id)
-        # What the runner computes otherwise is no prompt's: pages with such tokens serve none, nor the other way round.
-        sequence.keys.append(sampled.id if self.runner.decode is None else ~sampled.id)
         sequence.written[sampled.id] += 1
         self.counts.written_tokens += 1
         finish: FinishReason | None = None
@@ -326,4 +323,4 @@ class Engine:
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         stream = TextStream(self.text.detokenizer(request.prompt), request.stop, request.include_stop)
-        return Sequence(request, index, next(self._numbers), stream, list(request.prompt), list(request.prompt))
+        return Sequence(request, index, next(self._numbers), stream, list(request.prompt))

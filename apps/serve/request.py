@@ -147,7 +147,6 @@ class Sequence:
 
     number      order of arrival, and its name for the scheduler
     tokens      the prompt and what was written
-    keys        by which its pages are found: its tokens, written ones as ~token where these are computed otherwise
     written     how often each token was written
     held        its pages while it runs; `num_computed` of its tokens have their keys and values there
     pending     tokens whose text is not released yet
@@ -159,7 +158,6 @@ class Sequence:
     number: int
     stream: TextStream
     tokens: list[int] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
     state: State = State.WAITING
     held: Held | None = None
     num_computed: int = 0

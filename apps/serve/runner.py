@@ -11,7 +11,7 @@ Shapes: T tokens of the step, R rows whose logits are wanted, B sequences, H que
 size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
-from core.kernels.paged_attention import Span, paged_attention, spans, write_pages
+from core.kernels.paged_attention import Spans, paged_attention, spans, write_pages
 from core.models.decoder import Decoder
 from core.nn.attention import Attention, StepContext
 
@@ -34,8 +34,6 @@ class Step:
 
     ids, positions, slots   of each token: what it is, where it stands in its text, its place in the pages
     tables, lengths, starts of each sequence: its pages, its tokens with the new ones, its first new token
-    written                 of each sequence: how many of the new tokens it wrote itself, its last ones; the others are
-                            its prompt's. Left out: none
     rows                    tokens whose logits are wanted
     copies                  pages to be copied before anything is written: (from, to)
     """
@@ -48,34 +46,6 @@ class Step:
     starts: list[int] = field(default_factory=lambda: [0])
     rows: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
-
-    def parts(self) -> tuple["Step", "Step", list[int]]:
-        """(tokens of prompts, written tokens, where each row is among the rows of the two behind each other).
-
-        Each written token stands as a sequence of its own, which ends with it; so all of these have one new token.
-        Copies are left out.
-        """
-        prompts, alone, asked = Step(), Step(), set(self.rows)
-        found: list[tuple[bool, int]] = []
-        for table, length, start, stop, written in zip(
-            self.tables, self.lengths, self.starts, self.starts[1:], self.written or [0] * len(self.tables)
-        ):
-            middle = stop - written
-            pieces = [(prompts, start, middle)] if start < middle else []
-            pieces += [(alone, token, token + 1) for token in range(middle, stop)]
-            for part, first, last in pieces:
-                moved = len(part.ids) - first
-                for name in ("ids", "positions", "slots"):
-                    getattr(part, name).extend(getattr(self, name)[first:last])
-                part.tables.append(table)
-                part.lengths.append(length - (stop - last))
-                part.starts.append(last + moved)
-                rows = [row for row in range(first, last) if row in asked]
-                part.rows.extend(row + moved for row in rows)
-                found.extend((part is alone, row) for row in rows)
-        place = {row: index for index, (_, row) in enumerate(sorted(found))}
-        return prompts, alone, [place[row] for row in self.rows]
 
 
 @dataclass
@@ -87,7 +57,7 @@ class PagedContext(StepContext):
     starts_B: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
     slots_T: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     max_length: int = 0
-    spans: list[Span] | None = None
+    spans: Spans | None = None
 
 
 class PagedAttend:
@@ -135,23 +105,15 @@ class PagedAttend:
                 pages[target] = pages[source]
 
 
-Tables = Sequence[Sequence[int]]
-Decode = Callable[[Tensor, Tensor, Tables, Sequence[int], Sequence[int]], Tensor]
-"""(ids[1, T], positions[1, T], tables, lengths, slots) of T sequences with one new token -> what the head is given.
-Two may be the same text, one a token longer: the shorter one's key and value are there for the longer."""
-
-Read = Callable[[Tensor, Tensor, PagedContext], Tensor]
-"""(ids[1, T], positions[1, T], context) -> what the head is given."""
+Graph = Callable[[Tensor, Tensor, PagedContext], Tensor]
+"""(ids[1, T], positions[1, T], context) -> what the head is given, [1, T, D]."""
 
 
 class Runner:
     """A decoder with pages in its `attend` slots.
 
-    axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
-    decode  what computes tokens that a sequence wrote itself in the decoder's place, up to its head, if anything does
-            (`apps.serve.compiled`)
-    read    the same of tokens of prompts. So which of the two rounds a token's numbers follows from the token, not from
-            how the scheduler cuts texts into steps
+    axis   the tensor-parallel ranks over which the decoder is cut; None: it is whole
+    graph  what computes in the decoder's place, up to its head, if anything does (`apps.serve.compiled`)
     """
 
     def __init__(
@@ -170,8 +132,7 @@ class Runner:
             raise UserError(f"no memory for {num_pages} pages of the cache; give less by --kv_gb") from error
         for attention, pages in zip(attentions, self.pages, strict=True):
             attention.attend = pages
-        self.decode: Decode | None = None
-        self.read: Read | None = None
+        self.graph: Graph | None = None
 
     def run(self, step: Step) -> Tensor:
         """logits[R, V] in fp32 or wider, R those of `step.rows`.  Only the first rank of the axis calls it."""
@@ -206,27 +167,6 @@ class Runner:
                 pages.copy(source, target)
         if not step.ids:
             return torch.empty(0, 0)
-        if self.decode is None or not any(step.written):
-            return self._forward(step)
-        if len(step.ids) == len(step.tables) == sum(step.written):
-            return self._decoded(step)
-        prompts, alone, order = step.parts()
-        # Prompts first: written tokens of the same sequence attend to them.
-        logits = [compute(part) for part, compute in ((prompts, self._forward), (alone, self._decoded)) if part.ids]
-        return torch.cat(logits)[torch.tensor(order, dtype=torch.int64, device=self.device)]
-
-    def _decoded(self, step: Step) -> Tensor:
-        """logits[R, V] of sequences with one new token each, by `decode`."""
-        assert self.decode is not None
-        ids, positions = (torch.tensor([x], device=self.device) for x in (step.ids, step.positions))
-        x_1TD = self.decode(ids, positions, step.tables, step.lengths, step.slots)
-        if not step.rows:
-            return x_1TD.new_empty(0, self.model.config.vocab_size)
-        rows_R = None if len(step.rows) == len(step.ids) else torch.tensor(step.rows, device=self.device)
-        return _at_least_fp32(self.model.head(x_1TD, rows_R=rows_R)[0])
-
-    def _forward(self, step: Step) -> Tensor:
-        """logits[R, V] by the decoder."""
         width = max(map(len, step.tables))
         tables = [table + [0] * (width - len(table)) for table in step.tables]
 
@@ -243,9 +183,9 @@ class Runner:
             spans=spans(step.tables, step.lengths, step.starts, self.page_size) if self.device.type == "cpu" else None,
         )
         ids, positions = tensor([step.ids], torch.int64), tensor([step.positions], torch.int64)
-        if self.read is None:
+        if self.graph is None:
             return _at_least_fp32(self.model(ids, positions=positions, context=context)[0])
-        x_1TD = self.read(ids, positions, context)
+        x_1TD = self.graph(ids, positions, context)
         if not step.rows:
             return x_1TD.new_empty(0, self.model.config.vocab_size)
         return _at_least_fp32(self.model.head(x_1TD, rows_R=context.rows_R)[0])

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from core.kernels.operator import launches, operator
 from core.kernels.timing import least_seconds
-from core.kernels.traced import is_lone_twice, number_of, traced
+from core.kernels.traced import number_of, traced
 
 # Multiply-adds below which the extra calls cost more than the kernel gains (measured: equal at about 2 million).
 _WORTH_IT = 4 << 20
@@ -106,11 +106,7 @@ torch.library.define("megalith::packed_linear", "(Tensor x, int weight, int chan
 
 @torch.library.impl("megalith::packed_linear", "CPU")
 def _traced_linear(x: Tensor, weight: int, channels: int) -> Tensor:
-    form = getattr(traced(weight), _NAME).tensor
-    if is_lone_twice(x, 1):
-        y_1O = _by_form(x[:1], form)
-        return torch.cat((y_1O, y_1O))
-    return _by_form(x, form)
+    return _by_form(x, getattr(traced(weight), _NAME).tensor)
 
 
 @torch.library.register_fake("megalith::packed_linear")

@@ -13,6 +13,8 @@ Management for Large Language Model Serving with PagedAttention", 2023). Query i
 2. Sequences with more: a program takes a tile of queries and heads that share a key/value head, and all keys that the
    tile sees (Dao, "FlashAttention-2", 2023, algorithm 1, forward only).
 
+On a CPU the sequences with one query are `core.kernels.paged_loops`'s.
+
 A sequence's parts follow from its own length, and its kernel from its own number of queries, so a result does not
 depend on the neighbours in the batch: not a bit of it, in any mix.
 
@@ -27,11 +29,13 @@ Shapes: B sequences, T queries of all sequences, H query heads, J key/value head
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.kernels import paged_loops
 from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
@@ -48,27 +52,46 @@ _DOT_TYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence of a batch on a CPU: its queries `start … stop - 1`, its length, and its pages.
-
-    pages  the first page, where they follow each other in memory; else int64[n], the number of each
-    """
+    """One sequence of a batch on a CPU: its queries `start … stop - 1`, its length, and the pages that hold it."""
 
     start: int
     stop: int
     length: int
-    pages: int | Tensor
+    table: Sequence[int]
+
+    @cached_property
+    def pages(self) -> int | Tensor:
+        """The first page, where they follow each other in memory; else int64[n], the number of each."""
+        in_a_row = all(page == self.table[0] + place for place, page in enumerate(self.table))
+        return self.table[0] if in_a_row else torch.tensor(self.table, dtype=torch.int64, device="cpu")
 
 
-def spans(tables: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int], page_size: int) -> list[Span]:
-    """The sequences that have queries and keys. Layers that share a page table can share this, too."""
-    found = []
-    for table, length, start, stop in zip(tables, lengths, starts, starts[1:]):
+@dataclass(frozen=True)
+class Spans:
+    """The sequences of a batch that have queries and keys. Layers that share a page table can share this, too.
+
+    alone   those with one query; int64[N, 3] in `queries`: its row, its sequence, its length
+    longer  the others
+    """
+
+    alone: list[Span]
+    longer: list[Span]
+    queries: Tensor
+
+    @property
+    def longest_alone(self) -> int:
+        return max((span.length for span in self.alone), default=0)
+
+
+def spans(tables: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int], page_size: int) -> Spans:
+    alone, longer, queries = [], [], []
+    for sequence, (table, length, start, stop) in enumerate(zip(tables, lengths, starts, starts[1:])):
         if length > 0 and start < stop:
-            listed = table[: -(-length // page_size)]
-            in_a_row = all(page == listed[0] + place for place, page in enumerate(listed))
-            pages = listed[0] if in_a_row else torch.tensor(listed, dtype=torch.int64, device="cpu")
-            found.append(Span(start, stop, length, pages))
-    return found
+            span = Span(start, stop, length, table[: -(-length // page_size)])
+            (alone if stop == start + 1 else longer).append(span)
+            if stop == start + 1:
+                queries.append((start, sequence, length))
+    return Spans(alone, longer, torch.tensor(queries, dtype=torch.int64, device="cpu").view(-1, 3))
 
 
 def paged_attention(
@@ -84,7 +107,7 @@ def paged_attention(
     slopes: Tensor | None = None,
     scale: float | None = None,
     max_length: int | None = None,
-    prepared: Sequence[Span] | None = None,
+    prepared: Spans | None = None,
 ) -> Tensor:
     """o[T, H, K] of q's dtype; no gradients. The keys of the queries themselves are in the pages already.
 
@@ -109,10 +132,51 @@ def paged_attention(
     if runs_kernel("paged_attention", q, unless=_unsupported(q, k_pages, v_pages)):
         capacity = page_table.shape[1] * k_pages.shape[1]
         return _forward(*tensors, scale, capacity if max_length is None else min(max_length, capacity))
+    if paged_loops.offered(q, k_pages):
+        return _on_cpu(*tensors, scale, prepared)
     return reference(
         q, k_pages, v_pages, page_table, lengths, cu_query_lens=cu_query_lens, k_scales=k_scales, v_scales=v_scales,
         slopes=slopes, scale=scale, prepared=prepared,
     )  # fmt: skip
+
+
+def _on_cpu(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, cu_query_lens: Tensor | None,
+    k_scales: Tensor | None, v_scales: Tensor | None, slopes: Tensor | None, scale: float, prepared: Spans | None,
+) -> Tensor:  # fmt: skip
+    """Sequences with one query all at once, the others one by one."""
+    found = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
+    scales: dict[str, Tensor | None] = {"k_scales": k_scales, "v_scales": v_scales}
+    o_THK = None
+    if found.longer or not found.alone:
+        rest = Spans([], found.longer, found.queries[:0])
+        o_THK = reference(
+            q, k_pages, v_pages, page_table, lengths, cu_query_lens=cu_query_lens, slopes=slopes, scale=scale,
+            prepared=rest, **scales,
+        )  # fmt: skip
+    if found.alone:
+        wide = torch.zeros(q.shape, dtype=torch.float32, device="cpu") if o_THK is None else o_THK.float()
+        table = page_table.to(torch.int32).contiguous()
+        paged_loops.one_query_attention(
+            q,
+            k_pages,
+            v_pages,
+            table,
+            found.queries,
+            found.longest_alone,
+            scale=scale,
+            slopes=slopes,
+            out=wide,
+            **scales,
+        )
+        o_THK = wide.to(q.dtype)
+    assert o_THK is not None
+    return o_THK
+
+
+def _spans(page_table: Tensor, lengths: Tensor, cu_query_lens: Tensor | None, page_size: int) -> Spans:
+    starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()
+    return spans(page_table.tolist(), lengths.tolist(), starts, page_size)
 
 
 def reference(
@@ -128,9 +192,9 @@ def reference(
     slopes: Tensor | None = None,
     scale: float | None = None,
     max_length: int | None = None,
-    prepared: Sequence[Span] | None = None,
+    prepared: Spans | None = None,
 ) -> Tensor:
-    """The same by torch, a sequence at a time; what runs on a CPU.
+    """The same by torch, a sequence at a time; on a CPU what runs for sequences with more than one query.
 
     A batch of all sequences at once would be no faster: keys and values would be gathered through memory, where those
     of one sequence stay in the processor's cache or need no gathering, and a result would depend on the longest.
@@ -138,10 +202,9 @@ def reference(
     dtype = _dot_dtype(q, k_pages)
     # torch's attention of one query in 16 bits widens number by number, which is slower than all at once.
     wide = torch.promote_types(dtype, torch.float32) if q.device.type == "cpu" else dtype
-    if prepared is None:
-        starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()
-        prepared = spans(page_table.tolist(), lengths.tolist(), starts, k_pages.shape[1])
-    longest = max((span.length for span in prepared), default=0)
+    found = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
+    every = sorted((*found.alone, *found.longer), key=lambda span: span.start)
+    longest = max((span.length for span in every), default=0)
     kept = ((k_pages, k_scales), (v_pages, v_scales))
     k_of, v_of = (_Gather(pages, scales, dtype, longest) for pages, scales in kept)
     k_alone_of, v_alone_of = (_Gather(pages, scales, wide, longest) for pages, scales in kept)
@@ -149,11 +212,11 @@ def reference(
     q_TJGK = q.reshape(len(q), J, -1, K).to(dtype)
     # ALiBi of one query over the longest sequence: a shorter one's is the end of it.
     bias = None if slopes is None else _alibi(slopes, 1, longest, dtype).view(1, J, -1, longest)
-    everyone = [span.start for span in prepared] == list(range(len(q)))
+    everyone = [span.start for span in every] == list(range(len(q)))
     o_TJGK = None if everyone else torch.zeros_like(q_TJGK)
     alone = q_TJGK[:, None].to(wide).unbind(0) if everyone else None  # cheaper than one by one
-    found = []
-    for span in prepared:
+    pieces = []
+    for span in every:
         if span.stop == span.start + 1:  # heads that share keys become the queries of one head: no key is repeated
             mine = None if bias is None else bias[..., longest - span.length :]
             q_1JGK = q_TJGK[span.start : span.stop].to(wide) if alone is None else alone[span.start]
@@ -161,10 +224,10 @@ def reference(
         else:
             o = _attention(q_TJGK[span.start : span.stop], k_of(span), v_of(span), slopes, scale)
         if o_TJGK is None:
-            found.append(o)
+            pieces.append(o)
         else:
             o_TJGK[span.start : span.stop] = o
-    o_TJGK = o_TJGK if o_TJGK is not None else torch.cat(found) if found else q_TJGK
+    o_TJGK = o_TJGK if o_TJGK is not None else torch.cat(pieces) if pieces else q_TJGK
     return o_TJGK.view(q.shape).to(q.dtype)
 
 
@@ -259,6 +322,8 @@ def write_pages(
         raise ValueError(f"write_pages: {given} for pages {list(k_pages.shape)}; k, v are [T, J, K], slots [T]")
     if runs_kernel("write_pages", k, unless=_unwritable(k, k_pages, v_pages)):
         _write(k, v, k_pages, v_pages, slots, k_scales, v_scales)
+    elif paged_loops.offered(k, k_pages) and slots.dtype == torch.int64 and v.dtype == k.dtype:
+        paged_loops.write(k, v, k_pages, v_pages, slots.contiguous(), k_scales=k_scales, v_scales=v_scales)
     else:
         write_reference(k, v, k_pages, v_pages, slots, k_scales=k_scales, v_scales=v_scales)
 
@@ -273,7 +338,7 @@ def write_reference(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """The same by torch; what runs on a CPU."""
+    """The same by torch."""
     if slots.numel() and int(slots.min()) < 0:
         kept = (slots >= 0).nonzero()[:, 0]
         k, v, slots = k[kept], v[kept], slots[kept]

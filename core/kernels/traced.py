@@ -6,7 +6,6 @@ are another library's own) need not be in it.
 
 import weakref
 
-import torch
 from torch import Tensor
 
 _TRACED: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -24,8 +23,3 @@ def number_of(weight: Tensor) -> int:
 def traced(number: int) -> Tensor:
     """The weight that a graph knows under the number."""
     return _TRACED[number]
-
-
-def is_lone_twice(x: Tensor, digits: int) -> bool:
-    """Whether rows [digits 2, I] are one token's, given twice, as a graph is given a lone token: multiply it once."""
-    return x.shape[0] == 2 * digits and torch.equal(x[::2], x[1::2])

@@ -11,7 +11,7 @@ packed.py. quantize.py chooses the weights of a model; folder.py goes from a che
 
 import core.quant.products  # noqa: F401 (torch's functions get to know quantized weights)
 from core.quant.folder import Architecture, is_quantized, load_quantized, quantize_folder, save_quantized
-from core.quant.packed import compile_widening, pack
+from core.quant.packed import pack
 from core.quant.quantize import dequantize, quantize
 from core.quant.scheme import SCHEMES, Scheme
 from core.quant.weight import QuantizedWeight, stored_bytes
@@ -21,7 +21,6 @@ __all__ = [
     "Architecture",
     "QuantizedWeight",
     "Scheme",
-    "compile_widening",
     "dequantize",
     "is_quantized",
     "load_quantized",

@@ -12,25 +12,26 @@ int8 two digits are 32,513 values from a row's smallest to its largest: what the
 the weights lost, and a third would cost half as much again.
 
 VNNI multiplies unsigned by signed bytes, so q is kept as q + 128, one unsigned byte; 128 times the codes' sums are
-taken off. The kernel is the fastest one here for the shape (measured once a process): `torch._int_mm`, unsigned or
-signed, or, where the weight has that form too (`core.quant.packed`), oneDNN's with weights in its own order, which
-arranges nothing in a call and takes the sums and the scales on the way out. Where this CPU's instructions saturate (no
-VNNI): fp32 products of pieces small enough to be exact.
+taken off. The kernel is the fastest one here for the shape (measured once a process): `core.kernels.vnni`'s, for few
+rows; `torch._int_mm`, unsigned or signed; or, where the weight has that form too (`core.quant.packed`), oneDNN's with
+weights in its own order, which arranges nothing in a call and takes the sums and the scales on the way out. Where this
+CPU's instructions saturate (no VNNI): fp32 products of pieces small enough to be exact.
 
 Shapes: M rows of x, I columns, O output channels, P digits, R = P M rows of integers.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.kernels.traced import is_lone_twice, number_of, traced
+from core.kernels.timing import fastest_from_memory
+from core.kernels.traced import number_of, traced
+from core.kernels.vnni import int8_product, offered
 from core.quant.weight import QuantizedWeight
 
 _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
@@ -41,11 +42,10 @@ _BASE, _MOST = torch.tensor(128.0, device="cpu"), torch.tensor(127.0, device="cp
 _ZERO = 128
 """the byte that stands for the integer 0"""
 _SMALLEST = 1e-30
-_MEASURED_CHANNELS, _ROUNDS = 4096, 3
-_MEASURED_BYTES, _CACHED_BYTES = 8 << 20, 64 << 20
-"""of weights that a kernel is measured on; more than caches hold"""
-_TRIED = (8 * _DIGITS, _DIGITS)
-"""rows for which a weight gets its other form if that is the fastest"""
+_ROWS = (4, 16, 64, 256)
+"""for which the kernels are measured"""
+_MEASURED_CHANNELS, _MEASURED_BYTES, _ROUNDS = 4096, 4 << 20, 3
+"""of a weight, and of the weights that a kernel is measured on: several, for its own instructions are in a cache"""
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
 _EXACT_COLUMNS = 1024
 
@@ -157,6 +157,12 @@ def _by_form(q_RI: Tensor, codes: Codes) -> Tensor:
     return torch.ops.onednn.qlinear_pointwise(q_RI, 1.0, _ZERO, *codes.form, *options)
 
 
+def _by_vnni(q_RI: Tensor, codes: Codes) -> Tensor:
+    if not offered():
+        raise RuntimeError("no VNNI here, or no LLVM")
+    return int8_product(q_RI, codes.codes_OI, codes.scale_O, codes.sums_O())
+
+
 def _by_floats(q_RI: Tensor, codes: Codes) -> Tensor:
     """fp32 products of pieces whose sums are exact, added up in fp64."""
     pieces = zip(q_RI.split(_EXACT_COLUMNS, 1), codes.codes_OI.split(_EXACT_COLUMNS, 1))
@@ -168,6 +174,7 @@ _KERNELS: dict[str, Kernel] = {
     "signed": _by_signed,
     "unsigned": _by_unsigned,
     "form": _by_form,
+    "vnni": _by_vnni,
     "floats": _by_floats,
 }
 
@@ -191,11 +198,7 @@ torch.library.define("megalith::product_with_outliers", "(Tensor x, int weight, 
 
 @torch.library.impl("megalith::product_of_integers", "CPU")
 def _product_of_integers(q: Tensor, weight: int, channels: int) -> Tensor:
-    codes = Codes.of(cast(QuantizedWeight, traced(weight)))
-    if is_lone_twice(q, 1) or is_lone_twice(q, _DIGITS):
-        y_RO = _product(q[::2].contiguous(), codes)
-        return torch.stack((y_RO, y_RO), 1).flatten(0, 1)
-    return _product(q, codes)
+    return _product(q, Codes.of(cast(QuantizedWeight, traced(weight))))
 
 
 @torch.library.impl("megalith::product_with_outliers", "CPU")
@@ -214,14 +217,15 @@ def _product_shape(x: Tensor, weight: int, channels: int) -> Tensor:
 
 def fastest(num_channels: int, num_columns: int, rows: int, has_form: bool = False) -> str:
     """The name of the fastest kernel that is exact here, for about that many rows. All give the same bits."""
-    return _measured(num_channels, num_columns, 1 << min(rows - 1, 255).bit_length(), has_form, torch.get_num_threads())
+    about = next((bucket for bucket in _ROWS if rows <= bucket), _ROWS[-1])
+    return _measured(num_channels, num_columns, about, has_form, torch.get_num_threads())
 
 
 def form_is_faster(num_channels: int, num_columns: int) -> bool:
-    """Whether some tokens' rows go faster through oneDNN's form."""
+    """Whether rows, many or few, go faster through oneDNN's form."""
     if num_columns < 16 or "form" not in exact_kernels():
         return False
-    return any(fastest(num_channels, num_columns, rows, True) == "form" for rows in _TRIED)
+    return any(fastest(num_channels, num_columns, rows, True) == "form" for rows in reversed(_ROWS))
 
 
 @cache
@@ -230,25 +234,16 @@ def _measured(num_channels: int, num_columns: int, rows: int, has_form: bool, nu
     if len(names) == 1:
         return names[0]
     codes_OI = torch.full((min(num_channels, _MEASURED_CHANNELS), num_columns), 5, dtype=torch.int8, device="cpu")
-    # In a model a weight comes from memory: a kernel that arranges it anew would be faster in a cache. Several weights,
-    # for a kernel's own instructions do not come from there. In turns, so that what else the machine does falls on all.
-    given = [_given(codes_OI.clone(), has_form) for _ in range(-(-_MEASURED_BYTES // codes_OI.nbytes))]
     q_RI = torch.full((rows, num_columns), _ZERO + 3, dtype=torch.uint8, device="cpu")
-    taken, other = dict.fromkeys(names, float("inf")), torch.zeros(_CACHED_BYTES // 4, device="cpu")
-    for _ in range(_ROUNDS):
-        for name in names:
-            other.sum()
-            start = time.perf_counter()
-            for codes in given:
-                _KERNELS[name](q_RI, codes)
-            taken[name] = min(taken[name], time.perf_counter() - start)
-    return min(taken, key=lambda name: taken[name])
+    count = -(-_MEASURED_BYTES // codes_OI.nbytes)
+    given = {name: [_given(codes_OI.clone(), name == "form") for _ in range(count)] for name in names}
+    return fastest_from_memory({name: (partial(_KERNELS[name], q_RI), given[name]) for name in names}, _ROUNDS)
 
 
 @cache
 def exact_kernels() -> tuple[str, ...]:
     """The kernels of integers that do not saturate on this CPU; fp32 products where there is none."""
-    return tuple(name for name in ("signed", "unsigned", "form") if _is_exact(name)) or ("floats",)
+    return tuple(name for name in ("signed", "unsigned", "form", "vnni") if _is_exact(name)) or ("floats",)
 
 
 def _is_exact(name: str) -> bool:

@@ -35,10 +35,9 @@ def test_compiled_steps() -> None:
     def logits(tokens: list[int]) -> torch.Tensor:
         every = list(range(len(tokens)))
         slots, tables = [4 * token for token in tokens], [[token] for token in tokens]
-        step = Step(
-            tokens, [0] * len(every), slots, tables, [1] * len(every), [*every, len(every)], every, [], [1] * len(every)
+        return engine.runner.run(
+            Step(tokens, [0] * len(every), slots, tables, [1] * len(every), [*every, len(every)], every)
         )
-        return engine.runner.run(step)
 
     together = logits([0, 1, 2, 3, 4])
     for token in range(5):

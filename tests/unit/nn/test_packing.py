@@ -8,7 +8,6 @@ from torch import nn
 
 from core.kernels import matmul
 from core.kernels.matmul import linear, pack_weight
-from core.kernels.traced import number_of
 from core.nn.packing import pack_linear
 from tests.unit.quant.models import decoder, tokens
 
@@ -63,20 +62,6 @@ def test_only_as_it_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not is_taken(monkeypatch, x, weight)
         torch.testing.assert_close(linear(x, weight), 2 * before)
     assert not pack_weight(weight_of(24, 32, torch.float64))
-
-
-def test_a_lone_token_given_twice_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, rows = weight_of(24, 32, torch.float32), []
-    pack_weight(weight)
-    real = matmul._by_form
-    monkeypatch.setattr(matmul, "_by_form", lambda x, form: rows.append(len(x)) or real(x, form))
-    x = torch.randn(1, 32)
-    packed_linear = torch.ops.megalith.packed_linear
-    assert torch.equal(
-        packed_linear(torch.cat((x, x)), number_of(weight), 24)[1:], packed_linear(x, number_of(weight), 24)
-    )
-    packed_linear(torch.randn(2, 32), number_of(weight), 24)
-    assert rows == [1, 1, 2]
 
 
 @torch.no_grad()

@@ -8,8 +8,7 @@ import logging
 import pytest
 import torch
 
-from apps.serve import compiled
-from apps.serve.compiled import attend_alone, check_compilable, compile_runner
+from apps.serve.compiled import check_compilable, compile_runner
 from apps.serve.runner import Runner, Step
 from apps.serve.scheduler import Limits
 from core.config import UserError
@@ -53,23 +52,23 @@ def test_the_graph_writes_what_the_decoder_writes(
     assert written(model(family, scheme), compiled=True) == written(model(family, scheme), compiled=False)
 
 
-def test_nothing_goes_around_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts neither, nor parts of them that are one token long."""
+def test_nothing_goes_around_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone token neither."""
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     decoder = model("opt", Scheme("int8"))
     engine, wanted = real_engine(decoder, Limits(4, 64, 19, 3), 40), written(decoder, compiled=False)
     graph = compile_runner(engine.runner)
     assert graph
-    read, parts = graph._read, []
-    monkeypatch.setattr(graph, "_read", lambda ids, positions: parts.append(ids.shape[1]) or read(ids, positions))
+    compute, parts = graph._compute, []
+    monkeypatch.setattr(graph, "_compute", lambda ids, positions: parts.append(ids.shape[1]) or compute(ids, positions))
     monkeypatch.setattr(decoder, "forward", None)
     found = run(engine, [greedy(str(n), prompt, 8) for n, prompt in enumerate(PROMPTS)])
     assert [found.ids(str(n)) for n in range(len(PROMPTS))] == wanted
     assert sum(parts) >= sum(map(len, PROMPTS)) - engine.counts.cached_tokens
-    lone = Step([5], [0], [0], [[0]], [1], [0, 1], [0], written=[0])
+    lone = Step([5], [0], [0], [[0]], [1], [0, 1], [0])
     parts.clear()
     assert engine.runner.run(lone).shape == (1, decoder.config.vocab_size)
-    assert parts == [2]
+    assert parts == [1]
 
 
 def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +80,7 @@ def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
         every = list(range(len(tokens)))
         step = Step(
             tokens, [0] * len(every), [4 * t for t in tokens], [[t] for t in tokens], [1] * len(every),
-            [*every, len(every)], every, written=[1] * len(every),
+            [*every, len(every)], every,
         )  # fmt: skip
         return runner.run(step)
 
@@ -91,17 +90,10 @@ def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(logits([4, 2]), together[[4, 2]])
 
 
-@pytest.fixture
-def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs as they are traced, which round so coarsely that tokens tell what went through them."""
-    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
-    monkeypatch.setattr(compiled, "attend_alone", lambda q, k, v, *more: attend_alone(q, 1.5 * k, 0.5 * v, *more))
-
-
-@pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("scheme", [None, "int8"])
-def test_a_schedule_does_not_decide_what_goes_through_the_graph(scheme: str | None) -> None:
+def test_a_schedule_decides_nothing(scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of prompts that are one token long, tokens computed again after a preemption, pages of others."""
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     decoder, asked, preempted = flat_model(scheme), sampled_requests(), 0
     graph = compile_runner(real_engine(decoder, Limits(), 4).runner)
     assert graph
@@ -110,8 +102,6 @@ def test_a_schedule_does_not_decide_what_goes_through_the_graph(scheme: str | No
         assert compile_runner(runner, graph) is graph
 
     alone = written_alone(decoder, asked, prepare)
-    exact = written_alone(decoder, asked)
-    assert sum(alone[name] != exact[name] for name in alone) > 5
     for seed in range(4):
         found, preemptions = random_schedule(decoder, asked, seed, prepare)
         assert found == alone, seed
@@ -119,46 +109,13 @@ def test_a_schedule_does_not_decide_what_goes_through_the_graph(scheme: str | No
     assert preempted > 0
 
 
-@pytest.mark.usefixtures("coarse")
-def test_pages_of_written_tokens_serve_no_prompt() -> None:
-    decoder = model("opt", None)
-    graph = compile_runner(real_engine(decoder, Limits(), 4).runner)
-
-    def answers(*prompts: list[int]) -> list[list[int]]:
-        engine = real_engine(decoder, Limits(2, 64, 64, 4), 60)
-        assert compile_runner(engine.runner, graph)
-        found = [run(engine, [greedy(str(n), prompt, 12)]).ids(str(n)) for n, prompt in enumerate(prompts)]
-        assert engine.counts.cached_tokens >= 6 * (len(prompts) - 1)
-        return found
-
-    first = [*range(8)]
-    again = first + answers(first)[0]
-    assert answers(first, again)[1] == answers(again)[0]
-
-
-def test_a_step_in_two_parts_of_which_nobody_wants_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's middle that is computed again with tokens behind it, as after a preemption."""
+def test_a_step_of_which_nobody_wants_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's middle."""
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)
     runner = Runner(model("opt", None), 20, 4, torch.float32)
     assert compile_runner(runner)
-    step = Step([1, 2, 3], [0, 1, 2], [0, 1, 2], [[0]], [3], [0, 3], [], written=[1])
+    step = Step([1, 2, 3], [0, 1, 2], [0, 1, 2], [[0]], [3], [0, 3], [])
     assert runner.run(step).shape == (0, runner.model.config.vocab_size)
-
-
-def test_a_step_in_two_parts() -> None:
-    """A prompt in one token; a writer; a text whose prompt's end and two written tokens are computed again."""
-    step = Step(
-        [10, 11, 12, 13, 14, 15], [3, 7, 4, 5, 6, 7], [3, 17, 24, 25, 26, 27], [[0], [1, 2], [3, 6]], [4, 8, 8],
-        [0, 1, 2, 6], [0, 1, 5], written=[0, 1, 2],
-    )  # fmt: skip
-    prompts, alone, order = step.parts()
-    assert prompts == Step([10, 12, 13], [3, 4, 5], [3, 24, 25], [[0], [3, 6]], [4, 6], [0, 1, 3], [0])
-    assert alone == Step(
-        [11, 14, 15], [7, 6, 7], [17, 26, 27], [[1, 2], [3, 6], [3, 6]], [8, 7, 8], [0, 1, 2, 3], [0, 2]
-    )
-    assert order == [0, 1, 2]
-    step.rows.reverse()
-    assert step.parts()[2] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "llama"])
@@ -176,18 +133,17 @@ def test_attention_over_pages(family: str, page_dtype: torch.dtype, monkeypatch:
         runner.run(_step(prompts, tables, [0] * 5))
         if is_compiled:
             assert compile_runner(runner)
-            runner.run(_step(prompts, tables, [0] * 5))  # the first place was written to when it was compiled
-        more, written = [[20], [21], [22, 23], [24], [25, 26]], [1, 0, 0, 1, 2]
-        together = runner.run(_step(more, tables, lengths, written))
-        apart = [runner.run(_step(*([given] for given in one))) for one in zip(more, tables, lengths, written)]
+        more = [[20], [21], [22, 23], [24], [25, 26]]
+        together = runner.run(_step(more, tables, lengths))
+        apart = [runner.run(_step(*([given] for given in one))) for one in zip(more, tables, lengths)]
         assert (together - torch.cat(apart)).abs().max() < (1e-10 if page_dtype == torch.float64 else 1e-5)
         found.append(together)
     assert (found[0] - found[1]).abs().max() < (1e-10 if page_dtype == torch.float64 else 1e-5)
 
 
-def _step(new: list[list[int]], tables: list[list[int]], before: list[int], written: list[int] | None = None) -> Step:
+def _step(new: list[list[int]], tables: list[list[int]], before: list[int]) -> Step:
     """New tokens behind those that are in the pages; the logits of the last one of each sequence."""
-    step = Step(written=written or [])
+    step = Step()
     for ids, table, start in zip(new, tables, before):
         places = range(start, start + len(ids))
         step.ids.extend(ids)
@@ -211,7 +167,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     (record,) = caplog.records
     assert "No working C++ compiler found; install" in record.getMessage()
     assert "\n" not in record.getMessage()
-    assert runner.decode is None
+    assert runner.graph is None
     assert runner.run(Step([1], [0], [0], [[0]], [1], [0, 1], [0])).shape == (1, 61)
 
 

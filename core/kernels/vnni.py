@@ -1,0 +1,285 @@
+"""Products of few rows with weights in 8 and 4 bits, as they are stored, by VNNI: a CPU's dot products of bytes.
+
+An instruction multiplies 64 unsigned bytes by 64 signed ones and adds the products, four by four, to 16 sums of 32
+bits; another one 32 words of 16 bits, two by two. A few tokens are bounded by how fast weights come from memory, so
+weights are read once, in the order in which they lie, and asked for some kilobytes ahead: the lines of a few channels
+at once are more than the processor foresees.
+
+8 bits (`int8_product`): rows of unsigned bytes, each 128 more than an integer q. y = scale (q w^T), with exact sums:
+the same bits as any other exact kernel's.
+
+4 bits (`int4_product`): rows of x in fp32, which are rounded to 32,767 steps of their largest element, q in 16 bits.
+Each group of columns has exact sums of 32 bits; those of the groups are added in fp32, lane by lane in their order,
+whatever other rows there are:
+
+    y[m, o] = step[m] sum_g scale[o, g] sum_i q[m, i] (code[o, i] - zero[o, g])
+
+Many rows are multiplied faster in bf16, by weights that `int4_widened` makes of some channels.
+
+Shapes: R, M rows; I columns, a multiple of the group G for 4 bits (x may have fewer); O channels.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from core.kernels.llvm import Code, Kernel, Value, x86_features
+
+_AHEAD_BYTES = 8 << 10
+"""of a weight that are asked for before they are needed"""
+_LANES = 16
+_STEPS, _SMALLEST = 32767, 1e-30
+_ZERO, _ZERO_OF_4 = 128, 8
+"""the byte that stands for the integer 0, and the code of symmetric ones of 4 bits"""
+
+
+def width() -> int:
+    """Bytes that this CPU multiplies at once: 64, 32, or 0 where it has no such instruction or LLVM is missing."""
+    found = x86_features()
+    if {"avx512vnni", "avx512bw"} <= found:
+        return 64
+    return 32 if "avxvnni" in found else 0
+
+
+def offered() -> bool:
+    """Whether these products run here."""
+    return width() > 0
+
+
+def int8_product(q_RI: Tensor, codes_OI: Tensor, scale_O: Tensor, sums_O: Tensor) -> Tensor:
+    """uint8 rows, 128 more than integers, with int8 codes: fp32 [R, O].
+
+    sums  int32: each channel's codes, added up
+    """
+    (rows, columns), channels = q_RI.shape, len(codes_OI)
+    y_RO = torch.empty(rows, channels, dtype=torch.float32, device="cpu")
+    at_once, least = _tile(rows, channels, at_once=(4, 4), few=(8, 3))
+    given = [tensor.contiguous() for tensor in (q_RI, codes_OI, scale_O, sums_O)]
+    kernel = _int8(at_once, least, columns >= width(), columns % width() > 0, width())
+    kernel(channels, *(tensor.data_ptr() for tensor in given), y_RO.data_ptr(), rows, columns, channels)
+    return y_RO
+
+
+def int4_product(x_MI: Tensor, codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int) -> Tensor:
+    """fp32 rows with 4-bit codes as `core.kernels.quantized_matmul` packs them, bf16 scales: fp32 [M, O]."""
+    (rows, columns), (channels, groups) = x_MI.shape, scale_OG.shape
+    q_MI = torch.empty(rows, groups * group, dtype=torch.int16, device="cpu")
+    steps_M = torch.empty(rows, dtype=torch.float32, device="cpu")
+    y_MO = torch.empty(rows, channels, dtype=torch.float32, device="cpu")
+    x_MI, scale_OG = x_MI.contiguous(), scale_OG.contiguous()
+    _rounded(group)(rows, x_MI.data_ptr(), q_MI.data_ptr(), steps_M.data_ptr(), columns, groups)
+    at_once, least = _tile(rows, channels, at_once=(8, 2), few=(4, 3))
+    zeros = 0 if zero_OG is None else zero_OG.contiguous().data_ptr()
+    given = (q_MI.data_ptr(), steps_M.data_ptr(), codes.contiguous().data_ptr(), scale_OG.data_ptr(), zeros)
+    kernel = _int4(at_once, least, group, zero_OG is None, min(group, width()) // 2)
+    kernel(channels, *given, y_MO.data_ptr(), rows, groups, channels)
+    return y_MO
+
+
+def int4_widened(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int) -> Tensor:
+    """bf16 [O, G group] of such codes, the filling of a last group included: (code - zero) scale, rounded once."""
+    channels, groups = scale_OG.shape
+    wide_OI = torch.empty(channels, groups * group, dtype=torch.bfloat16, device="cpu")
+    zero = None if zero_OG is None else zero_OG.contiguous()
+    kernel = _widened(group, zero is None)
+    given = (codes.contiguous().data_ptr(), scale_OG.contiguous().data_ptr(), 0 if zero is None else zero.data_ptr())
+    kernel(channels * groups, *given, wide_OI.data_ptr())
+    return wide_OI
+
+
+def _tile(rows: int, channels: int, at_once: tuple[int, int], few: tuple[int, int]) -> tuple[int, int]:
+    """(rows, channels) that are computed at a time: as `few` where there are no more rows; as even as they come, for
+    the last ones overlap.
+
+    All are as many as there are registers for; measured.
+    """
+    most, along = few if rows <= few[0] else at_once
+    return -(-rows // -(-rows // most)), min(along, channels)
+
+
+# --- 8 bits -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _int8(rows: int, channels: int, has_whole: bool, has_rest: bool, bytes_: int) -> Kernel:
+    """has_whole, has_rest  whether columns fill vectors, and whether some are left over"""
+    lanes = bytes_ // 4
+
+    def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
+        q, codes, scale, sums, y, num_rows, columns, num_channels = arguments
+        b, number = code.build, code.number
+        rest = b.and_(columns, number(bytes_ - 1))
+        whole = b.sub(columns, rest)
+        nothing = [code.filled(code.i32, lanes, 0)] * (rows * channels)
+
+        def added(
+            totals: Sequence[Value], row: Value, channel: Value, column: Value, mask: Value = None
+        ) -> list[Value]:
+            words = code.vector(code.i32, lanes)
+
+            def line(start: Value, of: Value, index: int) -> Value:
+                place = b.mul(b.add(of, number(index)), columns)
+                return b.bitcast(code.load(start, code.i8, bytes_, place, column, mask=mask), words)
+
+            for index in range(channels):
+                place = b.mul(b.add(channel, number(index)), columns)
+                code.prefetch(codes, place, column, number(_AHEAD_BYTES))
+            weights = [line(codes, channel, index) for index in range(channels)]
+            found = []
+            for index in range(rows):
+                inputs = line(q, row, index)
+                for at, weight in enumerate(weights):
+                    found.append(_dot(code, "busd", totals[index * channels + at], inputs, weight))
+            return found
+
+        with code.tiles(first, last, channels) as across:
+            channel = code.beginning(across, last, channels)
+            with code.tiles(number(0), num_rows, rows) as down:
+                row, totals = code.beginning(down, num_rows, rows), nothing
+                if has_whole:
+                    with code.loop(number(0), whole, number(bytes_), totals) as turn:
+                        turn.values = added(turn.values, row, channel, turn.at)
+                    totals = turn.values
+                if has_rest:
+                    totals = added(totals, row, channel, whole, code.first_of(rest, bytes_))
+                for at in range(channels):
+                    place = b.add(channel, number(at))
+                    factor = code.load_one(scale, code.f32, place)
+                    shift = b.mul(code.load_one(sums, code.i32, place), code.types.Constant(code.i32, _ZERO))
+                    for index in range(rows):
+                        whole_sum = b.sub(code.sum(totals[index * channels + at], b.add), shift)
+                        target = b.mul(b.add(row, number(index)), num_channels)
+                        code.store(b.fmul(b.sitofp(whole_sum, code.f32), factor), y, code.f32, target, place)
+
+    return Kernel("int8", 8, channels, build)
+
+
+def _dot(code: Code, kind: str, totals: Value, a: Value, b: Value) -> Value:
+    """busd: unsigned with signed bytes, four by four; wssd: signed words of 16 bits, two by two."""
+    return code.call(f"llvm.x86.avx512.vpdp{kind}.{32 * totals.type.count}", totals.type, totals, a, b)
+
+
+# --- 4 bits -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _rounded(group: int) -> Kernel:
+    """Rows of x to integers, filled up with zeros to whole groups, and what a step of each row is worth."""
+
+    def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
+        x, q, steps, columns, groups = arguments
+        b, number = code.build, code.number
+        floats, most = code.vector(code.f32, _LANES), code.types.Constant(code.f32, float(_STEPS))
+
+        def inputs(row: Value, column: Value) -> Value:
+            mask = code.first_of(b.sub(columns, column), _LANES)
+            return code.load(x, code.f32, _LANES, b.mul(row, columns), column, mask=mask)
+
+        with code.loop(first, last, number(1)) as across:
+            row = across.at
+            with code.loop(number(0), columns, number(_LANES), [code.filled(code.f32, _LANES, _SMALLEST)]) as turn:
+                sizes = code.call("llvm.fabs.v16f32", floats, inputs(row, turn.at))
+                turn.values = [code.call("llvm.maxnum.v16f32", floats, turn.values[0], sizes)]
+            largest = code.sum(turn.values[0], lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
+            code.store(b.fdiv(largest, most), steps, code.f32, row)
+            scale, size = code.spread(b.fdiv(most, largest), _LANES), b.mul(groups, number(group))
+            with code.loop(number(0), size, number(_LANES)) as turn:
+                nearest = code.nearest(b.fmul(inputs(row, turn.at), scale))
+                code.store(b.fptosi(nearest, code.vector(code.i16, _LANES)), q, code.i16, b.mul(row, size), turn.at)
+
+    return Kernel("rounded", 5, 1, build)
+
+
+@cache
+def _int4(rows: int, channels: int, group: int, symmetric: bool, words: int) -> Kernel:
+    """words  of 16 bits that are multiplied at once; of each byte of a group the low half is a code of its first
+    columns, the high one of its last"""
+    lanes, half = words // 2, group // 2
+    pieces = max(1, half // words)
+
+    def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
+        q, steps, codes, scale, zero, y, num_rows, groups, num_channels = arguments
+        b, number = code.build, code.number
+        floats, sums = code.vector(code.f32, lanes), code.vector(code.i32, lanes)
+        nothing = [code.filled(code.f32, lanes, 0)] * (rows * channels)
+
+        def weights(channel: Value, at: Value) -> list[Value]:
+            """A group's codes, less the one that stands for zero, by vectors of columns."""
+            factor = b.add(b.mul(channel, groups), at)
+            place = b.mul(factor, number(half))
+            code.prefetch(codes, place, number(_AHEAD_BYTES))
+            if symmetric:
+                taken_off = code.filled(code.i16, words, _ZERO_OF_4)
+            else:
+                taken_off = code.spread(b.zext(code.load_one(zero, code.i8, factor), code.i16), words)
+            low, high = [], []
+            for piece in range(pieces):
+                both = code.load(codes, code.i8, words, place, number(piece * words))
+                wide = b.zext(both, code.vector(code.i16, words))
+                low.append(b.sub(b.and_(wide, code.filled(code.i16, words, 15)), taken_off))
+                high.append(b.sub(b.lshr(wide, code.filled(code.i16, words, 4)), taken_off))
+            return [b.bitcast(piece, sums) for piece in low + high]
+
+        def scale_of(channel: Value, at: Value) -> Value:
+            place = b.add(b.mul(channel, groups), at)
+            return code.spread(code.from_bf16(code.load_one(scale, code.i16, place)), lanes)
+
+        def added(totals: Sequence[Value], row: Value, channel: Value, at: Value) -> list[Value]:
+            along = [b.add(channel, number(index)) for index in range(channels)]
+            found = [(weights(one, at), scale_of(one, at)) for one in along]
+            after = []
+            for index in range(rows):
+                place = b.mul(b.add(b.mul(b.add(row, number(index)), groups), at), number(group))
+                inputs = [
+                    b.bitcast(code.load(q, code.i16, words, place, number(n * words)), sums) for n in range(2 * pieces)
+                ]
+                for which, (parts, factor) in enumerate(found):
+                    exact = code.filled(code.i32, lanes, 0)
+                    for part, given in zip(parts, inputs, strict=True):
+                        exact = _dot(code, "wssd", exact, given, part)
+                    total = totals[index * channels + which]
+                    after.append(code.fma(b.sitofp(exact, floats), factor, total))
+            return after
+
+        with code.tiles(first, last, channels) as across:
+            channel = code.beginning(across, last, channels)
+            with code.tiles(number(0), num_rows, rows) as down:
+                row = code.beginning(down, num_rows, rows)
+                with code.loop(number(0), groups, number(1), nothing) as turn:
+                    turn.values = added(turn.values, row, channel, turn.at)
+                for index in range(rows):
+                    line = b.add(row, number(index))
+                    step = code.load_one(steps, code.f32, line)
+                    for at in range(channels):
+                        value = b.fmul(code.sum(turn.values[index * channels + at], b.fadd), step)
+                        code.store(value, y, code.f32, b.mul(line, num_channels), channel, number(at))
+
+    return Kernel("int4", 9, channels, build)
+
+
+@cache
+def _widened(group: int, symmetric: bool) -> Kernel:
+    half = group // 2
+
+    def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
+        codes, scale, zero, wide = arguments
+        b, number = code.build, code.number
+        words, floats = code.vector(code.i32, _LANES), code.vector(code.f32, _LANES)
+        with code.loop(first, last, number(1)) as turn:
+            place = turn.at
+            factor = code.spread(code.from_bf16(code.load_one(scale, code.i16, place)), _LANES)
+            if symmetric:
+                taken_off = code.filled(code.i32, _LANES, _ZERO_OF_4)
+            else:
+                taken_off = code.spread(b.zext(code.load_one(zero, code.i8, place), code.i32), _LANES)
+            for start in range(0, half, _LANES):
+                both = b.zext(code.load(codes, code.i8, _LANES, b.mul(place, number(half)), number(start)), words)
+                low = b.and_(both, code.filled(code.i32, _LANES, 15))
+                high = b.lshr(both, code.filled(code.i32, _LANES, 4))
+                for column, values in ((start, low), (half + start, high)):
+                    product = b.fmul(b.sitofp(b.sub(values, taken_off), floats), factor)
+                    code.store(code.to_bf16(product), wide, code.i16, b.mul(place, number(group)), number(column))
+
+    return Kernel("widened", 4, 1, build)
