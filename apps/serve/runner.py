@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
-from core.kernels.paged_attention import Spans, paged_attention, spans, write_pages
+from core.kernels.paged_attention import Spans, attention_on_cpu, paged_attention, spans, write_pages
+from core.kernels.paged_loops import longest_apart, offered, write
 from core.models.decoder import Decoder
 from core.nn.attention import Attention, StepContext
 
@@ -84,6 +85,11 @@ class PagedAttend:
         context: PagedContext,
     ) -> Tensor:
         scales: dict[str, Any] = {"k_scales": self.k_scales, "v_scales": self.v_scales}
+        if context.spans is not None and offered(q_1THK, self.k):
+            write(k_1TJK[0], v_1TJK[0], self.k, self.v, context.slots_T, **scales)
+            return attention_on_cpu(
+                q_1THK[0], self.k, self.v, context.tables_BP, context.spans, slopes=slopes, **scales
+            )[None]
         write_pages(k_1TJK[0], v_1TJK[0], self.k, self.v, context.slots_T, **scales)
         o_THK = paged_attention(
             q_1THK[0],
@@ -180,7 +186,7 @@ class Runner:
             starts_B=tensor(step.starts, torch.int32),
             slots_T=tensor(step.slots, torch.int64),
             max_length=max(step.lengths),
-            spans=spans(step.tables, step.lengths, step.starts, self.page_size) if self.device.type == "cpu" else None,
+            spans=self._spans(step) if self.device.type == "cpu" else None,
         )
         ids, positions = tensor([step.ids], torch.int64), tensor([step.positions], torch.int64)
         if self.graph is None:
@@ -189,6 +195,9 @@ class Runner:
         if not step.rows:
             return x_1TD.new_empty(0, self.model.config.vocab_size)
         return _at_least_fp32(self.model.head(x_1TD, rows_R=context.rows_R)[0])
+
+    def _spans(self, step: Step) -> Spans:
+        return spans(step.tables, step.lengths, step.starts, self.page_size, longest_apart(self.pages[0].k))
 
 
 def _at_least_fp32(logits_RV: Tensor) -> Tensor:

@@ -70,28 +70,35 @@ class Span:
 class Spans:
     """The sequences of a batch that have queries and keys. Layers that share a page table can share this, too.
 
-    alone   those with one query; int64[N, 3] in `queries`: its row, its sequence, its length
+    alone   those with one query, and the queries of those that are taken apart; int64[N, 3] in `queries`: of each its
+            row, its sequence in the page table, its number of keys
     longer  the others
     """
 
     alone: list[Span]
     longer: list[Span]
     queries: Tensor
-
-    @property
-    def longest_alone(self) -> int:
-        return max((span.length for span in self.alone), default=0)
+    longest_alone: int
 
 
-def spans(tables: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int], page_size: int) -> Spans:
+def spans(
+    tables: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int], page_size: int, apart: int = 0
+) -> Spans:
+    """apart  sequences of at most so many tokens are taken query by query (`paged_loops.longest_apart`)"""
     alone, longer, queries = [], [], []
     for sequence, (table, length, start, stop) in enumerate(zip(tables, lengths, starts, starts[1:])):
-        if length > 0 and start < stop:
-            span = Span(start, stop, length, table[: -(-length // page_size)])
-            (alone if stop == start + 1 else longer).append(span)
-            if stop == start + 1:
-                queries.append((start, sequence, length))
-    return Spans(alone, longer, torch.tensor(queries, dtype=torch.int64, device="cpu").view(-1, 3))
+        if length <= 0 or start >= stop:
+            continue
+        table = table[: -(-length // page_size)]
+        if stop > start + 1 and length > apart:
+            longer.append(Span(start, stop, length, table))
+            continue
+        for row in range(start, stop):
+            keys = length - (stop - row - 1)
+            alone.append(Span(row, row + 1, keys, table[: -(-keys // page_size)]))
+            queries.append((row, sequence, keys))
+    longest = max((keys for _, _, keys in queries), default=0)
+    return Spans(alone, longer, torch.tensor(queries, dtype=torch.int64, device="cpu").view(-1, 3), longest)
 
 
 def paged_attention(
@@ -133,43 +140,35 @@ def paged_attention(
         capacity = page_table.shape[1] * k_pages.shape[1]
         return _forward(*tensors, scale, capacity if max_length is None else min(max_length, capacity))
     if paged_loops.offered(q, k_pages):
-        return _on_cpu(*tensors, scale, prepared)
+        prepared = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
+        return attention_on_cpu(
+            q, k_pages, v_pages, page_table, prepared, k_scales=k_scales, v_scales=v_scales, slopes=slopes, scale=scale
+        )
     return reference(
         q, k_pages, v_pages, page_table, lengths, cu_query_lens=cu_query_lens, k_scales=k_scales, v_scales=v_scales,
         slopes=slopes, scale=scale, prepared=prepared,
     )  # fmt: skip
 
 
-def _on_cpu(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, cu_query_lens: Tensor | None,
-    k_scales: Tensor | None, v_scales: Tensor | None, slopes: Tensor | None, scale: float, prepared: Spans | None,
+def attention_on_cpu(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, prepared: Spans, *, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None, slopes: Tensor | None = None, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sequences with one query all at once, the others one by one."""
-    found = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
-    scales: dict[str, Tensor | None] = {"k_scales": k_scales, "v_scales": v_scales}
-    o_THK = None
-    if found.longer or not found.alone:
-        rest = Spans([], found.longer, found.queries[:0])
-        o_THK = reference(
-            q, k_pages, v_pages, page_table, lengths, cu_query_lens=cu_query_lens, slopes=slopes, scale=scale,
-            prepared=rest, **scales,
-        )  # fmt: skip
-    if found.alone:
-        wide = torch.zeros(q.shape, dtype=torch.float32, device="cpu") if o_THK is None else o_THK.float()
-        table = page_table.to(torch.int32).contiguous()
-        paged_loops.one_query_attention(
-            q,
-            k_pages,
-            v_pages,
-            table,
-            found.queries,
-            found.longest_alone,
-            scale=scale,
-            slopes=slopes,
-            out=wide,
-            **scales,
-        )
-        o_THK = wide.to(q.dtype)
+    """`paged_attention` of what `paged_loops.offered` takes, unchecked. Lone queries all at once, others by torch."""
+    scale, o_THK = 1 / math.sqrt(q.shape[-1]) if scale is None else scale, None
+    if prepared.longer or not prepared.alone:
+        rest = Spans([], prepared.longer, prepared.queries[:0], 0)
+        o_THK = _by_torch(q, k_pages, v_pages, rest, k_scales, v_scales, slopes, scale)
+    if prepared.alone:
+        everyone = len(prepared.alone) == len(q)
+        if o_THK is not None:
+            wide = o_THK.float()
+        else:
+            wide = (torch.empty if everyone else torch.zeros)(q.shape, dtype=torch.float32, device="cpu")
+        o_THK = paged_loops.one_query_attention(
+            q, k_pages, v_pages, page_table.to(torch.int32).contiguous(), prepared.queries, prepared.longest_alone,
+            scale=scale, k_scales=k_scales, v_scales=v_scales, slopes=slopes, out=wide,
+        ).to(q.dtype)  # fmt: skip
     assert o_THK is not None
     return o_THK
 
@@ -199,10 +198,17 @@ def reference(
     A batch of all sequences at once would be no faster: keys and values would be gathered through memory, where those
     of one sequence stay in the processor's cache or need no gathering, and a result would depend on the longest.
     """
+    found = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
+    return _by_torch(q, k_pages, v_pages, found, k_scales, v_scales, slopes, scale)
+
+
+def _by_torch(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, found: Spans, k_scales: Tensor | None, v_scales: Tensor | None,
+    slopes: Tensor | None, scale: float | None,
+) -> Tensor:  # fmt: skip
     dtype = _dot_dtype(q, k_pages)
     # torch's attention of one query in 16 bits widens number by number, which is slower than all at once.
     wide = torch.promote_types(dtype, torch.float32) if q.device.type == "cpu" else dtype
-    found = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
     every = sorted((*found.alone, *found.longer), key=lambda span: span.start)
     longest = max((span.length for span in every), default=0)
     kept = ((k_pages, k_scales), (v_pages, v_scales))

@@ -35,6 +35,7 @@ _ZERO, _ZERO_OF_4 = 128, 8
 """the byte that stands for the integer 0, and the code of symmetric ones of 4 bits"""
 
 
+@cache
 def width() -> int:
     """Bytes that this CPU multiplies at once: 64, 32, or 0 where it has no such instruction or LLVM is missing."""
     found = x86_features()
@@ -51,31 +52,40 @@ def offered() -> bool:
 def int8_product(q_RI: Tensor, codes_OI: Tensor, scale_O: Tensor, sums_O: Tensor) -> Tensor:
     """uint8 rows, 128 more than integers, with int8 codes: fp32 [R, O].
 
-    sums  int32: each channel's codes, added up
+    scale, sums  of each channel, contiguous; sums int32: its codes, added up
     """
-    (rows, columns), channels = q_RI.shape, len(codes_OI)
+    (rows, columns), channels = q_RI.shape, codes_OI.shape[0]
+    q_RI, codes_OI = q_RI.contiguous(), codes_OI.contiguous()
     y_RO = torch.empty(rows, channels, dtype=torch.float32, device="cpu")
-    at_once, least = _tile(rows, channels, at_once=(4, 4), few=(8, 3))
-    given = [tensor.contiguous() for tensor in (q_RI, codes_OI, scale_O, sums_O)]
-    kernel = _int8(at_once, least, columns >= width(), columns % width() > 0, width())
-    kernel(channels, *(tensor.data_ptr() for tensor in given), y_RO.data_ptr(), rows, columns, channels)
+    addresses = (q_RI.data_ptr(), codes_OI.data_ptr(), scale_O.data_ptr(), sums_O.data_ptr(), y_RO.data_ptr())
+    _int8_for(rows, columns, channels, width())(channels, *addresses, rows, columns, channels)
     return y_RO
+
+
+@cache
+def _int8_for(rows: int, columns: int, channels: int, bytes_: int) -> Kernel:
+    return _int8(*_tile(rows, channels, at_once=(4, 4), few=(8, 3)), columns >= bytes_, columns % bytes_ > 0, bytes_)
 
 
 def int4_product(x_MI: Tensor, codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int) -> Tensor:
     """fp32 rows with 4-bit codes as `core.kernels.quantized_matmul` packs them, bf16 scales: fp32 [M, O]."""
     (rows, columns), (channels, groups) = x_MI.shape, scale_OG.shape
+    x_MI, codes, scale_OG = x_MI.contiguous(), codes.contiguous(), scale_OG.contiguous()
+    zero_OG = None if zero_OG is None else zero_OG.contiguous()
     q_MI = torch.empty(rows, groups * group, dtype=torch.int16, device="cpu")
     steps_M = torch.empty(rows, dtype=torch.float32, device="cpu")
     y_MO = torch.empty(rows, channels, dtype=torch.float32, device="cpu")
-    x_MI, scale_OG = x_MI.contiguous(), scale_OG.contiguous()
     _rounded(group)(rows, x_MI.data_ptr(), q_MI.data_ptr(), steps_M.data_ptr(), columns, groups)
-    at_once, least = _tile(rows, channels, at_once=(8, 2), few=(4, 3))
-    zeros = 0 if zero_OG is None else zero_OG.contiguous().data_ptr()
-    given = (q_MI.data_ptr(), steps_M.data_ptr(), codes.contiguous().data_ptr(), scale_OG.data_ptr(), zeros)
-    kernel = _int4(at_once, least, group, zero_OG is None, min(group, width()) // 2)
-    kernel(channels, *given, y_MO.data_ptr(), rows, groups, channels)
+    addresses = (q_MI.data_ptr(), steps_M.data_ptr(), codes.data_ptr(), scale_OG.data_ptr())
+    zeros = 0 if zero_OG is None else zero_OG.data_ptr()
+    kernel = _int4_for(rows, channels, group, zero_OG is None, width())
+    kernel(channels, *addresses, zeros, y_MO.data_ptr(), rows, groups, channels)
     return y_MO
+
+
+@cache
+def _int4_for(rows: int, channels: int, group: int, symmetric: bool, bytes_: int) -> Kernel:
+    return _int4(*_tile(rows, channels, at_once=(8, 2), few=(4, 3)), group, symmetric, min(group, bytes_) // 2)
 
 
 def int4_widened(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int) -> Tensor:

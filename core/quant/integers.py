@@ -217,8 +217,13 @@ def _product_shape(x: Tensor, weight: int, channels: int) -> Tensor:
 
 def fastest(num_channels: int, num_columns: int, rows: int, has_form: bool = False) -> str:
     """The name of the fastest kernel that is exact here, for about that many rows. All give the same bits."""
+    return _chosen(num_channels, num_columns, rows, has_form, torch.get_num_threads())
+
+
+@cache
+def _chosen(num_channels: int, num_columns: int, rows: int, has_form: bool, num_threads: int) -> str:
     about = next((bucket for bucket in _ROWS if rows <= bucket), _ROWS[-1])
-    return _measured(num_channels, num_columns, about, has_form, torch.get_num_threads())
+    return _measured(num_channels, num_columns, about, has_form, num_threads)
 
 
 def form_is_faster(num_channels: int, num_columns: int) -> bool:

@@ -105,7 +105,7 @@ def test_without_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ImportError("No module named 'llvmlite'")
 
-    for function in (llvm.available, llvm.x86_features):
+    for function in (llvm.available, llvm.x86_features, vnni.width):
         function.cache_clear()
     monkeypatch.setattr(llvm, "library", missing)
     try:
@@ -113,6 +113,6 @@ def test_without_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not vnni.offered()
     finally:
         monkeypatch.undo()
-        for function in (llvm.available, llvm.x86_features):
+        for function in (llvm.available, llvm.x86_features, vnni.width):
             function.cache_clear()
     assert vnni.offered()
