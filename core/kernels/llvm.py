@@ -183,10 +183,9 @@ class Code:
         place = self.build.bitcast(self.place(address, kind, *offsets), shape.as_pointer())
         if mask is None:
             return self.build.load(place, align=1)
-        short = {8: "i8", 16: "i16", 32: "i32"}[kind.width] if kind != self.f32 else "f32"
         zeros = self.filled(kind, count, 0)
         align = self.types.Constant(self.i32, 1)
-        return self.call(f"llvm.masked.load.v{count}{short}.p0", shape, place, align, mask, zeros)
+        return self.call(f"llvm.masked.load.v{count}{_short(kind)}.p0", shape, place, align, mask, zeros)
 
     def load_one(self, address: Value, kind: Any, *offsets: Value) -> Value:
         return self.build.load(self.place(address, kind, *offsets), align=1)
@@ -194,6 +193,13 @@ class Code:
     def store(self, value: Value, address: Value, kind: Any, *offsets: Value) -> None:
         place = self.build.bitcast(self.place(address, kind, *offsets), value.type.as_pointer())
         self.build.store(value, place, align=1)
+
+    def store_some(self, value: Value, address: Value, kind: Any, mask: Value, *offsets: Value) -> None:
+        """Those elements that the mask names."""
+        place = self.build.bitcast(self.place(address, kind, *offsets), value.type.as_pointer())
+        align = self.types.Constant(self.i32, 1)
+        name = f"llvm.masked.store.v{value.type.count}{_short(kind)}.p0"
+        self.call(name, self.types.VoidType(), value, place, align, mask)
 
     def prefetch(self, address: Value, *offsets: Value) -> None:
         """Ask for a line of memory, which may lie behind the end of what there is."""
@@ -246,6 +252,11 @@ class Code:
 
     def beginning(self, turn: "Loop", last: Value, size: int) -> Value:
         return self.smaller(turn.at, self.build.sub(last, self.number(size)))
+
+
+def _short(kind: Any) -> str:
+    """A type in the name of an intrinsic."""
+    return f"i{kind.width}" if hasattr(kind, "width") else "f32"
 
 
 class Loop:

@@ -294,13 +294,13 @@ def _larger(code: Code, x: Value, y: Value) -> Value:
 
 
 def _exp(code: Code, x: Value) -> Value:
-    """Of numbers up to 0; 0 below the lowest."""
+    """Of numbers up to 0; 0 below the lowest, and what is no number stays none."""
     b, floats, words = code.build, x.type, code.vector(code.i32, _LANES)
 
     def constant(value: float) -> Value:
         return code.filled(code.f32, _LANES, value)
 
-    kept = b.fcmp_ordered(">", x, constant(_LOWEST))
+    kept = b.fcmp_unordered(">", x, constant(_LOWEST))
     x = b.select(kept, x, constant(_LOWEST))
     n = code.nearest(b.fmul(x, constant(math.log2(math.e))))
     r = code.fma(n, constant(-_LN2_LOW), code.fma(n, constant(-_LN2_HIGH), x))

@@ -21,6 +21,7 @@ Shapes: R, M rows; I columns, a multiple of the group G for 4 bits (x may have f
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -65,6 +66,19 @@ def int8_product(q_RI: Tensor, codes_OI: Tensor, scale_O: Tensor, sums_O: Tensor
 @cache
 def _int8_for(rows: int, columns: int, channels: int, bytes_: int) -> Kernel:
     return _int8(*_tile(rows, channels, at_once=(4, 4), few=(8, 3)), columns >= bytes_, columns % bytes_ > 0, bytes_)
+
+
+def digits_of(x_MI: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """fp32 rows in one or two digits: (uint8 [P, M, I], each 128 more than an integer; the rows' largest, [M, 1]).
+
+    In torch's arithmetic, with places p = 127 and 127 * 128: one is round(x / (largest / 127)); of two the first is
+    round(x (p / largest)), and the second the same of its place less 128 of the first.
+    """
+    x_MI, (rows, columns) = x_MI.contiguous(), x_MI.shape
+    q_PMI = torch.empty(count, rows, columns, dtype=torch.uint8, device="cpu")
+    largest_M1 = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
+    _digits(count)(rows, x_MI.data_ptr(), q_PMI.data_ptr(), largest_M1.data_ptr(), rows, columns)
+    return q_PMI, largest_M1
 
 
 def int4_product(x_MI: Tensor, codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int) -> Tensor:
@@ -171,6 +185,61 @@ def _dot(code: Code, kind: str, totals: Value, a: Value, b: Value) -> Value:
     return code.call(f"llvm.x86.avx512.vpdp{kind}.{32 * totals.type.count}", totals.type, totals, a, b)
 
 
+@cache
+def _digits(count: int) -> Kernel:
+    def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
+        x, q, largest, rows, columns = arguments
+        b, number = code.build, code.number
+        with code.loop(first, last, number(1)) as across:
+            start = b.mul(across.at, columns)
+            most = _largest_of(code, x, start, columns)
+            code.store(most, largest, code.f32, across.at)
+            places = [code.types.Constant(code.f32, 127.0 * _ZERO**index) for index in range(count)]
+            factors = [code.spread(b.fdiv(place, most), _LANES) for place in places]
+            step = code.spread(b.fdiv(most, places[0]), _LANES)
+
+            def digits_of_vector(column: Value, mask: Value) -> list[Value]:
+                values, base = (
+                    code.load(x, code.f32, _LANES, start, column, mask=mask),
+                    code.filled(code.f32, _LANES, float(_ZERO)),
+                )
+                if count == 1:
+                    found = [code.nearest(b.fdiv(values, step))]
+                else:
+                    found = [code.nearest(b.fmul(values, factor)) for factor in factors]
+                    found[1:] = [b.fsub(low, b.fmul(high, base)) for high, low in pairwise(found)]
+                kind = code.vector(code.i8, _LANES)
+                return [b.trunc(b.fptosi(b.fadd(d, base), code.vector(code.i32, _LANES)), kind) for d in found]
+
+            rest = b.and_(columns, number(_LANES - 1))
+            whole = b.sub(columns, rest)
+            with b.if_then(b.icmp_signed(">", whole, number(0))), code.loop(number(0), whole, number(_LANES)) as turn:
+                for index, digits in enumerate(digits_of_vector(turn.at, None)):
+                    code.store(digits, q, code.i8, b.mul(b.mul(number(index), rows), columns), start, turn.at)
+            with b.if_then(b.icmp_signed(">", rest, number(0))):
+                mask = code.first_of(rest, _LANES)
+                for index, digits in enumerate(digits_of_vector(whole, mask)):
+                    target = (b.mul(b.mul(number(index), rows), columns), start, whole)
+                    code.store_some(digits, q, code.i8, mask, *target)
+
+    return Kernel("digits", 5, 1, build)
+
+
+def _largest_of(code: Code, x: Value, start: Value, columns: Value) -> Value:
+    """The largest magnitude of so many numbers, not zero; none if one of them is none."""
+    b, number = code.build, code.number
+    with code.loop(number(0), columns, number(_LANES), [code.filled(code.f32, _LANES, _SMALLEST)]) as turn:
+        values = code.load(x, code.f32, _LANES, start, turn.at, mask=code.first_of(b.sub(columns, turn.at), _LANES))
+        sizes = code.call("llvm.fabs.v16f32", values.type, values)
+        turn.values = [_larger(code, turn.values[0], sizes)]
+    return code.sum(turn.values[0], lambda p, q: _larger(code, p, q))
+
+
+def _larger(code: Code, p: Value, q: Value) -> Value:
+    """What is no number stays none."""
+    return code.call(f"llvm.maximum.v{p.type.count}f32", p.type, p, q)
+
+
 # --- 4 bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +250,7 @@ def _rounded(group: int) -> Kernel:
     def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
         x, q, steps, columns, groups = arguments
         b, number = code.build, code.number
-        floats, most = code.vector(code.f32, _LANES), code.types.Constant(code.f32, float(_STEPS))
+        most = code.types.Constant(code.f32, float(_STEPS))
 
         def inputs(row: Value, column: Value) -> Value:
             mask = code.first_of(b.sub(columns, column), _LANES)
@@ -189,10 +258,7 @@ def _rounded(group: int) -> Kernel:
 
         with code.loop(first, last, number(1)) as across:
             row = across.at
-            with code.loop(number(0), columns, number(_LANES), [code.filled(code.f32, _LANES, _SMALLEST)]) as turn:
-                sizes = code.call("llvm.fabs.v16f32", floats, inputs(row, turn.at))
-                turn.values = [code.call("llvm.maxnum.v16f32", floats, turn.values[0], sizes)]
-            largest = code.sum(turn.values[0], lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
+            largest = _largest_of(code, x, b.mul(row, columns), columns)
             code.store(b.fdiv(largest, most), steps, code.f32, row)
             scale, size = code.spread(b.fdiv(most, largest), _LANES), b.mul(groups, number(group))
             with code.loop(number(0), size, number(_LANES)) as turn:

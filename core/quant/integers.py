@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from core.kernels.llvm import available
 from core.kernels.timing import fastest_from_memory
 from core.kernels.traced import number_of, traced
-from core.kernels.vnni import int8_product, offered
+from core.kernels.vnni import digits_of, int8_product, offered
 from core.quant.weight import QuantizedWeight
 
 _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
@@ -88,6 +89,9 @@ def _largest(x_MI: Tensor) -> Tensor:
 
 def _rounded(x_MI: Tensor, codes: Codes) -> Tensor:
     """x rounded by rows, with the weight: [M, O]."""
+    if available() and not isinstance(x_MI, FakeTensor):
+        (q_MI,), largest_M1 = digits_of(x_MI, 1)
+        return _product(q_MI, codes).mul_(largest_M1.div_(_MOST))
     step_M1 = _largest(x_MI).div_(_MOST)
     return _product(_as_bytes((x_MI / step_M1).round_()), codes).mul_(step_M1)
 
@@ -103,11 +107,16 @@ def _by_digits(x_MI: Tensor, codes: Codes, num_digits: int) -> Tensor:
     Rounded to 127, 127 * 2^7 and 127 * 2^14 steps; each digit is what the one before leaves of that, so the lower ones
     are within +-65.
     """
-    largest_M1, rows = _largest(x_MI), x_MI.shape[0]
-    digits_PMI = (x_MI * (_PLACES[:num_digits] / largest_M1)).round_()
-    digits_PMI[1:].sub_(digits_PMI[:-1] * _BASE)
-    y_PMO = _product(_as_bytes(digits_PMI).flatten(0, 1), codes).view(num_digits, rows, -1)
-    return y_PMO.mul_(largest_M1 * _VALUES[:num_digits]).sum(0)
+    if num_digits == 2 and available() and not isinstance(x_MI, FakeTensor):
+        q_PMI, largest_M1 = digits_of(x_MI, num_digits)
+    else:
+        largest_M1 = _largest(x_MI)
+        digits_PMI = (x_MI * (_PLACES[:num_digits] / largest_M1)).round_()
+        digits_PMI[1:].sub_(digits_PMI[:-1] * _BASE)
+        q_PMI = _as_bytes(digits_PMI)
+    y_PMO = _product(q_PMI.flatten(0, 1), codes).view(num_digits, x_MI.shape[0], -1)
+    first_MO, *others = y_PMO.mul_(largest_M1 * _VALUES[:num_digits]).unbind(0)
+    return sum(others, first_MO)  # torch's sum over so short a dim takes as long as the product
 
 
 def _with_outliers(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:

@@ -131,3 +131,14 @@ def test_writing_is_the_references(dtype: torch.dtype, given_as: torch.dtype, he
         found.append([*pages, *scales])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("where", ["q", "k_pages", "v_pages"])
+def test_what_is_no_number_stays_visible(where: str) -> None:
+    given, q = pool(SHAPES[0], torch.float32), queries(SHAPES[0])
+    clean = paged_attention(q, **given)
+    target = q[1, 0] if where == "q" else given[where][given["page_table"][1, 0], 3, 0]
+    target[7] = torch.nan
+    found = paged_attention(q, **given)
+    assert bool(found[1, 0].isnan().any())
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])

@@ -75,6 +75,24 @@ def test_four_bits(shape: tuple[int, int, int], group: int, symmetric: bool) -> 
     assert torch.equal(wide_OI[:, :columns], exact_OI.bfloat16())
 
 
+@pytest.mark.parametrize("columns", [1, 15, 16, 40, 768])
+@pytest.mark.parametrize("count", [1, 2])
+def test_digits_are_torchs(columns: int, count: int) -> None:
+    """Bit for bit, with zeros, a row of one number and numbers that lie between two steps."""
+    x_MI = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns)) * 3
+    x_MI[1], x_MI[2], x_MI[3] = 0.0, 2.5, torch.arange(columns) - 63.5
+    largest_M1 = x_MI.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    if count == 1:
+        wanted = (x_MI / (largest_M1 / 127)).round()[None]
+    else:
+        places = torch.tensor([127.0, 127.0 * 128])[:, None, None]
+        wanted = (x_MI * (places / largest_M1)).round()
+        wanted[1] -= 128 * wanted[0]
+    q_PMI, found_M1 = vnni.digits_of(x_MI, count)
+    assert torch.equal(found_M1, largest_M1)
+    assert torch.equal(q_PMI.float() - 128, wanted)
+
+
 @pytest.mark.usefixtures("two_threads")
 def test_on_two_threads() -> None:
     """Each has a part of the channels, of which there may be too few."""

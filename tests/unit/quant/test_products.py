@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from core.quant import QuantizedWeight, Scheme, quantize
 from core.quant.integers import _KERNELS, Codes, exact_kernels, packed_integers
+from core.quant.packed import fastest_form
 from core.quant.weight import quantized_weight
 
 WEIGHT_ONLY = (
@@ -136,9 +137,10 @@ def test_products_of_integers_are_exact(name: str) -> None:
         assert torch.equal(_KERNELS[name]((q + 128).to(torch.uint8), Codes(codes, scale, sums.clone, form)), wanted)
 
 
-@pytest.mark.parametrize("name", ["int8", "w8a8", "llm.int8"])
+@pytest.mark.parametrize("name", ["int8", "w8a8", "llm.int8", "int4"])
 def test_what_is_not_finite_stays_visible(name: str) -> None:
     weight, x = quantized_weight(normal(20, 64), Scheme(name)), normal(3, 64, seed=1)
+    weight.packed = fastest_form(weight)
     clean = F.linear(x, weight)
     for value in (torch.nan, torch.inf):
         x[1, 5] = value
