@@ -63,13 +63,16 @@ def runs_kernel(name: str, x: Tensor, unless: str | None = None) -> bool:
     return False
 
 
-@torch.compiler.assume_constant_result
 def _warn_once(name: str, unless: str) -> bool:
     """Under torch.compile it is called while tracing, and not in the graph."""
     if new := (name, unless) not in _warned:
         _warned.add((name, unless))
         warnings.warn(f"{name}: {unless}; torch's own operators are taken", stacklevel=4)
     return new
+
+
+# As torch.compiler.assume_constant_result marks it, which imports torch's tracer, a second, in every process.
+_warn_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Shapes: B batch, L length, E embedding size, D model.
 """
 
+import torch
 from torch import Tensor, nn
 
 from core.nn.linear import Linear
@@ -26,8 +27,8 @@ class Embedding(nn.Module):
     ):
         super().__init__()
         width = embed_dim or dim
-        self.tokens = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(num_positions + offset, dim) if num_positions is not None else None
+        self.tokens = _table(vocab_size, width)
+        self.positions = _table(num_positions + offset, dim) if num_positions is not None else None
         self.project_in = Linear(width, dim, bias=False) if width != dim else None
         self.norm = norm
         self.offset = offset
@@ -40,3 +41,10 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions_BL + self.offset if self.offset else positions_BL)
         return self.norm(x) if self.norm is not None else x
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """torch's own, but nothing is drawn on the meta device, where drawing takes longer than all the rest."""
+    if torch.get_default_device().type == "meta":
+        return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+    return nn.Embedding(rows, width)

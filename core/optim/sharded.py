@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -154,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         """Dims along which a state tensor has size 1 and the parameter has not."""
         return ()
 
-    @torch.compiler.disable
+    @_disable_dynamo  # torch.compiler.disable, without importing torch's tracer, a second, in every process
     @torch.no_grad()
     def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step.  closure: reevaluates the model and returns the loss, which is then returned.
