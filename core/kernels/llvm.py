@@ -1,10 +1,10 @@
-"""Loops for the CPU at hand whose instructions torch has no loop of its own for, made through LLVM (package llvmlite).
+"""Loops for the CPU at hand that torch does not have, made through LLVM (package llvmlite).
 
 A kernel is written in Python as what it does with vectors, and becomes code when it is first called: tens of
 milliseconds; nothing is built at install, and no compiler is needed. Where llvmlite is missing there are none, and
 whoever calls has another way.
 
-    kernel = Kernel("double", lambda code, arguments, first, last: …)
+    kernel = Kernel("double", 2, 1, build)       # build(code, arguments, first, last) writes it
     kernel(len(y), x.data_ptr(), y.data_ptr())   # on torch's threads, each from some first to some last
 
 Arguments are 64-bit integers: addresses and numbers. A kernel works on the items first to last, with first < last.

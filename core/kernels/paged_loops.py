@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from core.kernels.llvm import Code, Kernel, Value, available, num_workers
 
@@ -44,7 +45,8 @@ _LOWEST = -87.0
 def offered(x: Tensor, pages: Tensor) -> bool:
     """Whether queries (or new keys and values) of this format and these pages are taken here."""
     formats = x.dtype in _GIVEN and pages.dtype in _FORMATS
-    return formats and x.device.type == "cpu" and pages.is_contiguous() and available()
+    there = x.device.type == "cpu" and pages.is_contiguous() and not isinstance(x, FakeTensor)
+    return formats and there and available()
 
 
 def one_query_attention(
@@ -75,10 +77,8 @@ def one_query_attention(
 
 
 def longest_apart(pages: Tensor) -> int:
-    """Tokens of a sequence whose queries, a prompt's, are as fast one by one as by torch's attention of them together.
-
-    Measured with 12 heads of 64: keys in 32 bits leave the nearest cache sooner.
-    """
+    """Tokens of a sequence whose queries, a prompt's, are as fast one by one as by torch's attention of them together:
+    keys in 32 bits leave the nearest cache sooner."""
     return 0 if not available() or pages.dtype not in _FORMATS else 256 if pages.dtype == torch.float32 else 1024
 
 
