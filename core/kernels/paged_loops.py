@@ -46,7 +46,12 @@ def offered(x: Tensor, pages: Tensor) -> bool:
     """Whether queries (or new keys and values) of this format and these pages are taken here."""
     formats = x.dtype in _GIVEN and pages.dtype in _FORMATS
     there = x.device.type == "cpu" and pages.is_contiguous() and not isinstance(x, FakeTensor)
-    return formats and there and available()
+    return formats and there and _on_all_threads()
+
+
+def _on_all_threads() -> bool:
+    """Not where torch has threads that loops cannot use: its attention may be the faster one then."""
+    return available() and num_workers() == torch.get_num_threads()
 
 
 def one_query_attention(
@@ -79,7 +84,9 @@ def one_query_attention(
 def longest_apart(pages: Tensor) -> int:
     """Tokens of a sequence whose queries, a prompt's, are as fast one by one as by torch's attention of them together:
     keys in 32 bits leave the nearest cache sooner."""
-    return 0 if not available() or pages.dtype not in _FORMATS else 256 if pages.dtype == torch.float32 else 1024
+    if not _on_all_threads() or pages.dtype not in _FORMATS:
+        return 0
+    return 256 if pages.dtype == torch.float32 else 1024
 
 
 def write(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core.kernels import llvm, paged_loops
-from core.kernels.paged_attention import paged_attention, reference, write_pages, write_reference
+from core.kernels.paged_attention import paged_attention, reference, spans, write_pages, write_reference
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="llvmlite is missing; ends where it is installed")
 FORMATS = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
@@ -88,6 +88,23 @@ def test_beside_prompts() -> None:
     assert torch.equal(found[1:], wanted[1:])
 
 
+def test_a_prompt_taken_apart_is_the_same_however_it_is_cut() -> None:
+    """Query by query: the bits of a whole prompt and of its parts; up to rounding what torch has for all at once."""
+    given, generator = pool((2, 2, 32, 4, (9,)), torch.float32), torch.Generator().manual_seed(3)
+    q, table = torch.randn(9, 4, 32, generator=generator), given["page_table"].tolist()
+
+    def part(first: int, last: int, apart: int) -> torch.Tensor:
+        prepared = spans(table, [last], [0, last - first], 4, apart)
+        assert bool(prepared.longer) == (apart == 0 and last - first > 1)
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        one = given | {"lengths": torch.tensor([last])}
+        return paged_attention(q[first:last], **one, cu_query_lens=starts, prepared=prepared)
+
+    whole = part(0, 9, apart=9)
+    assert torch.equal(torch.cat([part(0, 4, 9), part(4, 5, 9), part(5, 9, 9)]), whole)
+    torch.testing.assert_close(whole, part(0, 9, apart=0), rtol=1e-5, atol=1e-6)
+
+
 def test_it_is_what_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     given, q, calls = pool(SHAPES[0], torch.float32), queries(SHAPES[0]), []
     real = paged_loops.one_query_attention
@@ -97,6 +114,11 @@ def test_it_is_what_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_loops, "available", lambda: False)
     torch.testing.assert_close(paged_attention(q, **given), reference(q, **given), rtol=0, atol=0)
     assert calls == [3]
+    monkeypatch.undo()
+    monkeypatch.setattr(paged_loops, "num_workers", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not paged_loops.offered(q, given["k_pages"])
+    assert paged_loops.longest_apart(given["k_pages"]) == 0
 
 
 def test_two_threads_share_the_heads() -> None:
