@@ -1,8 +1,9 @@
 """Serving beside other engines: tokens a second, time to the first token and per token, at several concurrencies.
 
-The same requests for all: prompts of random tokens and texts of exactly as many tokens as are asked for, lengths mixed,
-from one seed; greedy; the same weights (random, of a published shape, through one folder); one thread a core. With
-concurrency c, c clients ask at once, each its next request when it has its answer. In turns; medians over the rounds.
+OPT-125M's shape; BLOOM-560M's is `benchmarks.serving_bloom`'s. The same requests for all: prompts of random tokens and
+texts of exactly as many tokens as are asked for, lengths mixed, from one seed; greedy; the same weights (random, of a
+published shape, through one folder); one thread a core. With concurrency c, c clients ask at once, each its next
+request when it has its answer. In turns; medians over the rounds.
 
 ours fp32, int8, w8a8, int4  the engine of apps.serve, without HTTP; embeddings and head quantized too, pages in bf16
 ours … compiled        the same with `--engine.compile`; the compiling is not timed
@@ -96,8 +97,7 @@ def sizes(options: Options) -> list[Size]:
             Size(f"tiny {n}", replace(SHAPES[n], **tiny), few, (4, 24), (4, 12)) for n in ("opt_125m", "bloom_560m")
         ]
     turns = (Turns(1, 2, 3), Turns(8, 12, 3), Turns(32, 40, 1))
-    shapes = ["opt_125m", "bloom_560m"] if options.full else ["opt_125m"]
-    return [Size(name, SHAPES[name], turns, (16, 128), (8, 64)) for name in shapes]
+    return [Size("opt_125m", SHAPES["opt_125m"], turns, (16, 128), (8, 64))]
 
 
 class _NoText:
@@ -311,13 +311,17 @@ def join_peers(
 
 
 def measure(options: Options) -> Measured:
+    return measured(sizes(options), options)
+
+
+def measured(sizes: list[Size], options: Options) -> Measured:
     keep_freed_memory()  # as `serve` does
     rows, targets = [], []
     notes = [f"{torch.get_num_threads()} threads", "weights are random; greedy; texts of exactly the length asked for"]
-    notes.append("requests and rounds: " + ", ".join(str(turns) for turns in sizes(options)[0].turns))
+    notes.append("requests and rounds: " + ", ".join(str(turns) for turns in sizes[0].turns))
     versions: dict[str, str] = {}
     dtype = torch.bfloat16 if bf16_units(torch.device("cpu")) else torch.float32
-    for size in sizes(options):
+    for size in sizes:
         with tempfile.TemporaryDirectory() as root, torch.no_grad(), contextlib.ExitStack() as processes:
             folder, scratch = Path(root) / "model", Path(root) / "scratch"
             scratch.mkdir()

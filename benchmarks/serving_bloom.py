@@ -1,0 +1,25 @@
+"""Serving BLOOM-560M's shape beside other engines, llama.cpp among them: `benchmarks.serving`, one sequence at a time.
+
+llama.cpp reads BLOOM and no OPT; it is the strongest peer for one sequence. With --full 8 sequences at once, too.
+"""
+
+import sys
+
+from benchmarks.result import Measured
+from benchmarks.run import Benchmark, Options, main
+from benchmarks.serving import Size, Turns, measured, sizes
+from core.config import run_command
+from core.models import SHAPES
+
+
+def measure(options: Options) -> Measured:
+    if options.quick:
+        return measured(sizes(options)[1:], options)
+    turns = (Turns(1, 2, 3), Turns(8, 12, 1)) if options.full else (Turns(1, 2, 3),)
+    return measured([Size("bloom_560m", SHAPES["bloom_560m"], turns, (16, 128), (8, 64))], options)
+
+
+BENCHMARK = Benchmark("serving_bloom", "Serving BLOOM", measure)
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda argv: main(argv, only="serving_bloom"), sys.argv[1:]))
