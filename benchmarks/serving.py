@@ -289,7 +289,9 @@ def contenders(
     ]
     if compiled:
         found.append(ours(f"ours {precision} compiled", plain, compiled=True))
-    return found if options.quick else [*found, transformers_continuous(theirs)]
+    # With ALiBi it takes minutes for a text.
+    slow = options.quick or size.model.family == "bloom"
+    return found if slow else [*found, transformers_continuous(theirs)]
 
 
 def join_peers(
