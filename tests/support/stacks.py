@@ -12,15 +12,32 @@ from pathlib import Path
 
 
 def end_with_stacks(process: int, wait_s: float = 10.0) -> None:
-    """End a process and all that it has started; each prints its stacks."""
+    """End a process and all that it has started; each prints its stacks.
+
+    One after the other: they may share a stderr, where `faulthandler` writes word by word, so that two at once mix
+    their words. All are stopped before, so that none acts on another's end.
+    """
     family = [*reversed(descendants(process)), process]
-    for number in (signal.SIGABRT, signal.SIGKILL):
-        for member in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, number)
-        deadline = time.monotonic() + wait_s
-        while any(map(runs, family)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+    for member in family:
+        _send(signal.SIGSTOP, member)
+    for member in family:
+        _send(signal.SIGABRT, member)
+        _send(signal.SIGCONT, member)
+        _wait(member, wait_s)
+        _send(signal.SIGKILL, member)
+    for member in family:
+        _wait(member, wait_s)
+
+
+def _send(number: signal.Signals, process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _wait(process: int, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while runs(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def descendants(process: int) -> list[int]:
