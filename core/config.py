@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import gc
 import io
 import json
 import sys
@@ -174,6 +175,22 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
         return 130
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Inside, Python does not look for garbage, nor, later, among what is there by then.
+
+    What modules make stays. Looking through it again and again takes a quarter of the time of large packages' imports.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class App:
     """`NAME COMMAND …`: what an app's commands are called, and how one is run.
@@ -210,7 +227,9 @@ class App:
             raise UserError(
                 f"{self.name} has no command '{module}'; the commands are {', '.join(self.commands)}{without}"
             )
-        return import_module(f"{self.package}.{module}").main(rest) or 0
+        with importing():
+            main = import_module(f"{self.package}.{module}").main
+        return main(rest) or 0
 
     def _help(self) -> str:
         lines = [self.bare[1]] if self.bare else []

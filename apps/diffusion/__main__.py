@@ -2,8 +2,10 @@
 
 import sys
 
-from core.config import App
-from core.runtime import leads
+from core.config import App, importing
+
+with importing():
+    from core.runtime import leads
 
 APP = App(
     "apps.diffusion",

@@ -2,7 +2,7 @@
 
 import sys
 
-from core.config import App
+from core.config import App, importing
 
 WITHOUT_TORCH = ("msa",)
 """Commands that are never one rank of several, and start in a moment because they import no torch."""
@@ -27,8 +27,8 @@ def main() -> int:
 
 
 def _leads() -> bool:
-    from core.runtime import leads
-
+    with importing():
+        from core.runtime import leads
     return leads()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from core.config import UserError
+from core.config import UserError, importing
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -162,6 +162,7 @@ def _load_file(path: Path) -> Any:
 
 
 def _load_folder(path: Path) -> Any:
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.serve.detokenize import Detokenizer
-from core.config import UserError
+from core.config import UserError, importing
 
 Message = dict[str, str]
 
@@ -110,7 +110,8 @@ _BYTE_OF_LETTER = _byte_letters()
 
 def load_text(folder: Path) -> Text:
     """The tokenizer of a Hugging Face folder.  Raises UserError where there is none that loads."""
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     known = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
     if not any((folder / name).is_file() for name in known):
