@@ -70,7 +70,7 @@ class Size:
 QUICK = Size("debug", ("--steps=5", "--model.ffn_dim=256"), 8, SHAPES["debug"])
 _SMALL = ("--model.dim=192", "--model.ffn_dim=768", "--model.vocab_size=2048", "--data.vocab_size=2048")
 USUAL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=120"), 64, SHAPES["opt_125m"])
-FULL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=1500"), 400, SHAPES["opt_125m"])
+FULL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=1000"), 128, SHAPES["opt_125m"])
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Way:
     """A scheme as it is compared.
 
     naive   inputs are rounded with one scale for the whole batch before they meet int8 weights
-    packed  by torch's packed kernel, with inputs and results in bf16, as 4-bit weights are served on a CPU
+    packed  as 4-bit weights are served on a CPU: tokens of prompts, as these are, in bf16
     """
 
     label: str
@@ -322,8 +322,9 @@ def targets(figures: list[Row]) -> Iterator[Target]:
             limit = 26 if str(scheme).startswith("int8") else 16
             yield Target(f"{limit} % / share of fp32's bytes, {scheme}, {where}", 1.0, limit / number["of fp32"])
             allowed_peak = 1.25 * number["stored"] + number["largest tensor"]
-            peak = number["peak, quantizing while loading"]
-            yield Target(f"1.25 x stored + largest tensor / resident peak, {scheme}, {where}", 1.0, allowed_peak / peak)
+            for what in ("quantizing while loading", "loading the quantized folder"):
+                reached = allowed_peak / number[f"peak, {what}"]
+                yield Target(f"1.25 x stored + largest tensor / resident peak {what}, {scheme}, {where}", 1.0, reached)
 
 
 BENCHMARK = Benchmark("quantization", "Quantization: quality and memory", measure)

@@ -88,11 +88,17 @@ def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None =
 
     done  told the name of each weight that has a second form, and the weight
     """
-    for name, holders in parameter_holders(model).items():
-        weight = model.get_parameter(name)
-        multiplied = any(not isinstance(module, nn.Embedding) for module, _ in holders)
-        if not isinstance(weight, QuantizedWeight) or not multiplied or weight.packed is not None or not _can(weight):
-            continue
+    weights = {
+        name: weight
+        for name, holders in parameter_holders(model).items()
+        if isinstance(weight := model.get_parameter(name), QuantizedWeight)
+        and any(not isinstance(module, nn.Embedding) for module, _ in holders)
+        and weight.packed is None
+        and _can(weight)
+    }
+    for weight in weights.values():
+        _chosen(weight)  # what is measured on is gone before there are second forms
+    for name, weight in weights.items():
         weight.packed = fastest_form(weight)
         if done is not None and weight.packed is not None and type(weight.packed) is not Form:
             done(name, weight)
@@ -105,10 +111,20 @@ def _can(weight: QuantizedWeight) -> bool:
 
 def fastest_form(weight: QuantizedWeight) -> Any:
     """Of 4 bits a `Form`, of 8 oneDNN's; None where the weight is multiplied by as it is."""
+    made: dict[str, Callable[[], Any]] = {
+        "stored": Form,
+        "packed": lambda: int4_packed(weight),
+        "form": lambda: packed_integers(weight.codes, weight.scale),
+        "reference": lambda: None,
+    }
+    return made[_chosen(weight)]()
+
+
+def _chosen(weight: QuantizedWeight) -> str:
+    """The name of the form: measured once for a shape."""
     if weight.scheme.name != "int4":
-        return packed_integers(weight.codes, weight.scale) if form_is_faster(*weight.codes.shape) else None
-    name = _fastest_int4(*weight.codes.shape, weight.scheme.group_size, torch.get_num_threads())
-    return {"stored": Form, "packed": lambda: int4_packed(weight), "reference": lambda: None}[name]()
+        return "form" if form_is_faster(*weight.codes.shape) else "reference"
+    return _fastest_int4(*weight.codes.shape, weight.scheme.group_size, torch.get_num_threads())
 
 
 def int4_packed(weight: QuantizedWeight) -> Packed:
