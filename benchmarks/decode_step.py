@@ -36,7 +36,7 @@ PRODUCTS = (
     "onednn::qlinear_pointwise",
     "aten::_weight_int4pack_mm_for_cpu",
     "mkldnn::_linear_pointwise",
-    *(f"llvm::{name}" for name in ("int8", "int4", "rounded", "widened")),
+    *(f"llvm::{name}" for name in ("int8", "int4", "widened")),
 )
 ATTENTION = ("aten::_scaled_dot_product_flash_attention_for_cpu", "llvm::one_query")
 

@@ -45,7 +45,9 @@ class _Slot:
     def __call__(
         self, q_1THK: Tensor, k_1TJK: Tensor, v_1TJK: Tensor, /, *, slopes: Tensor | None, **_others: Any
     ) -> Tensor:
-        return torch.ops.megalith.attend_of_layer(q_1THK[0], k_1TJK[0], v_1TJK[0], slopes, self.layer)[None]
+        # Contiguous, so that the loops before write them so.
+        q_THK, k_TJK, v_TJK = (x[0].contiguous() for x in (q_1THK, k_1TJK, v_1TJK))
+        return torch.ops.megalith.attend_of_layer(q_THK, k_TJK, v_TJK, slopes, self.layer)[None]
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,13 @@ class _Step:
 
 
 _STEP = threading.local()
-_NONE = torch.empty(0, device="cpu")
 torch.library.define("megalith::attend_of_layer", "(Tensor q, Tensor k, Tensor v, Tensor? slopes, int layer) -> Tensor")
 
 
 @torch.library.impl("megalith::attend_of_layer", "CPU")
 def _attend_of_layer(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, slopes: Tensor | None, layer: int) -> Tensor:
     step: _Step = _STEP.step
-    given = (x[None] for x in (q_THK, k_TJK, v_TJK))
-    (o_THK,) = step.attends[layer](*given, slopes=slopes, mask=None, positions=_NONE, context=step.context)
-    return o_THK.contiguous()
+    return step.attends[layer].attend(q_THK, k_TJK, v_TJK, slopes, step.context).contiguous()
 
 
 @torch.library.register_fake("megalith::attend_of_layer")

@@ -84,15 +84,19 @@ class PagedAttend:
         positions: Tensor,
         context: PagedContext,
     ) -> Tensor:
+        return self.attend(q_1THK[0], k_1TJK[0], v_1TJK[0], slopes, context)[None]
+
+    def attend(
+        self, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, slopes: Tensor | None, context: PagedContext
+    ) -> Tensor:
+        """Keep the new keys and values; o[T, H, K]."""
         scales: dict[str, Any] = {"k_scales": self.k_scales, "v_scales": self.v_scales}
-        if context.spans is not None and offered(q_1THK, self.k):
-            write(k_1TJK[0], v_1TJK[0], self.k, self.v, context.slots_T, **scales)
-            return attention_on_cpu(
-                q_1THK[0], self.k, self.v, context.tables_BP, context.spans, slopes=slopes, **scales
-            )[None]
-        write_pages(k_1TJK[0], v_1TJK[0], self.k, self.v, context.slots_T, **scales)
-        o_THK = paged_attention(
-            q_1THK[0],
+        if context.spans is not None and offered(q_THK, self.k):
+            write(k_TJK, v_TJK, self.k, self.v, context.slots_T, **scales)
+            return attention_on_cpu(q_THK, self.k, self.v, context.tables_BP, context.spans, slopes=slopes, **scales)
+        write_pages(k_TJK, v_TJK, self.k, self.v, context.slots_T, **scales)
+        return paged_attention(
+            q_THK,
             self.k,
             self.v,
             context.tables_BP,
@@ -103,7 +107,6 @@ class PagedAttend:
             prepared=context.spans,
             **scales,
         )
-        return o_THK[None]
 
     def copy(self, source: int, target: int) -> None:
         for pages in (self.k, self.v, self.k_scales, self.v_scales):

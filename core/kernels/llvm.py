@@ -202,8 +202,8 @@ class Code:
         self.call(name, self.types.VoidType(), value, place, align, mask)
 
     def prefetch(self, address: Value, *offsets: Value) -> None:
-        """Ask for a line of memory, which may lie behind the end of what there is."""
-        how = (self.types.Constant(self.i32, value) for value in (0, 3, 1))
+        """Ask for a line of memory, which may lie behind the end of what there is, and is not to push others out."""
+        how = (self.types.Constant(self.i32, value) for value in (0, 0, 1))
         self.call("llvm.prefetch.p0", self.types.VoidType(), self.place(address, self.i8, *offsets), *how)
 
     def first_of(self, count: Value, width: int) -> Value:

@@ -160,13 +160,13 @@ def attention_on_cpu(
         rest = Spans([], prepared.longer, prepared.queries[:0], 0)
         o_THK = _by_torch(q, k_pages, v_pages, rest, k_scales, v_scales, slopes, scale)
     if prepared.alone:
-        everyone = len(prepared.alone) == len(q)
-        if o_THK is not None:
-            wide = o_THK.float()
-        else:
-            wide = (torch.empty if everyone else torch.zeros)(q.shape, dtype=torch.float32, device="cpu")
+        wide = None if o_THK is None else o_THK.float()
+        if wide is None and len(prepared.alone) < len(q):
+            wide = torch.zeros(q.shape, dtype=torch.float32, device="cpu")
+        if page_table.dtype != torch.int32 or not page_table.is_contiguous():
+            page_table = page_table.to(torch.int32).contiguous()
         o_THK = paged_loops.one_query_attention(
-            q, k_pages, v_pages, page_table.to(torch.int32).contiguous(), prepared.queries, prepared.longest_alone,
+            q, k_pages, v_pages, page_table, prepared.queries, prepared.longest_alone,
             scale=scale, k_scales=k_scales, v_scales=v_scales, slopes=slopes, out=wide,
         ).to(q.dtype)  # fmt: skip
     assert o_THK is not None

@@ -75,10 +75,15 @@ def one_query_attention(
     room = -(-longest // _LANES) * _LANES + _LANES
     weights = torch.empty(num_workers() * heads * room, dtype=torch.float32, device="cpu")
     given = (q_THK, k_pages, v_pages, k_scales, v_scales, page_table, queries_N3, slopes_H, o_THK, weights)
-    (scale_bits,) = struct.unpack("i", struct.pack("f", scale))
-    sizes = (q_THK.stride(0), page_table.shape[1], page_size, kv_heads, room, scale_bits)
+    sizes = (q_THK.stride(0), page_table.shape[1], page_size, kv_heads, room, _bits(scale))
     kernel(len(queries_N3) * kv_heads, *map(_address, given), *sizes)
     return o_THK
+
+
+@cache
+def _bits(number: float) -> int:
+    """Of its fp32."""
+    return struct.unpack("i", struct.pack("f", number))[0]
 
 
 def longest_apart(pages: Tensor) -> int:

@@ -26,7 +26,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from core.kernels.llvm import Code, Kernel, Value, x86_features
+from core.kernels.llvm import Code, Kernel, Value, num_workers, x86_features
 
 _AHEAD_BYTES = 8 << 10
 """of a weight that are asked for before they are needed"""
@@ -50,16 +50,30 @@ def offered() -> bool:
     return width() > 0
 
 
-def int8_product(q_RI: Tensor, codes_OI: Tensor, scale_O: Tensor, sums_O: Tensor) -> Tensor:
-    """uint8 rows, 128 more than integers, with int8 codes: fp32 [R, O].
+class Int8Weight:
+    """int8 codes[O, I] as `int8_product` reads them: where they lie, and the kernels of the numbers of rows so far.
 
-    scale, sums  of each channel, contiguous; sums int32: its codes, added up
+    scale, sums  of each channel; sums int32: its codes, added up
     """
-    (rows, columns), channels = q_RI.shape, codes_OI.shape[0]
-    q_RI, codes_OI = q_RI.contiguous(), codes_OI.contiguous()
+
+    def __init__(self, codes_OI: Tensor, scale_O: Tensor, sums_O: Tensor):
+        self.parts = [part.contiguous() for part in (codes_OI, scale_O, sums_O)]
+        self.channels, self.columns = codes_OI.shape
+        self.addresses = [part.data_ptr() for part in self.parts]
+        self._kernels: dict[int, Kernel] = {}
+
+    def kernel(self, rows: int) -> Kernel:
+        if rows not in self._kernels:
+            self._kernels[rows] = _int8_for(rows, self.columns, self.channels, width())
+        return self._kernels[rows]
+
+
+def int8_product(q_RI: Tensor, weight: Int8Weight) -> Tensor:
+    """uint8 rows, 128 more than integers, with a weight: fp32 [R, O]."""
+    rows, channels, q_RI = q_RI.shape[0], weight.channels, q_RI.contiguous()
     y_RO = torch.empty(rows, channels, dtype=torch.float32, device="cpu")
-    addresses = (q_RI.data_ptr(), codes_OI.data_ptr(), scale_O.data_ptr(), sums_O.data_ptr(), y_RO.data_ptr())
-    _int8_for(rows, columns, channels, width())(channels, *addresses, rows, columns, channels)
+    sizes = (y_RO.data_ptr(), rows, weight.columns, channels)
+    weight.kernel(rows)(channels, q_RI.data_ptr(), *weight.addresses, *sizes)
     return y_RO
 
 
@@ -81,19 +95,28 @@ def digits_of(x_MI: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return q_PMI, largest_M1
 
 
-def int4_product(x_MI: Tensor, codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int) -> Tensor:
-    """fp32 rows with 4-bit codes as `core.kernels.quantized_matmul` packs them, bf16 scales: fp32 [M, O]."""
-    (rows, columns), (channels, groups) = x_MI.shape, scale_OG.shape
-    x_MI, codes, scale_OG = x_MI.contiguous(), codes.contiguous(), scale_OG.contiguous()
-    zero_OG = None if zero_OG is None else zero_OG.contiguous()
-    q_MI = torch.empty(rows, groups * group, dtype=torch.int16, device="cpu")
-    steps_M = torch.empty(rows, dtype=torch.float32, device="cpu")
+class Int4Weight:
+    """4-bit codes as `core.kernels.quantized_matmul` packs them, bf16 scales[O, G]: as `int4_product` reads them."""
+
+    def __init__(self, codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int):
+        self.parts = [None if part is None else part.contiguous() for part in (codes, scale_OG, zero_OG)]
+        (self.channels, self.groups), self.group, self.symmetric = scale_OG.shape, group, zero_OG is None
+        self.addresses = [0 if part is None else part.data_ptr() for part in self.parts]
+        self._kernels: dict[int, Kernel] = {}
+
+    def kernel(self, rows: int) -> Kernel:
+        if rows not in self._kernels:
+            self._kernels[rows] = _int4_for(rows, self.channels, self.group, self.symmetric, width())
+        return self._kernels[rows]
+
+
+def int4_product(x_MI: Tensor, weight: Int4Weight) -> Tensor:
+    """fp32 rows with a weight: fp32 [M, O]."""
+    x_MI, (rows, columns), channels, groups = x_MI.contiguous(), x_MI.shape, weight.channels, weight.groups
     y_MO = torch.empty(rows, channels, dtype=torch.float32, device="cpu")
-    _rounded(group)(rows, x_MI.data_ptr(), q_MI.data_ptr(), steps_M.data_ptr(), columns, groups)
-    addresses = (q_MI.data_ptr(), steps_M.data_ptr(), codes.data_ptr(), scale_OG.data_ptr())
-    zeros = 0 if zero_OG is None else zero_OG.data_ptr()
-    kernel = _int4_for(rows, channels, group, zero_OG is None, width())
-    kernel(channels, *addresses, zeros, y_MO.data_ptr(), rows, groups, channels)
+    room = torch.empty(num_workers() * rows * (2 + groups * weight.group), dtype=torch.int16, device="cpu")
+    sizes = (y_MO.data_ptr(), rows, columns, groups, channels)
+    weight.kernel(rows)(channels, x_MI.data_ptr(), room.data_ptr(), *weight.addresses, *sizes)
     return y_MO
 
 
@@ -243,29 +266,25 @@ def _larger(code: Code, p: Value, q: Value) -> Value:
 # --- 4 bits -----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _rounded(group: int) -> Kernel:
+def _round_rows(
+    code: Code, x: Value, q: Value, steps: Value, rows: Value, columns: Value, groups: Value, group: int
+) -> None:
     """Rows of x to integers, filled up with zeros to whole groups, and what a step of each row is worth."""
+    b, number = code.build, code.number
+    most = code.types.Constant(code.f32, float(_STEPS))
+    with code.loop(number(0), rows, number(1)) as across:
+        row = across.at
 
-    def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
-        x, q, steps, columns, groups = arguments
-        b, number = code.build, code.number
-        most = code.types.Constant(code.f32, float(_STEPS))
-
-        def inputs(row: Value, column: Value) -> Value:
+        def inputs(column: Value) -> Value:
             mask = code.first_of(b.sub(columns, column), _LANES)
             return code.load(x, code.f32, _LANES, b.mul(row, columns), column, mask=mask)
 
-        with code.loop(first, last, number(1)) as across:
-            row = across.at
-            largest = _largest_of(code, x, b.mul(row, columns), columns)
-            code.store(b.fdiv(largest, most), steps, code.f32, row)
-            scale, size = code.spread(b.fdiv(most, largest), _LANES), b.mul(groups, number(group))
-            with code.loop(number(0), size, number(_LANES)) as turn:
-                nearest = code.nearest(b.fmul(inputs(row, turn.at), scale))
-                code.store(b.fptosi(nearest, code.vector(code.i16, _LANES)), q, code.i16, b.mul(row, size), turn.at)
-
-    return Kernel("rounded", 5, 1, build)
+        largest = _largest_of(code, x, b.mul(row, columns), columns)
+        code.store(b.fdiv(largest, most), steps, code.f32, row)
+        scale, size = code.spread(b.fdiv(most, largest), _LANES), b.mul(groups, number(group))
+        with code.loop(number(0), size, number(_LANES)) as turn:
+            nearest = code.nearest(b.fmul(inputs(turn.at), scale))
+            code.store(b.fptosi(nearest, code.vector(code.i16, _LANES)), q, code.i16, b.mul(row, size), turn.at)
 
 
 @cache
@@ -276,8 +295,13 @@ def _int4(rows: int, channels: int, group: int, symmetric: bool, words: int) -> 
     pieces = max(1, half // words)
 
     def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
-        q, steps, codes, scale, zero, y, num_rows, groups, num_channels = arguments
+        x, room, codes, scale, zero, y, num_rows, columns, groups, num_channels = arguments
         b, number = code.build, code.number
+        # Each thread rounds all rows: less work than to wait for each other.
+        size = b.mul(num_rows, b.add(b.mul(groups, number(2 * group)), number(4)))
+        steps = b.add(room, b.mul(code.worker, size))
+        q = b.add(steps, b.mul(num_rows, number(4)))
+        _round_rows(code, x, q, steps, num_rows, columns, groups, group)
         floats, sums = code.vector(code.f32, lanes), code.vector(code.i32, lanes)
         nothing = [code.filled(code.f32, lanes, 0)] * (rows * channels)
 
@@ -332,7 +356,7 @@ def _int4(rows: int, channels: int, group: int, symmetric: bool, words: int) -> 
                         value = b.fmul(code.sum(turn.values[index * channels + at], b.fadd), step)
                         code.store(value, y, code.f32, b.mul(line, num_channels), channel, number(at))
 
-    return Kernel("int4", 9, channels, build)
+    return Kernel("int4", 10, channels, build)
 
 
 @cache

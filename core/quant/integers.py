@@ -20,9 +20,9 @@ CPU's instructions saturate (no VNNI): fp32 products of pieces small enough to b
 Shapes: M rows of x, I columns, O output channels, P digits, R = P M rows of integers.
 """
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from core.kernels.llvm import available
 from core.kernels.timing import fastest_from_memory
 from core.kernels.traced import number_of, traced
-from core.kernels.vnni import digits_of, int8_product, offered
+from core.kernels.vnni import Int8Weight, digits_of, int8_product, offered
 from core.quant.weight import QuantizedWeight
 
 _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
@@ -43,7 +43,7 @@ _BASE, _MOST = torch.tensor(128.0, device="cpu"), torch.tensor(127.0, device="cp
 _ZERO = 128
 """the byte that stands for the integer 0"""
 _SMALLEST = 1e-30
-_ROWS = (4, 16, 64, 256)
+_ROWS = (4, 8, 16, 32, 64, 256)
 """for which the kernels are measured"""
 _MEASURED_CHANNELS, _MEASURED_BYTES, _ROUNDS = 4096, 4 << 20, 3
 """of a weight, and of the weights that a kernel is measured on: several, for its own instructions are in a cache"""
@@ -51,19 +51,34 @@ _MEASURED_CHANNELS, _MEASURED_BYTES, _ROUNDS = 4096, 4 << 20, 3
 _EXACT_COLUMNS = 1024
 
 
-@dataclass(frozen=True)
 class Codes:
-    """A weight as the kernels take it: its integers [O, I], scales [O], their sums int32 [O], and oneDNN's form."""
+    """A weight as the kernels take it: its integers [O, I], scales [O], and oneDNN's form.
 
-    codes_OI: Tensor
-    scale_O: Tensor
-    sums_O: Callable[[], Tensor]
-    form: Any = None
-    weight: QuantizedWeight | None = None
+    weight  that it is of, where a graph is to know it
+    """
+
+    def __init__(self, codes_OI: Tensor, scale_O: Tensor, form: Any = None, weight: QuantizedWeight | None = None):
+        self.codes_OI, self.scale_O, self.form = codes_OI, scale_O, form
+        self.weight = None if weight is None else weakref.ref(weight)  # which keeps this
+
+    @cached_property
+    def sums_O(self) -> Tensor:
+        """int32: the codes, added up."""
+        return self.codes_OI.sum(1, dtype=torch.int32)
+
+    @cached_property
+    def stored(self) -> Int8Weight:
+        return Int8Weight(self.codes_OI, self.scale_O, self.sums_O)
 
     @staticmethod
     def of(weight: QuantizedWeight) -> "Codes":
-        return Codes(weight.codes, weight.scale, lambda: weight.row_sums, weight.packed, weight)
+        codes = weight.prepared(_codes)
+        codes.form = weight.packed
+        return codes
+
+
+def _codes(weight: QuantizedWeight) -> Codes:
+    return Codes(weight.codes, weight.scale, weight=weight)
 
 
 def integer_product(x: Tensor, weight: QuantizedWeight, bias_O: Tensor | None) -> Tensor:
@@ -131,7 +146,7 @@ def _outliers(x_MI: Tensor, apart_MI: Tensor, codes: Codes) -> Tensor:
     """The elements kept apart with the weight, exactly: [M, O]. Only the columns that have such elements are read."""
     columns = apart_MI.any(0).nonzero().squeeze(1)
     part_OI = codes.codes_OI[:, columns]
-    part = Codes(part_OI, codes.scale_O, lambda: part_OI.sum(1, dtype=torch.int32))
+    part = Codes(part_OI, codes.scale_O)
     return _by_digits(torch.where(apart_MI, x_MI, 0.0)[:, columns], part, _DIGITS_OF_OUTLIERS)
 
 
@@ -142,8 +157,9 @@ def _product(q_RI: Tensor, codes: Codes) -> Tensor:
     """scale (q codes^T) in fp32 [R, O], with exact sums. q: uint8, each 128 more than the integer."""
     rows, columns = q_RI.shape
     if isinstance(q_RI, FakeTensor):
-        assert codes.weight is not None
-        return torch.ops.megalith.product_of_integers(q_RI, number_of(codes.weight), len(codes.codes_OI))
+        weight = codes.weight and codes.weight()
+        assert weight is not None
+        return torch.ops.megalith.product_of_integers(q_RI, number_of(weight), len(codes.codes_OI))
     # _int_mm is slow or wrong for few columns
     if columns < 16:
         return _by_floats(q_RI, codes)
@@ -158,7 +174,7 @@ def _by_signed(q_RI: Tensor, codes: Codes) -> Tensor:
 
 
 def _by_unsigned(q_RI: Tensor, codes: Codes) -> Tensor:
-    return torch._int_mm(q_RI, codes.codes_OI.T).sub_(codes.sums_O(), alpha=_ZERO) * codes.scale_O
+    return torch._int_mm(q_RI, codes.codes_OI.T).sub_(codes.sums_O, alpha=_ZERO) * codes.scale_O
 
 
 def _by_form(q_RI: Tensor, codes: Codes) -> Tensor:
@@ -169,7 +185,7 @@ def _by_form(q_RI: Tensor, codes: Codes) -> Tensor:
 def _by_vnni(q_RI: Tensor, codes: Codes) -> Tensor:
     if not offered():
         raise RuntimeError("no VNNI here, or no LLVM")
-    return int8_product(q_RI, codes.codes_OI, codes.scale_O, codes.sums_O())
+    return int8_product(q_RI, codes.stored)
 
 
 def _by_floats(q_RI: Tensor, codes: Codes) -> Tensor:
@@ -274,5 +290,5 @@ def _is_exact(name: str) -> bool:
 
 
 def _given(codes_OI: Tensor, has_form: bool) -> Codes:
-    scale_O, sums_O = torch.ones(len(codes_OI), device="cpu"), codes_OI.sum(1, dtype=torch.int32)
-    return Codes(codes_OI, scale_O, lambda: sums_O, packed_integers(codes_OI, scale_O) if has_form else None)
+    scale_O = torch.ones(len(codes_OI), device="cpu")
+    return Codes(codes_OI, scale_O, packed_integers(codes_OI, scale_O) if has_form else None)

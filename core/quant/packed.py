@@ -28,7 +28,7 @@ from core.kernels.llvm import available
 from core.kernels.quantized_matmul import dequantize_int4, int4_matmul
 from core.kernels.timing import fastest_from_memory
 from core.kernels.traced import number_of, traced
-from core.kernels.vnni import int4_product, int4_widened, offered
+from core.kernels.vnni import Int4Weight, int4_product, int4_widened, offered
 from core.quant.integers import form_is_faster, packed_integers
 from core.quant.quantize import parameter_holders
 from core.quant.scheme import Scheme
@@ -61,7 +61,11 @@ class Form:
 
     def product(self, x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
         """fp32 x[M, I] of few rows with the weight: [M, O]."""
-        return int4_product(x_MI, weight.codes, weight.scale, weight.zero, weight.scheme.group_size)
+        return int4_product(x_MI, weight.prepared(_int4_weight))
+
+
+def _int4_weight(weight: QuantizedWeight) -> Int4Weight:
+    return Int4Weight(weight.codes, weight.scale, weight.zero, weight.scheme.group_size)
 
 
 @dataclass(frozen=True)

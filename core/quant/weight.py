@@ -21,7 +21,7 @@ Shapes: O output channels, I inputs of each (kernel positions included), G group
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ _SLAB = 1 << 16
 _SMALL = 0.25
 """Of the usual column's largest element: columns whose own is smaller get a gain."""
 
+Prepared = TypeVar("Prepared")
 Function = Callable[..., Any]
 FUNCTIONS: dict[Any, Function] = {}
 """Functions of torch that know a quantized weight; filled by `core.quant.products`."""
@@ -80,7 +81,7 @@ class QuantizedWeight(Tensor):
         self.scheme, self.codes, self.scale, self.zero, self.transposed = scheme, codes, scale, zero, transposed
         self.gain = gain
         self.packed: Any = None  # another form of the same, for the products of `core.quant.packed`
-        self._row_sums: Tensor | None = None
+        self._prepared: tuple[Tensor, Any] | None = None
 
     # --- what it stands for -------------------------------------------------------------------------------------------
 
@@ -103,12 +104,11 @@ class QuantizedWeight(Tensor):
         matrix_OI = self.matrix(dtype=dtype)
         return matrix_OI.T if self.transposed else matrix_OI.view(self.shape)
 
-    @property
-    def row_sums(self) -> Tensor:
-        """int32 [O]: the sums of the 8-bit codes; computed once."""
-        if self._row_sums is None:
-            self._row_sums = self.codes.sum(1, dtype=torch.int32)
-        return self._row_sums
+    def prepared(self, make: Callable[[QuantizedWeight], Prepared]) -> Prepared:
+        """What products keep of it, such as where its codes lie; made once, and again when these have moved."""
+        if self._prepared is None or self._prepared[0] is not self.codes:
+            self._prepared = (self.codes, make(self))
+        return self._prepared[1]
 
     @property
     def parts(self) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def bytes_and_codes(rows: int, columns: int, channels: int) -> tuple[torch.Tenso
 def test_eight_bits_are_exact(shape: tuple[int, int, int]) -> None:
     q_RI, codes_OI, scale_O, sums_O = bytes_and_codes(*shape)
     wanted = ((q_RI.double() - 128) @ codes_OI.double().T).float() * scale_O
-    assert torch.equal(vnni.int8_product(q_RI, codes_OI, scale_O, sums_O), wanted)
+    assert torch.equal(vnni.int8_product(q_RI, vnni.Int8Weight(codes_OI, scale_O, sums_O)), wanted)
 
 
 @pytest.mark.usefixtures("width")
@@ -61,7 +61,8 @@ def test_four_bits(shape: tuple[int, int, int], group: int, symmetric: bool) -> 
     )
     scale_OG = scale_OG.bfloat16()
     exact_OI = dequantize_int4(codes, scale_OG, zero_OG, columns, torch.float64)
-    found = vnni.int4_product(x_MI, codes, scale_OG, zero_OG, group)
+    weight = vnni.Int4Weight(codes, scale_OG, zero_OG, group)
+    found = vnni.int4_product(x_MI, weight)
     largest_M1 = x_MI.abs().amax(1, keepdim=True).clamp(min=1e-30)
     rounded_MI = (x_MI * (32767 / largest_M1)).round().double() * (largest_M1.double() / 32767)
     sizes = rounded_MI.abs() @ exact_OI.abs().T
@@ -69,7 +70,7 @@ def test_four_bits(shape: tuple[int, int, int], group: int, symmetric: bool) -> 
     off = (largest_M1.double() / 32767) * exact_OI.abs().amax(1)
     assert bool(((found - rounded_MI @ exact_OI.T).abs() <= 1e-6 * sizes + off).all())
     assert bool((found[-1] == 0).all())
-    alone = torch.cat([vnni.int4_product(row[None], codes, scale_OG, zero_OG, group) for row in x_MI])
+    alone = torch.cat([vnni.int4_product(row[None], weight) for row in x_MI])
     assert torch.equal(alone, found)
     wide_OI = vnni.int4_widened(codes, scale_OG, zero_OG, group)
     assert torch.equal(wide_OI[:, :columns], exact_OI.bfloat16())
@@ -101,7 +102,7 @@ def test_on_two_threads() -> None:
     for channels in (1, 5, 6, 7, 63, 1000):
         q_RI, codes_OI, scale_O, sums_O = bytes_and_codes(3, 100, channels)
         wanted = ((q_RI.double() - 128) @ codes_OI.double().T).float() * scale_O
-        assert torch.equal(vnni.int8_product(q_RI, codes_OI, scale_O, sums_O), wanted), channels
+        assert torch.equal(vnni.int8_product(q_RI, vnni.Int8Weight(codes_OI, scale_O, sums_O)), wanted), channels
 
 
 @pytest.mark.usefixtures("two_threads")
