@@ -19,7 +19,7 @@ Two paths: for one or two rows of x a program reads some rows of the weight once
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,30 +44,52 @@ def quantize_int8(w_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(
-    w_OI: Tensor, group: int = 128, symmetric: bool = True, scale_bits: int | None = None
+    w_OI: Tensor,
+    group: int = 128,
+    symmetric: bool = True,
+    scale_bits: int | None = None,
+    shares: Sequence[float] = (1.0,),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """uint8 [O, G group / 2] as packed above, scales [O, G], and uint8 zeros [O, G] or None where symmetric.
 
     Symmetric: -7 .. 7 times the scale. Otherwise 16 steps from the smallest element (or 0) to the largest (or 0).
     scale_bits  round scales up to so many significant bits, at most 8, before weights are rounded to steps of them: the
                 scales are then bf16. With 5 of them a scale times a zero is a bf16, too. None: fp32
+    shares      of that range which may be covered; each group has the one whose squared error is the least. What lies
+                outside becomes the outermost step: the few largest elements lose, all others have finer steps
     """
     if group not in GROUPS:
         raise ValueError(f"quantize_int4: groups of {group} columns; use one of {GROUPS}")
     O, I = w_OI.shape
     G = -(-I // group)
     w_OGK = torch.nn.functional.pad(w_OI.float(), (0, G * group - I)).view(O, G, group)
+    error_OG, scale_OG, zero_OG, codes = _rounded_int4(w_OGK, symmetric, scale_bits, shares[0])
+    for share in shares[1:]:
+        *found, found_codes = _rounded_int4(w_OGK, symmetric, scale_bits, share)
+        better_OG = found[0] < error_OG
+        error_OG, scale_OG, zero_OG = (
+            torch.where(better_OG, new, old) for new, old in zip(found, (error_OG, scale_OG, zero_OG), strict=True)
+        )
+        codes = torch.where(better_OG[..., None], found_codes, codes)
+    low, high = codes.to(torch.uint8).chunk(2, 2)
+    packed = (low | high << 4).view(O, G * group // 2)
+    return packed, scale_OG, None if symmetric else zero_OG.to(torch.uint8)
+
+
+def _rounded_int4(
+    w_OGK: Tensor, symmetric: bool, scale_bits: int | None, share: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(squared error, scale, zero, each [O, G]; codes [O, G, K]) of groups in steps of a share of their range."""
     if symmetric:
-        scale_OG = _scale(w_OGK.abs().amax(2) / 7, scale_bits)
-        zero_OG, codes = None, (w_OGK / scale_OG[..., None].float()).round_() + 8
+        scale_OG = _scale(share * w_OGK.abs().amax(2) / 7, scale_bits)
+        zero_OG = torch.full_like(scale_OG, 8, dtype=torch.float32)
     else:
-        low_OG, high_OG = w_OGK.amin(2).clamp_(max=0), w_OGK.amax(2).clamp_(min=0)
+        low_OG, high_OG = share * w_OGK.amin(2).clamp_(max=0), share * w_OGK.amax(2).clamp_(min=0)
         scale_OG = _scale((high_OG - low_OG) / 15, scale_bits)
         zero_OG = (-low_OG / scale_OG.float()).round_().clamp_(0, 15)
-        codes = (w_OGK / scale_OG[..., None].float()).round_() + zero_OG[..., None]
-        zero_OG = zero_OG.to(torch.uint8)
-    low, high = codes.clamp_(0, 15).to(torch.uint8).chunk(2, 2)
-    return (low | high << 4).view(O, G * group // 2), scale_OG, zero_OG
+    scale_OG1, zero_OG1 = scale_OG[..., None].float(), zero_OG[..., None]
+    codes = ((w_OGK / scale_OG1).round_() + zero_OG1).clamp_(0, 15)
+    return ((codes - zero_OG1) * scale_OG1 - w_OGK).square_().sum(2), scale_OG, zero_OG, codes
 
 
 def dequantize_int8(weight_OI: Tensor, scale_O: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

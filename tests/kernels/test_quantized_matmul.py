@@ -105,6 +105,21 @@ def test_int4_scales_of_few_bits(bits: int, symmetric: bool) -> None:
         assert bits == 8 or torch.equal(shift_OG.bfloat16().float(), shift_OG)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int4_covers_the_best_share_of_a_range(symmetric: bool) -> None:
+    """Each group has that with the least squared error."""
+    w_OI = normal(40, 256)
+
+    def errors_OG(shares: tuple[float, ...]) -> torch.Tensor:
+        packed, scale_OG, zero_OG = quantize_int4(w_OI, 64, symmetric, 5, shares)
+        return (dequantize_int4(packed, scale_OG, zero_OG, 256) - w_OI).square().view(40, 4, 64).sum(2)
+
+    plain_OG, found_OG = errors_OG((1.0,)), errors_OG((1.0, 0.9, 0.8))
+    assert float(found_OG.sum()) < 0.95 * float(plain_OG.sum())
+    alone = [errors_OG((share,)) for share in (1.0, 0.9, 0.8)]
+    assert torch.equal(found_OG, torch.stack(alone).amin(0))
+
+
 def test_what_does_not_fit_is_named() -> None:
     x, (weight, scale) = normal(2, 6), quantize_int8(normal(3, 6))
     with pytest.raises(ValueError, match=r"needs a torch.int8 weight \[O, 6\], not float32 \[3, 6\]"):
