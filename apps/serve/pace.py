@@ -8,7 +8,7 @@ hardly more than one of one.
 
 _NEW = 0.25
 """The share of the newest step in what is known."""
-_AIM = 0.95
+_AIM = 0.9
 """Of the time that a step may take: steps wander, and a prompt's later tokens cost more than those learned from."""
 
 
@@ -19,7 +19,7 @@ class Pace:
     least    tokens of a chunk at least, so that prompts get on under any circumstances
     """
 
-    def __init__(self, stretch: float, least: int = 8):
+    def __init__(self, stretch: float, least: int = 4):
         self.stretch, self.least = stretch, least
         self._writer_s: float | None = None
         self._token_s: float | None = None
