@@ -1,6 +1,6 @@
-"""Serving BLOOM-560M's shape beside other engines, llama.cpp among them: `benchmarks.serving`, one sequence at a time.
+"""Serving BLOOM-560M's shape beside other engines, llama.cpp among them: `benchmarks.serving` with fewer requests.
 
-llama.cpp reads BLOOM and no OPT; it is the strongest peer for one sequence. With --full 8 sequences at once, too.
+llama.cpp reads BLOOM and no OPT; it is the strongest peer for one sequence. With --full as many rounds as for OPT.
 transformers' continuous batching, which has no fast attention with ALiBi, is left out.
 """
 
@@ -16,7 +16,9 @@ from core.models import SHAPES
 def measure(options: Options) -> Measured:
     if options.quick:
         return measured(sizes(options)[1:], options)
-    turns = (Turns(1, 2, 3), Turns(8, 12, 1)) if options.full else (Turns(1, 2, 2),)
+    turns = (Turns(1, 2, 3), Turns(8, 12, 3), Turns(32, 40, 1))
+    if not options.full:
+        turns = (Turns(1, 2, 2), Turns(8, 8, 1), Turns(32, 32, 1))
     return measured([Size("bloom_560m", SHAPES["bloom_560m"], turns, (16, 128), (8, 64))], options)
 
 

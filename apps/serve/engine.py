@@ -255,7 +255,8 @@ class Engine:
         if writing:
             sequences = [s for s, _ in writing]
             ranked = [s.request.num_sequences > 1 for s in sequences]
-            picked = logits_RV[[r for _, r in writing]]
+            wanted = [r for _, r in writing]
+            picked = logits_RV if wanted == list(range(len(logits_RV))) else logits_RV[wanted]  # the latter is a copy
             for sequence, sampled in zip(sequences, sampler.sample(picked, sequences, ranked)):
                 events.append(self._append(sequence, sampled))
         return events
