@@ -190,7 +190,8 @@ def _prompts_alike(much: Amount, model: Decoder) -> Found:
 
 def _ready(much: Amount, folder: Path, notes: list[str]) -> Found:
     began = time.perf_counter()
-    imports = "import torch, uvicorn, fastapi, apps.serve.serve"
+    modules = "import apps.serve.serve; from transformers import AutoTokenizer"
+    imports = f"import apps.serve.__main__ as m\nwith m.importing(): {modules}"
     subprocess.run([sys.executable, "-c", imports], cwd=ROOT, check=True, capture_output=True)
     imports_s, began = time.perf_counter() - began, time.perf_counter()
     command = [sys.executable, "-m", "apps.serve", "--model", str(folder), "--port", "0", "--device", "cpu"]

@@ -16,6 +16,7 @@ The engines' own messages go to stderr.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -130,7 +131,14 @@ class LlamaCpp:
         import numpy as np
 
         self.np = np
-        write_gguf(folder, file := scratch / f"{kind}.gguf", kind)
+        # In a process of its own: the plain weights are to leave memory.
+        writer = multiprocessing.get_context("spawn").Process(
+            target=write_gguf, args=(folder, file := scratch / f"{kind}.gguf", kind)
+        )
+        writer.start()
+        writer.join()
+        if writer.exitcode:
+            raise RuntimeError(f"writing {file.name} ended with {writer.exitcode}")
         self.api, self.threads, self.contexts = llama_cpp, threads, {}
         llama_cpp.llama_backend_init()
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
