@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-_CACHED_BYTES = 40 << 20
+_CACHED_BYTES = 64 << 20
 """more than caches hold"""
 
 Given = TypeVar("Given")

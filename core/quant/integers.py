@@ -45,7 +45,7 @@ _ZERO = 128
 _SMALLEST = 1e-30
 _ROWS = (4, 8, 16, 32, 64, 256)
 """for which the kernels are measured"""
-_MEASURED_CHANNELS, _MEASURED_BYTES, _ROUNDS = 1024, 2 << 20, 3
+_MEASURED_CHANNELS, _MEASURED_BYTES, _ROUNDS = 4096, 4 << 20, 3
 """of a weight, and of the weights that a kernel is measured on: several, for its own instructions are in a cache"""
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
 _EXACT_COLUMNS = 1024
