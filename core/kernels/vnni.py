@@ -30,7 +30,8 @@ from core.kernels.llvm import Code, Kernel, Value, num_workers, x86_features
 
 _AHEAD_BYTES = 8 << 10
 """of a weight that are asked for before they are needed"""
-_LANES = 16
+_LANES, _LINE = 16, 64
+"""numbers of a vector, bytes of a line of memory"""
 _STEPS, _SMALLEST = 32767, 1e-30
 _ZERO, _ZERO_OF_4 = 128, 8
 """the byte that stands for the integer 0, and the code of symmetric ones of 4 bits"""
@@ -114,7 +115,7 @@ def int4_product(x_MI: Tensor, weight: Int4Weight) -> Tensor:
     """fp32 rows with a weight: fp32 [M, O]."""
     x_MI, (rows, columns), channels, groups = x_MI.contiguous(), x_MI.shape, weight.channels, weight.groups
     y_MO = torch.empty(rows, channels, dtype=torch.float32, device="cpu")
-    room = torch.empty(num_workers() * rows * (2 + groups * weight.group), dtype=torch.int16, device="cpu")
+    room = torch.empty(num_workers() * rows * (groups * weight.group + _LINE // 2), dtype=torch.int16, device="cpu")
     sizes = (y_MO.data_ptr(), rows, columns, groups, channels)
     weight.kernel(rows)(channels, x_MI.data_ptr(), room.data_ptr(), *weight.addresses, *sizes)
     return y_MO
@@ -297,10 +298,11 @@ def _int4(rows: int, channels: int, group: int, symmetric: bool, words: int) -> 
     def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
         x, room, codes, scale, zero, y, num_rows, columns, groups, num_channels = arguments
         b, number = code.build, code.number
-        # Each thread rounds all rows: less work than to wait for each other.
-        size = b.mul(num_rows, b.add(b.mul(groups, number(2 * group)), number(4)))
-        steps = b.add(room, b.mul(code.worker, size))
-        q = b.add(steps, b.mul(num_rows, number(4)))
+        # Each thread rounds all rows: less work than to wait for each other. Rows in 16 bits begin where lines of
+        # memory do, or a vector of them would be two lines; behind them is what a step of each is worth, in fp32.
+        row_bytes = b.mul(groups, number(2 * group))
+        q = b.add(room, b.mul(code.worker, b.mul(num_rows, b.add(row_bytes, number(_LINE)))))
+        steps = b.add(q, b.mul(num_rows, row_bytes))
         _round_rows(code, x, q, steps, num_rows, columns, groups, group)
         floats, sums = code.vector(code.f32, lanes), code.vector(code.i32, lanes)
         nothing = [code.filled(code.f32, lanes, 0)] * (rows * channels)
