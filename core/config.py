@@ -179,7 +179,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
 def importing() -> Iterator[None]:
     """Inside, Python does not look for garbage, nor, later, among what is there by then.
 
-    What modules make stays. Looking through it again and again takes a quarter of the time of large packages' imports.
+    What modules make stays. Looking through it again and again takes a good part of large packages' imports.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,5 +1,6 @@
 """The command line: what changes a recipe, and the one line that each mistake gets."""
 
+import gc
 import io
 import json
 import sys
@@ -9,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from core.config import UserError, as_json, option_names, parse, run_command, size_in_bytes
+from core.config import UserError, as_json, importing, option_names, parse, run_command, size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -159,3 +160,15 @@ def test_a_path_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, capsys: py
 
     with pytest.raises(OSError, match="no user"):
         run_command(without_a_path, [])
+
+
+def test_while_modules_are_imported_nobody_looks_for_garbage() -> None:
+    before = gc.get_freeze_count()
+    with importing():
+        assert not gc.isenabled()
+        with importing():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
+    gc.unfreeze()

@@ -5,11 +5,14 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.kernels.quantized_matmul import dequantize_int4, quantize_int4
 from core.metrics import MemoryAccount
 from core.quant import QuantizedWeight, Scheme, quantize, stored_bytes
+from core.quant.packed import fastest_form
 from core.quant.weight import quantized_weight
 
 INT4 = Scheme("int4", 64)
@@ -157,3 +160,23 @@ def test_parts_of_ranks_make_up_the_whole(scheme: Scheme) -> None:
     if scheme.name == "int4":
         with pytest.raises(UserError, match="100 columns in groups of 32 are not cut at 0 and 50"):
             weight.cut((slice(0, 10), slice(0, 50)))
+
+
+def test_four_bits_cover_less_than_a_groups_range_where_that_is_closer() -> None:
+    values = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
+    packed, scale, zero = quantize_int4(values, 64, False, 5)
+    whole_range = dequantize_int4(packed, scale, zero, 256)
+    found = quantized_weight(values, INT4).dequantized()
+    assert float((found - values).square().sum()) < 0.95 * float((whole_range - values).square().sum())
+
+
+@pytest.mark.parametrize("scheme", [Scheme("int8"), INT4], ids=str)
+def test_products_follow_codes_that_move(scheme: Scheme) -> None:
+    """As when a folder's codes are mapped anew: what a product kept of the old ones is not used again."""
+    values, x = torch.randn(20, 128), torch.randn(2, 128)
+    weight, other = quantized_weight(values, scheme), quantized_weight(-values, scheme)
+    for each in (weight, other):
+        each.packed = fastest_form(each) if scheme is INT4 else None
+        F.linear(x, each)
+    weight.codes, weight.scale, weight.zero = other.codes, other.scale, other.zero
+    assert torch.equal(F.linear(x, weight), F.linear(x, other))
