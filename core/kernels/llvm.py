@@ -53,6 +53,11 @@ def x86_features() -> frozenset[str]:
     return frozenset(name for name, there in library().get_host_cpu_features().items() if there)
 
 
+def looks_words_up() -> bool:
+    """Whether this CPU has an instruction that takes words out of a vector."""
+    return {"avx512bw", "avx512vl"} <= x86_features()
+
+
 @cache
 def openmp() -> ctypes.CDLL | None:
     """The OpenMP whose threads torch computes on, if it can be told to run something."""
@@ -154,6 +159,12 @@ class Code:
         """The numbers of two vectors, which lie behind each other, that stand in these places."""
         order = self.types.Constant(self.vector(self.i32, len(places)), list(places))
         return self.build.shuffle_vector(x, y, order)
+
+    def looked_up(self, table: Value, places: Value) -> Value:
+        """Of a table of 16 words those that 16 or 32 words' last four bits tell. Only where `looks_words_up()`."""
+        count = places.type.count
+        whole = self.shuffled(table, table, [number % 16 for number in range(count)])
+        return self.call(f"llvm.x86.avx512.permvar.hi.{16 * count}", places.type, whole, places)
 
     def sum(self, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """Of a vector's places, by halves, so that the order is always the same."""

@@ -26,7 +26,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from core.kernels.llvm import Code, Kernel, Value, num_workers, x86_features
+from core.kernels.llvm import Code, Kernel, Value, looks_words_up, num_workers, x86_features
 
 _AHEAD_BYTES = 8 << 10
 """of a weight that are asked for before they are needed"""
@@ -131,7 +131,7 @@ def int4_widened(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group:
     channels, groups = scale_OG.shape
     wide_OI = torch.empty(channels, groups * group, dtype=torch.bfloat16, device="cpu")
     zero = None if zero_OG is None else zero_OG.contiguous()
-    kernel = _widened(group, zero is None)
+    kernel = _widened(group, zero is None, looks_words_up())
     given = (codes.contiguous().data_ptr(), scale_OG.contiguous().data_ptr(), 0 if zero is None else zero.data_ptr())
     kernel(channels * groups, *given, wide_OI.data_ptr())
     return wide_OI
@@ -362,13 +362,15 @@ def _int4(rows: int, channels: int, group: int, symmetric: bool, words: int) -> 
 
 
 @cache
-def _widened(group: int, symmetric: bool) -> Kernel:
+def _widened(group: int, symmetric: bool, by_table: bool) -> Kernel:
+    """by_table: a group has 16 different weights; they are made once and taken by their codes, instead of each."""
     half = group // 2
+    words = min(half, 2 * _LANES) if by_table else _LANES
 
     def build(code: Code, arguments: Sequence[Value], first: Value, last: Value) -> None:
         codes, scale, zero, wide = arguments
         b, number = code.build, code.number
-        words, floats = code.vector(code.i32, _LANES), code.vector(code.f32, _LANES)
+        whole, floats, short = (code.vector(kind, _LANES) for kind in (code.i32, code.f32, code.i16))
         with code.loop(first, last, number(1)) as turn:
             place = turn.at
             factor = code.spread(code.from_bf16(code.load_one(scale, code.i16, place)), _LANES)
@@ -376,12 +378,20 @@ def _widened(group: int, symmetric: bool) -> Kernel:
                 taken_off = code.filled(code.i32, _LANES, _ZERO_OF_4)
             else:
                 taken_off = code.spread(b.zext(code.load_one(zero, code.i8, place), code.i32), _LANES)
-            for start in range(0, half, _LANES):
-                both = b.zext(code.load(codes, code.i8, _LANES, b.mul(place, number(half)), number(start)), words)
-                low = b.and_(both, code.filled(code.i32, _LANES, 15))
-                high = b.lshr(both, code.filled(code.i32, _LANES, 4))
-                for column, values in ((start, low), (half + start, high)):
-                    product = b.fmul(b.sitofp(b.sub(values, taken_off), floats), factor)
-                    code.store(code.to_bf16(product), wide, code.i16, b.mul(place, number(group)), number(column))
+
+            def weights(of: Value) -> Value:
+                return code.to_bf16(b.fmul(b.sitofp(b.sub(b.zext(of, whole), taken_off), floats), factor))
+
+            table = weights(code.types.Constant(short, list(range(_LANES)))) if by_table else None
+            for start in range(0, half, words):
+                both = code.load(codes, code.i8, words, b.mul(place, number(half)), number(start))
+                low = b.zext(both, code.vector(code.i16, words))
+                high = b.lshr(low, code.filled(code.i16, words, 4))
+                for column, found in ((start, low), (half + start, high)):
+                    if by_table:
+                        values = code.looked_up(table, found)
+                    else:
+                        values = weights(b.and_(found, code.filled(code.i16, words, 15)))
+                    code.store(values, wide, code.i16, b.mul(place, number(group)), number(column))
 
     return Kernel("widened", 4, 1, build)

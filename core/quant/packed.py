@@ -39,7 +39,7 @@ _ROWS = 16
 _SLAB = 1024
 _INNER_TILES = 2
 _ROUNDS = 3
-_WIDENED = 1 << 21
+_WIDENED = 1 << 22
 """elements of a weight that are widened at a time, so that they are multiplied by where they are: in a cache"""
 _MEASURED, _WEIGHTS = 1 << 20, 2
 """elements of a weight, and weights, that tell how long a product takes"""
@@ -172,12 +172,14 @@ def _product(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def _by_widening(x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Some channels at a time."""
+    """Some channels at a time, all of them where that is not too much."""
     (channels, groups), group = weight.scale.shape, weight.scheme.group_size
     columns = groups * group
     x_MI = F.pad(x_MI.to(torch.bfloat16), (0, columns - x_MI.shape[1]))
-    y_MO = torch.empty(len(x_MI), channels, dtype=torch.float32, device="cpu")
     step = max(1, _WIDENED // columns)
+    if channels <= step:
+        return F.linear(x_MI, widened(weight.codes, weight.scale, weight.zero, group)).float()
+    y_MO = torch.empty(len(x_MI), channels, dtype=torch.float32, device="cpu")
     for start in range(0, channels, step):
         part = slice(start, start + step)
         zero = None if weight.zero is None else weight.zero[part]

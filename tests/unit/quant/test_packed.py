@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from core.kernels import vnni
+from core.kernels.llvm import looks_words_up
 from core.quant import QuantizedWeight, Scheme, load_quantized, pack, quantize, quantize_folder
 from core.quant.packed import Form, int4_packed, widened
 from core.quant.weight import quantized_weight
@@ -81,11 +82,14 @@ def test_a_token_does_not_depend_on_its_neighbours(form: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("llvm", [True, False])
-def test_many_rows_meet_weights_in_bf16(scheme: Scheme, llvm: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["looked up", "computed", "by torch"])
+def test_many_rows_meet_weights_in_bf16(scheme: Scheme, how: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is faster; the weights, whose groups do not fill the columns, rounded to bf16 and no further."""
-    if not llvm:
+    if how == "looked up" and not looks_words_up():
+        pytest.skip("this CPU has no AVX-512, or llvmlite is missing; ends on one that has it")
+    if how == "by torch":
         monkeypatch.setattr("core.quant.packed.available", lambda: False)
+    monkeypatch.setattr("core.kernels.vnni.looks_words_up", lambda: how == "looked up")
     weight, x = weight_of(form, 37, 200, scheme), torch.randn(40, 200, generator=torch.Generator().manual_seed(1))
     matrix = weight.matrix(dtype=torch.float64)
     wide = widened(weight.codes, weight.scale, weight.zero, scheme.group_size)
@@ -97,8 +101,9 @@ def test_many_rows_meet_weights_in_bf16(scheme: Scheme, llvm: bool, form: str, m
         return widened(*parts)
 
     monkeypatch.setattr("core.quant.packed.widened", widen)
-    monkeypatch.setattr("core.quant.packed._WIDENED", 5 * 256)  # some channels at a time
-    for is_faster, times in ((False, 0), (True, 8)):
+    # some channels at a time, and all
+    for is_faster, at_once, times in ((False, 1 << 22, 0), (True, 5 * 256, 8), (True, 1 << 22, 9)):
+        monkeypatch.setattr("core.quant.packed._WIDENED", at_once)
         monkeypatch.setattr("core.quant.packed._widening_is_faster", lambda *given, choice=is_faster: choice)
         wanted = x.bfloat16().double() @ matrix.T
         assert float((F.linear(x, weight).double() - wanted).abs().max() / wanted.abs().max()) < 1.5 * 2**-8
