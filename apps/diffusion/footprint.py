@@ -41,7 +41,7 @@ from core.parallel.data import BUCKET_BYTES
 from core.parallel.plan import blocks_of
 from core.parallel.recompute import apply_recompute
 from core.parallel.rows import row_length
-from core.quant.quantize import choose
+from core.quant.choose import choose
 from core.weights import read_json
 
 HOST_UPDATE = 2e10

@@ -6,7 +6,7 @@
 
 A quantized weight is a tensor that is stored as integers (weight.py); the schemes are in scheme.py. What torch's
 functions do with such a weight stands in products.py, and how a CPU multiplies by 8 bits in integers.py and by 4 in
-packed.py. quantize.py chooses the weights of a model; folder.py goes from a checkpoint to a quantized folder and back.
+packed.py. choose.py finds the weights of a model; folder.py goes from a checkpoint to a quantized folder and back.
 """
 
 import core.quant.products  # noqa: F401 (torch's functions get to know quantized weights)

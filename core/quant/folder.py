@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from core.config import UserError
 from core.layout import Layout, layout_of
+from core.quant.choose import Chosen, choose, parameter_holders
 from core.quant.packed import pack
-from core.quant.quantize import Chosen, choose, parameter_holders, put, quantized, scheme_of
+from core.quant.quantize import put, quantized, scheme_of
 from core.quant.scheme import Scheme
 from core.quant.weight import QuantizedWeight
 from core.weights import Weights, read_json, save_weights, write_json

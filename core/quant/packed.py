@@ -29,8 +29,8 @@ from core.kernels.quantized_matmul import dequantize_int4, int4_matmul
 from core.kernels.timing import fastest_from_memory
 from core.kernels.traced import number_of, traced
 from core.kernels.vnni import Int4Weight, int4_product, int4_widened, offered
+from core.quant.choose import parameter_holders
 from core.quant.integers import form_is_faster, packed_integers
-from core.quant.quantize import parameter_holders
 from core.quant.scheme import Scheme
 from core.quant.weight import QuantizedWeight
 

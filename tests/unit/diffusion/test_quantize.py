@@ -13,7 +13,7 @@ from apps.diffusion.pipeline import load_pipeline, save_pipeline
 from apps.diffusion.shapes import SHAPES, meta_modules
 from core.config import UserError
 from core.quant import QuantizedWeight, quantize, stored_bytes
-from core.quant.quantize import choose
+from core.quant.choose import choose
 from tests.support.diffusion import narrow_pipeline
 
 JOBS = [Job("a red circle", 1), Job("a photo of a dog", 2)]
