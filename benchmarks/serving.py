@@ -80,13 +80,17 @@ class Turns:
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured: a shape and the load."""
+    """What is measured: a shape and the load.
+
+    apart  other engines are in memory one after another, and take no turns: for sizes of which all do not fit
+    """
 
     name: str
     model: DecoderConfig
     turns: tuple[Turns, ...]
     prompt_tokens: tuple[int, int]
     max_tokens: tuple[int, int]
+    apart: bool = False
 
 
 def sizes(options: Options) -> list[Size]:
@@ -320,23 +324,30 @@ def measured(sizes: list[Size], options: Options) -> Measured:
     keep_freed_memory()  # as `serve` does
     rows, targets = [], []
     notes = [f"{torch.get_num_threads()} threads", "weights are random; greedy; texts of exactly the length asked for"]
-    notes.append("requests and rounds: " + ", ".join(str(turns) for turns in sizes[0].turns))
+    notes.append("requests and rounds: " + ", ".join(str(turns) for size in sizes for turns in size.turns))
+    notes += [f"{turns}: other engines one after another" for size in sizes if size.apart for turns in size.turns]
     versions: dict[str, str] = {}
     dtype = torch.bfloat16 if bf16_units(torch.device("cpu")) else torch.float32
     for size in sizes:
-        with tempfile.TemporaryDirectory() as root, torch.no_grad(), contextlib.ExitStack() as processes:
+        with tempfile.TemporaryDirectory() as root, torch.no_grad():
             folder, scratch = Path(root) / "model", Path(root) / "scratch"
             scratch.mkdir()
-            found = contenders(size, dtype, folder, scratch, options, compiled=True)
-            notes += join_peers(found, processes, PEERS, size, folder, scratch, options)
-            for one in found:
-                versions |= one.versions
-            for turns in size.turns:
-                measured = _rounds(size, found, turns)
+            found: list[Contender] = []
+            numbers: list[dict[str, dict[str, Number]]] = [{} for _ in size.turns]
+            together = contenders(size, dtype, folder, scratch, options, compiled=True)
+            for names in [[name] for name in PEERS] if size.apart else [list(PEERS)]:
+                with contextlib.ExitStack() as processes:
+                    notes += join_peers(together, processes, names, size, folder, scratch, options)
+                    for each, turns in zip(numbers, size.turns):
+                        each |= _rounds(size, together, turns)
+                found += together
+                together = []
+            for each, turns in zip(numbers, size.turns):
                 for one in found:
+                    versions |= one.versions
                     case = {"shape": size.name, "system": one.name, "concurrency": turns.concurrency}
-                    rows.append(Row(case, measured[one.name] | _memory(size, one, turns.concurrency)))
-                targets += _targets(size, turns.concurrency, measured)
+                    rows.append(Row(case, each[one.name] | _memory(size, one, turns.concurrency)))
+                targets += _targets(size, turns.concurrency, each)
             del found
             gc.collect()
     if not options.peers_python:
