@@ -9,16 +9,20 @@ Optimizers, clipping and checkpoints need no more than this, so they know neithe
 """
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from core.mesh import flat_axis, sub_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,21 @@ def shares(rows: int, size: int, unit: int = 1) -> list[slice]:
     return [slice(min(index * most, rows), min((index + 1) * most, rows)) for index in range(size)]
 
 
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether it is one, without importing them: that takes a third of a second, and who makes one has done it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def layout_of(tensor: Tensor) -> Layout:
     """The layout of a parameter or of an optimizer's tensor: tagged, DTensor, or plain (then it is whole)."""
     tagged = getattr(tensor, "layout_in_whole", None)
     if tagged is not None:
         return tagged
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Layout(tuple(tensor.shape))
+    from torch.distributed.tensor import Shard
+
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     cuts = []
@@ -138,14 +150,14 @@ def tag(tensor: Tensor, layout: Layout) -> Tensor:
 
     A DTensor over what other axes left (FSDP2 over a local tensor) is noted as it lies in the whole of all axes.
     """
-    assert isinstance(tensor, DTensor) or tuple(tensor.shape) == layout.local_shape(), (tuple(tensor.shape), layout)
+    assert is_dtensor(tensor) or tuple(tensor.shape) == layout.local_shape(), (tuple(tensor.shape), layout)
     tensor.layout_in_whole = layout  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """The plain tensor that this rank stores, tagged with its layout; shares storage with `tensor`."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         layout, own = layout_of(tensor), tensor.to_local()
         # What has no elements may still have rows; FSDP2 gives it none.
         return tag(own if own.numel() else own.new_empty(layout.local_shape()), layout)

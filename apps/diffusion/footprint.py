@@ -30,7 +30,6 @@ from apps.diffusion.pipeline import INDEX, build_meta
 from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.config import UserError
-from core.estimate import gigabytes
 from core.gemini.chunk import aligned
 from core.gemini.search import Chunking, ParameterInfo, choose_chunk_size, least_budget
 from core.gemini.tier import parse_bytes
@@ -42,6 +41,7 @@ from core.parallel.plan import blocks_of
 from core.parallel.recompute import apply_recompute
 from core.parallel.rows import row_length
 from core.quant.choose import choose
+from core.runtime import gigabytes
 from core.weights import read_json
 
 HOST_UPDATE = 2e10

@@ -15,7 +15,7 @@ from rich.table import Table
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
 from apps.diffusion.plan_config import RECIPES, PlanConfig
 from core.config import UserError, parse
-from core.estimate import gigabytes
+from core.runtime import gigabytes
 
 
 def main(argv: list[str]) -> int:

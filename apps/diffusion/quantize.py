@@ -14,10 +14,10 @@ from typing import Literal
 from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import Pipeline, check_free, load_pipeline, save_pipeline
 from core.config import UserError, parse
-from core.estimate import gigabytes
 from core.precision import COMPUTE_DTYPE
 from core.quant import quantize, stored_bytes
 from core.quant.scheme import SchemeName
+from core.runtime import gigabytes
 
 Part = Literal["unet", "vae", "text_encoder"]
 

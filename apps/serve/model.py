@@ -16,14 +16,11 @@ from apps.serve.runner import PAGE_DTYPES, Runner
 from apps.serve.scheduler import Limits
 from apps.serve.text import Text, load_text
 from core.config import UserError
-from core.estimate import gigabytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
-from core.models.plan import tensor_parallel_plan
 from core.nn.packing import pack_linear
-from core.parallel.plan import apply_plan
 from core.precision import compute_dtype
 from core.quant import Scheme, is_quantized, load_quantized, pack, stored_bytes
-from core.runtime import device_bytes
+from core.runtime import device_bytes, gigabytes
 
 # Of the memory that is free once the weights are there, for pages, where nothing is said.
 _SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -103,6 +100,9 @@ def _load(
     ranks = 1 if axis is None else axis.size()
 
     def cut(model: nn.Module) -> None:
+        from core.models.plan import tensor_parallel_plan  # what they import, one rank need not wait for
+        from core.parallel.plan import apply_plan
+
         assert axis is not None
         apply_plan(model, tensor_parallel_plan(source.config), axis)
 

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from apps.serve.model import find_source, page_bytes
 from core.config import UserError, parse
-from core.estimate import ModelShape, decoder_shape, gigabytes
+from core.estimate import ModelShape, decoder_shape
 from core.models import SHAPES, DecoderConfig
+from core.runtime import gigabytes
 
 # Bits of a weight in matrices: int8 has a scale of 32 bits a row, int4 one of 16 bits and a zero of 16 bits a group.
 _FORMATS = {"fp16": 16.0, "int8": 8.0, "int4": 4.0}

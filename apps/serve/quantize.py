@@ -6,9 +6,9 @@ from pathlib import Path
 
 from apps.serve.model import find_source
 from core.config import UserError, parse
-from core.estimate import gigabytes
 from core.quant import quantize_folder
 from core.quant.scheme import SchemeName
+from core.runtime import gigabytes
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from apps.serve.model import Source, build_engine, find_source
 from apps.serve.server import Server, build_app, read_key
 from core.config import UserError, parse
 from core.mesh import MeshConfig
-from core.parallel.tensor1d import check_heads
 from core.runtime import launch, launched, start
 
 log = logging.getLogger("serve")
@@ -42,8 +41,11 @@ def _sources(config: ServeConfig) -> list[Source]:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise UserError(f"two models are called {twice.pop()}; rename a folder, so that clients can tell them apart")
-    for source in sources:
-        check_heads(source.config.num_heads, source.config.kv_heads, config.tp)
+    if config.tp > 1:
+        from core.parallel.tensor1d import check_heads  # what it imports, one rank need not wait for
+
+        for source in sources:
+            check_heads(source.config.num_heads, source.config.kv_heads, config.tp)
     return sources
 
 

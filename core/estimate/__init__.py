@@ -8,7 +8,7 @@ pipeline stage_costs, which balance the stages; simulated_timeline: the step of 
 """
 
 from core.estimate.draw import draw_timelines
-from core.estimate.memory import MemoryEstimate, estimate_memory, gigabytes, require_fit
+from core.estimate.memory import MemoryEstimate, estimate_memory, require_fit
 from core.estimate.pipeline import Timeline, simulated_timeline, stage_costs, timeline_of
 from core.estimate.shape import (
     BlockShape,
@@ -37,7 +37,6 @@ __all__ = [
     "draw_timelines",
     "estimate_memory",
     "estimate_time",
-    "gigabytes",
     "megatron_block",
     "require_fit",
     "simulated_timeline",

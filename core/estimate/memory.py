@@ -37,6 +37,7 @@ from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.schedule import Kind, most_in_flight
 from core.precision import compute_dtype
+from core.runtime import gigabytes
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,6 @@ class MemoryEstimate:
         rows = [(kind, gigabytes(getattr(self, f"{kind}_bytes"))) for kind in kinds]
         peak_phase = max(self.phases, key=lambda phase: self.phases[phase])
         return [*rows, ("sum", gigabytes(self.total_bytes)), (f"peak ({peak_phase})", gigabytes(self.peak_bytes))]
-
-
-def gigabytes(num_bytes: float) -> str:
-    """Decimal gigabytes, or megabytes below one."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def estimate_memory(model: ModelShape, run: RunShape) -> MemoryEstimate:

@@ -1,6 +1,8 @@
 """The commands beside the server: plan, bench's figures, and what is refused in one line."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import transformers  # noqa: F401 (its log keeps the stderr of the moment in which it is imported: not a test's)
@@ -11,6 +13,7 @@ from apps.serve.model import find_source, page_bytes
 from apps.serve.plan import PlanConfig, need, weight_bytes
 from core.config import run_command
 from core.models import SHAPES
+from tests.support.command import ROOT
 from tests.support.http_server import small_model
 
 
@@ -73,6 +76,13 @@ def test_figures():
     assert found["prompt_tokens_per_s"] == 15
     assert found["first_token_p50_s"] == pytest.approx(0.3, abs=1e-3)
     assert found["per_token_p50_s"] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_serving_on_one_rank_does_not_wait_for_what_several_need():
+    """DTensor, and sympy behind it, are a tenth of the time until a server listens."""
+    listing = "import sys, apps.serve.serve; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch.distributed.tensor", "sympy", "core.parallel"} & set(done.stdout.split())
 
 
 def test_a_run_folder_is_served_under_its_name(tmp_path):
