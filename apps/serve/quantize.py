@@ -1,14 +1,27 @@
 """`serve quantize IN OUT`: a model with weights in 8 or 4 bits, as a folder that is served at once."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from apps.serve.model import find_source
+import torch
+from torch import Tensor
+
+from apps.serve.model import Source, find_source
+from apps.serve.text import load_text
 from core.config import UserError, parse
-from core.quant import quantize_folder
+from core.data import Faults
+from core.data import Source as Documents
+from core.models import load_pretrained
+from core.quant import Scheme, quantize, quantize_folder, save_quantized
+from core.quant.folder import check_target
 from core.quant.scheme import SchemeName
-from core.runtime import gigabytes
+from core.runtime import gigabytes, keep_freed_memory
+
+_BATCH_TOKENS, _LENGTH = 2048, 512
+"""Of calibration: tokens of a batch, and of a sequence at most."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,16 @@ class QuantizeConfig:
     """also embeddings"""
     head: bool = True
     """also the output layer"""
+    calibration: str = ""
+    """int4: text to round weights by, a file or folder (text, .jsonl, .parquet); holds the plain model in memory"""
+    calibration_tokens: int = 32_768
+    """how much of that text is used, from its beginning"""
+
+    def __post_init__(self) -> None:
+        if self.calibration_tokens < 1:
+            raise UserError(f"calibration_tokens={self.calibration_tokens}; give a positive number")
+        if self.calibration and self.scheme != "int4":
+            raise UserError(f"calibration is for int4, and {self.scheme} was asked for; leave calibration out")
 
 
 def main(argv: list[str]) -> int:
@@ -37,24 +60,53 @@ def main(argv: list[str]) -> int:
     elif len(folders) < 2 or any(folder.startswith("-") for folder in folders):
         raise UserError("serve quantize takes the model's folder and the one to write: serve quantize IN OUT")
     config = parse({"default": QuantizeConfig}, argv[len(folders) :], "serve quantize IN OUT", default="default")
-    source, target = find_source(Path(folders[0])).folder, Path(folders[1])
-    quantize_folder(
-        source,
-        target,
-        config.scheme,
-        group_size=config.group_size,
-        symmetric=config.symmetric,
-        threshold=config.threshold,
-        embeddings=config.embeddings,
-        head=config.head,
-        progress=_show if sys.stderr.isatty() else None,
-    )
-    print(f"{target}: {gigabytes(_weight_bytes(source))} of weights in {gigabytes(_weight_bytes(target))}")
+    source, target = find_source(Path(folders[0])), Path(folders[1])
+    scheme = Scheme(config.scheme, config.group_size, config.symmetric, config.threshold)
+    options: dict[str, Any] = {"embeddings": config.embeddings, "head": config.head}
+    options["progress"] = _show if sys.stderr.isatty() else _list if config.calibration else None
+    if config.calibration:
+        _calibrated(source, target, scheme, config, options)
+    else:
+        quantize_folder(source.folder, target, scheme, **options)
+    print(f"{target}: {gigabytes(_weight_bytes(source.folder))} of weights in {gigabytes(_weight_bytes(target))}")
     return 0
+
+
+def _calibrated(source: Source, target: Path, scheme: Scheme, config: QuantizeConfig, options: dict[str, Any]) -> None:
+    check_target(target)
+    keep_freed_memory()
+    batches = list(_batches(source, Path(config.calibration), config.calibration_tokens))
+    model = load_pretrained(source.folder)
+    dtype = model.embedding.tokens.weight.dtype
+    quantize(model.float(), scheme, calibration=batches, **options)
+    save_quantized(model.to(dtype), target, source.folder)
+
+
+def _batches(source: Source, path: Path, num_tokens: int) -> Iterator[Tensor]:
+    """ids[B, L] of the text's first tokens, documents one after another. Raises UserError for too few."""
+    text, length = load_text(source.folder), min(_LENGTH, source.config.max_length)
+    wanted = max(num_tokens // length, 1) * length
+    ids: list[int] = []
+    for document in Documents(path).documents(Faults("skip")):
+        # Of a long document no more is tokenized than is needed.
+        ids += text.encode(document.text[: (wanted - len(ids)) * text.longest_token])
+        if len(ids) >= wanted:
+            break
+    if len(ids) < length:
+        raise UserError(
+            f"{path} holds {len(ids)} tokens; calibration needs {length}, best some ten thousand; give more text"
+        )
+    ids_NL = torch.tensor(ids[: min(wanted, len(ids)) // length * length]).view(-1, length)
+    yield from ids_NL.split(max(1, _BATCH_TOKENS // length))
 
 
 def _show(name: str, num_bytes: int) -> None:
     print(f"\r{gigabytes(num_bytes):>10}  {name:60.60}", end="", file=sys.stderr, flush=True)
+
+
+def _list(name: str, num_bytes: int) -> None:
+    """Calibration takes minutes: each weight a line."""
+    print(f"{gigabytes(num_bytes):>10}  {name}", file=sys.stderr, flush=True)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -63,33 +63,53 @@ def quantize_int4(
     O, I = w_OI.shape
     G = -(-I // group)
     w_OGK = torch.nn.functional.pad(w_OI.float(), (0, G * group - I)).view(O, G, group)
-    error_OG, scale_OG, zero_OG, codes = _rounded_int4(w_OGK, symmetric, scale_bits, shares[0])
-    for share in shares[1:]:
-        *found, found_codes = _rounded_int4(w_OGK, symmetric, scale_bits, share)
-        better_OG = found[0] < error_OG
-        error_OG, scale_OG, zero_OG = (
-            torch.where(better_OG, new, old) for new, old in zip(found, (error_OG, scale_OG, zero_OG), strict=True)
-        )
-        codes = torch.where(better_OG[..., None], found_codes, codes)
-    low, high = codes.to(torch.uint8).chunk(2, 2)
-    packed = (low | high << 4).view(O, G * group // 2)
+    scale_OG, zero_OG = int4_steps(w_OGK, symmetric, scale_bits, shares)
+    packed = pack_int4(int4_codes(w_OGK, scale_OG[..., None], zero_OG[..., None]))
     return packed, scale_OG, None if symmetric else zero_OG.to(torch.uint8)
 
 
-def _rounded_int4(
-    w_OGK: Tensor, symmetric: bool, scale_bits: int | None, share: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(squared error, scale, zero, each [O, G]; codes [O, G, K]) of groups in steps of a share of their range."""
+def int4_steps(
+    w_OGK: Tensor,
+    symmetric: bool,
+    scale_bits: int | None = None,
+    shares: Sequence[float] = (1.0,),
+    importance_K: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(scales, zeros), each [O, G]; zeros as whole numbers in fp32. The options are those of `quantize_int4`.
+
+    importance_K  by which squared errors of a group's columns count; by default alike
+    """
+    found = [_steps(w_OGK, symmetric, scale_bits, share) for share in shares]
+    errors = [_squared_error(w_OGK, scale_OG, zero_OG, importance_K) for scale_OG, zero_OG in found]
+    best_1OG = torch.stack(errors).argmin(0, keepdim=True)
+    scale_OG, zero_OG = (torch.stack(each).gather(0, best_1OG)[0] for each in zip(*found))
+    return scale_OG, zero_OG
+
+
+def _squared_error(w_OGK: Tensor, scale_OG: Tensor, zero_OG: Tensor, importance_K: Tensor | None) -> Tensor:
+    scale_OG1, zero_OG1 = scale_OG[..., None].float(), zero_OG[..., None]
+    error_OGK = ((int4_codes(w_OGK, scale_OG1, zero_OG1) - zero_OG1) * scale_OG1 - w_OGK).square_()
+    return (error_OGK if importance_K is None else error_OGK * importance_K).sum(2)
+
+
+def _steps(w_OGK: Tensor, symmetric: bool, scale_bits: int | None, share: float) -> tuple[Tensor, Tensor]:
     if symmetric:
         scale_OG = _scale(share * w_OGK.abs().amax(2) / 7, scale_bits)
-        zero_OG = torch.full_like(scale_OG, 8, dtype=torch.float32)
-    else:
-        low_OG, high_OG = share * w_OGK.amin(2).clamp_(max=0), share * w_OGK.amax(2).clamp_(min=0)
-        scale_OG = _scale((high_OG - low_OG) / 15, scale_bits)
-        zero_OG = (-low_OG / scale_OG.float()).round_().clamp_(0, 15)
-    scale_OG1, zero_OG1 = scale_OG[..., None].float(), zero_OG[..., None]
-    codes = ((w_OGK / scale_OG1).round_() + zero_OG1).clamp_(0, 15)
-    return ((codes - zero_OG1) * scale_OG1 - w_OGK).square_().sum(2), scale_OG, zero_OG, codes
+        return scale_OG, torch.full_like(scale_OG, 8, dtype=torch.float32)
+    low_OG, high_OG = share * w_OGK.amin(2).clamp_(max=0), share * w_OGK.amax(2).clamp_(min=0)
+    scale_OG = _scale((high_OG - low_OG) / 15, scale_bits)
+    return scale_OG, (-low_OG / scale_OG.float()).round_().clamp_(0, 15)
+
+
+def int4_codes(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """0 .. 15, in w's dtype: what w is nearest to in steps of the scale above the zero. Shapes broadcast."""
+    return ((w / scale.to(w.dtype)).round_() + zero.to(w.dtype)).clamp_(0, 15)
+
+
+def pack_int4(codes_OGK: Tensor) -> Tensor:
+    """uint8 [O, G K / 2], as the module's docstring says."""
+    low, high = codes_OGK.to(torch.uint8).chunk(2, 2)
+    return (low | high << 4).flatten(1)
 
 
 def dequantize_int8(weight_OI: Tensor, scale_O: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -36,6 +36,11 @@ class Chosen:
     holders: Holders
     transposed: bool
 
+    @property
+    def weight(self) -> nn.Parameter:
+        module, attribute = self.holders[0]
+        return module.get_parameter(attribute)
+
 
 def choose(model: nn.Module, *, embeddings: bool = False, head: bool = False, skip: Iterable[str] = ()) -> list[Chosen]:
     """The weights to quantize, each once. The model may be on the meta device. Raises UserError as `quantize` does."""

@@ -106,7 +106,7 @@ def quantize_folder(
     """
     source, target = Path(source), Path(target)
     scheme = scheme_of(scheme, group_size, symmetric, threshold)
-    _check_target(target)
+    check_target(target)
     model, tensors, found = _opened(source, architecture, embeddings=embeddings, head=head, skip=skip)
     stream = _quantizing(model, tensors, found, scheme, progress or (lambda name, num_bytes: None))
     _write(stream, target, source, max_shard_bytes)
@@ -121,7 +121,7 @@ def save_quantized(
     source  folder whose config.json, tokenizer and the like are carried along
     """
     target = Path(target)
-    _check_target(target)
+    check_target(target)
     if not any(isinstance(p, QuantizedWeight) for p in model.parameters()):
         raise UserError("the model holds no quantized weight; quantize it first")
     _write(_state(model), target, None if source is None else Path(source), max_shard_bytes)
@@ -231,7 +231,8 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
+    """Raises UserError for a folder that holds something."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; choose another folder, or remove it")
 

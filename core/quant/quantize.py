@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.quant.calibrate import calls_of, moments
 from core.quant.choose import Chosen, Holders, choose, parameter_holders
+from core.quant.gptq import Moments
 from core.quant.scheme import Scheme
 from core.quant.weight import QuantizedWeight, quantized_weight
 
@@ -23,6 +26,8 @@ def quantize(
     embeddings: bool = False,
     head: bool = False,
     skip: Iterable[str] = (),
+    calibration: Iterable[Any] | None = None,
+    progress: Callable[[str, int], None] | None = None,
 ) -> nn.Module:
     """Quantize a model's weights in place and return it. One layer's weight at a time is there twice.
 
@@ -33,24 +38,43 @@ def quantize(
     embeddings  also embeddings (looked up, so by every scheme only rounded)
     head        also the output layer
     skip        names of modules or patterns of them (`blocks.0.*`, `*.attention`), left as they are, with all below
+    calibration int4: batches of what the model is called with, each a tensor, a tuple of arguments or a mapping of
+                keywords. Weights are rounded so that results for these change little: see `core.quant.calibrate`
+    progress    told the name of each weight that is done, and the bytes of plain weights so far
 
-    Raises UserError for what is no scheme, a pattern that matches nothing, a model without a layer to quantize, and
-    weights that are not finite. Nothing is changed by then, but for the last.
+    Raises UserError for what is no scheme, a pattern that matches nothing, a model without a layer to quantize,
+    calibration of another scheme, and weights (or what they are calibrated by) that are not finite. Nothing is changed
+    by then, but for the last.
     """
-    scheme = scheme_of(scheme, group_size, symmetric, threshold)
-    for chosen in choose(model, embeddings=embeddings, head=head, skip=skip):
-        put(chosen.holders, quantized(_parameter(chosen.holders), chosen, scheme))
+    scheme, num_bytes = scheme_of(scheme, group_size, symmetric, threshold), 0
+    found = choose(model, embeddings=embeddings, head=head, skip=skip)
+    for chosen, known in _told(model, found, scheme, calibration):
+        weight = chosen.weight
+        num_bytes += weight.nbytes
+        put(chosen.holders, quantized(weight, chosen, scheme, known))
+        if progress is not None:
+            progress(chosen.name, num_bytes)
     return model
+
+
+def _told(
+    model: nn.Module, found: list[Chosen], scheme: Scheme, calibration: Iterable[Any] | None
+) -> Iterable[tuple[Chosen, Moments | None]]:
+    if calibration is None:
+        return ((chosen, None) for chosen in found)
+    if scheme.name != "int4":
+        raise UserError(f"calibration is for int4, and {scheme.name} was asked for; leave calibration out")
+    return moments(model, calls_of(calibration), found)
 
 
 def scheme_of(scheme: str | Scheme, group_size: int, symmetric: bool, threshold: float) -> Scheme:
     return scheme if isinstance(scheme, Scheme) else Scheme(scheme, group_size, symmetric, threshold)
 
 
-def quantized(weight: Tensor, chosen: Chosen, scheme: Scheme) -> QuantizedWeight:
-    """The weight, rounded. Raises UserError for values that are not finite."""
+def quantized(weight: Tensor, chosen: Chosen, scheme: Scheme, known: Moments | None = None) -> QuantizedWeight:
+    """The weight, rounded, by its inputs if they are known. Raises UserError for values that are not finite."""
     try:
-        return quantized_weight(weight.detach(), scheme, chosen.transposed)
+        return quantized_weight(weight.detach(), scheme, chosen.transposed, known)
     except ValueError as error:
         raise UserError(f"{chosen.name} {error}; a model that has diverged cannot be quantized") from error
 
@@ -60,11 +84,6 @@ def put(holders: Holders, value: Tensor) -> None:
     parameter = nn.Parameter(value, requires_grad=False)
     for module, attribute in holders:
         setattr(module, attribute, parameter)
-
-
-def _parameter(holders: Holders) -> Tensor:
-    module, attribute = holders[0]
-    return module.get_parameter(attribute)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from core.config import UserError
 from core.kernels.quantized_matmul import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+from core.quant.gptq import Moments, Steps, gptq
 from core.quant.scheme import Scheme
 
 PARTS = ("codes", "scale", "zero", "gain")
@@ -230,12 +231,18 @@ def _rebuilt(*arguments: Any) -> Tensor:
 
 
 @torch.no_grad()
-def quantized_weight(weight: Tensor, scheme: Scheme, transposed: bool = False) -> QuantizedWeight:
-    """Round a weight [O, ..] (transposed: [I, O]), some rows at a time.
+def quantized_weight(
+    weight: Tensor, scheme: Scheme, transposed: bool = False, moments: Moments | None = None
+) -> QuantizedWeight:
+    """Round a weight [O, ..] (transposed: [I, O]), some rows at a time; int4 by what its inputs are, if that is known.
 
     Raises ValueError for values that are not finite.
     """
     matrix_OI = weight.T if transposed else weight.flatten(1)
+    if moments is not None:
+        _check_finite(matrix_OI)
+        parts = gptq(matrix_OI, moments, Steps(scheme.group_size, scheme.symmetric, _scale_bits(scheme), _SHARES))
+        return QuantizedWeight(scheme, *parts, tuple(weight.shape), weight.dtype, transposed)
     num_rows, num_columns = matrix_OI.shape
     step = max(1, _SLAB // max(num_columns, 1))
     whole: list[Tensor | None] = []
@@ -270,11 +277,19 @@ def _gain(matrix_OI: Tensor, step: int) -> Tensor | None:
 
 
 def _rounded(matrix_OI: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    _check_finite(matrix_OI)
+    if scheme.name == "int4":
+        return quantize_int4(matrix_OI, scheme.group_size, scheme.symmetric, _scale_bits(scheme), _SHARES)
+    return *quantize_int8(matrix_OI), None
+
+
+def _scale_bits(scheme: Scheme) -> int:
+    return 8 if scheme.symmetric else 5
+
+
+def _check_finite(matrix_OI: Tensor) -> None:
     if not bool(matrix_OI.isfinite().all()):
         raise ValueError("holds values that are not finite")
-    if scheme.name == "int4":
-        return quantize_int4(matrix_OI, scheme.group_size, scheme.symmetric, 8 if scheme.symmetric else 5, _SHARES)
-    return *quantize_int8(matrix_OI), None
 
 
 def stored_bytes(module: nn.Module) -> int:

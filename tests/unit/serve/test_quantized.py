@@ -8,6 +8,7 @@ import torch
 from apps.serve.__main__ import APP
 from apps.serve.model import build_engine, find_source
 from apps.serve.runner import Runner, Step
+from apps.serve.text import load_text
 from core.config import run_command
 from core.models import generate
 from core.quant import Scheme, load_quantized, quantize, stored_bytes
@@ -39,6 +40,40 @@ def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys):
     assert run_command(APP.dispatch, ["quantize", str(folder), str(target), "--scheme", scheme]) == 0
     assert "of weights in" in capsys.readouterr().out
     assert tokens_of(build_engine(find_source(target), CONFIG, "cpu")) == written_by(load_quantized(target))
+
+
+def test_calibrated_by_text(tmp_path, capsys):
+    """`serve quantize --calibration FILE` rounds by the file's text, as `quantize` does by its tokens."""
+    folder = small_model(tmp_path / "model", dim=64, ffn_dim=128)
+    text, few = tmp_path / "text.txt", tmp_path / "few.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and so on. " * 40)
+    few.write_text("too few")
+    source = find_source(folder)
+    options = ["--scheme", "int4", "--calibration_tokens", str(3 * source.config.max_length - 1), "--calibration"]
+    for name, given in (("plain", []), ("calibrated", [*options, str(text)])):
+        command = ["quantize", str(folder), str(tmp_path / name), *(given or ["--scheme", "int4"])]
+        assert run_command(APP.dispatch, command) == 0
+    length = source.config.max_length
+    ids = torch.tensor(load_text(folder).encode(text.read_text())[: 2 * length]).view(2, length)
+    expected = quantize(load_plain(folder), "int4", embeddings=True, head=True, calibration=[ids])
+    found, plain = (load_quantized(tmp_path / name, packed=False) for name in ("calibrated", "plain"))
+    with torch.no_grad():
+        assert torch.equal(found(ids), expected(ids))
+        wanted = load_plain(folder)(ids)
+        assert (found(ids) - wanted).norm() < 0.8 * (plain(ids) - wanted).norm()
+    assert tokens_of(build_engine(find_source(tmp_path / "calibrated"), CONFIG, "cpu"))
+    capsys.readouterr()
+    for arguments, says in (
+        ([*options, str(few)], "calibration needs"),
+        ([*options, str(tmp_path / "nowhere")], "nowhere"),
+        (["--calibration", str(text)], "calibration is for int4, and int8 was asked for"),
+        ([*options[:2], "--calibration_tokens", "0"], "calibration_tokens=0"),
+    ):
+        assert run_command(APP.dispatch, ["quantize", str(folder), str(tmp_path / "new"), *arguments]) == 2
+        said = capsys.readouterr().err
+        assert says in said
+        assert said.count("\n") == 1, said
+    assert not (tmp_path / "new").exists()
 
 
 def written_by(model):
