@@ -132,6 +132,12 @@ class QuantizedWeight(Tensor):
             self.scheme, codes, scale, zero, tuple(self.shape), dtype or self.dtype, self.transposed, gain
         )
 
+    def alike(self) -> QuantizedWeight:
+        """The same parts in another tensor."""
+        same = self.mapped(lambda part: part)
+        same.packed = self.packed
+        return same
+
     def cut(self, box: tuple[slice, ...]) -> QuantizedWeight:
         """Some rows and columns of a matrix [O, I] that stands as it is, as a rank of several holds them.
 
@@ -177,9 +183,7 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            same = args[0].mapped(lambda part: part)
-            same.packed = args[0].packed
-            return same
+            return args[0].alike()
         if func is torch.ops.aten.clone.default:
             return args[0].mapped(torch.clone)
         if func is torch.ops.aten._to_copy.default and (kwargs.get("dtype") or torch.float32).is_floating_point:
@@ -214,6 +218,10 @@ class QuantizedWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"QuantizedWeight({self.scheme.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+# A parameter is made by detaching. By dispatch torch would import DTensor for it, which takes a third of a second.
+FUNCTIONS[Tensor.detach] = QuantizedWeight.alike
 
 
 def _plain(value: Any) -> Any:
