@@ -11,8 +11,8 @@
        are rounded so far; a weight is told by both. Weights of a block that read the same tensor are one stage.
 
 Weights that no input comes to, and convolutions, are told by nothing. The data is read some times a block. In memory
-are, beside the model, both streams at one place, two matrices [I, I] and one plain block (or the model, where it is
-one).
+are, beside the model, both streams before and behind a block, two matrices [I, I] and one plain block (or the model,
+where it is one).
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Call:
 
     def of(self, module: nn.Module) -> Any:
         return module(*self.args, **self.kwargs)
+
+    def with_first(self, result: Any) -> Call:
+        """The same, behind what a block gave."""
+        return Call((_output(result), *self.args), self.kwargs)
 
 
 def calls_of(inputs: Iterable[Any]) -> list[Call]:
@@ -87,24 +91,17 @@ def _moments(model: nn.Module, calls: list[Call], chosen: Sequence[Chosen]) -> I
         number = 0 if whole is not None else number_of.get(id(item.holders[0][0]))
         looked_up = any(isinstance(module, nn.Embedding) for module, _ in item.holders)
         (outside if looked_up or number is None else of_block[number]).append(item)
-    plain_calls = [_calls_within(model, blocks, call) for call in calls] if blocks else [[call] for call in calls]
+    later = [_calls_within(model, blocks, call) for call in calls] if blocks else [[call] for call in calls]
+    plain_calls = [each.pop(0) for each in later]
     yield from _outer_moments(model, calls, outside)
     rounded_calls = [_calls_within(model, blocks[:1], call)[0] for call in calls] if blocks else calls
     for number, block in enumerate(blocks or [model]):
         plain = whole or copy.deepcopy(block)
-        now = [each[number] for each in plain_calls]
-        yield from _block_moments(plain, block, now, rounded_calls, of_block[number])
-        if number + 1 == len(of_block):
-            return
-        for each, call, rounded in zip(plain_calls, now, range(len(calls))):
-            following = each[number + 1]
-            each[number + 1] = Call((_output(call.of(plain)), *following.args), following.kwargs)
-            result = _output(rounded_calls[rounded].of(block))
-            rounded_calls[rounded] = Call((result, *following.args), following.kwargs)
-            each[number] = _NOTHING
-
-
-_NOTHING = Call((), {})
+        yield from _block_moments(plain, block, plain_calls, rounded_calls, of_block[number])
+        if number + 1 < len(of_block):
+            following = [each[number] for each in later]
+            plain_calls = [after.with_first(call.of(plain)) for call, after in zip(plain_calls, following)]
+            rounded_calls = [after.with_first(call.of(block)) for call, after in zip(rounded_calls, following)]
 
 
 def _block_moments(
@@ -112,40 +109,47 @@ def _block_moments(
 ) -> Iterator[tuple[Chosen, Moments | None]]:
     twins = dict(zip(block.modules(), plain.modules(), strict=True))
     told = set()
-    for reader, stage in _stages(block, calls[0], items):
+    for reader, stage in _stages(block, calls, items):
         cross_II = hessian_II = torch.zeros(())
         for plain_call, call in zip(plain_calls, calls):
             x_NI, rounded_NI = _read(plain, twins[reader], plain_call), _read(block, reader, call)
+            if rounded_NI is None:  # an expert without tokens
+                continue
+            if x_NI is None or x_NI.shape != rounded_NI.shape:  # it had other tokens: nothing is known of these
+                x_NI = rounded_NI
             hessian_II = hessian_II + (rounded_NI.T @ rounded_NI).double()
-            # Experts may have other tokens in the rounded model: then nothing is known of what they were.
-            like = rounded_NI if x_NI.shape != rounded_NI.shape else x_NI
-            cross_II = cross_II + (like.T @ rounded_NI).double()
+            cross_II = cross_II + (x_NI.T @ rounded_NI).double()
         for item in stage:
             told.add(item.name)
             yield item, Moments(hessian_II, cross_II)
     yield from ((item, None) for item in items if item.name not in told)
 
 
-def _stages(block: nn.Module, call: Call, items: list[Chosen]) -> list[tuple[nn.Module, list[Chosen]]]:
+def _stages(block: nn.Module, calls: list[Call], items: list[Chosen]) -> list[tuple[nn.Module, list[Chosen]]]:
     """Weights in the order of their use, those that read the same tensor together, with who reads it first."""
-    stages: list[tuple[Tensor, nn.Module, list[Chosen]]] = []  # the tensors are kept, so none has another's place
+    stages: list[tuple[nn.Module, list[Chosen]]] = []
     items_of = {module: item for item in items for module, _ in item.holders}
-    seen = set()
+    seen: set[str] = set()
+    read: list[tuple[Tensor, list[Chosen]]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         item = items_of[module]
         if item.name in seen or not args or not _is_read(item, args[0]):
             return
         seen.add(item.name)
-        for tensor, _, stage in stages:
-            if tensor is args[0]:
-                stage.append(item)
-                return
-        stages.append((args[0], module, [item]))
+        stage = next((stage for tensor, stage in read if tensor is args[0]), [])
+        if not stage:
+            stages.append((module, stage))
+            read.append((args[0], stage))  # keeps the tensor, so that no other is taken for it
+        stage.append(item)
 
     with _hooks((module, note) for module in items_of):
-        call.of(block)
-    return [(module, stage) for _, module, stage in stages]
+        for call in calls:
+            call.of(block)
+            read.clear()
+            if len(seen) == len(items):  # as a rule at once; experts may have to wait for tokens
+                break
+    return stages
 
 
 def _is_read(item: Chosen, x: Any) -> bool:
@@ -159,8 +163,8 @@ class _Reached(Exception):
     """No error: a module has its input."""
 
 
-def _read(block: nn.Module, reader: nn.Module, call: Call) -> Tensor:
-    """x [N, I], what a module inside is called with first."""
+def _read(block: nn.Module, reader: nn.Module, call: Call) -> Tensor | None:
+    """x [N, I], what a module inside is called with first, if it is."""
     found = []
 
     def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -169,7 +173,7 @@ def _read(block: nn.Module, reader: nn.Module, call: Call) -> Tensor:
 
     with _hooks([(reader, stop)]), suppress(_Reached):
         call.of(block)
-    return _rows(found[0])
+    return _rows(found[0]) if found else None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -278,6 +278,39 @@ def test_what_no_input_comes_to_takes_the_nearest_step() -> None:
     assert all(same.values())
 
 
+class Experts(nn.Module):
+    """Each row goes through the expert that its first element says: rounding the layer before sends some elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        x_NI = self.first(x_NI)
+        which_N = (x_NI[:, 0] > 0).long() + (x_NI[:, 0] > 0.4).long()
+        return torch.cat([e(x_NI[which_N == n]) for n, e in enumerate(self.experts) if bool((which_N == n).any())])
+
+
+def test_experts_are_told_by_the_tokens_that_come_to_them() -> None:
+    torch.manual_seed(0)
+    model, batches = Experts(), [torch.randn(rows, 32) for rows in (1, 40, 3, 2)]
+    known = {}
+    for item, found in moments(model, calls_of(batches), choose(model)):
+        known[item.name] = found
+        with torch.no_grad():
+            item.weight.mul_(0.8)
+    assert next(iter(known)) == "first.weight"
+    # In the plain model other rows may come to an expert; here its sums are then those of the rows that came.
+    x_NI = model.first(torch.cat(batches)).detach()
+    which_N = (x_NI[:, 0] > 0).long() + (x_NI[:, 0] > 0.4).long()
+    for number in range(3):
+        expected = x_NI[which_N == number].double()
+        assert len(expected) > 0
+        found = known[f"experts.{number}.weight"].hessian_II
+        torch.testing.assert_close(found, expected.T @ expected, rtol=1e-4, atol=1e-4)
+
+
 def test_bad_input() -> None:
     ids = texts()
     for model, given, options, says in (
