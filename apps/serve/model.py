@@ -57,7 +57,7 @@ def build_engine(
     Raises UserError for a broken folder, and where memory does not suffice.
     """
     text = load_text(source.folder)
-    _check_vocabulary(source, text)
+    check_vocabulary(source, text)
     if source.config.moe.num_experts and (scheme is not None or (axis is not None and axis.size() > 1)):
         raise UserError(f"{source.name} has experts, which are served whole on one rank; leave --tp and --quantize out")
     if config.compile:
@@ -153,10 +153,10 @@ def _num_pages(
 def _free_bytes(device: str) -> int:
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info()[0]
-    return _available_bytes()
+    return available_bytes()
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What the kernel can give without swapping; what is cached of files counts."""
     path = Path("/proc/meminfo")
     if path.exists():
@@ -176,7 +176,7 @@ def _require_memory(
     if is_quantized(source.folder):
         needed = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     is_cuda = torch.device(device).type == "cuda"
-    there = device_bytes(device, 1) if is_cuda else _available_bytes() // ranks
+    there = device_bytes(device, 1) if is_cuda else available_bytes() // ranks
     if needed > there:
         raise UserError(
             f"{source.name} needs {gigabytes(needed)} a rank for its weights, and {gigabytes(there)} are free; "
@@ -184,7 +184,8 @@ def _require_memory(
         )
 
 
-def _check_vocabulary(source: Source, text: Text) -> None:
+def check_vocabulary(source: Source, text: Text) -> None:
+    """Raises UserError for a tokenizer of another model."""
     if text.vocab_size > source.config.vocab_size:
         raise UserError(
             f"{source.folder}: the tokenizer has {text.vocab_size} tokens, the model {source.config.vocab_size}; "

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apps.serve.model import Source, find_source
+from apps.serve.model import Source, available_bytes, check_vocabulary, find_source
 from apps.serve.text import load_text
 from core.config import UserError, parse
 from core.data import Faults
 from core.data import Source as Documents
 from core.models import load_pretrained
-from core.quant import Scheme, quantize, quantize_folder, save_quantized
+from core.quant import Scheme, is_quantized, quantize, quantize_folder, save_quantized
 from core.quant.folder import check_target
 from core.quant.scheme import SchemeName
 from core.runtime import gigabytes, keep_freed_memory
@@ -74,6 +74,14 @@ def main(argv: list[str]) -> int:
 
 def _calibrated(source: Source, target: Path, scheme: Scheme, config: QuantizeConfig, options: dict[str, Any]) -> None:
     check_target(target)
+    if is_quantized(source.folder):
+        raise UserError(f"{source.folder} is quantized already; give the folder of plain weights")
+    needed, there = 4 * source.config.num_parameters(), available_bytes()
+    if needed > there:
+        raise UserError(
+            f"calibration holds the weights of {source.name} in fp32, {gigabytes(needed)}, and {gigabytes(there)} "
+            "are free; leave it out, or calibrate where there is more memory"
+        )
     keep_freed_memory()
     batches = list(_batches(source, Path(config.calibration), config.calibration_tokens))
     model = load_pretrained(source.folder)
@@ -85,6 +93,7 @@ def _calibrated(source: Source, target: Path, scheme: Scheme, config: QuantizeCo
 def _batches(source: Source, path: Path, num_tokens: int) -> Iterator[Tensor]:
     """ids[B, L] of the text's first tokens, documents one after another. Raises UserError for too few."""
     text, length = load_text(source.folder), min(_LENGTH, source.config.max_length)
+    check_vocabulary(source, text)
     wanted = max(num_tokens // length, 1) * length
     ids: list[int] = []
     for document in Documents(path).documents(Faults("skip")):

@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys):
     assert tokens_of(build_engine(find_source(target), CONFIG, "cpu")) == written_by(load_quantized(target))
 
 
-def test_calibrated_by_text(tmp_path, capsys):
+def test_calibrated_by_text(tmp_path, capsys, monkeypatch):
     """`serve quantize --calibration FILE` rounds by the file's text, as `quantize` does by its tokens."""
     folder = small_model(tmp_path / "model", dim=64, ffn_dim=128)
     text, few = tmp_path / "text.txt", tmp_path / "few.txt"
@@ -63,6 +63,15 @@ def test_calibrated_by_text(tmp_path, capsys):
         assert (found(ids) - wanted).norm() < 0.8 * (plain(ids) - wanted).norm()
     assert tokens_of(build_engine(find_source(tmp_path / "calibrated"), CONFIG, "cpu"))
     capsys.readouterr()
+    assert (
+        run_command(APP.dispatch, ["quantize", str(tmp_path / "plain"), str(tmp_path / "new"), *options, str(text)])
+        == 2
+    )
+    assert "plain is quantized already" in capsys.readouterr().err
+    monkeypatch.setattr("apps.serve.quantize.available_bytes", lambda: 100_000)
+    assert run_command(APP.dispatch, ["quantize", str(folder), str(tmp_path / "new"), *options, str(text)]) == 2
+    assert "calibration holds the weights of model in fp32" in capsys.readouterr().err
+    monkeypatch.undo()
     for arguments, says in (
         ([*options, str(few)], "calibration needs"),
         ([*options, str(tmp_path / "nowhere")], "nowhere"),
