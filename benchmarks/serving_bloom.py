@@ -17,7 +17,7 @@ from core.models import SHAPES
 
 def measure(options: Options) -> Measured:
     if options.quick:
-        return measured(sizes(options)[1:], options)
+        return measured([replace(size, apart=True) for size in sizes(options)[1:]], options)
     turns = (Turns(1, 2, 3), Turns(8, 12, 3)) if options.full else (Turns(1, 2, 2), Turns(8, 8, 1))
     size = Size("bloom_560m", SHAPES["bloom_560m"], turns, (16, 128), (8, 64))
     return measured([size, replace(size, turns=(Turns(32, 40, 1),), apart=True)], options)
