@@ -43,6 +43,7 @@ from core.parallel import tensor1d, tensor2d, tensor3d
 from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.grid import Spread, on_grid
 from core.parallel.plan import Plan
+from core.runtime import pretended
 
 PUBLISHED = {
     "1d": ("1/P", "1/P", "1", "1", "P"),
@@ -157,13 +158,8 @@ def _flop_counter() -> FlopCounterMode:
 
 def on_a_fake_group(mesh: MeshConfig, sizes: Sizes) -> Found:
     """Rank 0 of as many ranks as the mesh has, of which the others do not exist."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.tp)
-    try:
+    with pretended(mesh.tp):
         return count(mesh, sizes)
-    finally:
-        dist.destroy_process_group()
 
 
 def on_real_ranks(mesh: MeshConfig, sizes: Sizes) -> Found:

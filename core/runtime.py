@@ -96,8 +96,7 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     else:
         keep_freed_memory()
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    # torch 2.13 deprecates names of collectives whose new names 2.11 does not have yet.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    _use_old_names()
     owned = not dist.is_initialized()
     if owned:
         _init_process_group(kind, timedelta(seconds=timeout_s))
@@ -115,6 +114,30 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     finally:
         if owned:
             dist.destroy_process_group()
+
+
+def _use_old_names() -> None:
+    """torch 2.13 deprecates names of collectives whose new names 2.11 does not have yet."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+@contextmanager
+def pretended(num_ranks: int) -> Iterator[None]:
+    """For the length of the block, rank 0 of a process group of which no other rank exists.
+
+    Messages come back at once, with whatever was in their memory: for shapes, bytes and FLOPs, not for values.
+    Raises RuntimeError in a process that has a group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group, and ranks can be pretended only without one")
+    _use_old_names()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def join(kind: str, timeout_s: float = 1800.0) -> None:

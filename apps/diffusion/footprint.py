@@ -30,22 +30,16 @@ from apps.diffusion.pipeline import INDEX, build_meta
 from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.config import UserError
-from core.gemini.chunk import aligned
-from core.gemini.search import Chunking, ParameterInfo, choose_chunk_size, least_budget
+from core.estimate.residency import described_bandwidth, estimate_gemini
 from core.gemini.tier import parse_bytes
-from core.gemini.timeline import Bandwidth
 from core.gemini.tracer import StepTrace, trace_step
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.plan import blocks_of
 from core.parallel.recompute import apply_recompute
-from core.parallel.rows import row_length
 from core.quant.choose import choose
 from core.runtime import gigabytes
 from core.weights import read_json
-
-HOST_UPDATE = 2e10
-"""Bytes of masters and state that the host's optimizer goes through in a second."""
 
 
 @dataclass(frozen=True)
@@ -289,46 +283,26 @@ def _gathered(config: PlanConfig, model: nn.Module) -> int:
 def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
     """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
     assert config.gemini.budget is not None
-    budget, ranks = parse_bytes(config.gemini.budget), config.ranks if config.zero else 1
-    parameters = dict(model.named_parameters())
-    infos = [_info(config, name, parameters[name], ranks) for name in step.order]
-    link = 1e9 * config.bandwidth_gb_s
-    bandwidth = Bandwidth(ranks * link, ranks * link, HOST_UPDATE, config.speed.bytes_per_s, latency_s=1e-5)
-    sent = 0
-    while True:  # messages take from the budget what the chunks' sizes say, and those follow from the budget
-        chunking = choose_chunk_size(infos, step, max(1, budget - sent), bandwidth, config.gemini.policy)
-        needed = _message_bytes(config, chunking, parameters, ranks)
-        if needed <= sent:
-            break
-        sent = needed
-    least = least_budget(infos, step) + sent
-    return Footprint(
-        {"messages between devices": sent} if sent else {},
-        {"fullest moment of Gemini's plan": chunking.plan.device_peak_bytes},
-        {"planned": chunking.plan.step_s},
-        chunking.plan.host_bytes,
-        least,
-        f"{chunking.plan.describe()}; the smallest budget is {gigabytes(least)}",
+    ranks = config.ranks if config.zero else 1
+    found = estimate_gemini(
+        model,
+        step,
+        parse_bytes(config.gemini.budget),
+        described_bandwidth(config.speed, 1e9 * config.bandwidth_gb_s, ranks),
+        config.optim,
+        config.wide,
+        ranks=ranks,
+        sends=config.ranks > 1,
+        policy=config.gemini.policy,
     )
-
-
-def _info(config: PlanConfig, name: str, parameter: Tensor, ranks: int) -> ParameterInfo:
-    """As `core.gemini.planning.infos` says it of a parameter."""
-    learns, wide = parameter.requires_grad, config.wide.itemsize
-    reduced = wide * aligned(row_length(parameter, ranks)) if learns else 0
-    merges = config.ranks == 1 and parameter.dtype == config.wide  # what lives on the device is its own master
-    own = _own_shape(parameter, ranks)
-    state = state_bytes(config.optim, own, wide, whole=tuple(parameter.shape)) if learns else 0
-    buffer = aligned(parameter.numel()) * parameter.itemsize
-    return ParameterInfo(name, buffer, 0 if merges else reduced, state + reduced, learns, str(parameter.dtype))
-
-
-def _message_bytes(config: PlanConfig, chunking: Chunking, parameters: Mapping[str, Tensor], ranks: int) -> int:
-    """As `core.gemini.transport` takes them: for the largest chunk."""
-    own = max(sum(aligned(row_length(parameters[name], ranks)) for name in names) for names in chunking.parameters)
-    fetched = own * config.dtype.itemsize * (1 + ranks) if ranks > 1 else 0
-    slots = ranks + 1 if ranks > 1 else 1
-    return fetched + (own * config.wide.itemsize * slots if config.ranks > 1 else 0)
+    return Footprint(
+        {"messages between devices": found.messages_bytes} if found.messages_bytes else {},
+        {"fullest moment of Gemini's plan": found.plan.device_peak_bytes},
+        {"planned": found.plan.step_s},
+        found.plan.host_bytes,
+        found.least_bytes,
+        f"{found.plan.describe()}; the smallest budget is {gigabytes(found.least_bytes)}",
+    )
 
 
 # --- tensors of the trace ---------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from apps.llm.corpus import DataConfig, prepare
+from apps.llm.loss import summed_loss
 from apps.llm.model import find_model
-from apps.llm.pretrain import summed_loss
 from core.config import UserError, parse
 from core.data import EvalBatches
 from core.metrics import bits_per_byte

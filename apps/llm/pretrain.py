@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.corpus import Corpus, prepare
 from apps.llm.export import export
+from apps.llm.loss import num_targets, summed_loss, token_loss
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
 from core.config import UserError, as_json, parse
@@ -23,7 +24,6 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.hf_config import NO_ARCHITECTURE, has_architecture
 from core.models.measured_costs import measured_costs
 from core.models.plan import context_parallel_plan, expert_parallel_plan, pipeline_plan, tensor_parallel_plan
-from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
@@ -43,8 +43,10 @@ def run(command: str, config: PretrainConfig, argv: list[str], materialise: Call
     check_combination(config)
     if config.nproc > 1 and not launched():
         return launch_run(config.out, config.nproc, "apps.llm", [command, *argv])
-    if leads() and (line := warning(config, device_bytes(config.device, ranks_of(config.nproc)))):
-        print(f"warning: {line}", file=sys.stderr)
+    if leads():
+        ranks = ranks_of(config.nproc)
+        if line := warning(config, device_bytes(config.device, ranks), device_bytes("cpu", ranks)):
+            print(f"warning: {line}", file=sys.stderr)
     corpus = prepare(config.data, config.out.parent / "corpora", progress=show_progress)
     if leads() and corpus.skipped:
         print(corpus.skipped)
@@ -129,20 +131,6 @@ def check_vocabulary(config: PretrainConfig, corpus: Corpus) -> None:
             f"the tokenizer has {corpus.tokenizer.vocab_size} tokens and the model {config.model.vocab_size} rows; "
             f"use --model.vocab_size {corpus.tokenizer.vocab_size} or more, or a smaller data.vocab_size"
         )
-
-
-def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy in nats over the targets of a microbatch (0 where there are none)."""
-    return summed_loss(model, batch) / num_targets(batch).clamp(min=1)
-
-
-def summed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    context = StepContext(batch.get("documents"))
-    return model(batch["input_ids"], positions=batch.get("positions"), context=context, targets=batch["targets"])
-
-
-def num_targets(batch: dict[str, Tensor]) -> Tensor:
-    return (batch["targets"] != -100).sum()
 
 
 def heldout_evaluation(

@@ -35,6 +35,24 @@ def beside_the_step() -> Iterator[None]:
         yield
 
 
+def message_bytes(chunks: Sequence[Sequence[Member]], wide: torch.dtype, ranks: int, sends: bool) -> tuple[int, int]:
+    """Bytes of the messages for (fetches, reductions) on a rank's device: as the largest chunk needs.
+
+    wide   format of reductions
+    ranks  that share a chunk
+    sends  whether gradients are added up over several ranks, these or replicas of theirs
+    """
+    sizes = [(sum(m.own_elements(ranks) for m in chunk), chunk[0]) for chunk in chunks]
+    fetched = max(own * like.dtype.itemsize for own, like in sizes) * (1 + ranks)
+    reduced = max((own * wide.itemsize for own, like in sizes if like.trainable), default=0) * slots_of(ranks)
+    return fetched if ranks > 1 else 0, reduced if sends else 0
+
+
+def slots_of(ranks: int) -> int:
+    """Times a chunk's rows stand in the message of a reduction: whole, and where that is cut the own sum."""
+    return ranks + (1 if ranks > 1 else 0)
+
+
 class Transport:
     """shard: the axis over which chunks are sharded; None where each rank has all of them."""
 
@@ -52,23 +70,11 @@ class Transport:
 
     def message_bytes(self, chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> int:
         """What the messages of chunks with these members need on the device."""
-        return sum(self._buffers(chunks, wide))
-
-    def _buffers(self, chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> tuple[int, int]:
-        """Bytes for (fetches, reductions): as the largest chunk needs."""
-        sizes = [(sum(m.own_elements(self.ranks) for m in chunk), chunk[0]) for chunk in chunks]
-        fetched = max(own * like.dtype.itemsize for own, like in sizes) * (1 + self.ranks)
-        reduced = max((own * wide.itemsize for own, like in sizes if like.trainable), default=0) * self._slots
-        return fetched if self.ranks > 1 else 0, reduced if self.sends else 0
-
-    @property
-    def _slots(self) -> int:
-        """Times a chunk's rows stand in the message of a reduction: whole, and where that is cut the own sum."""
-        return self.ranks + (1 if self.ranks > 1 else 0)
+        return sum(message_bytes(chunks, wide, self.ranks, self.sends))
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Take memory for messages, once."""
-        sizes = self._buffers([chunk.members for chunk in chunks], chunks[0].wide)
+        sizes = message_bytes([chunk.members for chunk in chunks], chunks[0].wide, self.ranks, self.sends)
         self.tier.take(sum(sizes), "messages")
         self._fetched, self._reduced = (torch.empty(n, dtype=torch.uint8, device=chunks[0].device) for n in sizes)
 
@@ -125,7 +131,7 @@ class Transport:
 
     def _reduce(self, chunk: Chunk, ready: list[Member]) -> Tensor:
         assert self._reduced is not None
-        message = self._reduced.view(chunk.wide)[: chunk.own_elements * self._slots]
+        message = self._reduced.view(chunk.wide)[: chunk.own_elements * slots_of(self.ranks)]
         whole = message[: chunk.own_elements * self.ranks]
         slots = whole.view(self.ranks, chunk.own_elements)
         for member in chunk.members:

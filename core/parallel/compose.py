@@ -13,6 +13,7 @@ for it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig
 from core.parallel.pipeline.split import PipelinePlan
-from core.parallel.pipeline.stages import cut_into_stages
+from core.parallel.pipeline.stages import Stages, cut_into_stages
 from core.parallel.plan import Plan, apply_plan, blocks_of
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.precision import Precision
@@ -80,26 +81,46 @@ class ParallelConfig:
                 )
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    config: ParallelConfig,
-    *,
-    plan: Plan | None = None,
-    context_plan: Plan | None = None,
-    expert_plan: Plan | None = None,
-    pipeline_plan: PipelinePlan | None = None,
-    materialise: Callable[[nn.Module], None] = lambda model: None,
-) -> ParallelModel:
-    """Spread any nn.Module over the mesh.
+class Plans(TypedDict, total=False):
+    """How a model is cut, beside it.
 
     plan           its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank
     context_plan   its context parallelism; without one the cp axis must have one rank
     expert_plan    its expert parallelism, of styles that are given the whole mesh; without one there is no ep axis
     pipeline_plan  its blocks and what comes before them; without one the pp axis must have one rank
+    """
+
+    plan: Plan | None
+    context_plan: Plan | None
+    expert_plan: Plan | None
+    pipeline_plan: PipelinePlan | None
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    *,
+    materialise: Callable[[nn.Module], None] = lambda model: None,
+    **plans: Unpack[Plans],
+) -> ParallelModel:
+    """Spread any nn.Module over the mesh.
+
     materialise    fills the parameters and buffers of a model built on the meta device, each rank its shard. The
                    replicas of a model that has values take those of the first
     """
+    stages = cut(model, mesh, config, **plans)
+    data = config.spread(model, mesh, materialise)
+    return data if stages is None else Pipeline(data, stages, config.pipeline)
+
+
+def cut(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, **plans: Unpack[Plans]) -> Stages | None:
+    """All forms but data parallelism: which parameters a rank has, and how it computes.  Returns a pipeline's stages.
+
+    The model may lie on the meta device, and the mesh may be of ranks that do not exist (`core.runtime.pretended`).
+    """
+    plan, context_plan = plans.get("plan"), plans.get("context_plan")
+    expert_plan, pipeline_plan = plans.get("expert_plan"), plans.get("pipeline_plan")
     tp, cp, pp = tensor_axes(mesh), mesh["cp"], mesh["pp"]
     if plan is not None and tp.size() > 1:
         apply_plan(model, plan, tp)
@@ -126,8 +147,7 @@ def parallelize(
     apply_recompute(model, config.recompute)
     if config.compile:
         compile_blocks(blocks_of(model))
-    data = config.spread(model, mesh, materialise)
-    return data if stages is None else Pipeline(data, stages, config.pipeline)
+    return stages
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

@@ -1,0 +1,22 @@
+"""The loss that a decoder is trained on, and what it is a mean over."""
+
+from torch import Tensor, nn
+
+from core.data.batches import IGNORED
+from core.nn.attention import StepContext
+
+
+def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy in nats over the targets of a microbatch (0 where there are none)."""
+    return summed_loss(model, batch) / num_targets(batch).clamp(min=1)
+
+
+def summed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The same, summed over the targets."""
+    context = StepContext(batch.get("documents"))
+    return model(batch["input_ids"], positions=batch.get("positions"), context=context, targets=batch["targets"])
+
+
+def num_targets(batch: dict[str, Tensor]) -> Tensor:
+    """Targets of the microbatch that are counted."""
+    return (batch["targets"] != IGNORED).sum()

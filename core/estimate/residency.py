@@ -1,0 +1,102 @@
+"""What Gemini will make of a training step in a budget, before there is any rank: bytes, moves and seconds.
+
+The same planner decides here and in a run (`core.gemini.search`), on the same trace of the model's modules; here on
+tensors without memory, of a machine that is only described. What differs in a run: bandwidths are measured there, and
+on a GPU the plan is corrected after its first step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from core.gemini.chunk import Member
+from core.gemini.planning import infos
+from core.gemini.residency import Policy, ResidencyPlan
+from core.gemini.search import choose_chunk_size, least_budget
+from core.gemini.timeline import Bandwidth
+from core.gemini.tracer import Speed, StepTrace
+from core.gemini.transport import message_bytes
+from core.optim.build import OptimConfig
+from core.optim.size import state_bytes
+from core.parallel.plan import blocks_of
+
+HOST_UPDATE = 2e10
+"""Bytes of masters and state that the host's optimizer goes through in a second."""
+
+
+@dataclass(frozen=True)
+class GeminiEstimate:
+    """Of a rank.
+
+    plan            what lives and moves on its device, messages left out
+    messages_bytes  of messages between ranks, on the device throughout
+    least_bytes     the smallest budget in which the step fits
+    """
+
+    plan: ResidencyPlan
+    messages_bytes: int
+    least_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """The most on the device at once."""
+        return self.plan.device_peak_bytes + self.messages_bytes
+
+
+def described_bandwidth(speed: Speed, link_bytes_per_s: float, ranks: int) -> Bandwidth:
+    """Of a machine that is not here; link_bytes_per_s: between a device and the host, each way; ranks share a chunk."""
+    link = ranks * link_bytes_per_s
+    return Bandwidth(link, link, HOST_UPDATE, speed.bytes_per_s, latency_s=1e-5)
+
+
+def estimate_gemini(
+    model: nn.Module,
+    step: StepTrace,
+    budget_bytes: int,
+    bandwidth: Bandwidth,
+    optimizer: OptimConfig,
+    wide: torch.dtype,
+    *,
+    ranks: int = 1,
+    sends: bool = False,
+    policy: Policy = "auto",
+) -> GeminiEstimate:
+    """The plan of one rank.  Raises UserError where no step fits the budget, with the smallest in which one does.
+
+    model      as it computes, in its format, without memory; a rank's part of it
+    step       its trace (`core.gemini.tracer.trace_step`)
+    wide       format of masters, reductions and the optimizer's state
+    ranks      over which chunks are sharded
+    sends      whether gradients are added up over several ranks
+    """
+    hidden = {id(p) for block in blocks_of(model) for p in block.parameters() if p.ndim == 2}
+    parameters = dict(model.named_parameters())
+    members = {name: _member(name, parameters[name], ranks, wide) for name in step.order}
+    state = {
+        name: state_bytes(
+            optimizer,
+            tuple(member.rows.shape),
+            wide.itemsize,
+            whole=tuple(parameters[name].shape),
+            hidden=id(parameters[name]) in hidden,
+        )
+        for name, member in members.items()
+        if member.trainable
+    }
+    known = infos(list(members.values()), ranks, wide, state, alone=not sends)
+
+    def messages(chunks: Sequence[Sequence[str]]) -> int:
+        return sum(message_bytes([[members[name] for name in chunk] for chunk in chunks], wide, ranks, sends))
+
+    chunking = choose_chunk_size(known, step, budget_bytes, bandwidth, policy, messages)
+    return GeminiEstimate(chunking.plan, messages(chunking.parameters), least_budget(known, step, messages))
+
+
+def _member(name: str, parameter: nn.Parameter, ranks: int, wide: torch.dtype) -> Member:
+    """With this rank's rows: those of the first, who has the most."""
+    whole: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    shape = (-(-whole.shape[0] // ranks), *whole.shape[1:]) if whole.ndim else ()
+    return Member(name, parameter, torch.empty(shape, dtype=wide, device="meta"))
