@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 Config = TypeVar("Config")
 
@@ -48,9 +48,42 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(type(config), default=config, args=options, prog=command)
+            found = tyro.cli(type(config), default=config, args=options, prog=command)
     except SystemExit:
         raise UserError(_one_line(complaint.getvalue(), command)) from None
+    _refuse_unread(found, options, command)
+    return found
+
+
+class Unread(Protocol):
+    """A part of a configuration of which some fields are read only where others say so."""
+
+    def unread(self) -> Mapping[str, str]:
+        """name -> why nothing reads it as the others are, and what to give. Of a recipe it is left as it is; typed, it
+        is refused, because it would be ignored."""
+        ...
+
+
+def _refuse_unread(config: Any, options: list[str], command: str) -> None:
+    typed = {_option_name(option) for option in options if option.startswith("--")}
+    for name, why in _unread(config):
+        if name in typed:
+            raise UserError(f"--{name} {why}; see {command} --help")
+
+
+def _unread(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if hasattr(config, "unread"):
+        yield from ((f"{prefix}{name}", why) for name, why in config.unread().items())
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _unread(value, f"{prefix}{item.name}.")
+
+
+def _option_name(option: str) -> str:
+    """--mesh.tp-mode=2d and --mesh.no-tp-mode, as the field is called."""
+    path, _, last = option.removeprefix("--").partition("=")[0].replace("-", "_").rpartition(".")
+    return f"{path}.{last.removeprefix('no_')}" if path else last.removeprefix("no_")
 
 
 def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,12 @@ class TrainConfig(ParallelConfig):
                 f"microbatch={self.microbatch} and pipeline.microbatches={self.pipeline.microbatches} both say how "
                 "rows are cut; give one of them"
             )
+
+    def unread(self) -> dict[str, str]:
+        if self.precision == "fp16":
+            return {}
+        why = f"with precision={self.precision}: only fp16 scales the loss; give --precision fp16"
+        return {f"loss_scale.{item.name}": why for item in fields(self.loss_scale)}
 
     def _check_gemini(self) -> None:
         """Raises UserError for what Gemini does not go with."""

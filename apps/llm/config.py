@@ -47,6 +47,9 @@ class FinetuneConfig(PretrainConfig):
     source: Path = Path()
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""
 
+    def unread(self) -> dict[str, str]:
+        return {**super().unread(), "data.vocab_size": "beside --source, whose tokenizer is taken; leave it out"}
+
 
 def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""

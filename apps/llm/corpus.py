@@ -86,6 +86,19 @@ class DataConfig:
         if self.tokenizer == "bpe" and self.vocab_size <= NUM_BYTES:
             raise UserError(f"--data.vocab_size is {self.vocab_size}; a bpe needs at least {NUM_BYTES + 1}")
 
+    def unread(self) -> dict[str, str]:
+        found = {}
+        if self.tokenizer != "bpe":
+            found["vocab_size"] = f"with data.tokenizer={self.tokenizer}, which has its own; give --data.tokenizer bpe"
+        if self.pairs:
+            found["text_field"] = "with data.pairs; give --data.prompt_field and --data.completion_field"
+        else:
+            found |= dict.fromkeys(("prompt_field", "completion_field"), "without pairs; give --data.pairs")
+        if self.path == STDLIB:
+            why = f"with data.path={STDLIB}, whose files are known; give another --data.path"
+            found |= dict.fromkeys(("format", "text_field", "pairs", "suffixes"), why)
+        return found
+
     @property
     def batch_size(self) -> BatchSize:
         return BatchSize(self.global_batch, self.ramp)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from apps.llm.corpus import DataConfig, prepare
 from apps.llm.loss import summed_loss
 from apps.llm.model import find_model
 from core.config import UserError, parse
-from core.data import EvalBatches
+from core.data import EvalBatches, RampConfig
 from core.metrics import bits_per_byte
 from core.precision import Precision, compute_dtype
 
@@ -27,6 +27,13 @@ class EvaluateConfig:
     out: Path | None = None
     """also write the figures to this JSON file"""
     device: str = "cpu"
+
+    def unread(self) -> dict[str, str]:
+        found = {"data.vocab_size": "beside --model, whose tokenizer is taken; leave it out"}
+        found |= {f"data.ramp.{item.name}": "in an evaluation; give --data.global_batch" for item in fields(RampConfig)}
+        if self.split == "all":
+            found["data.heldout_fraction"] = "with split=all, which holds nothing out; give --split heldout or train"
+        return found
 
 
 def main(argv: list[str]) -> int:

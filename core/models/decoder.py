@@ -103,6 +103,13 @@ class DecoderConfig:
             )
         self._check_family()
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.positions == "rotary":
+            return {}
+        why = f"with model.positions={self.positions}; give --model.positions rotary"
+        return {"rope_theta": why, "rope_scaling": why}
+
     def _check_family(self) -> None:
         for name, value in FIXED_BY_FAMILY[self.family].items():
             if getattr(self, name) != value:

@@ -37,6 +37,16 @@ class ScheduleConfig:
         if self.base_batch < 1:
             raise UserError(f"schedule base_batch={self.base_batch}; give the rows of a batch, at least 1")
 
+    def unread(self) -> dict[str, str]:
+        found = {}
+        if self.shape != "wsd":
+            found["decay"] = f"with schedule.shape={self.shape}, without it; give --optim.schedule.shape wsd"
+        if self.shape == "constant":
+            found["final"] = "with schedule.shape=constant; give --optim.schedule.shape cosine, linear or wsd"
+        if self.scaling == "none":
+            found["base_batch"] = "with schedule.scaling=none; give --optim.schedule.scaling linear or sqrt"
+        return found
+
 
 def learning_rate(step: int, num_steps: int, peak: float, config: ScheduleConfig) -> float:
     """The rate of step `step` (the first is 0) of `num_steps`."""

@@ -43,6 +43,9 @@ class RecomputeConfig:
         if self.every < 1:
             raise UserError(f"recompute.every={self.every}: one block of how many is recomputed; give at least 1")
 
+    def unread(self) -> dict[str, str]:
+        return {"every": "and nothing is recomputed; give --recompute.mode full"} if self.mode == "none" else {}
+
 
 def apply_recompute(model: nn.Module, config: RecomputeConfig) -> None:
     """Wrap the forward of the model's blocks; names and parameters stay."""
