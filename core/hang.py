@@ -32,6 +32,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import Store
 
 LEAST_S = 300.0
@@ -286,7 +287,7 @@ def _collective_of(frame: FrameType | None) -> str | None:
 
 def _recorded_collective() -> str | None:
     """The oldest collective that torch has begun and not ended: its operation, tensors and ranks."""
-    ask = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    ask = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if ask is None:
         return None
     with contextlib.suppress(Exception):  # a record of another version: the stack says what it can

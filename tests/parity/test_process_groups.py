@@ -1,6 +1,8 @@
 """Every process group is made with the mesh, alike on all ranks: a step, an evaluation, a checkpoint make none."""
 
 import inspect
+import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -108,3 +110,18 @@ def of_a_foreign_mesh() -> list[int]:
 
 def test_a_mesh_of_somebody_elses(ranks) -> None:
     assert ranks(2).run(of_a_foreign_mesh) == [[0, 1], [0, 1]]
+
+
+FAKE = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from core.mesh import MeshConfig, build_mesh, gradient_axis
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
+print(gradient_axis(build_mesh(MeshConfig(pp=4, ep=8, cp=2, tp=8).resolve(4096, 3), "cpu")).size())
+"""
+
+
+def test_a_mesh_of_thousands_of_ranks_that_are_not_there() -> None:
+    """What is only counted on many ranks (benchmarks) connects to none of them."""
+    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "128\n", done.stderr

@@ -4,17 +4,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from core.config import UserError
+from core.gemini.replicas import RemoteError
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
 from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.pipeline.stages import Stages
 from core.parallel.recompute import RecomputeConfig
-from tests.parity.test_experts import TOPK
+from tests.parity.test_experts import SWITCH, TOPK
 from tests.parity.test_train import LLAMA
 from tests.support.gemini import Net, Run, batch, loss, train
 from tests.support.training import Case, build, difference_from_single, gemini_of, largest_difference, run
@@ -144,17 +148,23 @@ def test_experts(ranks, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "mesh", "schedule", "model"),
+    ("num_ranks", "mesh", "schedule", "model", "microbatches"),
     [
-        (2, MeshConfig(pp=2), "1f1b", replace(GPT2, num_layers=5)),
-        (2, MeshConfig(pp=2), "interleaved", OPT),
-        (4, MeshConfig(pp=2), "1f1b", GPT2),
-        (4, MeshConfig(pp=2, tp=2), "gpipe", GPT2),
+        (2, MeshConfig(pp=2), "1f1b", replace(GPT2, num_layers=5), 3),
+        (2, MeshConfig(pp=2), "1f1b", GPT2, 5),
+        (2, MeshConfig(pp=2), "interleaved", OPT, 3),
+        (2, MeshConfig(pp=2), "interleaved", replace(TOPK, num_layers=4), 5),
+        (2, MeshConfig(pp=2), "1f1b", replace(SWITCH, num_layers=5), 3),
+        (4, MeshConfig(pp=2), "1f1b", GPT2, 3),
+        (4, MeshConfig(pp=2, tp=2), "gpipe", GPT2, 3),
     ],
 )
-def test_stages_have_their_own_chunks(ranks, num_ranks: int, mesh: MeshConfig, schedule: Any, model: Any) -> None:
-    """Planned with several microbatches under way; a tied head is on the first stage and the last."""
-    parallel = ParallelConfig(zero=3, precision="fp64", pipeline=PipelineConfig(schedule, microbatches=3))
+def test_stages_have_their_own_chunks(
+    ranks, num_ranks: int, mesh: MeshConfig, schedule: Any, model: Any, microbatches: int
+) -> None:
+    """Planned with several microbatches under way (12 rows in 5), experts, a tied head on two stages."""
+    pipeline = PipelineConfig(schedule, microbatches=microbatches)
+    parallel = ParallelConfig(zero=3, precision="fp64", pipeline=pipeline)
     given = Case(model, mesh=mesh, parallel=parallel)
     plain = replace(given, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"))
     expected = ranks(1).run(run, plain)[0]
@@ -164,6 +174,42 @@ def test_stages_have_their_own_chunks(ranks, num_ranks: int, mesh: MeshConfig, s
         assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
         assert found["peak"] <= found["budget"]
     assert all(found["moved"] > 0 and found["evictions"] > 0 for found in results[:1])
+
+
+FAILURES = {"a mistake": ArithmeticError, "a refusal": UserError}
+
+
+def foresee_what_fails(failure: str, bad_stage: int) -> str:
+    """What this rank says of a step in which the forward of one stage fails; then of one that is fine."""
+    parallel = ParallelConfig(precision="fp64", pipeline=PipelineConfig("interleaved", microbatches=3))
+    given = Case(OPT, mesh=MeshConfig(pp=2), parallel=parallel, budget=str(2**30), planned=True)
+    compute = Stages.compute
+
+    def fail(stages: Stages, *args: Any, **kwargs: Any) -> Any:
+        if stages.current == bad_stage:
+            raise FAILURES[failure](failure)
+        return compute(stages, *args, **kwargs)
+
+    with patch.object(Stages, "compute", fail):
+        try:
+            build(given)
+        except (ArithmeticError, UserError, RemoteError) as error:
+            said = f"{type(error).__name__}: {error}"
+        else:
+            said = "planned"
+    build(given)
+    return said
+
+
+@pytest.mark.parametrize("bad_stage", range(4))
+def test_a_failure_on_one_rank_reaches_all(ranks, bad_stage: int) -> None:
+    """In any stage of two ranks that have two each: both end, with what went wrong, and nothing is left on its way."""
+    bad = bad_stage % 2
+    said = ranks(2).run(foresee_what_fails, "a mistake", bad_stage)
+    assert said[bad] == "ArithmeticError: a mistake"
+    assert said[1 - bad] == f"RemoteError: rank {bad}: ArithmeticError: a mistake"
+    # A refusal of a model that is yet to be made: it goes without a plan, on all ranks.
+    assert ranks(2).run(foresee_what_fails, "a refusal", bad_stage) == ["planned"] * 2
 
 
 def test_mixed_precision_is_that_of_fsdp2(ranks) -> None:

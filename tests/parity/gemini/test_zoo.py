@@ -127,7 +127,7 @@ def displacement_floor(parameter: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("gpt2", 4), ("opt", 2), ("t5", 2), ("mixtral", 2), ("lora", 2), ("unet", 2)]
+    ("name", "num_ranks"), [("gpt2", 4), ("opt", 2), ("t5", 2), ("mixtral", 2), ("lora", 2), ("unet", 2), ("clip", 2)]
 )
 def test_on_ranks(ranks, name: str, num_ranks: int) -> None:
     expected, start = run(name, None, "fp64"), run(name, None, "fp64", steps=0)
