@@ -97,7 +97,13 @@ def clip() -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
 
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {"vocab_size": VOCABULARY, "max_position_embeddings": 8, "eos_token_id": VOCABULARY - 1, **sizes}
+    text = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8,
+        "bos_token_id": 0,
+        "eos_token_id": VOCABULARY - 1,
+        **sizes,
+    }
     model = CLIPModel(
         CLIPConfig(text_config=text, vision_config={"image_size": 8, "patch_size": 4, **sizes}, projection_dim=32)
     )

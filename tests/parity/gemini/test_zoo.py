@@ -135,7 +135,7 @@ def test_on_ranks(ranks, name: str, num_ranks: int) -> None:
         assert found["losses"] == pytest.approx(expected.losses, rel=TOLERANCE)
         for parameter, value in expected.values.items():
             moved = value - start.values[parameter]
-            scale = max(float(moved.norm()), displacement_floor(parameter) * moved.numel() ** 0.5)
+            scale = max(float(moved.norm()), displacement_floor(parameter) * max(1, moved.numel()) ** 0.5)
             difference = float((found["values"][parameter] - value).norm()) / scale
             assert difference <= TOLERANCE, f"{parameter} differs by {difference:.3g}"
 
