@@ -20,7 +20,7 @@ from core.parallel.pipeline.stages import Stages
 from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_experts import SWITCH, TOPK
 from tests.parity.test_train import LLAMA
-from tests.support.gemini import Net, Run, batch, loss, train
+from tests.support.gemini import Net, Run, Tempered, batch, loss, train
 from tests.support.training import Case, build, difference_from_single, gemini_of, largest_difference, run
 
 TOLERANCE = 1e-10
@@ -84,14 +84,14 @@ TORCH_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def wrapped(name: str, budget: int | None) -> Run:
+def wrapped(name: str, budget: int | None, make: Callable[[], torch.nn.Module] = Net) -> Run:
     """A module that is awkward to move, under an optimizer of torch's, on all ranks that there are."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if budget is not None else (0, 1)
 
     def step(model: torch.nn.Module, index: int) -> torch.Tensor:
         return loss(model, batch(index).chunk(num_ranks)[rank]) / num_ranks
 
-    return train(Net, budget, TORCH_OPTIMIZERS[name], step=step, precision="fp64")
+    return train(make, budget, TORCH_OPTIMIZERS[name], step=step, precision="fp64")
 
 
 @pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
@@ -108,8 +108,20 @@ def test_optimizers_of_torch(ranks, name: str) -> None:
         assert rank["evictions"] >= 4
 
 
-def of_wrapped(name: str) -> dict[str, Any]:
-    run = wrapped(name, 60_000)
+def test_parameters_without_rows(ranks) -> None:
+    """Of no dims: each rank has it whole, and its gradient is summed once."""
+    name = next(iter(TORCH_OPTIMIZERS))
+    expected = wrapped(name, None, Tempered)
+    assert float(expected.values["temperature"]) != 0.5
+    for rank in ranks(2).run(of_wrapped, name, Tempered):
+        for parameter in ("temperature", "nothing", "embedding.weight"):
+            found, value = rank["values"][parameter], expected.values[parameter]
+            torch.testing.assert_close(found, value, rtol=TOLERANCE, atol=TOLERANCE, msg=parameter)
+        assert rank["evictions"] >= 4
+
+
+def of_wrapped(name: str, make: Callable[[], torch.nn.Module] = Net) -> dict[str, Any]:
+    run = wrapped(name, 60_000, make)
     tier = run.gemini.data.tier
     return {"values": run.values, "peak": tier.peak_bytes, "evictions": tier.num_evictions}
 

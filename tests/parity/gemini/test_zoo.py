@@ -127,7 +127,7 @@ def displacement_floor(parameter: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("gpt2", 4), ("opt", 2), ("t5", 2), ("mixtral", 2), ("lora", 2), ("unet", 2), ("clip", 2)]
+    ("name", "num_ranks"), [("gpt2", 4), ("opt", 2), ("t5", 2), ("mixtral", 2), ("lora", 2), ("unet", 2)]
 )
 def test_on_ranks(ranks, name: str, num_ranks: int) -> None:
     expected, start = run(name, None, "fp64"), run(name, None, "fp64", steps=0)
@@ -135,7 +135,7 @@ def test_on_ranks(ranks, name: str, num_ranks: int) -> None:
         assert found["losses"] == pytest.approx(expected.losses, rel=TOLERANCE)
         for parameter, value in expected.values.items():
             moved = value - start.values[parameter]
-            scale = max(float(moved.norm()), displacement_floor(parameter) * max(1, moved.numel()) ** 0.5)
+            scale = max(float(moved.norm()), displacement_floor(parameter) * moved.numel() ** 0.5)
             difference = float((found["values"][parameter] - value).norm()) / scale
             assert difference <= TOLERANCE, f"{parameter} differs by {difference:.3g}"
 
