@@ -9,13 +9,19 @@ up like those of data-parallel ranks: ZeRO shards over both (`shard_axis`). An a
 
 With expert parallelism neighbouring data-parallel ranks are an axis of their own, ep, between dp_shard and cp: the two
 data axes are then as much smaller. Parameters that ep cuts are copied, and sharded by ZeRO, over the others.
+
+Every process group is made with the mesh (`derive_axes`), also those of axes that only some ranks use (an expert's on a
+pipeline stage without experts): making one is a collective of all ranks, which name it by counting. A group that some
+ranks make and others do not is waited for without end, by it or by the next.
 """
 
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.config import UserError
@@ -24,6 +30,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 GRID_AXES = ("tp_depth", "tp_row", "tp_col")
 EXPERT_AXIS = "ep"
+CONTEXT_AXES = ("cp_ring", "cp_ulysses")
+"""Of cp under cp_mode mixed."""
 
 Zero = Literal[0, 1, 2, 3]
 TpMode = Literal["1d", "2d", "2.5d", "3d"]
@@ -183,8 +191,43 @@ def _grid(mode: TpMode, side: int, depth: int) -> tuple[int, int, int]:
 
 
 def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
-    """The DeviceMesh of a resolved config, with named axes.  Needs a process group of exactly its ranks."""
-    return init_device_mesh(device_type, config.sizes(), mesh_dim_names=config.axes)
+    """The DeviceMesh of a resolved config, with named axes and all that are derived of them.
+
+    Needs a process group of exactly its ranks.
+    """
+    mesh = init_device_mesh(device_type, config.sizes(), mesh_dim_names=config.axes)
+    derive_axes(mesh)
+    if config.cp_mode == "mixed":
+        split_axis(sub_mesh(mesh, "cp"), config.cp_ulysses, CONTEXT_AXES)
+    return mesh
+
+
+def derive_axes(mesh: DeviceMesh) -> None:
+    """Make the process groups of every axis that is derived of this mesh's, and `host_group`; once a mesh.
+
+    A collective of all ranks. `build_mesh` has done it; a mesh of somebody else's needs it before it is used, and has
+    only those of the axes that it names.
+    """
+    if host_group(mesh) is not None:
+        return
+    if set(DATA_AXES) <= set(mesh.mesh_dim_names or ()):
+        for axes in sorted({data_axes(mesh), *(f(mesh, cut) for f in (gradient_axes, shard_axes) for cut in _CUTS)}):
+            if len(axes) > 1:
+                _flatten(mesh, axes)
+    if pipeline_ranks(mesh) > 1:
+        _flatten(mesh, _beside_pp(mesh))
+    backend = None if dist.get_backend() == "fake" else "gloo"  # ranks that are not there connect to nobody
+    vars(mesh)["_host_group"] = cast(ProcessGroup, dist.new_group(backend=backend)).group_name
+
+
+def host_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """A gloo group of all ranks, for what is said beside the steps (checkpoints in the background); made with the mesh.
+
+    None of no mesh, and of one whose axes nobody has derived.
+    """
+    # By name, as the mesh keeps its own: a copy of a mesh, in that of a model, has the same groups.
+    name = None if mesh is None else vars(mesh).get("_host_group")
+    return None if name is None else dist.distributed_c10d._resolve_process_group(name)
 
 
 def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
@@ -206,11 +249,8 @@ def tensor_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The one-dimensional mesh of the ranks that see different data: dp_replicate x dp_shard, and ep where it is.
-
-    A collective when it is first asked for; the mesh remembers it.
-    """
-    return _flattened(mesh, (*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS)), "dp")
+    """The one-dimensional mesh of the ranks that see different data: dp_replicate x dp_shard, and ep where it is."""
+    return _joined(mesh, data_axes(mesh))
 
 
 def gradient_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
@@ -218,8 +258,7 @@ def gradient_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
 
     cut  axes that cut the parameter, so that their ranks hold other parts of it
     """
-    names = (*DATA_AXES, *(a for a in _of_mesh(mesh, EXPERT_AXIS) if a not in cut), *_sequence_axis(mesh))
-    return data_axis(mesh) if names == (*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS)) else flat_axis(mesh, "+".join(names))
+    return _joined(mesh, gradient_axes(mesh, cut))
 
 
 def shard_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
@@ -227,15 +266,35 @@ def shard_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
 
     cut  as above
     """
-    names = ("dp_shard", *(a for a in _of_mesh(mesh, EXPERT_AXIS) if a not in cut), *_sequence_axis(mesh))
-    return sub_mesh(mesh, "dp_shard") if len(names) == 1 else flat_axis(mesh, "+".join(names))
+    return _joined(mesh, shard_axes(mesh, cut))
 
 
 def stage_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """The ranks that hold the same stages of a pipeline; None where all do."""
-    if pipeline_ranks(mesh) == 1:
-        return None
-    return flat_axis(mesh, "+".join(name for name in mesh.mesh_dim_names or () if name != "pp"))
+    return None if pipeline_ranks(mesh) == 1 else _joined(mesh, _beside_pp(mesh))
+
+
+_CUTS = ((), (EXPERT_AXIS,))
+"""Which axes of those whose ranks see different data may cut a parameter."""
+
+
+def data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Names of the axes that `data_axis` joins."""
+    return (*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS))
+
+
+def gradient_axes(mesh: DeviceMesh, cut: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the axes that `gradient_axis` joins."""
+    return (*(axis for axis in data_axes(mesh) if axis not in cut), *_sequence_axis(mesh))
+
+
+def shard_axes(mesh: DeviceMesh, cut: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the axes that `shard_axis` joins."""
+    return tuple(axis for axis in gradient_axes(mesh, cut) if axis != "dp_replicate")
+
+
+def _beside_pp(mesh: DeviceMesh) -> tuple[str, ...]:
+    return tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
 
 
 def pipeline_ranks(mesh: DeviceMesh) -> int:
@@ -254,18 +313,36 @@ def _sequence_axis(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def flat_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The axes "a+b" of the mesh as one. A collective when it is first asked for; the mesh remembers it."""
-    return _flattened(mesh, tuple(name.split("+")), name)
+    """The axes "a+b" of the mesh as one, which was made with it."""
+    return _joined(mesh, tuple(name.split("+")))
 
 
-def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    known: dict[str, DeviceMesh] = vars(mesh).setdefault("_flat_axes", {})
-    if name not in known:
-        known[name] = sub_mesh(mesh, *axes)._flatten(name)
-    return known[name]
+def _joined(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Some axes as one: themselves, or what `derive_axes` has made of them."""
+    if len(axes) == 1:
+        return sub_mesh(mesh, *axes)
+    made = _joined_axes(mesh)
+    assert axes in made, f"the axes {axes} are not joined when the mesh {mesh} is made, and later not all ranks would"
+    return made[axes]
+
+
+def _flatten(mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+    name = "dp" if axes == data_axes(mesh) else "+".join(axes)
+    made = _joined_axes(mesh)
+    if axes not in made:
+        made[axes] = sub_mesh(mesh, *axes)._flatten(name)
+
+
+def _joined_axes(mesh: DeviceMesh) -> dict[tuple[str, ...], DeviceMesh]:
+    return vars(mesh).setdefault("_joined_axes", {})
 
 
 def split_axis(axis: DeviceMesh, inner: int, names: tuple[str, str]) -> tuple[DeviceMesh, DeviceMesh]:
-    """One axis as two, the inner of that many neighbours; new process groups, so ask once."""
-    both = axis._unflatten(0, (axis.size() // inner, inner), names)
-    return both[names[0]], both[names[1]]
+    """One axis as two, the inner of that many neighbours; `build_mesh` has made those of its config."""
+    known: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]]
+    known = vars(axis._get_root_mesh()).setdefault("_split_axes", {})
+    key = axis.mesh_dim_names, inner, names
+    if key not in known:
+        both = axis._unflatten(0, (axis.size() // inner, inner), names)
+        known[key] = both[names[0]], both[names[1]]
+    return known[key]

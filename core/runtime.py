@@ -23,9 +23,11 @@ from types import TracebackType
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
+from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.watch import Watch
 
@@ -153,9 +155,20 @@ def _leave() -> None:
 
 
 def _watch() -> Watch:
-    store = dist.distributed_c10d._get_default_store()
-    connection = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    return Watch(connection, dist.get_rank(), dist.get_world_size())
+    return Watch(_connection(), dist.get_rank(), dist.get_world_size())
+
+
+def watch_steps(hang_after: float | None, device: torch.device) -> HangWatch:
+    """What ends a run whose step does not end; of this process group's ranks.
+
+    hang_after  seconds; None: see `core.hang`
+    """
+    return HangWatch(_connection(), dist.get_rank(), dist.get_world_size(), hang_after, device.type == "cpu")
+
+
+def _connection() -> Store:
+    """To the ranks' store, for a thread of its own."""
+    return dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _tell(watch: Watch, error: BaseException) -> None:

@@ -46,7 +46,7 @@ from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
 from core.precision import LossScale, LossScaleConfig, compute_dtype
-from core.runtime import Runtime, StopRequest, launch, seed_everything
+from core.runtime import Runtime, StopRequest, launch, seed_everything, watch_steps
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -81,6 +81,8 @@ class TrainConfig(ParallelConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hang_after: float | None = None
+    """end a run whose step takes more seconds, with the stacks of all ranks; None: max(300, 20 median steps)"""
     evaluate_every: int = 0
     """steps between evaluations on held-out data; 0: only at the end"""
     log: LogConfig = field(default_factory=LogConfig)
@@ -95,6 +97,8 @@ class TrainConfig(ParallelConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}; give a positive number")
+        if self.hang_after is not None and not 0 < self.hang_after < float("inf"):
+            raise UserError(f"hang_after={self.hang_after}; give seconds, or leave it out for 20 median steps")
         if self.compile and self.mesh.tp_mode != "1d":
             raise UserError(
                 f"compile with mesh.tp_mode={self.mesh.tp_mode}: torch.compile does not trace the messages inside its "
@@ -197,7 +201,9 @@ def fit(
     # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens and stages.
     seed_everything(config.seed + _drawing_rank(data.mesh))
     with ExitStack() as stack:
-        data.prepare(optimizer, _sample(data, batches, loss, config))
+        hangs = stack.enter_context(watch_steps(config.hang_after, data.device))
+        with hangs.step("what comes before the first step", counts=False):
+            data.prepare(optimizer, _sample(data, batches, loss, config))
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
         stack.callback(checkpointer.close)
         first = resume(state, checkpointer, config)
@@ -214,7 +220,7 @@ def fit(
         step = first or 0
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
         while step < last and not state.stopping:
-            with meter.step(state):
+            with meter.step(state), hangs.step(f"step {step + 1}"):
                 row = train_step(state, next(source), loss, weight, config, step, lambda: stop.requested)
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}

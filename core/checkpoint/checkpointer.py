@@ -55,6 +55,7 @@ from core.checkpoint.stored import (
     write_file,
 )
 from core.config import UserError
+from core.mesh import host_group
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
@@ -123,7 +124,8 @@ class Checkpointer:
 
     folder  holds `step-00000100/` …; made by the first save
     mesh    noted in each checkpoint; rank values are only given back to the same mesh
-    group   a gloo group for this alone; by default a new one of all ranks, or none where there is no process group
+    group   a gloo group for this alone; by default the mesh's, without a mesh a new one of all ranks, or none where
+            there is no process group
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Checkpointer:
         self._mesh: dict[str, int] = (
             {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         )
+        group = host_group(mesh) if group is None else group
         self._owns_group = group is None and dist.is_initialized()
         if self._owns_group:
             group = cast(ProcessGroup, dist.new_group(backend="gloo"))

@@ -68,7 +68,7 @@ _ABSENT = (AbsentParameter, AbsentTensor)
 def placeholder(like: Tensor) -> Tensor:
     """A tensor of that shape, dtype and device with the memory of one element: NaN, of integers 0."""
     value = float("nan") if like.is_floating_point() or like.is_complex() else 0
-    return torch.full((1,), value, dtype=like.dtype, device=like.device).expand(like.shape)
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def withdraw(tensor: Tensor, name: str, absent: Tensor) -> None:

@@ -37,6 +37,7 @@ from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
 from core.mesh import Zero, shard_axis, stage_axis
 from core.parallel.data import DataParallel, cast_parameter, with_local
+from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
 from core.precision import Precision
@@ -154,7 +155,7 @@ class GeminiReplicas(DataParallel):
         return members
 
     def _nothing(self, like: Tensor) -> Tensor:
-        return torch.empty(1, dtype=like.dtype, device=self.device).expand(like.shape)
+        return torch.empty((), dtype=like.dtype, device=self.device).expand(like.shape)
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
@@ -219,25 +220,20 @@ class GeminiReplicas(DataParallel):
     def _traced(self, step: Callable[[], Callable[[nn.Module], Any]], units: dict[str, list[str]]) -> StepTrace | None:
         """A step of the model; `units` learn what they read of modules that they do not call.
 
-        None of a model without memory that looks at values, or where another rank has one: it goes without a plan.
+        None of a model without memory that looks at values: it goes without a plan. What goes wrong on one rank does on
+        all.
         """
-        traced, why = None, ""
         try:
             speed = speed_of(self.device, self.compute_dtype)
             # Drawn parameters would be whole, and there is a budget because a device does not hold them whole.
             draws = self.device.type == "cpu"
-            traced = trace_step(self.model, step(), speed, self.device, units=units, draws=draws)
-        except UserError as error:
+            traced = trace_step(self.model, step(), speed, self.device, units=units, draws=draws, agree=_agreed)
+        except UserError as why:
             if not any(parameter.is_meta for parameter in self.model.parameters()):
                 raise
-            why = str(error)
-        said: list[str] = [why] * dist.get_world_size()
-        dist.all_gather_object(said, why)
-        if any(said):
             if dist.get_rank() == 0:
-                print(f"gemini: chunks come when they are needed, and no plan is made: {next(filter(None, said))}")
+                print(f"gemini: chunks come when they are needed, and no plan is made: {why}")
             return None
-        assert traced is not None
         for module, parameters in traced.reads.items():
             units[module] = list(dict.fromkeys([*units.get(module, ()), *parameters]))
         return traced
@@ -387,3 +383,26 @@ class GeminiReplicas(DataParallel):
         self._is_measured = False
         if self._warming is not None and self.planned is not None and self._warming.has_measured:
             self._correct(self.planned, self._warming)
+
+
+def _agreed(failure: Exception | None) -> Exception | None:
+    """What went wrong on any rank, alike on all: causes before refusals before what follows from another rank's."""
+    said: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+    if failure is None:
+        own = None
+    elif isinstance(failure, UserError):
+        own = 1, str(failure)
+    else:
+        own = (0 if not isinstance(failure, Unforeseen) else 2), f"{type(failure).__name__}: {failure}"
+    dist.all_gather_object(said, own)
+    found = [(words[0], rank, words[1]) for rank, words in enumerate(said) if words is not None]
+    if not found:
+        return None
+    order, rank, words = min(found)
+    if rank == dist.get_rank():
+        return failure  # it has the traceback
+    return UserError(words) if order == 1 else RemoteError(f"rank {rank}: {words}")
+
+
+class RemoteError(RuntimeError):
+    """What went wrong on another rank, which has the traceback."""

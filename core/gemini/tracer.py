@@ -102,35 +102,58 @@ def trace_step(
     num_microbatches: int = 1,
     units: Mapping[str, Collection[str]] | None = None,
     draws: bool = False,
+    agree: Callable[[Exception | None], Exception | None] = lambda failure: failure,
 ) -> StepTrace:
     """Trace `num_microbatches` times `step(model)`, the loss of one microbatch, and its backward if it has one.
 
     step   or, for a pipeline, runs forwards and backwards itself, and yields behind each backward
     units  module -> parameters that are in use while its forward or backward runs; by default every module and its own
     draws  a model that looks at values and has none may get memory and random ones for the while
+    agree  what went wrong on this rank -> what did on any; all ranks that trace together say so after each attempt, and
+           so trace on values together where one of them has to
 
     The model may lie on the meta device; it, its gradients and the random state are left as they were.
     Raises UserError where the model looks at values and has none, and where it uses a parameter outside of any module.
     """
     device = torch.device(device)
+
+    def attempt(make: Callable[[Tensor], Tensor], mode: FakeTensorMode | None) -> StepTrace | Exception:
+        try:
+            with mode or torch.random.fork_rng(), _stand_ins(model, make):
+                return _record(model, step, _Recorder(model, speed, device.type, units, mode), num_microbatches)
+        except Exception as error:
+            return error
+
     mode = FakeTensorMode()
-    try:
-        with mode, _stand_ins(model, lambda tensor: _fake(mode, tensor, device)):
-            return _record(model, step, _Recorder(model, speed, device.type, units, mode), num_microbatches)
-    except UserError:
-        raise
-    except Exception as error:
-        # Operators that need values, or that fake tensors do not know, fail in many ways; what is wrong with the model
-        # itself fails again for real.
-        has_values = all(_has_memory(tensor) and not tensor.is_meta for tensor in model.parameters())
-        if not (has_values or draws):
-            said = next(iter(str(error).splitlines()), "")
-            raise UserError(
-                f"the model's step cannot be foreseen without values ({type(error).__name__}: {said}); give the model "
-                "its parameters before it is traced, or see that it runs"
-            ) from error
-    with torch.random.fork_rng(), _stand_ins(model, _copy if has_values else lambda tensor: _drawn(tensor, device)):
-        return _record(model, step, _Recorder(model, speed, device.type, units), num_microbatches)
+    found = attempt(lambda tensor: _fake(mode, tensor, device), mode)
+    failure = agree(_failure(found))
+    if failure is None or isinstance(failure, UserError):
+        return _traced(found, failure)
+    # Operators that need values, or that fake tensors do not know, fail in many ways; what is wrong with the model
+    # itself fails again for real.
+    has_values = all(_has_memory(tensor) and not tensor.is_meta for tensor in model.parameters())
+    said = next(iter(str(failure).splitlines()), "")
+    refusal = UserError(
+        f"the model's step cannot be foreseen without values ({type(failure).__name__}: {said}); give the model its "
+        "parameters before it is traced, or see that it runs"
+    )
+    refused = agree(None if has_values or draws else refusal)
+    if refused is not None:
+        raise refused from failure
+    found = attempt(_copy if has_values else lambda tensor: _drawn(tensor, device), None)
+    return _traced(found, agree(_failure(found)))
+
+
+def _failure(found: StepTrace | Exception) -> Exception | None:
+    return found if isinstance(found, Exception) else None
+
+
+def _traced(found: StepTrace | Exception, failure: Exception | None) -> StepTrace:
+    """Raises what went wrong, on this rank or on another."""
+    if failure is not None:
+        raise failure
+    assert isinstance(found, StepTrace)
+    return found
 
 
 def corrected(trace: Trace, measured: Sequence[tuple[int, float]]) -> Trace:

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from core.config import UserError
 from core.layout import Layout, detached, layout_of, local, tag
-from core.mesh import DATA_AXES, EXPERT_AXIS, Zero, gradient_axis, shard_axis, sub_mesh
+from core.mesh import DATA_AXES, EXPERT_AXIS, Zero, derive_axes, gradient_axis, shard_axis, sub_mesh
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
 from core.parallel.rows import own_rows, paired_rows, row_length
@@ -71,6 +71,7 @@ class DataParallel(ParallelModel):
         self.model, self.mesh, self.zero, self._reduce_each = model, mesh, zero, reduce_each
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._partial = partial_parameters(model)
+        derive_axes(mesh)
         agree_on_values(model, mesh)
         if precision == "fp64":
             widen_buffers(model)

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_to_all
 from core.config import UserError
-from core.mesh import split_axis
+from core.mesh import CONTEXT_AXES, split_axis
 from core.parallel.context import SequenceCut, ShardedContext
 from core.parallel.plan import Style
 from core.parallel.ring import ring_attention
@@ -109,12 +109,9 @@ def attend_by_ulysses(attention: Any, axis: DeviceMesh) -> nn.Module:
 
 def attend_by_both(num_exchange: int, causal: bool = True) -> Style:
     """A style for attention modules: neighbours of `num_exchange` ranks exchange heads, rings go across them."""
-    axes: dict[int, tuple[DeviceMesh, DeviceMesh]] = {}
 
     def style(attention: Any, axis: DeviceMesh) -> nn.Module:
-        if id(axis) not in axes:
-            axes[id(axis)] = split_axis(axis, num_exchange, ("cp_ring", "cp_ulysses"))
-        ring, exchange = axes[id(axis)]
+        ring, exchange = split_axis(axis, num_exchange, CONTEXT_AXES)
         attention.attend = ulysses_attention(exchange, ring_attention(ring, causal=causal), ring)
         return attention
 

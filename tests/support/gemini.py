@@ -63,6 +63,18 @@ class Net(nn.Module):
         return {"logits": self.head(state["x"].x * self.scales[0] + self.scales[1])}
 
 
+class Tempered(Net):
+    """With a parameter of no dims, of which no rank can have a part, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, ids: Tensor, order: int = 1) -> dict[str, Tensor]:
+        return {"logits": super().forward(ids, order)["logits"] * self.temperature.exp() + self.nothing.sum()}
+
+
 def batch(step: int) -> Tensor:
     return torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step))
 

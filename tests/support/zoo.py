@@ -22,6 +22,7 @@ LIBRARIES = (
     "transformers.models.opt.modeling_opt",
     "transformers.models.t5.modeling_t5",
     "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.clip.modeling_clip",
     "diffusers.models.unets.unet_2d_condition",
     "peft",
 )
@@ -91,6 +92,25 @@ def unet() -> nn.Module:
     )
 
 
+def clip() -> nn.Module:
+    """With a parameter of no dims (its temperature), which no rank can have a part of; and one without elements."""
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8,
+        "bos_token_id": 0,
+        "eos_token_id": VOCABULARY - 1,
+        **sizes,
+    }
+    model = CLIPModel(
+        CLIPConfig(text_config=text, vision_config={"image_size": 8, "patch_size": 4, **sizes}, projection_dim=32)
+    )
+    model.nothing = nn.Parameter(torch.empty(0, 3))
+    return model
+
+
 Batch = dict[str, Tensor]
 
 
@@ -123,6 +143,22 @@ def denoising_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(sample.float(), batch["noise"])
 
 
+def captioned(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "input_ids": text(step)["input_ids"],
+        "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=generator),
+        "alike": torch.randn(ROWS, generator=generator),
+    }
+
+
+def likeness_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Of each picture and its own text, so that a row's loss does not depend on the others."""
+    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
+    found = model(input_ids=batch["input_ids"], pixel_values=pixels)
+    return F.mse_loss(found.logits_per_image.diagonal().float(), batch["alike"])
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
@@ -144,6 +180,7 @@ CASES = {
     "mixtral": Case(mixtral),
     "lora": Case(lora),
     "unet": Case(unet, pictures, denoising_loss),
+    "clip": Case(clip, captioned, likeness_loss),
 }
 
 

@@ -36,18 +36,20 @@ from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.foreseen import ForeseenStep
 from core.parallel.pipeline.messages import Exchange, Message, with_messages
 from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, Schedule, schedule
+from core.parallel.pipeline.shapes import (
+    Form,
+    Parcel,
+    description_of,
+    empty_parcel,
+    form_of,
+    no_description,
+    read_description,
+)
 from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
 
 _MOST_UNFINISHED = 4  # sends that may be on their way before the oldest is waited for: they hold on to what they send
-_FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MOST_DIMS = 7
-
 Key = tuple[bool, int, int]
 """(forward?, cut between stages, microbatch) of what is passed on."""
-Parcel = tuple[Tensor, ...]
-"""What is passed on: activations or their gradient; and if blocks add to the loss, the sum or its gradient, fp64[1]."""
-Form = tuple[torch.dtype, tuple[int, ...], int]
-"""Format and shape of the first tensor of a parcel, and how many there are."""
 
 
 @dataclass
@@ -185,7 +187,7 @@ class Pipeline(ParallelModel):
         return self._broadcast(parcel[0] if parcel else None, owners[-1])
 
     def _send(self, parcel: Parcel, peer: int) -> None:
-        dist.send(_description(parcel), peer, self.group)
+        dist.send(description_of(form_of(parcel), parcel[0].device), peer, self.group)
         for tensor in parcel:
             dist.send(tensor.contiguous(), peer, self.group)
 
@@ -196,13 +198,13 @@ class Pipeline(ParallelModel):
         return parcel
 
     def _broadcast(self, x: Tensor | None, owner: int) -> Tensor:
-        def description_of(description: Tensor) -> None:
+        def describe(description: Tensor) -> None:
             if self.rank == owner:
                 assert x is not None
-                description.copy_(_description((x,)))
+                description.copy_(description_of(form_of((x,)), x.device))
             dist.broadcast(description, self.ranks[owner], self.group)
 
-        (whole,) = self._described(description_of)
+        (whole,) = self._described(describe)
         if self.rank == owner:
             assert x is not None
             whole.copy_(x)
@@ -211,9 +213,9 @@ class Pipeline(ParallelModel):
 
     def _described(self, fill: Callable[[Tensor], Any]) -> Parcel:
         """Empty tensors of the form that `fill` writes into a description."""
-        description = _no_description(self.mesh.device_type)
+        description = no_description(self.mesh.device_type)
         fill(description)
-        return _empty(_read(description), self.mesh.device_type)
+        return empty_parcel(_form_in(description), self.mesh.device_type)
 
 
 class _Step:
@@ -365,11 +367,11 @@ class _Step:
             known = self.pipeline._shapes.get(kind)
             if message.sender == self.pipeline.rank:
                 parcel = self.passed[True, message.cut, message.action.microbatch]
-                own = _form(parcel)
+                own = form_of(parcel)
                 assert known in (None, own), f"alike microbatches have activations {known} and {own} behind a stage"
-                description = _description(parcel)
+                description = description_of(form_of(parcel), parcel[0].device)
             else:
-                description = _no_description(self.total.device)
+                description = no_description(self.total.device)
             if known is None and kind not in new:
                 new[kind] = message, description
         if not new:
@@ -377,11 +379,11 @@ class _Step:
         for work in self._post(list(new.values())):
             work.wait()
         for kind, (_, description) in new.items():
-            self.pipeline._shapes[kind] = _read(description)
+            self.pipeline._shapes[kind] = _form_in(description)
 
     def _empty(self, message: Message) -> Parcel:
         form = self.pipeline._shapes[message.cut, self.signatures[message.action.microbatch]]
-        return _empty(form, self.total.device)
+        return empty_parcel(form, self.total.device)
 
     def _wait_for_sends(self, most: int) -> None:
         while len(self.sent) > most:
@@ -406,29 +408,7 @@ def _number(x: Tensor | None, device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.float64, device=device) if x is None else x.detach().double().view(1)
 
 
-def _form(parcel: Parcel) -> Form:
-    return parcel[0].dtype, tuple(parcel[0].shape), len(parcel)
-
-
-def _empty(form: Form, device: torch.device | str) -> Parcel:
-    dtype, shape, num_tensors = form
-    first = torch.empty(shape, dtype=dtype, device=device)
-    return (first, *(torch.empty(1, dtype=torch.float64, device=device) for _ in range(num_tensors - 1)))
-
-
-def _description(parcel: Parcel) -> Tensor:
-    """The form of a parcel, as a tensor."""
-    dtype, shape, num_tensors = _form(parcel)
-    assert len(shape) <= _MOST_DIMS, f"{len(shape)} dims between two stages; at most {_MOST_DIMS} are sent"
-    numbers = [num_tensors, _FORMATS.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
-    return torch.tensor(numbers, dtype=torch.int64, device=parcel[0].device)
-
-
-def _no_description(device: torch.device | str) -> Tensor:
-    """Where one is received."""
-    return torch.empty(_MOST_DIMS + 3, dtype=torch.int64, device=device)
-
-
-def _read(description: Tensor) -> Form:
-    num_tensors, dtype, ndim, *sizes = description.tolist()
-    return _FORMATS[dtype], tuple(sizes[:ndim]), num_tensors
+def _form_in(description: Tensor) -> Form:
+    form = read_description(description)
+    assert form is not None, "a stage has passed on nothing"
+    return form

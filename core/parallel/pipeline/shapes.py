@@ -1,24 +1,44 @@
 """Format and shape of what goes from stage to stage, as a tensor: what a sender says of it before it comes."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 7
 
-
-def description_of(x: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """int64[MOST_DIMS + 2]: format, dims, sizes; on the tensor's device, if not on another."""
-    assert x.ndim <= MOST_DIMS, f"{x.ndim} dims between two stages; at most {MOST_DIMS} are sent"
-    padding = [0] * (MOST_DIMS - x.ndim)
-    return torch.tensor(
-        [FORMATS.index(x.dtype), x.ndim, *x.shape, *padding],
-        dtype=torch.int64,
-        device=x.device if device is None else device,
-    )
+Parcel = tuple[Tensor, ...]
+"""What is passed on: activations or their gradient; and if blocks add to the loss, the sum or its gradient, fp64[1]."""
+Form = tuple[torch.dtype, tuple[int, ...], int]
+"""Format and shape of the first tensor of a parcel, and how many there are."""
 
 
-def read_description(description: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The format and the shape."""
-    dtype, ndim, *sizes = description.tolist()
-    return FORMATS[dtype], tuple(sizes[:ndim])
+def form_of(parcel: Sequence[Tensor]) -> Form:
+    return parcel[0].dtype, tuple(parcel[0].shape), len(parcel)
+
+
+def empty_parcel(form: Form, device: torch.device | str) -> Parcel:
+    """A parcel of that form; what stands in it is undefined."""
+    dtype, shape, num_tensors = form
+    first = torch.empty(shape, dtype=dtype, device=device)
+    return (first, *(torch.empty(1, dtype=torch.float64, device=device) for _ in range(num_tensors - 1)))
+
+
+def description_of(form: Form, device: torch.device | str) -> Tensor:
+    """int64[MOST_DIMS + 3]: tensors, format, dims, sizes."""
+    dtype, shape, num_tensors = form
+    assert len(shape) <= MOST_DIMS, f"{len(shape)} dims between two stages; at most {MOST_DIMS} are sent"
+    numbers = [num_tensors, FORMATS.index(dtype), len(shape), *shape, *[0] * (MOST_DIMS - len(shape))]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def no_description(device: torch.device | str) -> Tensor:
+    """Where one is received; left as it is, it describes nothing."""
+    return torch.zeros(MOST_DIMS + 3, dtype=torch.int64, device=device)
+
+
+def read_description(description: Tensor) -> Form | None:
+    """None of one that describes nothing."""
+    num_tensors, dtype, ndim, *sizes = description.tolist()
+    return (FORMATS[dtype], tuple(sizes[:ndim]), num_tensors) if num_tensors else None

@@ -4,19 +4,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from core.config import UserError
+from core.gemini.replicas import RemoteError
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
 from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.pipeline.stages import Stages
 from core.parallel.recompute import RecomputeConfig
-from tests.parity.test_experts import TOPK
+from tests.parity.test_experts import SWITCH, TOPK
 from tests.parity.test_train import LLAMA
-from tests.support.gemini import Net, Run, batch, loss, train
+from tests.support.gemini import Net, Run, Tempered, batch, loss, train
 from tests.support.training import Case, build, difference_from_single, gemini_of, largest_difference, run
 
 TOLERANCE = 1e-10
@@ -80,14 +84,14 @@ TORCH_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def wrapped(name: str, budget: int | None) -> Run:
+def wrapped(name: str, budget: int | None, make: Callable[[], torch.nn.Module] = Net) -> Run:
     """A module that is awkward to move, under an optimizer of torch's, on all ranks that there are."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if budget is not None else (0, 1)
 
     def step(model: torch.nn.Module, index: int) -> torch.Tensor:
         return loss(model, batch(index).chunk(num_ranks)[rank]) / num_ranks
 
-    return train(Net, budget, TORCH_OPTIMIZERS[name], step=step, precision="fp64")
+    return train(make, budget, TORCH_OPTIMIZERS[name], step=step, precision="fp64")
 
 
 @pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
@@ -104,8 +108,20 @@ def test_optimizers_of_torch(ranks, name: str) -> None:
         assert rank["evictions"] >= 4
 
 
-def of_wrapped(name: str) -> dict[str, Any]:
-    run = wrapped(name, 60_000)
+def test_parameters_without_rows(ranks) -> None:
+    """Of no dims: each rank has it whole, and its gradient is summed once."""
+    name = next(iter(TORCH_OPTIMIZERS))
+    expected = wrapped(name, None, Tempered)
+    assert float(expected.values["temperature"]) != 0.5
+    for rank in ranks(2).run(of_wrapped, name, Tempered):
+        for parameter in ("temperature", "nothing", "embedding.weight"):
+            found, value = rank["values"][parameter], expected.values[parameter]
+            torch.testing.assert_close(found, value, rtol=TOLERANCE, atol=TOLERANCE, msg=parameter)
+        assert rank["evictions"] >= 4
+
+
+def of_wrapped(name: str, make: Callable[[], torch.nn.Module] = Net) -> dict[str, Any]:
+    run = wrapped(name, 60_000, make)
     tier = run.gemini.data.tier
     return {"values": run.values, "peak": tier.peak_bytes, "evictions": tier.num_evictions}
 
@@ -144,17 +160,23 @@ def test_experts(ranks, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "mesh", "schedule", "model"),
+    ("num_ranks", "mesh", "schedule", "model", "microbatches"),
     [
-        (2, MeshConfig(pp=2), "1f1b", replace(GPT2, num_layers=5)),
-        (2, MeshConfig(pp=2), "interleaved", OPT),
-        (4, MeshConfig(pp=2), "1f1b", GPT2),
-        (4, MeshConfig(pp=2, tp=2), "gpipe", GPT2),
+        (2, MeshConfig(pp=2), "1f1b", replace(GPT2, num_layers=5), 3),
+        (2, MeshConfig(pp=2), "1f1b", GPT2, 5),
+        (2, MeshConfig(pp=2), "interleaved", OPT, 3),
+        (2, MeshConfig(pp=2), "interleaved", replace(TOPK, num_layers=4), 5),
+        (2, MeshConfig(pp=2), "1f1b", replace(SWITCH, num_layers=5), 3),
+        (4, MeshConfig(pp=2), "1f1b", GPT2, 3),
+        (4, MeshConfig(pp=2, tp=2), "gpipe", GPT2, 3),
     ],
 )
-def test_stages_have_their_own_chunks(ranks, num_ranks: int, mesh: MeshConfig, schedule: Any, model: Any) -> None:
-    """Planned with several microbatches under way; a tied head is on the first stage and the last."""
-    parallel = ParallelConfig(zero=3, precision="fp64", pipeline=PipelineConfig(schedule, microbatches=3))
+def test_stages_have_their_own_chunks(
+    ranks, num_ranks: int, mesh: MeshConfig, schedule: Any, model: Any, microbatches: int
+) -> None:
+    """Planned with several microbatches under way (12 rows in 5), experts, a tied head on two stages."""
+    pipeline = PipelineConfig(schedule, microbatches=microbatches)
+    parallel = ParallelConfig(zero=3, precision="fp64", pipeline=pipeline)
     given = Case(model, mesh=mesh, parallel=parallel)
     plain = replace(given, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"))
     expected = ranks(1).run(run, plain)[0]
@@ -164,6 +186,42 @@ def test_stages_have_their_own_chunks(ranks, num_ranks: int, mesh: MeshConfig, s
         assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
         assert found["peak"] <= found["budget"]
     assert all(found["moved"] > 0 and found["evictions"] > 0 for found in results[:1])
+
+
+FAILURES = {"a mistake": ArithmeticError, "a refusal": UserError}
+
+
+def foresee_what_fails(failure: str, bad_stage: int) -> str:
+    """What this rank says of a step in which the forward of one stage fails; then of one that is fine."""
+    parallel = ParallelConfig(precision="fp64", pipeline=PipelineConfig("interleaved", microbatches=3))
+    given = Case(OPT, mesh=MeshConfig(pp=2), parallel=parallel, budget=str(2**30), planned=True)
+    compute = Stages.compute
+
+    def fail(stages: Stages, *args: Any, **kwargs: Any) -> Any:
+        if stages.current == bad_stage:
+            raise FAILURES[failure](failure)
+        return compute(stages, *args, **kwargs)
+
+    with patch.object(Stages, "compute", fail):
+        try:
+            build(given)
+        except (ArithmeticError, UserError, RemoteError) as error:
+            said = f"{type(error).__name__}: {error}"
+        else:
+            said = "planned"
+    build(given)
+    return said
+
+
+@pytest.mark.parametrize("bad_stage", range(4))
+def test_a_failure_on_one_rank_reaches_all(ranks, bad_stage: int) -> None:
+    """In any stage of two ranks that have two each: both end, with what went wrong, and nothing is left on its way."""
+    bad = bad_stage % 2
+    said = ranks(2).run(foresee_what_fails, "a mistake", bad_stage)
+    assert said[bad] == "ArithmeticError: a mistake"
+    assert said[1 - bad] == f"RemoteError: rank {bad}: ArithmeticError: a mistake"
+    # A refusal of a model that is yet to be made: it goes without a plan, on all ranks.
+    assert ranks(2).run(foresee_what_fails, "a refusal", bad_stage) == ["planned"] * 2
 
 
 def test_mixed_precision_is_that_of_fsdp2(ranks) -> None:
