@@ -26,7 +26,7 @@ def load_config(folder: str | Path) -> DecoderConfig:
 def load_pretrained(
     folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The decoder of a Hugging Face folder; dtype: by default that of the file's token embedding.
+    """The decoder of a Hugging Face folder, in eval mode; dtype: by default that of the file's token embedding.
 
     Raises UserError for a folder that is foreign, truncated, lacks a tensor or holds one that the model does not know.
     """
@@ -36,7 +36,7 @@ def load_pretrained(
         model = Decoder(config)
     model.to(dtype or _embedding(entries, tensors).dtype).to_empty(device=device)
     _fill(model, entries, tensors)
-    return model
+    return model.eval()
 
 
 def load_weights(model: nn.Module, config: DecoderConfig, folder: str | Path) -> None:
