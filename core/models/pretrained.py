@@ -39,6 +39,20 @@ def load_pretrained(
     return model.eval()
 
 
+def stored_dtype(config: DecoderConfig, folder: str | Path) -> torch.dtype:
+    """The format of a folder's token embedding, in which `load_pretrained` loads; reads nothing but its header.
+
+    Raises UserError for a folder without weights or without that embedding.
+    """
+    entries, names, weights = hf_to_ours(config), NAMES[model_type_of(config)], Weights(folder, hold=False)
+    assert isinstance(entries[0], Entry)
+    wanted = entries[0].rows[0].source
+    for key in weights:
+        if names.full_name(key) == wanted:
+            return weights[key].dtype
+    raise UserError(f"{folder} lacks {wanted}; give the folder of a whole causal model")
+
+
 def load_weights(model: nn.Module, config: DecoderConfig, folder: str | Path) -> None:
     """Fill a `Decoder(config)`, whole or sharded on any mesh: each rank reads only the slices that it holds."""
     _fill(model, *_matched(config, folder))
