@@ -158,7 +158,8 @@ def save_pretrained(
     folder, ids = Path(folder), dict(special_ids or {})
     written: list[torch.dtype] = []
     save_weights(_exported(named, config, dtype, written), folder, max_shard_bytes)
-    content = config_to_hf(config, ids) | {"dtype": str(written[0]).removeprefix("torch.")}
+    dtype_name = str(written[0]).removeprefix("torch.")
+    content = config_to_hf(config, ids) | {"dtype": dtype_name, "torch_dtype": dtype_name}  # the latter for old readers
     write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     write_json(folder / "config.json", content)
 
