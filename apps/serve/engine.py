@@ -128,7 +128,9 @@ class Engine:
         limits = self.limits
         if self.pace is not None:
             limits = replace(limits, prefill_chunk=self.pace.chunk(limits.prefill_chunk))
-        batch = schedule(self._waiting_jobs(matches), map(self._running_job, self.running), self.pages.num_free, limits)
+        scarce = self.pages.num_free < limits.most_new_pages(len(self.running))
+        running = [self._running_job(sequence, scarce) for sequence in self.running]
+        batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits)
         by_number = {s.number: s for s in (*self.running, *self.waiting)}
         for number in batch.preempted:
             self._preempt(by_number[number])
@@ -164,9 +166,10 @@ class Engine:
                 claims=self.pages.num_idle(match),
             )
 
-    def _running_job(self, sequence: Sequence) -> Job:
+    def _running_job(self, sequence: Sequence, scarce: bool) -> Job:
+        """scarce: somebody may be preempted; otherwise nobody's pages are looked at one by one"""
         assert sequence.held is not None
-        num_pages, returns = len(sequence.held.pages), self.pages.num_returned(sequence.held)
+        num_pages, returns = len(sequence.held.pages), self.pages.num_returned(sequence.held) if scarce else 0
         return Job(sequence.number, len(sequence.tokens), sequence.num_computed, num_pages, returns=returns)
 
     # --- pages --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,10 @@ from core.config import UserError
 from core.models import load_pretrained
 from core.train import checkpoint_path
 
-OPTIONS = [
+OPTIONS = (
+    "--device cpu --steps 1 --data.tokenizer byte --data.global_batch 2 --data.sequence_length 16 --model.dim 16 "
+    "--model.num_layers 1 --model.num_heads 2 --model.ffn_dim 16 --data.heldout_fraction 0"
+)
     "--device",
     "cpu",
     "--steps",
@@ -44,7 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(text: Path, out: Path, *options: str) -> Path:
-    assert pretrain.main([*OPTIONS, "--data.path", str(text), "--out", str(out), *options]) == 0
+    assert pretrain.main([*OPTIONS.split(), "--data.path", str(text), "--out", str(out), *options]) == 0
     return out
 
 
