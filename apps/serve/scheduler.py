@@ -89,14 +89,22 @@ class Batch:
     preempted: tuple[int, ...]
 
 
-def schedule(waiting: Iterable[Job], running: Iterable[Job], free_pages: int, limits: Limits) -> Batch:
+def schedule(
+    waiting: Iterable[Job],
+    running: Iterable[Job],
+    free_pages: int,
+    limits: Limits,
+    prompt_tokens: int | None = None,
+) -> Batch:
     """The next step.
 
-    waiting     in order of arrival; read only as far as sequences are admitted
-    running     in order of arrival
-    free_pages  that are unused, or only kept for whom they may serve later
+    waiting        in order of arrival; read only as far as sequences are admitted
+    running        in order of arrival
+    free_pages     that are unused, or only kept for whom they may serve later
+    prompt_tokens  of prompts at most while somebody writes, none too; None: `limits.prefill_chunk`
     """
-    step = _Step(list(running), free_pages, limits)
+    chunk = limits.prefill_chunk if prompt_tokens is None else prompt_tokens
+    step = _Step(list(running), free_pages, limits, chunk)
     step.continue_running()
     if not step.preempted:
         step.admit(waiting)
@@ -106,11 +114,11 @@ def schedule(waiting: Iterable[Job], running: Iterable[Job], free_pages: int, li
 class _Step:
     """The decision in the making: what is left of pages and tokens, and who got what."""
 
-    def __init__(self, running: list[Job], free_pages: int, limits: Limits):
+    def __init__(self, running: list[Job], free_pages: int, limits: Limits, chunk: int):
         self.running, self.free, self.limits = running, free_pages, limits
         self.writers_after = sum(job.remaining == 1 for job in running)  # the one that is looked at
         self.tokens_left = limits.max_batch_tokens
-        self.prompt_tokens_left = limits.prefill_chunk if self.writers_after else limits.max_batch_tokens
+        self.prompt_tokens_left = chunk if self.writers_after else limits.max_batch_tokens
         self.parts: list[tuple[int, int]] = []
         self.admitted: list[int] = []
         self.preempted: list[int] = []

@@ -16,27 +16,6 @@ OPTIONS = (
     "--device cpu --steps 1 --data.tokenizer byte --data.global_batch 2 --data.sequence_length 16 --model.dim 16 "
     "--model.num_layers 1 --model.num_heads 2 --model.ffn_dim 16 --data.heldout_fraction 0"
 )
-    "--device",
-    "cpu",
-    "--steps",
-    "1",
-    "--data.tokenizer",
-    "byte",
-    "--data.global_batch",
-    "2",
-    "--data.sequence_length",
-    "16",
-    "--model.dim",
-    "16",
-    "--model.num_layers",
-    "1",
-    "--model.num_heads",
-    "2",
-    "--model.ffn_dim",
-    "16",
-    "--data.heldout_fraction",
-    "0",
-]
 
 
 @pytest.fixture(scope="module")
