@@ -57,4 +57,5 @@ def export(run: Path, out: Path, dtype: ExportDtype | None = None) -> Path:
 def _format_of(run: Path) -> ExportDtype:
     """In which a run computed, as far as folders have it."""
     precision = read_json(run / "config.json").get("precision")
-    return precision if precision in get_args(ExportDtype) else "fp32"
+    formats: tuple[ExportDtype, ...] = get_args(ExportDtype)
+    return next((known for known in formats if known == precision), "fp32")
