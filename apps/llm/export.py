@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -57,5 +57,4 @@ def export(run: Path, out: Path, dtype: ExportDtype | None = None) -> Path:
 def _format_of(run: Path) -> ExportDtype:
     """In which a run computed, as far as folders have it."""
     precision = read_json(run / "config.json").get("precision")
-    formats: tuple[ExportDtype, ...] = get_args(ExportDtype)
-    return next((known for known in formats if known == precision), "fp32")
+    return cast(ExportDtype, precision) if precision in get_args(ExportDtype) else "fp32"
