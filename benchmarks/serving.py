@@ -41,7 +41,7 @@ from apps.serve.bench import BenchConfig, Load, Served, figures, loads
 from apps.serve.compiled import CompiledDecoder, compile_runner
 from apps.serve.detokenize import Detokenizer
 from apps.serve.engine import Engine
-from apps.serve.model import page_bytes
+from apps.serve.memory import page_bytes
 from apps.serve.pace import Pace
 from apps.serve.request import Delta, Request, Sampling
 from apps.serve.runner import Runner

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from apps.llm.corpus import DataConfig
+from apps.llm.export import ExportDtype
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
@@ -28,9 +29,13 @@ class PretrainConfig(TrainConfig):
     """on a GPU: norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's"""
     hf: bool = True
     """at the end also write the model as a Hugging Face folder, in --out/hf"""
+    hf_dtype: ExportDtype | None = None
+    """format of that folder's weights: fp32, bf16 or fp16; by default that of --precision (fp32 of fp64)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.hf_dtype is not None and not self.hf:
+            raise UserError(f"hf_dtype={self.hf_dtype} without a folder: hf is off; leave hf_dtype out")
         if self.nproc < 1:
             raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
         if self.model.positions == "learned" and self.data.sequence_length > self.model.max_length:

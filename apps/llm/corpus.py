@@ -30,7 +30,7 @@ from core.config import UserError
 from core.data import BatchSize, Document, Faults, RampConfig, ShardWriter, Source, TokenShards, split_of
 
 STDLIB = "stdlib"
-_VERSION = 1
+_VERSION = 2
 _NO_SOURCE_OF_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _BATCH_CHARS = 1 << 20
 _TRAIN_CHARS = 1 << 29
@@ -206,6 +206,7 @@ def _make(
     shared = {
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.eos_id,
+        "begin": [] if tokenizer.begin_ids == [tokenizer.eos_id] else tokenizer.begin_ids,
         "tokenizer": tokenizer.fingerprint,
         "source": fingerprint,
         "pairs": source.pairs,

@@ -57,8 +57,11 @@ def main(argv: list[str]) -> int:
 def write(
     model: Decoder, tokenizer: Tokenizer, config: GenerateConfig, *, seed: int, show: Callable[[str], None]
 ) -> str:
-    """What the model writes after the prompt; `show` gets each piece as soon as its characters are complete."""
-    prompt = [tokenizer.eos_id, *tokenizer.encode(config.prompt).tolist()]
+    """What the model writes after the prompt; `show` gets each piece as soon as its characters are complete.
+
+    A text that ends amid a character ends in U+FFFD.
+    """
+    prompt = tokenizer.encode_prompt(config.prompt)
     written: list[int] = []
     shown = ""
 
@@ -83,4 +86,6 @@ def write(
             eos_id=tokenizer.eos_id,
             stream=stream,
         )
-    return tokenizer.decode(written, skip_special_tokens=True)
+    text = tokenizer.decode(written, skip_special_tokens=True)
+    show(text[len(shown) :])
+    return text

@@ -31,7 +31,7 @@ class Source:
     is_run: bool
 
     def load(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
-        """The whole model in this process."""
+        """The whole model in this process, in eval mode."""
         if not self.is_run:
             return load_pretrained(self.folder, dtype=dtype, device=device)
         with torch.device("meta"):

@@ -3,6 +3,7 @@
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -180,7 +181,9 @@ def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
                 else f"{name:24} {summary[name]:,}"
             )
     if config.hf:
-        where = export(config.out, config.out / "hf") if has_architecture(config.model) else "none: " + NO_ARCHITECTURE
+        where: Path | str = "none: " + NO_ARCHITECTURE
+        if has_architecture(config.model):
+            where = export(config.out, config.out / "hf", config.hf_dtype)
         print(f"{'Hugging Face folder':24} {where}")
     print(f"{'loss curve':24} {config.out / 'loss.png'}")
     print(f"{'metrics':24} {config.out / 'metrics.jsonl'}")

@@ -31,6 +31,8 @@ class Tokenizer:
 
     vocab_size  one more than the largest id
     eos_id      the end-of-text token, which also separates documents
+    begin_ids   what the family puts in front of every text: its tokenizer's post-processor says so (Llama and Mixtral
+                <s>, OPT </s>, GPT-2 and BLOOM nothing)
     """
 
     def __init__(self, hf: Any):
@@ -42,6 +44,7 @@ class Tokenizer:
             self._backend.no_padding()
         self.eos_id: int = _eos_id(hf)
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
+        self.begin_ids: list[int] = _begin_ids(self._whole("a"), self.encode("a").tolist())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids [num_tokens] uint32 of each text, without any special token."""
@@ -53,6 +56,19 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
+
+    def _whole(self, text: str) -> list[int]:
+        """The ids of a text, with the special tokens that the family adds."""
+        if self._backend is not None:  # the tokenizer's own call would let texts hold special tokens from then on
+            return self._backend.encode(text, add_special_tokens=True).ids
+        return self.hf.encode(text, add_special_tokens=True, split_special_tokens=True)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids with which a text to be continued begins; of an empty one the token that stands for its beginning."""
+        begin = self.begin_ids or (
+            [] if text else [self.eos_id if self.hf.bos_token_id is None else self.hf.bos_token_id]
+        )
+        return [*begin, *self.encode(text).tolist()]
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
         ids = [int(token) for token in ids]
@@ -84,6 +100,12 @@ def _eos_id(hf: Any) -> int:
             f"set eos_token in its tokenizer_config.json, or add one of {', '.join(_ENDS_OF_TEXT)}"
         )
     return vocab[known[0]]
+
+
+def _begin_ids(whole: list[int], own: list[int]) -> list[int]:
+    """What stands in front of a text's own tokens, where special ones are added."""
+    places = (place for place in range(len(whole)) if whole[place : place + len(own)] == own)
+    return whole[: next(places, 0)]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -28,10 +28,10 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     """tokens of all sequences in one step"""
     prefill_chunk: int = 512
-    """tokens of prompts in a step at most, while somebody writes"""
+    """tokens of prompts in a step at most, while somebody writes: bounds the longest pause"""
     stretch: float = 2.0
-    """how many times as long a step with prompts may take while somebody writes: more shortens the prompts' start, less
-    the others' pauses"""
+    """how many times as long a step may take on average while prompts wait and somebody writes: at 2 both get half of
+    the time; more lets prompts begin sooner, less keeps the others' pace"""
     max_length: int | None = None
     """tokens of prompt and text together; by default those that the model is meant for"""
     prefix_sharing: bool = True
@@ -43,7 +43,7 @@ class EngineConfig:
         if self.kv_gb is not None and self.kv_gb <= 0:
             raise UserError(f"kv_gb is {self.kv_gb}; give a positive number of GB")
         if self.stretch <= 1:
-            raise UserError(f"stretch is {self.stretch}; a step with prompts takes longer, so give more than 1")
+            raise UserError(f"stretch is {self.stretch}; prompts take time beside those who write, so give more than 1")
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"max_length is {self.max_length}; prompt and text need at least 2 tokens")
 

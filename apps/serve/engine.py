@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -43,7 +43,8 @@ class Engine:
     """Serves one model. Not thread-safe: `apps.serve.loop` gives it a thread.
 
     max_length  tokens that prompt and text may have together
-    pace        how long chunks of prompts are beside those who write; None: always `limits.prefill_chunk`
+    pace        when prompts are computed beside those who write, and how long their chunks are; None: in each step,
+                `limits.prefill_chunk`
     """
 
     def __init__(
@@ -126,9 +127,12 @@ class Engine:
         """Compute one step.  Returns what became known by it."""
         matches: dict[int, Match] = {}
         limits = self.limits
-        if self.pace is not None:
-            limits = replace(limits, prefill_chunk=self.pace.chunk(limits.prefill_chunk))
-        batch = schedule(self._waiting_jobs(matches), map(self._running_job, self.running), self.pages.num_free, limits)
+        chunk = None if self.pace is None else self.pace.chunk(limits.prefill_chunk, self._num_pending())
+        scarce = self.pages.num_free < limits.most_new_pages(len(self.running))
+        running = [self._running_job(sequence, scarce) for sequence in self.running]
+        batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits, chunk)
+        if not batch.parts and chunk == 0:  # those who write lack pages that a prompt before them holds
+            batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits)
         by_number = {s.number: s for s in (*self.running, *self.waiting)}
         for number in batch.preempted:
             self._preempt(by_number[number])
@@ -164,9 +168,20 @@ class Engine:
                 claims=self.pages.num_idle(match),
             )
 
-    def _running_job(self, sequence: Sequence) -> Job:
+    def _num_pending(self) -> int:
+        """Tokens of prompts that are to be computed; no more are counted than a step takes."""
+        pending = 0
+        for sequence in itertools.chain(self.running, self.waiting):
+            remaining = len(sequence.tokens) - sequence.num_computed
+            pending += remaining if remaining > 1 or sequence.held is None else 0
+            if pending >= self.limits.max_batch_tokens:
+                break
+        return pending
+
+    def _running_job(self, sequence: Sequence, scarce: bool) -> Job:
+        """scarce: somebody may be preempted; otherwise nobody's pages are looked at one by one"""
         assert sequence.held is not None
-        num_pages, returns = len(sequence.held.pages), self.pages.num_returned(sequence.held)
+        num_pages, returns = len(sequence.held.pages), self.pages.num_returned(sequence.held) if scarce else 0
         return Job(sequence.number, len(sequence.tokens), sequence.num_computed, num_pages, returns=returns)
 
     # --- pages --------------------------------------------------------------------------------------------------------

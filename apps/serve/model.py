@@ -1,7 +1,7 @@
 """Loading what is served: a Hugging Face folder, or a run folder of `llm pretrain`, which has one inside."""
 
-import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.config import EngineConfig
 from apps.serve.engine import Engine
+from apps.serve.memory import Asked, Format, Load, Room, folder_format, free_bytes, need, share_out
 from apps.serve.pace import Pace
 from apps.serve.runner import PAGE_DTYPES, Runner
 from apps.serve.scheduler import Limits
@@ -19,11 +20,7 @@ from core.config import UserError
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
 from core.nn.packing import pack_linear
 from core.precision import compute_dtype
-from core.quant import Scheme, is_quantized, load_quantized, pack, stored_bytes
-from core.runtime import device_bytes, gigabytes
-
-# Of the memory that is free once the weights are there, for pages, where nothing is said.
-_SHARE = {"cpu": 0.25, "cuda": 0.85}
+from core.quant import Scheme, is_quantized, load_quantized
 
 
 @dataclass(frozen=True)
@@ -49,26 +46,53 @@ def find_source(folder: Path) -> Source:
 def build_engine(
     source: Source, config: EngineConfig, device: str, axis: DeviceMesh | None = None, scheme: Scheme | None = None
 ) -> Engine:
-    """Load a model and give it pages.
+    """`build_engines` of one model."""
+    return build_engines([source], config, device, axis, scheme)[source.name]
 
-    axis    the tensor-parallel ranks that share it
+
+def build_engines(
+    sources: Sequence[Source],
+    config: EngineConfig,
+    device: str,
+    axis: DeviceMesh | None = None,
+    scheme: Scheme | None = None,
+) -> dict[str, Engine]:
+    """Load models and give them pages; what is free is measured once and divided among them.
+
+    axis    the tensor-parallel ranks that share each of them
     scheme  weights are quantized so while they are loaded; a folder that is quantized already takes none
 
-    Raises UserError for a broken folder, and where memory does not suffice.
+    Returns name -> engine. Raises UserError for a broken folder, and where memory does not suffice, before weights are
+    read.
     """
-    text = load_text(source.folder)
-    check_vocabulary(source, text)
-    if source.config.moe.num_experts and (scheme is not None or (axis is not None and axis.size() > 1)):
-        raise UserError(f"{source.name} has experts, which are served whole on one rank; leave --tp and --quantize out")
+    texts = [load_text(source.folder) for source in sources]
+    for source, text in zip(sources, texts, strict=True):
+        check_vocabulary(source, text)
+    plans = [_plan(source, config, device, axis, scheme) for source in sources]
+    rooms = share_out([plan.asked for plan in plans], free_bytes(device, axis), device)
+    return {
+        source.name: _build(source, text, config, plan, room, device, axis, scheme)
+        for source, text, plan, room in zip(sources, texts, plans, rooms, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a model is held, decided before it is loaded."""
+
+    format: Format
+    limits: Limits
+    max_length: int
+    asked: Asked
+
+
+def _plan(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | None, scheme: Scheme | None) -> _Plan:
+    ranks = 1 if axis is None else axis.size()
+    check_whole(source, ranks, scheme)
     if config.compile:
         from apps.serve.compiled import check_compilable  # what it imports, others need not wait for
 
-        check_compilable(device, 1 if axis is None else axis.size(), source.config.moe.num_experts)
-    dtype = None if config.precision == "auto" else compute_dtype(config.precision)
-    _require_memory(source, dtype, scheme, device, axis)
-    model = _load(source, dtype, scheme, device, axis)
-    model_dtype = model.embedding.tokens.weight.dtype
-    page_dtype = model_dtype if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
+        check_compilable(device, ranks, source.config.moe.num_experts)
     limits = Limits(config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running)
     max_length = config.max_length or source.config.max_length
     if source.config.positions == "learned" and max_length > source.config.max_length:
@@ -76,8 +100,30 @@ def build_engine(
             f"max_length is {max_length}; {source.name} has positions for {source.config.max_length}, "
             "so give at most those"
         )
-    num_pages = _num_pages(source.config, config, max_length, page_dtype, device, axis)
-    runner = Runner(model, num_pages, config.page_size, page_dtype, axis)
+    dtype = None if config.precision == "auto" else compute_dtype(config.precision)
+    pages = None if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
+    format = folder_format(source.config, source.folder, dtype, pages, scheme)
+    load = Load(config.max_running, max_length, config.max_batch_tokens, config.page_size)
+    needed = need(source.config, format, load, ranks, device)
+    if is_quantized(source.folder) and ranks == 1:
+        needed = replace(needed, forms=0)  # the first form is the mapped file, and leaves memory
+    usable = config.max_running * (limits.pages(max_length) + 1)
+    kv_bytes = None if config.kv_gb is None else int(config.kv_gb * 1e9)
+    return _Plan(format, limits, max_length, Asked(source.name, needed, usable, kv_bytes))
+
+
+def _build(
+    source: Source,
+    text: Text,
+    config: EngineConfig,
+    plan: _Plan,
+    room: Room,
+    device: str,
+    axis: DeviceMesh | None,
+    scheme: Scheme | None,
+) -> Engine:
+    model = _load(source, plan.format.dtype, scheme, device, axis, room.forms)
+    runner = Runner(model, room.num_pages, config.page_size, plan.format.pages, axis)
     if config.compile:
         from apps.serve.compiled import compile_runner
 
@@ -85,18 +131,19 @@ def build_engine(
     return Engine(
         runner,
         text,
-        limits,
-        num_pages=num_pages,
+        plan.limits,
+        num_pages=room.num_pages,
         vocab_size=source.config.vocab_size,
-        max_length=max_length,
+        max_length=plan.max_length,
         sharing=config.prefix_sharing,
         pace=Pace(config.stretch),
     )
 
 
 def _load(
-    source: Source, dtype: torch.dtype | None, scheme: Scheme | None, device: str, axis: DeviceMesh | None
+    source: Source, dtype: torch.dtype, scheme: Scheme | None, device: str, axis: DeviceMesh | None, forms: bool
 ) -> Decoder:
+    """forms: give weights a second form for speed, in as much memory again"""
     ranks = 1 if axis is None else axis.size()
 
     def cut(model: nn.Module) -> None:
@@ -108,80 +155,29 @@ def _load(
 
     if scheme is not None or is_quantized(source.folder):
         chosen: dict[str, Any] = {} if scheme is None else {"embeddings": True, "head": True}
-        model = load_quantized(source.folder, scheme, **chosen, device=device, cut=cut if ranks > 1 else None)
+        packed = forms or (scheme is None and ranks == 1)  # of a mapped folder one form is in memory
+        model = load_quantized(
+            source.folder, scheme, **chosen, device=device, packed=packed, cut=cut if ranks > 1 else None
+        )
         assert isinstance(model, Decoder)
-        if scheme is not None and stored_bytes(model) < _free_bytes(device) // ranks // 2:
-            pack(model)  # for speed, in as much memory again
-        return model if dtype is None else model.to(dtype)
+        return model.to(dtype)
     if ranks == 1:
         model = load_pretrained(source.folder, dtype=dtype, device=device)
     else:
         with torch.device("meta"):
             model = Decoder(source.config)
         cut(model)
-        model.to(dtype or torch.float32).to_empty(device=device)
+        model.to(dtype).to_empty(device=device)
         load_weights(model, source.config, source.folder)
-    if stored_bytes(model) < _free_bytes(device) // ranks // 2:
-        pack_linear(model)  # for speed, in as much memory again
+    if forms:
+        pack_linear(model)
     return model
 
 
-def page_bytes(model: DecoderConfig, page_size: int, dtype: torch.dtype, ranks: int = 1) -> int:
-    """Of one page in all layers, on one rank."""
-    heads = model.kv_heads // ranks
-    scales = 4 if dtype == torch.int8 else 0
-    return 2 * model.num_layers * page_size * heads * (model.head_size * dtype.itemsize + scales)
-
-
-def _num_pages(
-    model: DecoderConfig,
-    config: EngineConfig,
-    max_length: int,
-    dtype: torch.dtype,
-    device: str,
-    axis: DeviceMesh | None,
-) -> int:
-    """What `kv_gb` holds; else a share of what is free, and no more than all running sequences can use."""
-    ranks = 1 if axis is None else axis.size()
-    each = page_bytes(model, config.page_size, dtype, ranks)
-    usable = config.max_running * (-(-max_length // config.page_size) + 1)
-    if config.kv_gb is not None:
-        return min(int(config.kv_gb * 1e9 / each), usable)
-    return min(int(_SHARE[torch.device(device).type] * _free_bytes(device) / ranks / each), usable)
-
-
-def _free_bytes(device: str) -> int:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return available_bytes()
-
-
-def available_bytes() -> int:
-    """What the kernel can give without swapping; what is cached of files counts."""
-    path = Path("/proc/meminfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _require_memory(
-    source: Source, dtype: torch.dtype | None, scheme: Scheme | None, device: str, axis: DeviceMesh | None
-) -> None:
-    """Refuse what cannot fit before anything is read."""
-    ranks = 1 if axis is None else axis.size()
-    bits = 8 * (dtype or torch.float16).itemsize if scheme is None else scheme.bits
-    needed = source.config.num_parameters() * bits // 8 // ranks
-    if is_quantized(source.folder):
-        needed = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
-    is_cuda = torch.device(device).type == "cuda"
-    there = device_bytes(device, 1) if is_cuda else available_bytes() // ranks
-    if needed > there:
-        raise UserError(
-            f"{source.name} needs {gigabytes(needed)} a rank for its weights, and {gigabytes(there)} are free; "
-            "serve it over more ranks with --tp, or in fewer bits with --quantize"
-        )
+def check_whole(source: Source, ranks: int, scheme: Scheme | None) -> None:
+    """Raises UserError where a model that is served whole and in plain weights is to be served otherwise."""
+    if source.config.moe.num_experts and (scheme is not None or ranks > 1):
+        raise UserError(f"{source.name} has experts, which are served whole on one rank; leave --tp and --quantize out")
 
 
 def check_vocabulary(source: Source, text: Text) -> None:

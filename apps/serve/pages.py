@@ -10,6 +10,7 @@ before it, and gives back the last one first, so in the order of giving back chi
 first idle page never has children.
 """
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,32 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Node:
-    """A full page in the tree. children are found by the first token of their page."""
+    """A full page in the tree.
+
+    children  by their pages
+    order     the children's pages, sorted: who begins most like a text stands beside its place
+    """
 
     tokens: tuple[int, ...]
     page: int
     parent: "Node | None"
-    children: dict[int, list["Node"]] = field(default_factory=dict)
+    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    order: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, child: "Node") -> None:
+        self.children[child.tokens] = child
+        insort(self.order, child.tokens)
+
+    def remove(self, child: "Node") -> None:
+        del self.children[child.tokens]
+        del self.order[bisect_left(self.order, child.tokens)]
+
+    def most_alike(self, tokens: tuple[int, ...]) -> "tuple[Node | None, int]":
+        """The child whose page begins most like `tokens`, and how many tokens they share."""
+        place = bisect_left(self.order, tokens)
+        beside = [(_common(page, tokens), page) for page in self.order[max(place - 1, 0) : place + 1]]
+        length, page = max(beside, default=(0, ()))
+        return (self.children[page], length) if length else (None, 0)
 
 
 @dataclass(frozen=True)
@@ -62,17 +83,14 @@ class Pages:
         if not self.sharing:
             return Match()
         size, node, path = self.page_size, self._root, []
-        while (following := _child(node, page := tuple(tokens[len(path) * size : (len(path) + 1) * size]))) is not None:
-            if (len(path) + 1) * size >= len(tokens):
+        while (len(path) + 1) * size < len(tokens):
+            following = node.children.get(tuple(tokens[len(path) * size : (len(path) + 1) * size]))
+            if following is None:
                 break
             path.append(following)
             node = following
         rest = tuple(tokens[len(path) * size : min((len(path) + 1) * size, len(tokens) - 1)])
-        source = max(
-            node.children.get(page[0], ()) if page else (), key=lambda n: _common(n.tokens, rest), default=None
-        )
-        num_copied = _common(source.tokens, rest) if source is not None else 0
-        return Match(tuple(path), source if num_copied else None, num_copied)
+        return Match(tuple(path), *node.most_alike(rest))
 
     def num_tokens(self, match: Match) -> int:
         return len(match.path) * self.page_size + match.num_copied
@@ -115,10 +133,10 @@ class Pages:
             place = len(held.path)
             parent = held.path[-1] if held.path else self._root
             page = tuple(tokens[place * size : (place + 1) * size])
-            node = _child(parent, page)
+            node = parent.children.get(page)
             if node is None:
                 node = Node(page, held.pages[place], parent)
-                parent.children.setdefault(page[0], []).append(node)
+                parent.add(node)
             else:
                 self._hold(node)
                 self._release(held.pages[place], None)
@@ -151,18 +169,8 @@ class Pages:
         node, _ = self._idle.popitem(last=False)
         assert node.parent is not None
         assert not node.children, "a page is given up before those that follow it"
-        siblings = node.parent.children[node.tokens[0]]
-        siblings.remove(node)
-        if not siblings:
-            del node.parent.children[node.tokens[0]]
+        node.parent.remove(node)
         return node.page
-
-
-def _child(node: Node, tokens: tuple[int, ...]) -> Node | None:
-    """The child that holds exactly these tokens."""
-    if not tokens:
-        return None
-    return next((child for child in node.children.get(tokens[0], ()) if child.tokens == tokens), None)
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apps.serve.model import Source, available_bytes, check_vocabulary, find_source
+from apps.serve.memory import available_bytes
+from apps.serve.model import Source, check_vocabulary, find_source
 from apps.serve.text import load_text
 from core.config import UserError, parse
 from core.data import Faults

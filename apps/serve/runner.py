@@ -169,6 +169,11 @@ class Runner:
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
         return box[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the decoder computes."""
+        return self.model.embedding.tokens.weight.dtype
+
     @torch.inference_mode()
     def _compute(self, step: Step) -> Tensor:
         for source, target in step.copies:

@@ -46,6 +46,10 @@ class Limits:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
+    def most_new_pages(self, num_running: int) -> int:
+        """That a step of so many sequences can take: each may begin one, and fill others."""
+        return min(num_running, self.max_batch_tokens) + self.pages(self.max_batch_tokens)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -55,7 +59,8 @@ class Job:
     num_computed  of them with keys and values in pages; for a waiting one those that it would share
     num_pages     held; for a waiting one those that it would share
     claims        waiting: how many free pages its shared ones are, which admission takes out of the free ones
-    returns       running: pages that are free for certain once it is preempted
+    returns       running: pages that are free for certain once it is preempted; not asked for where the free ones are
+                  `Limits.most_new_pages`
     """
 
     number: int
@@ -84,14 +89,22 @@ class Batch:
     preempted: tuple[int, ...]
 
 
-def schedule(waiting: Iterable[Job], running: Iterable[Job], free_pages: int, limits: Limits) -> Batch:
+def schedule(
+    waiting: Iterable[Job],
+    running: Iterable[Job],
+    free_pages: int,
+    limits: Limits,
+    prompt_tokens: int | None = None,
+) -> Batch:
     """The next step.
 
-    waiting     in order of arrival; read only as far as sequences are admitted
-    running     in order of arrival
-    free_pages  that are unused, or only kept for whom they may serve later
+    waiting        in order of arrival; read only as far as sequences are admitted
+    running        in order of arrival
+    free_pages     that are unused, or only kept for whom they may serve later
+    prompt_tokens  of prompts at most while somebody writes, none too; None: `limits.prefill_chunk`
     """
-    step = _Step(list(running), free_pages, limits)
+    chunk = limits.prefill_chunk if prompt_tokens is None else prompt_tokens
+    step = _Step(list(running), free_pages, limits, chunk)
     step.continue_running()
     if not step.preempted:
         step.admit(waiting)
@@ -101,11 +114,11 @@ def schedule(waiting: Iterable[Job], running: Iterable[Job], free_pages: int, li
 class _Step:
     """The decision in the making: what is left of pages and tokens, and who got what."""
 
-    def __init__(self, running: list[Job], free_pages: int, limits: Limits):
+    def __init__(self, running: list[Job], free_pages: int, limits: Limits, chunk: int):
         self.running, self.free, self.limits = running, free_pages, limits
-        writers = sum(job.remaining == 1 for job in running)
+        self.writers_after = sum(job.remaining == 1 for job in running)  # the one that is looked at
         self.tokens_left = limits.max_batch_tokens
-        self.prompt_tokens_left = limits.prefill_chunk if writers else limits.max_batch_tokens
+        self.prompt_tokens_left = chunk if self.writers_after else limits.max_batch_tokens
         self.parts: list[tuple[int, int]] = []
         self.admitted: list[int] = []
         self.preempted: list[int] = []
@@ -115,9 +128,11 @@ class _Step:
         index = 0
         while index < len(self.running):
             job = self.running[index]
-            wanted = self._wanted(job, writers_after=sum(j.remaining == 1 for j in self.running[index + 1 :]))
+            self.writers_after -= job.remaining == 1
+            wanted = self._wanted(job)
             while self._lacking(job, wanted) > 0 and len(self.running) > index + 1:
                 victim = self.running.pop()
+                self.writers_after -= victim.remaining == 1
                 self.preempted.append(victim.number)
                 self.free += victim.returns
             room = (job.num_pages + self.free) * self.limits.page_size - job.num_computed
@@ -140,10 +155,10 @@ class _Step:
             if num_running == self.limits.max_running:
                 return
 
-    def _wanted(self, job: Job, writers_after: int = 0) -> int:
+    def _wanted(self, job: Job) -> int:
         if job.remaining == 1:
             return min(1, self.tokens_left)
-        return max(0, min(job.remaining, self.prompt_tokens_left, self.tokens_left - writers_after))
+        return max(0, min(job.remaining, self.prompt_tokens_left, self.tokens_left - self.writers_after))
 
     def _lacking(self, job: Job, num_tokens: int) -> int:
         return self.limits.pages(job.num_computed + num_tokens) - job.num_pages - self.free

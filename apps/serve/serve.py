@@ -13,11 +13,12 @@ import uvicorn
 from apps.serve.config import ServeConfig
 from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
-from apps.serve.model import Source, build_engine, find_source
+from apps.serve.model import Source, build_engines, find_source
 from apps.serve.server import Server, build_app, read_key
 from core.config import UserError, parse
 from core.mesh import MeshConfig
-from core.runtime import launch, launched, start
+from core.quant import stored_bytes
+from core.runtime import gigabytes, launch, launched, start
 
 log = logging.getLogger("serve")
 
@@ -53,9 +54,7 @@ def _run(config: ServeConfig, sources: list[Source]) -> int:
     with start(config.device) as runtime, torch.no_grad():
         axis = runtime.mesh(MeshConfig(tp=config.tp))["tp"]
         metrics, device = Metrics(), str(runtime.device)
-        engines = {
-            source.name: build_engine(source, config.engine, device, axis, config.scheme()) for source in sources
-        }
+        engines = build_engines(sources, config.engine, device, axis, config.scheme())
         if not runtime.leads:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # the first rank says when it is over
@@ -101,8 +100,10 @@ def _announce(server: Server, listener: "uvicorn.Server") -> None:
     for name, loop in server.loops.items():
         engine = loop.engine
         log.info(
-            "%s: %d pages of %d tokens, prompt and text up to %d tokens",
+            "%s: weights %s a rank, computed in %s; %d pages of %d tokens, prompt and text up to %d tokens",
             name,
+            gigabytes(stored_bytes(engine.runner.model)),
+            str(engine.runner.dtype).removeprefix("torch."),
             engine.pages.num_pages,
             engine.limits.page_size,
             engine.max_length,

@@ -92,8 +92,8 @@ def _samples(
 class TokenBatches:
     """Endless shuffled epochs over token shards: documents packed end to end, cut into sequences of L targets.
 
-    An epoch predicts num_sequences * L of the num_tokens - 1 targets once each; the fewer than L left over are another
-    few in each epoch, as the cut starts at an offset drawn from (seed, epoch).
+    An epoch goes through num_sequences * L of the num_tokens - 1 targets once each; the fewer than L left over are
+    another few in each epoch, as the cut starts at an offset drawn from (seed, epoch).
     """
 
     def __init__(
@@ -142,13 +142,16 @@ class EvalBatches:
         self.sequence_length = sequence_length
         self.global_batch = global_batch
         self.mask_documents = mask_documents
-        self.num_targets = shards.num_tokens - 1
+        self._num_places = shards.num_tokens - 1
+        unpredicted = len(shards.begin) * shards.num_documents  # the first of them has no token before it
+        self.num_targets = self._num_places - max(unpredicted - 1, 0)
         self.num_text_bytes = shards.num_text_bytes
         self._pairs: list[tuple[int, int]] | None = None
-        num_rows = -(-self.num_targets // sequence_length)
+        num_rows = -(-self._num_places // sequence_length)
         if shards.loss_starts is not None:
             starts = _pair_starts(shards)
-            self.num_targets = int((starts[1:] - shards.loss_starts + 1).sum())
+            ends = np.append(starts[1:-1] - bool(shards.begin), starts[-1])  # of each its last target
+            self.num_targets = int((ends - shards.loss_starts + 1).sum())
             pieces = [
                 (piece, min(stop - piece, sequence_length))
                 for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist())
@@ -167,7 +170,7 @@ class EvalBatches:
         if self._pairs is not None:
             return self._pairs[row] if row < len(self._pairs) else (0, 0)
         start = row * self.sequence_length
-        return start, min(max(self.num_targets - start, 0), self.sequence_length)
+        return start, min(max(self._num_places - start, 0), self.sequence_length)
 
 
 class PairBatches:
@@ -240,11 +243,14 @@ def _rows(shards: TokenShards, spans: Sequence[tuple[int, int]], L: int, mask_do
         tokens = shards.read(start, start + length + 1) if length else np.zeros(1, np.int64)
         input_BL[b, :length], target_BL[b, :length] = tokens[:-1], tokens[1:]
     batch = {"input_ids": input_BL, "targets": target_BL}
-    if mask_documents or shards.loss_starts is not None:
+    if mask_documents or shards.begin or shards.loss_starts is not None:
         start_B1 = np.array([start for start, _ in spans])[:, None]
         length_B1 = np.array([length for _, length in spans])[:, None]
         offset_BL = start_B1 + np.arange(L)
         document_BL = np.searchsorted(shards.document_starts, offset_BL, side="right") - 1
+        if shards.begin:  # what a document begins with is read, and never predicted
+            following_BL = np.searchsorted(shards.document_starts, offset_BL + 1, side="right") - 1
+            target_BL[offset_BL + 1 - shards.document_starts[following_BL] < len(shards.begin)] = IGNORED
         if shards.loss_starts is not None:
             target_BL[offset_BL + 1 < shards.loss_starts[document_BL]] = IGNORED
         if mask_documents:

@@ -6,7 +6,12 @@ one more separator closes the stream:
     <sep> document 0 <sep> document 1 … <sep> document n-1 <sep>
 
 so each token of each document, and each document's end, is the target of exactly one prediction, and the separator
-stands for "nothing came before" to a model that may not look into other documents. A folder holds
+stands for "nothing came before" to a model that may not look into other documents. Of a model family that begins texts
+with a token of its own (`begin`), that token stands there instead, and the separator ends the document:
+
+    <begin> document 0 <sep> <begin> document 1 <sep> …
+
+There <begin> is read and never predicted. A folder holds
 
     tokens-00000.bin …  the stream as raw little-endian uint16 (vocabularies up to 65,536) or uint32, cut by size
     documents.bin       int64 per document: the offset of its separator in the stream
@@ -22,6 +27,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -31,7 +37,7 @@ import numpy as np
 from core.config import UserError
 
 FORMAT = "megalith token shards"
-VERSION = 1
+VERSION = 2
 _OFFSET = np.dtype("<i8")
 
 
@@ -46,6 +52,7 @@ class ShardWriter:
     Args:
         folder: what is created. An older shard folder there is replaced, anything else is refused.
         separator: token id between documents.
+        begin: token ids in front of each document; none: the separator stands there.
         tokenizer, source: fingerprints, stored for whoever decides whether a folder can be used again.
         pairs: documents carry a prompt that bears no loss.
         shard_tokens: cut a .bin file at this many tokens.
@@ -57,6 +64,7 @@ class ShardWriter:
         *,
         vocab_size: int,
         separator: int,
+        begin: Sequence[int] = (),
         tokenizer: str = "",
         source: str = "",
         pairs: bool = False,
@@ -66,7 +74,7 @@ class ShardWriter:
         self._refuse_to_replace_what_is_not_ours()
         self._aside = self.folder.with_name(f"{self.folder.name}.partial-{os.getpid()}")
         self._dtype = token_dtype(vocab_size)
-        self._separator = separator
+        self._separator, self._begin = separator, list(begin)
         self._shard_tokens = shard_tokens
         self._files: list[dict[str, Any]] = []
         self._tokens: BinaryIO | None = None
@@ -77,6 +85,7 @@ class ShardWriter:
             "dtype": self._dtype.name,
             "vocab_size": vocab_size,
             "separator": separator,
+            "begin": list(begin),
             "tokenizer": tokenizer,
             "source": source,
             "pairs": pairs,
@@ -103,8 +112,10 @@ class ShardWriter:
         start = self._num_tokens
         self._documents.write(_OFFSET.type(start).tobytes())
         if self._loss_starts is not None:
-            self._loss_starts.write(_OFFSET.type(start + 1 + num_prompt_tokens).tobytes())
-        self._append(np.concatenate(([self._separator], tokens)))
+            before = len(self._begin) or 1
+            self._loss_starts.write(_OFFSET.type(start + before + num_prompt_tokens).tobytes())
+        end = [self._separator] if self._begin else []
+        self._append(np.concatenate((self._begin or [self._separator], tokens, np.array(end, np.int64))))
         self._facts["num_documents"] += 1
         self._facts["num_text_bytes"] += text_bytes
 
@@ -127,7 +138,7 @@ class ShardWriter:
         self._tokens = open(self._aside / name, "wb")  # noqa: SIM115 (closed by the next one or by __exit__)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
+        if kind is None and not (self._begin and self._num_tokens):
             self._append(np.array([self._separator]))
         for file in (self._tokens, self._documents, self._loss_starts):
             if file is not None:
@@ -163,6 +174,7 @@ class TokenShards:
             self.num_text_bytes: int = index["num_text_bytes"]
             self.vocab_size: int = index["vocab_size"]
             self.separator: int = index["separator"]
+            self.begin: list[int] = index["begin"]
             self.tokenizer: str = index["tokenizer"]
             self.source: str = index["source"]
             self.pairs: bool = index["pairs"]

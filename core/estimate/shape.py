@@ -32,12 +32,14 @@ class Weight:
     block   index of the block it belongs to; -1 before the blocks (embedding), num_blocks behind them (final norm)
     tp_dim  the dim that tensor parallelism cuts; None replicates
     experts a stack of matrices, one for each expert, which expert parallelism deals out
+    name    in the module, where it is one's
     """
 
     shape: tuple[int, ...]
     block: int = 0
     tp_dim: int | None = None
     experts: bool = False
+    name: str = ""
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """The largest shard on a tp axis of size `tp`."""
@@ -290,7 +292,7 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
     for name, parameter in model.named_parameters():
         tp_dim = next((dim for suffix, dim in _TP_DIMS.items() if name.endswith(suffix)), None)
         shape, block = tuple(parameter.shape), _block_index(name, config.num_layers)
-        weights.append(Weight(shape, block, tp_dim, experts=".experts." in name))
+        weights.append(Weight(shape, block, tp_dim, experts=".experts." in name, name=name))
         if parameter.ndim >= 2 and name.endswith(".weight") and name not in looked_up:
             num_matmul += round(parameter.numel() * config.active_share(name))
     composed = config.norm == "rms_norm" and device_type == "cpu"

@@ -26,7 +26,7 @@ def load_config(folder: str | Path) -> DecoderConfig:
 def load_pretrained(
     folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The decoder of a Hugging Face folder; dtype: by default that of the file's token embedding.
+    """The decoder of a Hugging Face folder, in eval mode; dtype: by default that of the file's token embedding.
 
     Raises UserError for a folder that is foreign, truncated, lacks a tensor or holds one that the model does not know.
     """
@@ -36,7 +36,21 @@ def load_pretrained(
         model = Decoder(config)
     model.to(dtype or _embedding(entries, tensors).dtype).to_empty(device=device)
     _fill(model, entries, tensors)
-    return model
+    return model.eval()
+
+
+def stored_dtype(config: DecoderConfig, folder: str | Path) -> torch.dtype:
+    """The format of a folder's token embedding, in which `load_pretrained` loads; reads nothing but its header.
+
+    Raises UserError for a folder without weights or without that embedding.
+    """
+    entries, names, weights = hf_to_ours(config), NAMES[model_type_of(config)], Weights(folder, hold=False)
+    assert isinstance(entries[0], Entry)
+    wanted = entries[0].rows[0].source
+    for key in weights:
+        if names.full_name(key) == wanted:
+            return weights[key].dtype
+    raise UserError(f"{folder} lacks {wanted}; give the folder of a whole causal model")
 
 
 def load_weights(model: nn.Module, config: DecoderConfig, folder: str | Path) -> None:
@@ -144,7 +158,8 @@ def save_pretrained(
     folder, ids = Path(folder), dict(special_ids or {})
     written: list[torch.dtype] = []
     save_weights(_exported(named, config, dtype, written), folder, max_shard_bytes)
-    content = config_to_hf(config, ids) | {"dtype": str(written[0]).removeprefix("torch.")}
+    dtype_name = str(written[0]).removeprefix("torch.")
+    content = config_to_hf(config, ids) | {"dtype": dtype_name, "torch_dtype": dtype_name}  # the latter for old readers
     write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     write_json(folder / "config.json", content)
 

@@ -282,7 +282,7 @@ def _checked(folder: Path) -> Path:
 
 def _stored(model: nn.Module, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a quantized folder, checked against the module; views of its files."""
-    described, weights = _described(folder), Weights(folder, _STEM, hold=False)
+    described, weights = described_weights(folder), Weights(folder, _STEM, hold=False)
     used = set()
     for name, parameter in _state(model):
         parts = _part_shapes(described[name]) if name in described else {"": (parameter.dtype, tuple(parameter.shape))}
@@ -300,7 +300,8 @@ def _stored(model: nn.Module, folder: Path) -> Iterator[tuple[str, Tensor]]:
         raise UserError(f"{folder} holds what the model does not know: {_some(unknown)}; it is of another model")
 
 
-def _described(folder: Path) -> dict[str, dict[str, Any]]:
+def described_weights(folder: Path) -> dict[str, dict[str, Any]]:
+    """name -> scheme, shape, dtype, … of each quantized weight of a folder.  Raises UserError for another format."""
     path = folder / DESCRIPTION
     content = read_json(path)
     if content.get("format") != _FORMAT:
@@ -309,6 +310,17 @@ def _described(folder: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(weights, dict) or not all(_is_description(value) for value in weights.values()):
         raise UserError(f"{path} does not describe quantized weights; quantize the model again")
     return {name: value | {"scheme": Scheme.from_json(value["scheme"])} for name, value in weights.items()}
+
+
+def parameter_dtype(folder: Path, name: str) -> torch.dtype:
+    """In which a parameter of a quantized folder computes.  Raises UserError for a folder that lacks it."""
+    described = described_weights(folder)
+    if name in described:
+        return getattr(torch, described[name]["dtype"])
+    weights = Weights(folder, _STEM, hold=False)
+    if name not in weights:
+        raise UserError(f"{folder} lacks {name}; it was made from another model, or quantize it again")
+    return weights[name].dtype
 
 
 def _is_description(value: Any) -> bool:
@@ -325,18 +337,30 @@ def _is_description(value: Any) -> bool:
 
 
 def _part_shapes(described: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Formats and shapes of the tensors that hold a weight."""
-    scheme, shape = described["scheme"], described["shape"]
-    rows, columns = (shape[1], shape[0]) if described["transposed"] else (shape[0], math.prod(shape[1:]))
+    """Formats and shapes of the tensors that hold a weight of a folder."""
+    shape = tuple(described["shape"])
+    return part_shapes(described["scheme"], shape[::-1] if described["transposed"] else shape, "gain" in described)
+
+
+def part_shapes(
+    scheme: Scheme, shape: tuple[int, ...], gain: bool = False
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Formats and shapes of the tensors that hold a weight [out, in, …], or a rank's part of one."""
+    rows, columns = shape[0], math.prod(shape[1:])
     if scheme.name != "int4":
         parts = {"codes": (torch.int8, (rows, columns)), "scale": (torch.float32, (rows,))}
-        return parts | {"gain": (torch.float32, (columns,))} if "gain" in described else parts
+        return parts | {"gain": (torch.float32, (columns,))} if gain else parts
     groups = -(-columns // scheme.group_size)
     parts = {
         "codes": (torch.uint8, (rows, groups * scheme.group_size // 2)),
         "scale": (torch.bfloat16, (rows, groups)),
     }
     return parts if scheme.symmetric else parts | {"zero": (torch.uint8, (rows, groups))}
+
+
+def weight_bytes(scheme: Scheme, shape: tuple[int, ...], gain: bool = False) -> int:
+    """Bytes in which a weight [out, in, …], or a rank's part of one, is stored."""
+    return sum(dtype.itemsize * math.prod(part) for dtype, part in part_shapes(scheme, shape, gain).values())
 
 
 def _assembled(

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from core.config import UserError
 from core.kernels.quantized_matmul import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+from core.layout import local
 from core.quant.gptq import Moments, Steps, gptq
 from core.quant.scheme import Scheme
 
@@ -301,6 +302,6 @@ def _check_finite(matrix_OI: Tensor) -> None:
 
 
 def stored_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers as they are stored; what is tied counts once."""
+    """Bytes of a module's parameters and buffers as this rank stores them; what is tied counts once."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return sum(t.stored_bytes if isinstance(t, QuantizedWeight) else t.nbytes for t in tensors.values())
+    return sum(t.stored_bytes if isinstance(t, QuantizedWeight) else local(t).nbytes for t in tensors.values())

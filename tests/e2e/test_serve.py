@@ -6,24 +6,29 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.command import ENVIRONMENT, ROOT, ended, run
 from tests.support.http_server import HANGS_S, get, post, small_model
 from tests.unit.serve.test_http import CHAT
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, int]]:
-    folder = small_model(tmp_path_factory.mktemp("models") / "tiny")
-    options = ["--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01", "--device", "cpu"]
-    options += ["--tp", "2", "--quantize", "int8"] if request.param == 2 else []
-    command = [sys.executable, "-m", "apps.serve", *options]
+@contextmanager
+def command(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """`serve --model FOLDER OPTIONS`: the process and its port. Ended afterwards."""
+    options = ("--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01", "--device", "cpu", *options)
     process = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "apps.serve", *options],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -31,6 +36,22 @@ def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield process, int(line.split("/")[2].split(":")[1])
     process.terminate()  # a launcher that is killed leaves its ranks behind
     ended(process, HANGS_S)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, int]]:
+    folder = small_model(tmp_path_factory.mktemp("models") / "tiny")
+    with command(folder, *(["--tp", "2", "--quantize", "int8"] if request.param == 2 else [])) as found:
+        yield found
+
+
+def test_plain_weights_on_two_ranks_are_served_in_their_own_format(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "tiny", dtype=torch.bfloat16)
+    with command(folder, "--tp", "2") as (process, port):
+        answer = post(port, "/v1/completions", {"prompt": "abc", "max_tokens": 5, "ignore_eos": True})[2]
+        assert answer["usage"]["completion_tokens"] == 5
+    assert process.stderr is not None
+    assert "computed in bfloat16" in process.stderr.read()
 
 
 def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int], tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from apps.llm.tokenizer import byte_tokenizer
+from apps.serve.config import EngineConfig
 from apps.serve.engine import Engine
+from apps.serve.memory import Load, folder_format, need
+from apps.serve.model import build_engine, find_source
 from apps.serve.runner import Runner
 from apps.serve.scheduler import Limits
 from core.mesh import MeshConfig, build_mesh
@@ -12,7 +16,8 @@ from core.models import load_weights, save_pretrained
 from core.models.decoder import Decoder
 from core.models.plan import tensor_parallel_plan
 from core.parallel.plan import apply_plan
-from core.quant import Scheme, is_quantized, load_quantized, quantize_folder, stored_bytes
+from core.precision import compute_dtype
+from core.quant import QuantizedWeight, Scheme, is_quantized, load_quantized, quantize_folder, stored_bytes
 from tests.support.serving import Letters, greedy, run
 from tests.unit.models.test_pretrained import example, random_decoder
 
@@ -77,7 +82,41 @@ def test_two_ranks_write_what_one_writes(ranks, name, tmp_path):
         assert found[4] == config.kv_heads // 2
 
 
-WIDE = {"dim": 128, "ffn_dim": 512, "num_heads": 4, "max_length": 32}
+def loaded(folder, tp, precision, scheme=None):
+    """By the way of the command: the format in which it computes, bytes of its weights, those that it was to need, and
+    pages."""
+    axis = None if tp == 1 else build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
+    source, config = find_source(folder), EngineConfig(precision=precision, max_running=4, max_batch_tokens=64)
+    engine = build_engine(source, config, "cpu", axis, scheme)
+    model, pages = engine.runner.model, engine.runner.pages[0].k
+    dtype = None if precision == "auto" else compute_dtype(precision)
+    format = folder_format(source.config, source.folder, dtype, None, scheme)
+    needed = need(source.config, format, Load(4, 32, 64), tp).weights
+    parameters = {p.dtype for p in model.parameters() if not isinstance(p, QuantizedWeight)}
+    return parameters, pages.dtype, stored_bytes(model), needed, len(pages)
+
+
+def test_plain_and_quantized_folders_take_what_is_counted(ranks, tmp_path):
+    """In the folder's own format or in the one that is asked for; each rank its part, and as many pages as the others,
+    whatever a rank of its own finds free."""
+    config = example("gpt2", **WIDE)
+    for dtype, kind in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        save_pretrained(random_decoder(config).to(dtype), config, tmp_path / kind)
+        byte_tokenizer().save(tmp_path / kind)
+    quantize_folder(tmp_path / "bf16", tmp_path / "int8", "int8", embeddings=True, head=True)
+    for kind, precision, computed in (
+        ("bf16", "auto", torch.bfloat16),
+        ("fp32", "auto", torch.float32),
+        ("fp32", "fp16", torch.float16),
+        ("int8", "auto", torch.bfloat16),
+    ):
+        found = ranks(2).run(loaded, tmp_path / kind, 2, precision)
+        assert [(p, k) for p, k, *_ in found] == [({computed}, computed)] * 2
+        assert all(num_bytes <= needed <= 1.01 * num_bytes for _, _, num_bytes, needed, _ in found)
+        assert found[0][4] == found[1][4]
+
+
+WIDE = {"dim": 128, "ffn_dim": 512, "num_heads": 4, "max_length": 32, "vocab_size": 300}
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

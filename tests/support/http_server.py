@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
 from apps.llm.tokenizer import byte_tokenizer
@@ -28,11 +29,11 @@ HANGS_S = 240.0
 ENGINE = EngineConfig(page_size=8, kv_gb=0.002, max_running=4, max_batch_tokens=256, prefill_chunk=64)
 
 
-def small_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
+def small_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A decoder over bytes that writes all sorts of them, whole characters and halves."""
     shape = {"vocab_size": 257, "dim": 32, "num_layers": 2, "num_heads": 4, "ffn_dim": 64, "max_length": 512}
     config = DecoderConfig(**shape | changes)
-    save_pretrained(random_decoder(config, seed).float(), config, folder, special_ids={"eos_token_id": 256})
+    save_pretrained(random_decoder(config, seed).to(dtype), config, folder, special_ids={"eos_token_id": 256})
     byte_tokenizer().save(folder)
     return folder
 

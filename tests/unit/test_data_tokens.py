@@ -61,7 +61,7 @@ BREAKS = {
     "truncated index": (lambda f: (f / "index.json").write_text("{"), "not JSON"),
     "foreign index": (lambda f: (f / "index.json").write_text('{"weight_map": {}}'), "something else"),
     "index is a list": (lambda f: (f / "index.json").write_text("[]"), "something else"),
-    "later version": (lambda f: edit(f, version=2), "version is 2, this program reads 1"),
+    "later version": (lambda f: edit(f, version=3), "version is 3, this program reads 2"),
     "lost key": (lambda f: edit(f, num_tokens=None), "lacks or mistypes 'num_tokens'"),
     "odd type": (lambda f: edit(f, dtype="uint13"), "lacks or mistypes"),
     "wrong total": (lambda f: edit(f, num_tokens=99), "counts 99 tokens"),

@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import transformers  # noqa: F401 (its log keeps the stderr of the moment in which it is imported: not a test's)
 
 from apps.serve.__main__ import APP
 from apps.serve.bench import BenchConfig, Served, figures, loads
-from apps.serve.model import find_source, page_bytes
-from apps.serve.plan import PlanConfig, need, weight_bytes
+from apps.serve.memory import page_bytes
+from apps.serve.model import find_source
+from apps.serve.plan import PlanConfig, fewest, formats
 from core.config import run_command
 from core.models import SHAPES
 from tests.support.command import ROOT
@@ -29,14 +31,18 @@ def refusal(capsys, *arguments):
 def test_plan_of_the_published_cases():
     """BLOOM-176B: 352 GB in fp16; in int8 half of that, which eight devices of 24 GB hold, the published case."""
     bloom, config = SHAPES["bloom_176b"], PlanConfig(shape="bloom_176b", sequences=1, length=1024, batch_tokens=512)
-    assert weight_bytes(bloom, "fp16", 64, 1) == pytest.approx(352.5e9, rel=0.01)
-    assert weight_bytes(bloom, "int8", 64, 1) == pytest.approx(0.5 * weight_bytes(bloom, "fp16", 64, 1), rel=0.005)
-    assert weight_bytes(bloom, "int4", 64, 1) == pytest.approx(4.5 / 16 * weight_bytes(bloom, "fp16", 64, 1), rel=0.005)
-    found = {name: need(bloom, name, config) for name in ("fp16", "int8", "int4")}
+    asked = formats(bloom)
+    whole = {name: fewest(bloom, format, replace(config, memory_gb=1e4)).need.weights for name, format in asked.items()}
+    assert whole["fp16"] == pytest.approx(352.5e9, rel=0.01)
+    assert whole["int8"] == pytest.approx(0.5 * whole["fp16"], rel=0.005)
+    assert whole["int4"] == pytest.approx((4 + 24 / 64) / 16 * whole["fp16"], rel=0.005)  # bf16 scales, 8-bit zeros
+    found = {name: fewest(bloom, format, config) for name, format in asked.items()}
     assert (found["fp16"].devices, found["int8"].devices, found["int4"].devices) == (16, 8, 7)
     assert found["int8"].total < 24e9
-    assert need(SHAPES["opt_175b"], "int8", PlanConfig(shape="opt_175b", memory_gb=80, sequences=1)).devices == 3
-    assert need(bloom, "fp16", PlanConfig(shape="bloom_176b", memory_gb=1)).devices is None
+    opt = SHAPES["opt_175b"]
+    config = PlanConfig(shape="opt_175b", memory_gb=80, sequences=1)
+    assert fewest(opt, formats(opt)["int8"], config).devices == 3
+    assert fewest(bloom, asked["fp16"], PlanConfig(shape="bloom_176b", memory_gb=1)).devices is None
 
 
 def test_pages_of_the_plan():

@@ -1,0 +1,266 @@
+"""What a served model needs of memory, and what each of several gets: pure functions of shapes and bytes.
+
+`need` says what one model takes on each of its ranks: weights as they are stored, a page of the cache, and what a step
+works with. `serve plan` asks it for devices that nobody has yet; `serve` asks it before anything is read, and
+`share_out` divides what is free among the models that one server loads: weights first, then pages that were asked for,
+then second forms of weights, and of the rest a share for pages.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.config import UserError
+from core.models import Decoder, DecoderConfig, stored_dtype
+from core.quant import Scheme, is_quantized
+from core.quant.choose import choose
+from core.quant.folder import described_weights, parameter_dtype, weight_bytes
+from core.runtime import gigabytes
+
+# Of the memory that is left when weights, forms and steps have theirs: for pages, where nothing is said.
+_SHARE = {"cpu": 0.25, "cuda": 0.85}
+
+Stored = Callable[[tuple[int, ...]], int]
+"""The bytes in which a part of a weight, of this shape, is stored."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """In which formats a model is held.
+
+    dtype   of activations, and of the weights that are not quantized
+    pages   of the cache
+    stored  parameter -> its bytes, of those that are quantized
+    scheme  by which they are; of several the one whose products take most
+    """
+
+    dtype: torch.dtype
+    pages: torch.dtype
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+    scheme: str | None = None
+
+
+def quantized_format(model: DecoderConfig, scheme: Scheme, dtype: torch.dtype, pages: torch.dtype) -> Format:
+    """That of a model whose every matrix is quantized, embeddings and head too."""
+    with torch.device("meta"):
+        chosen = choose(Decoder(model), embeddings=True, head=True)
+    stored = partial(weight_bytes, scheme, gain=scheme.name == "llm.int8")
+    return Format(dtype, pages, {item.name: stored for item in chosen}, scheme.name)
+
+
+def folder_format(
+    model: DecoderConfig, folder: Path, dtype: torch.dtype | None, pages: torch.dtype | None, scheme: Scheme | None
+) -> Format:
+    """That of a folder's model, of which only headers are read.
+
+    dtype, pages  None: that of the folder; that of the activations
+    scheme        weights are quantized so while they are loaded
+
+    Raises UserError for a folder that is foreign or incomplete.
+    """
+    if not is_quantized(folder):
+        dtype = dtype or stored_dtype(model, folder)
+        if scheme is not None:
+            return quantized_format(model, scheme, dtype, pages or dtype)
+        return Format(dtype, pages or dtype)
+    dtype = dtype or parameter_dtype(folder, "embedding.tokens.weight")
+    described = described_weights(folder)
+    stored = {name: partial(weight_bytes, one["scheme"], gain="gain" in one) for name, one in described.items()}
+    schemes = {one["scheme"].name for one in described.values()}
+    return Format(dtype, pages or dtype, stored, "int8" if "int8" in schemes else min(schemes, default=None))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is served at once.
+
+    sequences     that run at once
+    length        tokens of each at most, prompt and text
+    batch_tokens  of a step at most
+    """
+
+    sequences: int
+    length: int
+    batch_tokens: int
+    page_size: int = 16
+
+    @property
+    def pages(self) -> int:
+        """That all of the sequences fill."""
+        return self.sequences * -(-self.length // self.page_size)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a model takes on each of its ranks: on the one that takes most.
+
+    weights  as they are stored
+    page     one page of the cache, in all layers
+    work     what a step of the most tokens holds beside them
+    forms    weights once more, in a form that is faster: taken if there is room
+    """
+
+    weights: int
+    page: int
+    work: int
+    forms: int = 0
+
+    def total(self, num_pages: int) -> int:
+        """Without second forms."""
+        return self.weights + num_pages * self.page + self.work
+
+
+def need(model: DecoderConfig, format: Format, load: Load, ranks: int = 1, device: str = "cuda") -> Need:
+    """What a model takes on each of `ranks` ranks of tensor parallelism. Reads nothing."""
+    weights = 0
+    for name, shape in _shapes(model, ranks).items():
+        stored = format.stored.get(name)
+        weights += math.prod(shape) * format.dtype.itemsize if stored is None else stored(shape)
+    page = page_bytes(model, load.page_size, format.pages, ranks)
+    kind = torch.device(device).type
+    return Need(weights, page, _work(model, format, load, ranks, kind), weights if kind == "cpu" else 0)
+
+
+@lru_cache
+def _shapes(model: DecoderConfig, ranks: int) -> dict[str, tuple[int, ...]]:
+    """parameter -> shape of the largest part of it that a rank holds."""
+    if ranks == 1:
+        with torch.device("meta"):
+            return {name: tuple(parameter.shape) for name, parameter in Decoder(model).named_parameters()}
+    from core.estimate import decoder_shape  # what it imports, one rank need not wait for
+
+    return {weight.name: weight.local_shape(ranks) for weight in decoder_shape(model).weights}
+
+
+def page_bytes(model: DecoderConfig, page_size: int, dtype: torch.dtype, ranks: int = 1) -> int:
+    """Of one page in all layers, on one rank."""
+    heads = model.kv_heads // ranks
+    scales = 4 if dtype == torch.int8 else 0
+    return 2 * model.num_layers * page_size * heads * (model.head_size * dtype.itemsize + scales)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights, plain or quantized, beside its config.json."""
+    names = ("model.safetensors", "pytorch_model.bin")
+    return is_quantized(folder) or any(
+        (folder / (name + end)).is_file() for name in names for end in ("", ".index.json")
+    )
+
+
+def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: str) -> int:
+    """What is widest at once: a block's MLP, or its attention; and the logits.
+
+    residual, normed and two copies, and the hidden activations: before (and beside a gate), and behind
+    quantized   inputs and results of a product in fp32 where the model has 16 bits; of int8 and llm.int8 the digits
+    attention   on a CPU a sequence at a time: its keys and values out of the pages, mask or ALiBi's bias
+    """
+    hidden, width = model.ffn_dim // ranks, format.dtype.itemsize
+    gated = model.activation in ("swiglu", "geglu")
+    mlp = (3 if gated else 2) * hidden
+    if model.moe.num_experts:
+        mlp = math.ceil(model.moe.per_token * (mlp + model.dim))
+    token = width * (4 * model.dim + max(mlp, (model.num_heads + 2 * model.kv_heads) * model.head_size // ranks))
+    if format.scheme is not None:
+        token += 4 * (2 * model.dim + hidden) if width < 4 else 2 * model.dim
+        token += 9 * max(hidden, model.dim) if format.scheme in ("int8", "llm.int8") else 0
+    tokens = min(load.batch_tokens, load.sequences * load.length)
+    logits = 16 * load.sequences * model.vocab_size
+    return tokens * token + logits + (_attention_on_cpu(model, load, ranks) if kind == "cpu" else 0)
+
+
+def _attention_on_cpu(model: DecoderConfig, load: Load, ranks: int) -> int:
+    keys = 2 * load.length * (model.kv_heads // ranks) * model.head_size * 8
+    alibi = model.positions == "alibi"
+    scores = min(load.batch_tokens, load.length) * load.length
+    return keys + (4 * model.num_heads // ranks * scores + 9 * scores if alibi else 9 * scores)
+
+
+# --- what each model gets ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model that a server is to load.
+
+    most_pages  that all its running sequences can use
+    kv_bytes    asked for pages; None: a share of what is left
+    """
+
+    name: str
+    need: Need
+    most_pages: int
+    kv_bytes: int | None = None
+
+    @property
+    def pages(self) -> int | None:
+        """That were asked for."""
+        return None if self.kv_bytes is None else min(self.kv_bytes // self.need.page, self.most_pages)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a model gets on each rank: pages, and whether its weights may have second forms."""
+
+    num_pages: int
+    forms: bool
+
+
+def share_out(asked: Sequence[Asked], free: int, device: str) -> list[Room]:
+    """Divide `free` bytes of a rank among the models.  Raises UserError where they do not fit."""
+    left = free - sum(one.need.total(one.pages or 0) for one in asked)
+    if left < 0:
+        raise UserError(_too_much(asked, free))
+    forms = []
+    for one in asked:
+        forms.append(2 * one.need.forms <= left)
+        left -= one.need.forms if forms[-1] else 0
+    open_ended = sorted((one for one in asked if one.pages is None), key=lambda one: one.most_pages * one.need.page)
+    for_pages, given = int(_SHARE[torch.device(device).type] * left), {}
+    for place, one in enumerate(open_ended):  # who can use less than an equal part leaves the others more
+        equal = for_pages // (len(open_ended) - place)
+        given[one.name] = min(equal // one.need.page, one.most_pages)
+        for_pages -= given[one.name] * one.need.page
+    return [Room(given[o.name] if o.pages is None else o.pages, f) for o, f in zip(asked, forms, strict=True)]
+
+
+def _too_much(asked: Sequence[Asked], free: int) -> str:
+    parts = [
+        f"{one.name} {gigabytes(one.need.weights)} for its weights, {gigabytes((one.pages or 0) * one.need.page)} for "
+        f"pages and {gigabytes(one.need.work)} for a step"
+        for one in asked
+    ]
+    return (
+        f"memory does not suffice: {gigabytes(free)} are free on a rank, and {', '.join(parts)} are needed there; "
+        "serve over more ranks with --tp, in fewer bits with --quantize, or with less --engine.kv_gb or "
+        "--engine.max_batch_tokens"
+    )
+
+
+def free_bytes(device: str, axis: DeviceMesh | None = None) -> int:
+    """What one rank may still take: of its GPU, or its part of the host's. The least of the axis's ranks, on all."""
+    if torch.device(device).type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = available_bytes() // (1 if axis is None else axis.size())
+    if axis is None or axis.size() == 1:
+        return free
+    least = torch.tensor(free, dtype=torch.int64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=axis.get_group())
+    return int(least)
+
+
+def available_bytes() -> int:
+    """What the kernel can give without swapping; what is cached of files counts."""
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

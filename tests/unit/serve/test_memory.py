@@ -1,0 +1,132 @@
+"""What a model needs, against what it takes; and how what is free is divided among models."""
+
+import pytest
+import torch
+
+from apps.serve.config import EngineConfig
+from apps.serve.memory import Asked, Format, Load, Need, folder_format, need, quantized_format, share_out
+from apps.serve.model import build_engines, find_source
+from apps.serve.plan import formats
+from apps.serve.runner import Runner, Step
+from core.config import UserError
+from core.metrics import MemoryAccount
+from core.models import save_pretrained
+from core.nn.routing import MoEConfig
+from core.quant import SCHEMES, Scheme, quantize, quantize_folder, stored_bytes
+from tests.support.http_server import small_model
+from tests.unit.models.test_pretrained import example, random_decoder
+
+WIDE = {"dim": 128, "ffn_dim": 512, "num_heads": 4, "num_layers": 2, "max_length": 1024, "vocab_size": 500}
+LLAMA = {"num_kv_heads": 4, "head_dim": None, "attention_bias": False, "mlp_bias": False}
+CONFIGS = {
+    "gpt2": example("gpt2", **WIDE),
+    "opt": example("opt", **WIDE),
+    "bloom": example("bloom", **WIDE),
+    "llama": example("llama", **WIDE | LLAMA),
+    "mixtral": example("llama", **WIDE | LLAMA, moe=MoEConfig(4, experts_per_token=2)),
+}
+
+
+def prompts(num_sequences: int, length: int, new: int, page_size: int = 16) -> Step:
+    """A step of the last `new` tokens of each prompt, whose last logits are wanted."""
+    step, each = Step(), -(-length // page_size)
+    for number in range(num_sequences):
+        pages, places = list(range(number * each, (number + 1) * each)), range(length - new, length)
+        step.ids.extend([1] * new)
+        step.positions.extend(places)
+        step.slots.extend(pages[place // page_size] * page_size + place % page_size for place in places)
+        step.tables.append(pages)
+        step.lengths.append(length)
+        step.starts.append(len(step.ids))
+        step.rows.append(len(step.ids) - 1)
+    return step
+
+
+def cases():
+    for name in CONFIGS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for scheme in (None, *SCHEMES):
+                if scheme is None or name in ("gpt2", "llama"):
+                    yield name, dtype, scheme
+
+
+@pytest.mark.parametrize(("name", "dtype", "scheme"), cases())
+def test_weights_pages_and_work_are_what_a_step_takes(name, dtype, scheme):
+    """Weights and pages to the byte; of the work at least what is measured, and hardly more."""
+    config, num_pages = CONFIGS[name], 64
+    model = random_decoder(config).to(dtype)
+    if scheme is None:
+        format = Format(dtype, dtype)
+    else:
+        quantize(model, scheme, embeddings=True, head=True)
+        format = quantized_format(config, Scheme(scheme), dtype, dtype)
+    # Several prompts; the second half of one, whose mask and bias are counted as torch needs them, which other ways of
+    # computing attention do not.
+    for num_sequences, length, new, most in ((8, 64, 64, 1.35), (1, 512, 256, 8)):
+        needed = need(config, format, Load(num_sequences, length, num_sequences * new), device="cpu")
+        # llm.int8: a weight has gains where its columns ask for them; beside parameters there are ALiBi's slopes
+        assert needed.weights == pytest.approx(stored_bytes(model), rel=0.02 if scheme == "llm.int8" else 1e-4)
+        runner, step = Runner(model, num_pages, 16, dtype), prompts(num_sequences, length, new)
+        runner.run(step)  # what is kept from call to call
+        held = [t for pages in runner.pages for t in (pages.k, pages.v)]
+        assert num_pages * needed.page == sum(tensor.nbytes for tensor in held)
+        with MemoryAccount() as account:
+            account.add([*model.parameters(), *held])
+            before = account.current_bytes
+            runner.run(step)
+        assert account.peak_bytes - before <= needed.work <= most * (account.peak_bytes - before)
+
+
+def test_models_of_one_server_share_what_is_free():
+    """A second model of the same size gets the same, however little the first would have left it."""
+    needed = Need(weights=1000, page=10, work=100)
+    one, two = (Asked(name, needed, most_pages=10**6) for name in "ab")
+    rooms = share_out([one, two], 10_000, "cpu")
+    assert [room.num_pages for room in rooms] == [97, 98]  # a quarter of 7,800, half of it each
+    assert share_out([one], 10_000, "cuda")[0].num_pages == int(0.85 * 8900) // 10
+    few = Asked("b", needed, most_pages=20)
+    assert [room.num_pages for room in share_out([one, few], 10_000, "cpu")] == [175, 20]  # what it cannot use
+    given = Asked("b", needed, most_pages=10**6, kv_bytes=5000)
+    assert [room.num_pages for room in share_out([one, given], 10_000, "cpu")] == [70, 500]
+
+
+def test_second_forms_take_no_more_than_half_of_what_is_left():
+    asked = [Asked(name, Need(1000, 10, 0, forms=1000), 10**6) for name in "ab"]
+    assert [room.forms for room in share_out(asked, 10_000, "cpu")] == [True, True]
+    assert [room.forms for room in share_out(asked, 4_500, "cpu")] == [True, False]
+    assert [room.forms for room in share_out(asked, 3_500, "cpu")] == [False, False]
+
+
+def test_what_does_not_fit_is_refused_by_its_parts():
+    small, large = Asked("small", Need(1000, 10, 100), 10), Asked("large", Need(9 * 10**9, 10, 100), 10)
+    with pytest.raises(UserError, match=r"5\.0 GB are free on a rank, and small .* large 9\.0 GB for its weights"):
+        share_out([small, large], 5 * 10**9, "cpu")
+    with pytest.raises(UserError, match=r"small .*3000\.0 MB|3\.0 GB for pages"):
+        share_out([Asked("small", Need(1000, 10, 100), 10**9, kv_bytes=3 * 10**9)], 10**9, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_is_counted_in_the_format_in_which_it_computes(tmp_path, dtype):
+    """An fp32 folder is not one of 16 bits; a quantized one is as large as its files; on two ranks about half."""
+    config = example("gpt2", **WIDE)
+    save_pretrained(random_decoder(config).to(dtype), config, tmp_path / "plain")
+    quantize_folder(tmp_path / "plain", tmp_path / "int8", "int8", embeddings=True, head=True)
+    load = Load(1, 16, 16)
+    for folder, size in (("plain", dtype.itemsize), ("int8", 1.05)):
+        format = folder_format(config, tmp_path / folder, None, None, None)
+        assert (format.dtype, format.pages) == (dtype, dtype)
+        one, two = (need(config, format, load, ranks).weights for ranks in (1, 2))
+        assert one == pytest.approx(size * config.num_parameters(), rel=0.05)
+        assert 0.5 * one <= two < 0.75 * one  # positions and norms are on both
+        assert formats(config, tmp_path / folder)["as it is"].dtype == dtype
+    assert folder_format(config, tmp_path / "plain", torch.float16, None, None).dtype == torch.float16
+
+
+def test_a_server_measures_what_is_free_once(tmp_path, monkeypatch):
+    """Two models alike have pages alike, though loading the first leaves less."""
+    sources = [find_source(small_model(tmp_path / name)) for name in ("one", "two")]
+    free = iter([10_000_000, 1000, 1000])
+    monkeypatch.setattr("apps.serve.model.free_bytes", lambda device, axis: next(free))
+    engine = EngineConfig(max_running=64, max_batch_tokens=100)
+    found = build_engines(sources, engine, "cpu")
+    assert found["one"].pages.num_pages == found["two"].pages.num_pages > 100
