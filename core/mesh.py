@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.config import UserError
@@ -185,6 +186,11 @@ def _grid(mode: TpMode, side: int, depth: int) -> tuple[int, int, int]:
 def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
     """The DeviceMesh of a resolved config, with named axes.  Needs a process group of exactly its ranks."""
     return init_device_mesh(device_type, config.sizes(), mesh_dim_names=config.axes)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where the ranks of a mesh compute and their messages lie: not always where what they send of lies."""
+    return torch.device(mesh.device_type)
 
 
 def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:

@@ -241,6 +241,9 @@ def train_step(
 ) -> dict[str, Any]:
     """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank.
 
+    Each parameter group's own learning rate is what it had when the run began, or torch's `initial_lr`; the schedule
+    multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
+
     stop_requested  asked at the end of the step, on every rank; one that says yes stops all (`state.stopping`)
     """
     data, axis = state.data, data_axis(state.data.mesh)
@@ -261,12 +264,14 @@ def train_step(
     data.reduce()
     norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
-    rate = learning_rate(step, config.steps, config.optim.lr * batch_factor(rows, schedule), schedule)
+    rates = [
+        learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
+    ]
     if state.loss_scale.update(norm < float("inf")):
         clip = config.optim.clip_norm
         factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
         scale_gradients(data.masters.values(), factor / scale)
-        for group in state.optimizer.param_groups:
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         state.optimizer.step()
         if state.average is not None:
@@ -275,7 +280,8 @@ def train_step(
         data.publish()
     data.release()
     state.note_step(mean, stop_requested())
-    figures = {"loss": state.loss, "lr": rate, "grad_norm": norm} | _expert_load(data)
+    others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
+    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others | _expert_load(data)
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
@@ -351,6 +357,11 @@ class TrainState:
         self.loss = float("nan")
         self._skipped_in_a_row = 0
 
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of each parameter group its own, before any schedule: torch's `initial_lr`, or what it has at first."""
+        return [float(group.setdefault("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+
     def tensors(self, optim: dict[str, dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """name -> local tensor of everything that is saved as tensors.
 
@@ -371,8 +382,7 @@ class TrainState:
         return {name: state_tensors(self.optimizer, master) for name, master in self.data.masters.items()}
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
-        if not self.optimizer.state:  # every step was skipped
-            self._make_optimizer_state()
+        self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
         values = {"values": self.values, "loss_scale": self.loss_scale.state()}
         if self.average is not None:
             values["average_steps"] = self.average.steps
@@ -396,7 +406,7 @@ class TrainState:
         return step
 
     def _make_optimizer_state(self) -> None:
-        """State as it is before the first step.
+        """State as it is before the first step, of every master that has none.
 
         Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to zero: it exists, and
         nothing has moved.
@@ -404,18 +414,21 @@ class TrainState:
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.init_state()
             return
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        bare = [m for m in self.data.masters.values() if id(m) in held and not self.optimizer.state.get(m)]
+        if not bare:
+            return
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        for master in self.data.masters.values():
+        for master in bare:
             master.grad = torch.zeros_like(master)
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
-        for master in self.data.masters.values():
+        for master in bare:
             master.grad = None
-        for values in self.optimizer.state.values():
-            for value in values.values():
+            for value in self.optimizer.state.get(master, {}).values():
                 if isinstance(value, Tensor):
                     value.zero_()
 

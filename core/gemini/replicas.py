@@ -359,6 +359,7 @@ class GeminiReplicas(DataParallel):
         if self.executor.gauge is not None:
             self.executor.gauge.pause()
         self.executor.transport.finish()
+        self._used |= self.hooks.used
         for chunk in self.chunks:
             if not chunk.trainable or chunk.alone:
                 continue
@@ -368,8 +369,13 @@ class GeminiReplicas(DataParallel):
             for member in chunk.members:
                 member.rows.grad = chunk.own_grad(member)
 
+    def _used_together(self) -> set[str]:
+        return set(self.masters) if self.executor is not None and self.executor.transport.sends else set()
+
     def release(self) -> None:
         super().release()
+        if self.executor is not None:
+            self.hooks.used.clear()
         for chunk in self.chunks:
             chunk.has_grad = False
 

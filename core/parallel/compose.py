@@ -26,7 +26,7 @@ from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig
 from core.parallel.pipeline.split import PipelinePlan
 from core.parallel.pipeline.stages import cut_into_stages
-from core.parallel.plan import Plan, apply_plan, blocks_of
+from core.parallel.plan import Plan, apply_plan, blocks_of, check_trained
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.precision import Precision
 
@@ -99,7 +99,10 @@ def parallelize(
     pipeline_plan  its blocks and what comes before them; without one the pp axis must have one rank
     materialise    fills the parameters and buffers of a model built on the meta device, each rank its shard. The
                    replicas of a model that has values take those of the first
+
+    Raises UserError for a parameter that nothing trains (a complex one), by its name, on whatever mesh.
     """
+    check_trained(model)
     tp, cp, pp = tensor_axes(mesh), mesh["cp"], mesh["pp"]
     if plan is not None and tp.size() > 1:
         apply_plan(model, plan, tp)

@@ -3,7 +3,8 @@
 A step is
 
     1. `run`: forward and backward of every microbatch; gradients accumulate
-    2. `reduce`: every master's `.grad` is complete, the sum over all ranks that contribute to it
+    2. `reduce`: every master's `.grad` is complete, the sum over all ranks that contribute to it; None, on all ranks
+       that hold a part of it, where it took part on none, so that no optimizer moves it or lets it decay
     3. the optimizer updates the masters (local tensors, each tagged with its layout); `release` drops the gradients
     4. `publish`: the masters' values enter the parameters that the next forward uses
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import detached
+from core.mesh import device_of
 
 Sample = Callable[[], Sequence[Callable[[nn.Module], Tensor]]]
 """Draws the microbatches of a step: of each the function model -> its loss."""
@@ -37,7 +39,7 @@ class ParallelModel(ABC):
     @property
     def device(self) -> torch.device:
         """Where the model computes; what it is given must lie there."""
-        return next(iter(self.masters.values())).device
+        return device_of(self.mesh)
 
     @property
     def frozen(self) -> dict[str, Tensor]:
@@ -70,7 +72,11 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """After the last backward: complete the gradients.  Parameters that took no part have a gradient of zero."""
+        """After the last backward: complete the gradients.
+
+        Masters that took part in the loss of no rank have none, as in torch; those that did on some rank have one
+        on all.
+        """
 
     @abstractmethod
     def release(self) -> None:
