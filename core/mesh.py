@@ -190,7 +190,8 @@ def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Where the ranks of a mesh compute and their messages lie: not always where what they send of lies."""
-    return torch.device(mesh.device_type)
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
