@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,8 @@ def fit(
     loss_scale = LossScale(config.precision, config.loss_scale)
     state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
     axis = data_axis(data.mesh)
-    # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens and stages.
+    # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
+    # tokens and stages.
     seed_everything(config.seed + _drawing_rank(data.mesh))
     with ExitStack() as stack:
         data.prepare(optimizer, _sample(data, batches, loss, config))
@@ -255,12 +257,17 @@ def train_step(
     if axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
 
-    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        part, share = microbatch
-        value = loss(data.model, part)
+    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor, int, int]) -> Tensor:
+        part, share, first_row, rows = microbatch
+        # Compiled blocks are not watched: a mode would be compiled with them.
+        with data.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
+            value = loss(data.model, part)
         return value * share.to(torch.promote_types(value.dtype, torch.float32))
 
-    mean = data.run(list(zip(parts, (weights / whole_weight).unbind())), share_of_loss, scale)
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
+    microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
+    mean = data.run(microbatches, share_of_loss, scale)
     data.reduce()
     norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()

@@ -97,8 +97,8 @@ class Place:
         """Lines of ranks that complete a sum over `dims` (by default over all elements)."""
         if dims not in self._over:
             mesh = self.layout.mesh
-            self._over[dims] = () if mesh is None else tuple(
-                Line(group, device_of(mesh)) for group in self.layout.groups(dims)
+            self._over[dims] = (
+                () if mesh is None else tuple(Line(group, device_of(mesh)) for group in self.layout.groups(dims))
             )
         return self._over[dims]
 

@@ -5,10 +5,10 @@
 
 Tensor parallelism decides what a rank's parameters are, so it comes first; context parallelism cuts the sequence that
 the model is given and what attention sees of it; experts are dealt out as tensor parallelism left them; a pipeline
-leaves a rank the parameters of its stages; checkpointing wraps the blocks' forwards with the collectives in them; what
-is compiled is the block as it then stands; data parallelism shards and hooks what the others left (the config's
-`spread` says how). Values come last, when every rank knows its shard, so no rank ever holds a model that was not meant
-for it.
+leaves a rank the parameters of its stages, and before it does dropouts learn their names; checkpointing wraps the
+blocks' forwards with the collectives in them; what is compiled is the block as it then stands; data parallelism shards
+and hooks what the others left (the config's `spread` says how). Values come last, when every rank knows its shard, so
+no rank ever holds a model that was not meant for it.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.config import UserError
 from core.mesh import EXPERT_AXIS, Zero, tensor_axes
 from core.parallel.data import DataParallel, data_parallel
+from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig
@@ -123,6 +124,7 @@ def parallelize(
         raise UserError(
             f"mesh.pp={pp.size()} without a plan: say which modules are the model's blocks, or use mesh.pp=1"
         )
+    draws = Draws(model, mesh)
     stages = None
     if pipeline_plan is not None and pp.size() > 1:
         stages = cut_into_stages(model, pipeline_plan, pp, config.pipeline)
@@ -130,7 +132,9 @@ def parallelize(
     if config.compile:
         compile_blocks(blocks_of(model))
     data = config.spread(model, mesh, materialise)
-    return data if stages is None else Pipeline(data, stages, config.pipeline)
+    spread = data if stages is None else Pipeline(data, stages, config.pipeline)
+    spread.draws = draws
+    return spread
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

@@ -489,7 +489,11 @@ class FullyShardedReplicas(DataParallel):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=mesh.device_type)
         for name, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor) and layouts[name].cuts and layout_of(parameter).shape != layouts[name].shape:
+            if (
+                isinstance(parameter, DTensor)
+                and layouts[name].cuts
+                and layout_of(parameter).shape != layouts[name].shape
+            ):
                 # A local tensor: FSDP2 takes it for the whole.
                 axis = shard_axis(mesh, layouts[name].axes())
                 dim = shard_dim(layouts[name], axis.size())
