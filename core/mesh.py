@@ -20,6 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -228,6 +229,12 @@ def host_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
     # By name, as the mesh keeps its own: a copy of a mesh, in that of a model, has the same groups.
     name = None if mesh is None else vars(mesh).get("_host_group")
     return None if name is None else dist.distributed_c10d._resolve_process_group(name)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where the ranks of a mesh compute and their messages lie: not always where what they send of lies."""
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def fit(
     loss_scale = LossScale(config.precision, config.loss_scale)
     state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
     axis = data_axis(data.mesh)
-    # Every rank drew the same parameters; what it draws from now on (dropout) is that of its tokens and stages.
+    # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
+    # tokens and stages.
     seed_everything(config.seed + _drawing_rank(data.mesh))
     with ExitStack() as stack:
         hangs = stack.enter_context(watch_steps(config.hang_after, data.device))
@@ -253,6 +255,9 @@ def train_step(
 ) -> dict[str, Any]:
     """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank.
 
+    Each parameter group's own learning rate is what it had when the run began, or torch's `initial_lr`; the schedule
+    multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
+
     stop_requested  asked at the end of the step, on every rank; one that says yes stops all (`state.stopping`)
     """
     data, axis = state.data, data_axis(state.data.mesh)
@@ -264,21 +269,28 @@ def train_step(
     if axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
 
-    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        part, share = microbatch
-        value = loss(data.model, part)
+    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor, int, int]) -> Tensor:
+        part, share, first_row, rows = microbatch
+        # Compiled blocks are not watched: a mode would be compiled with them.
+        with data.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
+            value = loss(data.model, part)
         return value * share.to(torch.promote_types(value.dtype, torch.float32))
 
-    mean = data.run(list(zip(parts, (weights / whole_weight).unbind())), share_of_loss, scale)
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
+    microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
+    mean = data.run(microbatches, share_of_loss, scale)
     data.reduce()
     norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
-    rate = learning_rate(step, config.steps, config.optim.lr * batch_factor(rows, schedule), schedule)
+    rates = [
+        learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
+    ]
     if state.loss_scale.update(norm < float("inf")):
         clip = config.optim.clip_norm
         factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
         scale_gradients(data.masters.values(), factor / scale)
-        for group in state.optimizer.param_groups:
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         state.optimizer.step()
         if state.average is not None:
@@ -287,7 +299,8 @@ def train_step(
         data.publish()
     data.release()
     state.note_step(mean, stop_requested())
-    figures = {"loss": state.loss, "lr": rate, "grad_norm": norm} | _expert_load(data)
+    others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
+    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others | _expert_load(data)
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
@@ -363,6 +376,11 @@ class TrainState:
         self.loss = float("nan")
         self._skipped_in_a_row = 0
 
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of each parameter group its own, before any schedule: torch's `initial_lr`, or what it has at first."""
+        return [float(group.setdefault("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+
     def tensors(self, optim: dict[str, dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """name -> local tensor of everything that is saved as tensors.
 
@@ -383,8 +401,7 @@ class TrainState:
         return {name: state_tensors(self.optimizer, master) for name, master in self.data.masters.items()}
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
-        if not self.optimizer.state:  # every step was skipped
-            self._make_optimizer_state()
+        self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
         values = {"values": self.values, "loss_scale": self.loss_scale.state()}
         if self.average is not None:
             values["average_steps"] = self.average.steps
@@ -408,7 +425,7 @@ class TrainState:
         return step
 
     def _make_optimizer_state(self) -> None:
-        """State as it is before the first step.
+        """State as it is before the first step, of every master that has none.
 
         Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to zero: it exists, and
         nothing has moved.
@@ -416,18 +433,21 @@ class TrainState:
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.init_state()
             return
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        bare = [m for m in self.data.masters.values() if id(m) in held and not self.optimizer.state.get(m)]
+        if not bare:
+            return
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        for master in self.data.masters.values():
+        for master in bare:
             master.grad = torch.zeros_like(master)
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
-        for master in self.data.masters.values():
+        for master in bare:
             master.grad = None
-        for values in self.optimizer.state.values():
-            for value in values.values():
+            for value in self.optimizer.state.get(master, {}).values():
                 if isinstance(value, Tensor):
                     value.zero_()
 

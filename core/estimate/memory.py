@@ -29,6 +29,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from core.config import UserError
 from core.estimate.pipeline import StagesOf, run_schedule, stages_of
 from core.estimate.shape import ModelShape, RunShape, Weight
@@ -370,7 +372,8 @@ def _head_bytes(model: ModelShape, run: RunShape, has_head: bool) -> _Head:
     weight_elements = rows * head.width
     norm = model.block.input.bytes_per_token(run) + head.norm.bytes_per_token(run)
     # Several chunks are summed; where in a wider dtype, the rounded sum is in the end beside that sum.
-    summed = 0 if chunk_tokens == run.tokens else sum_dtype.itemsize * weight_elements
+    in_parts = chunk_tokens < run.tokens or dtype == torch.float16
+    summed = sum_dtype.itemsize * weight_elements if in_parts else 0
     rounded = 0 if summed and sum_dtype == dtype else width * weight_elements
     return _Head(
         activations=run.tokens * (norm + 2 * width * head.width),

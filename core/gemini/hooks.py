@@ -72,6 +72,7 @@ class ModuleHooks:
         self._forwards: list[Call] = []
         self._backwards: list[Call] = []
         self._reduced: set[Chunk] = set()
+        self.used: set[str] = set()  # parameters that had a gradient in this step
         for unit in units:
             self._install(unit)
         for chunk in chunks:
@@ -211,6 +212,7 @@ class ModuleHooks:
             assert member is not None
             assert grad is not None
             parameter.grad = None
+            own.used.add(member.name)
             own._take_gradient(member, grad._local_tensor if isinstance(grad, DTensor) else grad)
 
         return arrived

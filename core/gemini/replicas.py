@@ -35,7 +35,7 @@ from core.gemini.tier import DeviceTier, in_words, parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
-from core.mesh import Zero, shard_axis, stage_axis
+from core.mesh import Zero, device_of, shard_axis, stage_axis
 from core.parallel.data import DataParallel, cast_parameter, with_local
 from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.plan import parameter_names, set_parameter
@@ -92,8 +92,7 @@ class GeminiReplicas(DataParallel):
 
     def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
         """Each rank's rows, on the host, stand in for the parameters until they have values."""
-        kind = self.mesh.device_type
-        self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self._device = device_of(self.mesh)
         self.shard = shard_axis(self.mesh) if self.zero else None
         given = {names[0]: (self.model.get_parameter(names[0]), names) for names in parameter_names(self.model)}
         rows = {name: self._rows_of(parameter) for name, (parameter, _) in given.items()}
@@ -355,6 +354,7 @@ class GeminiReplicas(DataParallel):
         if self.executor.gauge is not None:
             self.executor.gauge.pause()
         self.executor.transport.finish()
+        self._used |= self.hooks.used
         for chunk in self.chunks:
             if not chunk.trainable or chunk.alone:
                 continue
@@ -364,8 +364,13 @@ class GeminiReplicas(DataParallel):
             for member in chunk.members:
                 member.rows.grad = chunk.own_grad(member)
 
+    def _used_together(self) -> set[str]:
+        return set(self.masters) if self.executor is not None and self.executor.transport.sends else set()
+
     def release(self) -> None:
         super().release()
+        if self.executor is not None:
+            self.hooks.used.clear()
         for chunk in self.chunks:
             chunk.has_grad = False
 

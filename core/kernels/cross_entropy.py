@@ -15,6 +15,10 @@ Beside the gradients of x and W, which any loss hands back, the peak is one chun
 With weights of 16 bits that sum is in fp32, two further weights; where few tokens meet a wide model, fewer and larger
 chunks, summed in the weight's own dtype, take less (`cut`): at most FEW_CHUNKS - 1 more roundings of dW.
 
+A sum over tokens passes what fp16 holds, 65,504, long before the loss's mean over them does, and no scale of the loss
+would help. So of fp16 the products that make dW are in fp32 too, dW stays so until the backward has scaled it, and is
+rounded then.
+
 The products are torch's. On a GPU, kernels read the logits once for the statistics, and read and write them once more
 for the gradient; a row of any length is a loop over tiles with a running maximum. On a CPU the softmax of a tile of
 tokens is taken while it is in a core's cache.
@@ -147,13 +151,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         loss, dx_ND, dweight_VD = _over_chunks(*arguments, with_gradients=True)
         ctx.save_for_backward(dx_ND, dweight_VD)
+        ctx.dtype = arguments[1].dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx_ND, dweight_VD = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
-        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]), *[None] * 6
+        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]).to(ctx.dtype), *[None] * 6
 
 
 def _over_chunks(
@@ -167,7 +172,7 @@ def _over_chunks(
     sum_dtype: torch.dtype,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(loss, its gradients by x and weight)."""
+    """(loss, its gradients by x and weight); that by a weight in fp16 is in fp32."""
     num_tokens = x_ND.shape[0]
     loss = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
     dx_ND = torch.empty_like(x_ND) if with_gradients else None
@@ -192,7 +197,7 @@ def _over_chunks(
 
 
 class _Sum:
-    """Sum of products a @ b of the shape of `like`, which it is given back in the dtype of.
+    """Sum of products a @ b of the shape of `like`, which it is given back in the dtype of; of fp16 in fp32.
 
     Several are summed in `dtype`, by slabs of rows, so that no second tensor of this size is alive.
     """
@@ -201,7 +206,8 @@ class _Sum:
         self.like = like
         self.product = product
         self.dtype = dtype
-        self.in_parts = in_parts
+        self.overflows = like.dtype == torch.float16
+        self.in_parts = in_parts or self.overflows
         self.value: Tensor | None = None
 
     def add(self, a: Tensor, b: Tensor) -> None:
@@ -213,22 +219,31 @@ class _Sum:
         slab_rows = max(1, SLAB_BYTES // (b.shape[1] * self.dtype.itemsize))
         for start in range(0, a.shape[0], slab_rows):
             slab = slice(start, start + slab_rows)
-            self.value[slab].add_(self.product(a[slab], b))
+            self.value[slab].add_(wide_product(a[slab], b) if self.overflows else self.product(a[slab], b))
 
     def total(self) -> Tensor:
-        return torch.zeros_like(self.like) if self.value is None else self.value.to(self.like.dtype)
+        dtype = self.dtype if self.overflows else self.like.dtype
+        return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of fp16 in fp32: what the units that multiply fp16 sum in."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def cut(num_tokens: int, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """(tokens of a chunk, dtype in which the chunks' parts of the weight's gradient are summed).
 
     A function of sizes that all ranks share, so that all cut alike. Chunks are of CHUNK_BYTES and summed in fp32 or
-    wider, unless the sum takes more than twice the memory of FEW_CHUNKS larger ones, which are summed in 16 bits.
+    wider, unless the sum takes more than twice the memory of FEW_CHUNKS larger ones, which are summed in 16 bits; in
+    bf16 alone, for fp16 has no room for sums over tokens.
     """
     wide = torch.promote_types(dtype, torch.float32)
     chunk = _even_part(num_tokens, CHUNK_BYTES // (num_rows * dtype.itemsize))
     few = max(chunk, _even_part(num_tokens, -(-num_tokens // FEW_CHUNKS)))
-    if wide == dtype or 2 * few * dtype.itemsize > chunk * dtype.itemsize + dim * wide.itemsize:
+    if dtype in (wide, torch.float16) or 2 * few * dtype.itemsize > chunk * dtype.itemsize + dim * wide.itemsize:
         return chunk, wide
     return few, dtype
 

@@ -176,8 +176,8 @@ def _muon(config: OptimConfig, masters: Mapping[str, Tensor]) -> Muon:
     vectors = [m for m in masters.values() if m.ndim < 2]
     groups = [
         {"params": [masters[n] for n in masters if n in hidden], "orthogonalise": True},
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": matrices, "orthogonalise": False},
+        {"params": vectors, "orthogonalise": False, "weight_decay": 0.0},
     ]
     options = config.options()
     return Muon(groups, config.lr, options["momentum"], options["betas"], options["eps"], options["weight_decay"])

@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import layout_of
-from core.mesh import pipeline_ranks
+from core.mesh import device_of, pipeline_ranks
 
 
 @torch.no_grad()
 def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
-    """The 2-norm of all gradients together, a scalar alike on every rank; one all-reduce over the whole mesh.
+    """The 2-norm of all gradients together, a scalar (fp64) alike on every rank; one all-reduce over the whole mesh.
 
     Each rank adds the squares of what it holds, divided by how many ranks hold the same: none of another stage of a
-    pipeline, each of whose parameters is a master on one stage.
+    pipeline, each of whose parameters is a master on one stage. Where the masters lie may differ from rank to rank,
+    on the host or on the device; the message lies where the mesh sends.
     """
-    masters = list(masters)
-    total = torch.zeros((), dtype=masters[0].dtype, device=masters[0].device)
+    total = torch.zeros((), dtype=torch.float64, device=device_of(mesh))
     found: dict[tuple[int, torch.device], list[Tensor]] = {}  # by how many ranks hold the same, and where it lies
     for master in masters:
         if master.grad is not None and master.numel():
@@ -28,8 +28,7 @@ def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
             copies = mesh.size() // pipeline_ranks(mesh) // math.prod(map(layout.axis_size, layout.axes()))
             found.setdefault((copies, master.device), []).append(master.grad)
     for (copies, _), grads in found.items():
-        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
-        total += squares.to(total) / copies
+        total += torch.stack(torch._foreach_norm(grads)).to(total).square().sum() / copies
     if mesh.size() > 1:
         dist.all_reduce(total)
     return total.sqrt()

@@ -17,14 +17,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from core.kernels.adafactor import TORCH, Phases, phases
 from core.optim.adafactor_cpu import BLOCKED
-from core.optim.sharded import Held, Place
+from core.optim.sharded import Held, Line, Place
 
 WhichDims = Literal["last", "largest"]
-Parts = list[tuple[Tensor, tuple[ProcessGroup, ...]]]
+Parts = list[tuple[Tensor, tuple[Line, ...]]]
 
 
 def factored_dims(shape: tuple[int, ...], which: WhichDims) -> tuple[int, int] | None:
@@ -42,7 +41,7 @@ def factored_dims(shape: tuple[int, ...], which: WhichDims) -> tuple[int, int] |
 
 @dataclass(frozen=True)
 class Factors:
-    """How one parameter is factored: R, C of the whole, and the process groups that its sums go over."""
+    """How one parameter is factored: R, C of the whole, and the ranks that its sums go over."""
 
     place: Place
     dims: tuple[int, int]
@@ -56,22 +55,22 @@ class Factors:
         return self.place.layout.shape[self.dims[1]]
 
     @property
-    def over_rows(self) -> tuple[ProcessGroup, ...]:
-        """Groups that complete a sum over rows: those of the axes that cut them."""
+    def over_rows(self) -> tuple[Line, ...]:
+        """Ranks that complete a sum over rows: those of the axes that cut them."""
         return self.place.over((self.dims[0],))
 
     @property
-    def over_cols(self) -> tuple[ProcessGroup, ...]:
+    def over_cols(self) -> tuple[Line, ...]:
         return self.place.over((self.dims[1],))
 
     @property
-    def over_both(self) -> tuple[ProcessGroup, ...]:
+    def over_both(self) -> tuple[Line, ...]:
         return self.place.over(self.dims)
 
     @property
     def counts(self) -> bool:
         """Whether r is counted here: on the first of the ranks that hold the same rows."""
-        return all(group.rank() == 0 for group in self.over_cols)
+        return all(line.group.rank() == 0 for line in self.over_cols)
 
     def matrix(self, x: Tensor) -> Tensor:
         """The view in which the factored dims are the last two."""

@@ -6,81 +6,97 @@ For a hidden matrix W[O, I] with gradient G, each step
 2. U <- the nearest (semi-)orthogonal matrix to U, by five Newton-Schulz iterations of a quintic polynomial
 3. W <- (1 - lr wd) W - lr 0.2 sqrt(max(O, I)) U, so that an entry moves about as far as under AdamW
 
-Embeddings, heads, norms and biases get AdamW. Orthogonalising needs whole matrices, so nothing may be sharded.
+A convolution's kernel [O, I, ..] is the matrix [O, I ..], as in the authors' code. A stack of matrices, as experts'
+weights are, is none. Embeddings, heads, norms and biases get AdamW. Orthogonalising needs whole matrices, so none of
+those may be sharded.
 
 Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks; Liu et al. 2025, Muon is scalable for LLM
 training, section 2.2 (the factor of step 3).
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from core.config import UserError
+from core.kernels.adamw import adamw
+from core.optim.sharded import Batch, Held, ShardedOptimizer, check_options
 from core.precision import bf16_units
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at 0 among those that keep singular values within about [0.7, 1.2]
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for the parameter groups with `orthogonalise`, AdamW for the others."""
+class Muon(ShardedOptimizer):
+    """Muon for the parameter groups with `orthogonalise` True, AdamW for those with False; each group says which.
+
+    Raises UserError for values out of range, a group that does not say `orthogonalise`, and a parameter that is to be
+    orthogonalised and has fewer than two dims or lies on several ranks.
+    """
 
     def __init__(
-        self,
-        groups: Iterable[dict],
-        lr: float,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-    ):
-        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups, {**defaults, "orthogonalise": False})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None, "a closure would be called before the gradients are reduced"
-        for group in self.param_groups:
-            (self._muon if group["orthogonalise"] else self._adamw)(group)
-
-    def _muon(self, group: dict) -> None:
-        for parameter in group["params"]:
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            momentum: Tensor = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
-            update = orthogonalised(parameter.grad.add(momentum, alpha=group["momentum"]))
-            scale = 0.2 * max(parameter.shape) ** 0.5
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
-
-    def _adamw(self, group: dict) -> None:
-        parameters = group["params"]
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        states = [self.state[p] for p in parameters]
-        beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            [p.grad for p in parameters],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            max_exp_avg_sqs=[],
-            state_steps=[s["step"] for s in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+        self, groups: Iterable[dict[str, Any]], lr: float, momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, *,
+        maximize: bool = False,
+    ):  # fmt: skip
+        check_options(
+            "muon",
+            lr=(lr, lr >= 0, "a number >= 0"),
+            momentum=(momentum, 0 <= momentum < 1, "a number from 0 to below 1"),
+            betas=(betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1"),
+            eps=(eps, eps > 0, "a number > 0"),
+            weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
         )
+        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups, defaults | {"maximize": maximize})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not isinstance(param_group.get("orthogonalise"), bool):
+            raise UserError(
+                f"muon: parameter group {len(self.param_groups)} does not say orthogonalise; give groups "
+                '{"params": …, "orthogonalise": True} of hidden matrices, and False of embeddings, heads and vectors'
+            )
+        super().add_param_group(param_group)
+        if param_group["orthogonalise"]:
+            for parameter in param_group["params"]:
+                if parameter.ndim < 2:
+                    raise UserError(
+                        f"muon: a parameter of shape {list(parameter.shape)} is no matrix that can be orthogonalised; "
+                        "put it into a group with orthogonalise False"
+                    )
+
+    def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        if not options["orthogonalise"]:
+            return {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
+        place = self.place(parameter)
+        if place.over():
+            raise UserError(
+                f"muon: a matrix of shape {list(place.layout.shape)} lies on several ranks, and is orthogonalised as a "
+                "whole; use --zero 0 and mesh.tp=1, or adamw"
+            )
+        return {"momentum_buffer": self._zeros(parameter)}
+
+    def _update(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            held = [h for h in batch.held if h.value.numel()]
+            if batch.options["orthogonalise"]:
+                for h in held:
+                    _move(h, batch)
+                continue
+            options = {name: batch.options[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
+            moments = ([h.own(name) for h in held] for name in ("exp_avg", "exp_avg_sq"))
+            adamw([h.value for h in held], [h.grad for h in held], *moments, step=batch.step, **options)
+
+
+def _move(h: Held, batch: Batch) -> None:
+    options, grad = batch.options, h.grad.to(batch.wide)
+    momentum = h.own("momentum_buffer").mul_(options["momentum"]).add_(grad)
+    update_OI = grad.add(momentum, alpha=options["momentum"]).flatten(1)
+    size = options["lr"] * 0.2 * max(update_OI.shape) ** 0.5
+    update = orthogonalised(update_OI).reshape(h.value.shape)
+    h.value.mul_(1 - options["lr"] * options["weight_decay"])
+    h.value.add_(update, alpha=size if options["maximize"] else -size)
 
 
 def orthogonalised(matrix_OI: Tensor, num_iterations: int = 5) -> Tensor:

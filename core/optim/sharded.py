@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from core.config import UserError
 from core.layout import Layout, layout_of, tag
+from core.mesh import device_of
 from core.optim.blockwise import dequantize, quantize, scales_shape
 
 CODES, SCALES = "_codes", "_scales"
@@ -39,30 +40,41 @@ def is_signed(name: str) -> bool:
     return name == "exp_avg"
 
 
-class Reduction:
-    """Sums (or maxima) of many tensors, each over its own process groups, in place.
+@dataclass(frozen=True)
+class Line:
+    """The ranks that hold the boxes of a parameter along an axis.
 
-    parts  (tensor, process groups); tensors without groups stay as they are. On all ranks of a group the same tensors,
-           in the same order
+    device  where their messages lie; parts of some parameters may lie on the host meanwhile
+    """
+
+    group: ProcessGroup
+    device: torch.device
+
+
+class Reduction:
+    """Sums (or maxima) of many tensors, each over its own lines of ranks, in place.
+
+    parts  (tensor, lines); tensors without lines stay as they are. On all ranks of a line the same tensors, in the same
+           order; on whatever devices
 
     The first message is on its way when this returns; `wait` returns when all tensors are complete.
     """
 
-    def __init__(self, parts: Iterable[tuple[Tensor, tuple[ProcessGroup, ...]]], op: Any = dist.ReduceOp.SUM):
-        self._parts = [(tensor, groups) for tensor, groups in parts if groups]
-        self._groups = list(dict.fromkeys(chain.from_iterable(groups for _, groups in self._parts)))
+    def __init__(self, parts: Iterable[tuple[Tensor, tuple[Line, ...]]], op: Any = dist.ReduceOp.SUM):
+        self._parts = [(tensor, lines) for tensor, lines in parts if lines]
+        self._lines = list(dict.fromkeys(chain.from_iterable(lines for _, lines in self._parts)))
         self._op = op
         self._work: dist.Work | None = None
         self._launch()
 
     def _launch(self) -> None:
         """Send the next message that is not empty."""
-        while self._groups and self._work is None:
-            group = self._groups.pop(0)
-            self._members = [tensor for tensor, groups in self._parts if group in groups and tensor.numel()]
+        while self._lines and self._work is None:
+            line = self._lines.pop(0)
+            self._members = [tensor for tensor, lines in self._parts if line in lines and tensor.numel()]
             if self._members:
-                self._message = torch.cat([tensor.flatten() for tensor in self._members])
-                self._work = dist.all_reduce(self._message, self._op, group=group, async_op=True)
+                self._message = torch.cat([tensor.flatten().to(line.device) for tensor in self._members])
+                self._work = dist.all_reduce(self._message, self._op, group=line.group, async_op=True)
 
     def wait(self) -> None:
         while self._work is not None:
@@ -75,16 +87,19 @@ class Reduction:
 
 
 class Place:
-    """Where a parameter lies in the whole, and over which process groups its sums go; made once a parameter."""
+    """Where a parameter lies in the whole, and over which ranks its sums go; made once a parameter."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self._over: dict[tuple[int, ...] | None, tuple[ProcessGroup, ...]] = {}
+        self._over: dict[tuple[int, ...] | None, tuple[Line, ...]] = {}
 
-    def over(self, dims: tuple[int, ...] | None = None) -> tuple[ProcessGroup, ...]:
-        """Groups that complete a sum over `dims` (by default over all elements)."""
+    def over(self, dims: tuple[int, ...] | None = None) -> tuple[Line, ...]:
+        """Lines of ranks that complete a sum over `dims` (by default over all elements)."""
         if dims not in self._over:
-            self._over[dims] = self.layout.groups(dims)
+            mesh = self.layout.mesh
+            self._over[dims] = (
+                () if mesh is None else tuple(Line(group, device_of(mesh)) for group in self.layout.groups(dims))
+            )
         return self._over[dims]
 
     def shaped(self, own_part: Tensor) -> Tensor:

@@ -5,10 +5,10 @@
 
 Tensor parallelism decides what a rank's parameters are, so it comes first; context parallelism cuts the sequence that
 the model is given and what attention sees of it; experts are dealt out as tensor parallelism left them; a pipeline
-leaves a rank the parameters of its stages; checkpointing wraps the blocks' forwards with the collectives in them; what
-is compiled is the block as it then stands; data parallelism shards and hooks what the others left (the config's
-`spread` says how). Values come last, when every rank knows its shard, so no rank ever holds a model that was not meant
-for it.
+leaves a rank the parameters of its stages, and before it does dropouts learn their names; checkpointing wraps the
+blocks' forwards with the collectives in them; what is compiled is the block as it then stands; data parallelism shards
+and hooks what the others left (the config's `spread` says how). Values come last, when every rank knows its shard, so
+no rank ever holds a model that was not meant for it.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.config import UserError
 from core.mesh import EXPERT_AXIS, Zero, tensor_axes
 from core.parallel.data import DataParallel, data_parallel
+from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig
 from core.parallel.pipeline.split import PipelinePlan
 from core.parallel.pipeline.stages import Stages, cut_into_stages
-from core.parallel.plan import Plan, apply_plan, blocks_of
+from core.parallel.plan import Plan, apply_plan, blocks_of, check_trained
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.precision import Precision
 
@@ -108,14 +109,23 @@ def parallelize(
 
     materialise    fills the parameters and buffers of a model built on the meta device, each rank its shard. The
                    replicas of a model that has values take those of the first
+
+    Raises UserError for a parameter that nothing trains (a complex one), by its name, on whatever mesh.
     """
-    stages = cut(model, mesh, config, **plans)
+    check_trained(model)
+    stages, draws = cut(model, mesh, config, **plans)
     data = config.spread(model, mesh, materialise)
-    return data if stages is None else Pipeline(data, stages, config.pipeline)
+    spread = data if stages is None else Pipeline(data, stages, config.pipeline)
+    spread.draws = draws
+    return spread
 
 
-def cut(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, **plans: Unpack[Plans]) -> Stages | None:
-    """All forms but data parallelism: which parameters a rank has, and how it computes.  Returns a pipeline's stages.
+def cut(
+    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, **plans: Unpack[Plans]
+) -> tuple[Stages | None, Draws]:
+    """All forms but data parallelism: which parameters a rank has, and how it computes.
+
+    Returns a pipeline's stages, and how dropouts draw.
 
     The model may lie on the meta device, and the mesh may be of ranks that do not exist (`core.runtime.pretended`).
     """
@@ -141,13 +151,14 @@ def cut(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, **plans: Unp
         raise UserError(
             f"mesh.pp={pp.size()} without a plan: say which modules are the model's blocks, or use mesh.pp=1"
         )
+    draws = Draws(model, mesh)
     stages = None
     if pipeline_plan is not None and pp.size() > 1:
         stages = cut_into_stages(model, pipeline_plan, pp, config.pipeline)
     apply_recompute(model, config.recompute)
     if config.compile:
         compile_blocks(blocks_of(model))
-    return stages
+    return stages, draws
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

@@ -130,11 +130,12 @@ def shard_sequence(zigzag: bool) -> Style:
 
     model(input_ids[B, L], attention_mask, positions, context, targets=…) -> the sum of the losses, or logits[B, L, V]:
     on every rank, as without the style. The gradients of the parameters are partial sums over the axis; who uses the
-    logits must use them alike on every rank.
+    logits must use them alike on every rank. While it runs, `model.sequence_cut` says (cut, rank).
     """
 
     def style(model: nn.Module, axis: DeviceMesh) -> nn.Module:
         inner, rank = model.forward, axis.get_local_rank()
+        model.sequence_cut = None  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
         def forward(
             input_ids: Tensor,
@@ -153,7 +154,11 @@ def shard_sequence(zigzag: bool) -> Style:
             if targets is not None:
                 options["targets"] = cut.take(targets, 1, rank, _IGNORED)
             ids, places = cut.take(input_ids, 1, rank), cut.take(positions, 1, rank)
-            out = inner(ids, positions=places, context=sharded, **options)
+            model.sequence_cut = cut, rank  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+            try:
+                out = inner(ids, positions=places, context=sharded, **options)
+            finally:
+                model.sequence_cut = None  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
             if targets is not None:
                 return reduce_from(out, axis)
             whole, rows = join_sequence(out, cut, axis), getattr(context, "rows_R", None)

@@ -44,9 +44,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from core.config import UserError
 from core.layout import Layout, detached, layout_of, local, tag
-from core.mesh import DATA_AXES, EXPERT_AXIS, Zero, derive_axes, gradient_axis, shard_axis, sub_mesh
+from core.mesh import (
+    DATA_AXES,
+    EXPERT_AXIS,
+    Zero,
+    derive_axes,
+    device_of,
+    gradient_axis,
+    shard_axis,
+    stage_axis,
+    sub_mesh,
+)
 from core.parallel.parallel_model import ParallelModel, Sample
-from core.parallel.plan import blocks_of, parameter_names, partial_parameters, set_parameter
+from core.parallel.plan import blocks_of, check_trained, parameter_names, partial_parameters, set_parameter
 from core.parallel.rows import own_rows, paired_rows, row_length
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -65,13 +75,19 @@ class DataParallel(ParallelModel):
         materialise: Callable[[nn.Module], None],
         reduce_each: bool,
     ):
-        """Arguments as those of `data_parallel`.  Raises UserError when no parameter is to be trained."""
+        """Arguments as those of `data_parallel`.
+
+        Raises UserError when no parameter is to be trained, and for one that cannot be.
+        """
+        check_trained(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
         self.model, self.mesh, self.zero, self._reduce_each = model, mesh, zero, reduce_each
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._partial = partial_parameters(model)
         derive_axes(mesh)
+        self._used: set[str] = set()  # masters that a loss of this rank has had a gradient for since `release`
+        self._stage = stage_axis(mesh)
         agree_on_values(model, mesh)
         if precision == "fp64":
             widen_buffers(model)
@@ -117,23 +133,51 @@ class DataParallel(ParallelModel):
 
     def reduce(self) -> None:
         self._finish()
-        for master in self.masters.values():
-            if master.grad is None:
+        used = self._used_anywhere()
+        for name, master in self.masters.items():
+            if name not in used:
+                master.grad = None
+            elif master.grad is None:
                 master.grad = torch.zeros_like(master)
         for axis in dict.fromkeys(axis for axes in self._partial.values() for axis in axes):
             self._sum_partial([m.grad for n, m in self.masters.items() if axis in self._partial.get(n, ())], axis)
+
+    def _used_anywhere(self) -> set[str]:
+        """Masters for which any rank has a gradient: those of a stage agree on what an optimizer's step is of.
+
+        Raises UserError, on all of them, where some have one and some have none, and the message of it needs all.
+        """
+        own = [name in self._used for name in self.masters]
+        marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8).to(device_of(self.mesh))
+        ranks = self.mesh if self._stage is None else self._stage
+        if ranks.size() > 1:
+            dist.all_reduce(marks, dist.ReduceOp.MAX, group=None if self._stage is None else self._stage.get_group())
+        used, unused = ({n for n, mark in zip(self.masters, row, strict=True) if mark} for row in marks.tolist())
+        if apart := used & unused & self._used_together():
+            raise UserError(
+                f"parameter {min(apart)} took part in the loss of some ranks and not of others, and this form of data "
+                "parallelism sends its gradient when all have it; use --zero 0, 1 or 2 without --gemini.budget, or add "
+                "it times zero to the loss"
+            )
+        return used
+
+    def _used_together(self) -> set[str]:
+        """Masters that every rank must use in the same steps."""
+        return set()
 
     def _sum_partial(self, grads: list[Tensor | None], axis: str) -> None:
         """All-reduce over a model-parallel axis, in one message, what the shards of the activations contributed."""
         present = [g for g in grads if g is not None and g.numel()]
         if not present or sub_mesh(self.mesh, axis).size() == 1:
             return
-        flat = torch.cat([g.flatten() for g in present])
+        device = device_of(self.mesh)  # where messages lie; some of the gradients may lie on the host
+        flat = torch.cat([g.flatten().to(device) for g in present])
         dist.all_reduce(flat, group=sub_mesh(self.mesh, axis).get_group())
         for grad, summed in zip(present, flat.split([g.numel() for g in present]), strict=True):
             grad.copy_(summed.view_as(grad))
 
     def release(self) -> None:
+        self._used.clear()
         for master in self.masters.values():
             master.grad = None
 
@@ -234,6 +278,7 @@ class Replicas(DataParallel):
             if own is None or bucket is None:
                 return  # the model has outlived what spread it
             parameter.grad = None
+            own._used.add(name)
             bucket.add(name, grad._local_tensor if isinstance(grad, DTensor) else grad)
             if own._sync:
                 own._launch_complete()
@@ -414,8 +459,12 @@ class FullyShardedReplicas(DataParallel):
     """Everything sharded by rows over dp_shard with FSDP2; each block's parameters are gathered while it computes.
 
     The shards are kept in the masters' format and cast as they are gathered, so the parameters are their own masters.
-    Blocks are the elements of the model's module lists; what is outside them is one more unit. Every rank must use the
-    same parameters in a step: FSDP2 reduces what has a gradient, and waits for the others.
+    Blocks are the elements of the model's module lists; what is outside them is one more unit, and with it a block that
+    shares a parameter with what is outside of it. Every rank must use the same parameters in a step: FSDP2 reduces what
+    has a gradient, and waits for the others.
+
+    FSDP2 cuts rows and casts what it gathers. So what has no rows (a scalar, a parameter without elements) and what is
+    no floating number stays whole on every rank.
     """
 
     def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
@@ -426,7 +475,7 @@ class FullyShardedReplicas(DataParallel):
                 set_parameter(model, name, parameter)
         layouts = {n: layout_of(p) for n, p in model.named_parameters()}
         policy = MixedPrecisionPolicy(self.compute_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP2 cuts rows, and a scalar has none
+        whole = {p for p in model.parameters() if not (p.ndim and p.numel() and p.is_floating_point())}
 
         def shard(module: nn.Module, cut: tuple[str, ...] = ()) -> None:
             axis = shard_axis(mesh, cut)
@@ -435,13 +484,14 @@ class FullyShardedReplicas(DataParallel):
                 mesh=_with_replicas(mesh, axis),
                 shard_placement_fn=lambda p: Shard(shard_dim(layout_of(p), axis.size())),
                 mp_policy=policy,
-                ignored_params=scalars,
+                ignored_params=whole,
             )
 
         for experts in expert_units(model):
             shard(experts, (EXPERT_AXIS,))
         for block in blocks_of(model):
-            shard(block)
+            if not isinstance(block, FSDPModule) and not shares_parameters(model, block):
+                shard(block)
         shard(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -450,7 +500,11 @@ class FullyShardedReplicas(DataParallel):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=mesh.device_type)
         for name, parameter in model.named_parameters():
-            if parameter.ndim and layouts[name].cuts and layout_of(parameter).shape != layouts[name].shape:
+            if (
+                isinstance(parameter, DTensor)
+                and layouts[name].cuts
+                and layout_of(parameter).shape != layouts[name].shape
+            ):
                 # A local tensor: FSDP2 takes it for the whole.
                 axis = shard_axis(mesh, layouts[name].axes())
                 dim = shard_dim(layouts[name], axis.size())
@@ -466,13 +520,14 @@ class FullyShardedReplicas(DataParallel):
         yield
 
     def _finish(self) -> None:
+        self._used |= {name for name, parameter in self._trained.items() if parameter.grad is not None}
         for name, parameter in self._trained.items():
             self.masters[name].grad = None if parameter.grad is None else local(parameter.grad)
             parameter.grad = None
         self._sum_scalars([m for m in self.masters.values() if m.ndim == 0])
 
     def _sum_scalars(self, scalars: list[Tensor]) -> None:
-        """All-reduce, in one message, the gradients of what FSDP2 leaves to us: scalars stay replicated."""
+        """All-reduce, in one message, the gradients of what FSDP2 leaves to us and has elements."""
         if not scalars:
             return
         grads = torch.stack([torch.zeros_like(s) if s.grad is None else s.grad for s in scalars])
@@ -480,10 +535,20 @@ class FullyShardedReplicas(DataParallel):
         for scalar, grad in zip(scalars, grads.unbind()):
             scalar.grad = grad
 
+    def _used_together(self) -> set[str]:
+        return {name for name, parameter in self._trained.items() if isinstance(parameter, DTensor)}
+
     def publish(self) -> None:
         """The next forward gathers the masters, also where an earlier one (an evaluation's) left values gathered."""
         assert isinstance(self.model, FSDPModule)
         self.model.reshard()
+
+
+def shares_parameters(model: nn.Module, block: nn.Module) -> bool:
+    """Whether a module of the model outside of the block has one of its parameters."""
+    own, inside = {id(p) for p in block.parameters()}, {id(m) for m in block.modules()}
+    outside = (m for m in model.modules() if id(m) not in inside)
+    return any(id(p) in own for m in outside for p in m.parameters(recurse=False))
 
 
 def expert_units(model: nn.Module) -> list[nn.Module]:

@@ -39,7 +39,7 @@ class Pass(ABC):
 
     @abstractmethod
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """(dx, dweight), of the shapes of x and of the weight."""
+        """(dx, dweight), of the shapes of x and of the weight; dweight of fp16 in fp32."""
 
 
 class Products(ABC):
@@ -115,10 +115,11 @@ class _Loss(Function):
             loss = all_reduce(loss, axis)
         if with_gradients:
             ctx.save_for_backward(*going.gradients())
+            ctx.dtype = weight.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx, dweight = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
-        return dx.mul_(grads[0]), dweight.mul_(grads[0]), None, None, None, None, None
+        return dx.mul_(grads[0]), dweight.mul_(grads[0]).to(ctx.dtype), None, None, None, None, None

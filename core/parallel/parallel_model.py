@@ -3,7 +3,8 @@
 A step is
 
     1. `run`: forward and backward of every microbatch; gradients accumulate
-    2. `reduce`: every master's `.grad` is complete, the sum over all ranks that contribute to it
+    2. `reduce`: every master's `.grad` is complete, the sum over all ranks that contribute to it; None, on all ranks
+       that hold a part of it, where it took part on none, so that no optimizer moves it or lets it decay
     3. the optimizer updates the masters (local tensors, each tagged with its layout); `release` drops the gradients
     4. `publish`: the masters' values enter the parameters that the next forward uses
 """
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import detached
+from core.mesh import device_of
+from core.parallel.draws import Draws
 
 Sample = Callable[[], Sequence[Callable[[nn.Module], Tensor]]]
 """Draws the microbatches of a step: of each the function model -> its loss."""
@@ -28,16 +31,18 @@ class ParallelModel(ABC):
     model    the module to call; called without gradients it is the whole model on every rank
     masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout. Every parameter has
              one, on each rank that holds a part of it
+    draws    told which rows of which step a forward is of, so that dropout is that of one rank
     """
 
     model: nn.Module
     mesh: DeviceMesh
     masters: dict[str, Tensor]
+    draws: Draws = Draws()
 
     @property
     def device(self) -> torch.device:
         """Where the model computes; what it is given must lie there."""
-        return next(iter(self.masters.values())).device
+        return device_of(self.mesh)
 
     @property
     def frozen(self) -> dict[str, Tensor]:
@@ -70,7 +75,11 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """After the last backward: complete the gradients.  Parameters that took no part have a gradient of zero."""
+        """After the last backward: complete the gradients.
+
+        Masters that took part in the loss of no rank have none, as in torch; those that did on some rank have one
+        on all.
+        """
 
     @abstractmethod
     def release(self) -> None:

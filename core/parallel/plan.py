@@ -81,16 +81,27 @@ def parameter_names(model: nn.Module) -> list[list[str]]:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model: what is sharded, recomputed and compiled by itself.
 
-    They are what its method `repeated_blocks()` says, or else the elements of its outermost module lists.
+    They are what its method `repeated_blocks()` says, or else the elements of its outermost module lists; one that is
+    listed twice is one block.
     """
     if hasattr(model, "repeated_blocks"):
-        return list(model.repeated_blocks())  # pyright: ignore[reportCallIssue]
+        return list(dict.fromkeys(model.repeated_blocks()))  # pyright: ignore[reportCallIssue]
     blocks, inside = [], set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inside:
             blocks += list(module)
             inside |= {id(m) for m in module.modules()}
-    return blocks
+    return list(dict.fromkeys(blocks))
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raises UserError for a parameter that is to be trained and is not of floating numbers."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise UserError(
+                f"parameter {name} is of {str(parameter.dtype).removeprefix('torch.')}, which no mode trains; keep its "
+                "real and imaginary part as a parameter of floats (torch.view_as_real), or freeze it"
+            )
 
 
 def set_parameter(model: nn.Module, name: str, value: nn.Parameter | None) -> None:

@@ -10,7 +10,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -48,14 +48,19 @@ class RecomputeConfig:
 
 
 def apply_recompute(model: nn.Module, config: RecomputeConfig) -> None:
-    """Wrap the forward of the model's blocks; names and parameters stay."""
+    """Wrap the forward of the model's blocks, which stays as `recomputed_forward`; names and parameters stay."""
     if config.mode == "none":
         return
     contexts = {}
     if config.mode == "selective":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
     for block in blocks_of(model)[:: config.every]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+        block.recomputed_forward = block.forward  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        block.forward = partial(checkpoint, partial(_forward, block), use_reentrant=False, **contexts)
+
+
+def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return block.recomputed_forward(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
 def _keep_matrix_products(ctx, operator, *args, **kwargs) -> CheckpointPolicy:

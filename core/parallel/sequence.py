@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import gather_from, scatter_to, take_shard
 from core.parallel import tensor1d
+from core.parallel.draws import sharded
 from core.parallel.plan import Style, mark_partial, mark_partial_parameter
 
 _L = 1  # activations are [B, L, D]
@@ -51,10 +52,10 @@ def rowwise(linear: nn.Module, axis: DeviceMesh) -> nn.Module:
 
 
 def replicate(module: nn.Module, axis: DeviceMesh) -> nn.Module:
-    """A module that works row by row on x[B, L_tp, D] (a norm, a narrow projection), its parameters replicated."""
+    """A module that works row by row on x[B, L_tp, D] (a norm, a dropout), its parameters replicated."""
     for child in module.modules():
         mark_partial(child, axis)
-    return module
+    return sharded(_L)(module, axis)
 
 
 def gather_input(module: nn.Module, axis: DeviceMesh) -> nn.Module:

@@ -224,12 +224,16 @@ class _Pass(grid_loss.Pass):
 
     def add(self, tokens: slice, g_CV: Tensor) -> None:
         self.dx[tokens] = ab(self.grid, g_CV, self.weight)
-        dweight = atb(self.grid, g_CV, self.x[tokens])
+        x = self.x[tokens]
+        if x.dtype == torch.float16:  # sums over tokens pass what it holds: they are in fp32 until they are scaled
+            g_CV, x = g_CV.float(), x.float()
+        dweight = atb(self.grid, g_CV, x)
         if self.dweight is None:
             self.dweight = dweight.to(torch.promote_types(dweight.dtype, torch.float32))
         else:
             self.dweight += dweight
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        dweight = torch.zeros_like(self.weight) if self.dweight is None else self.dweight.to(self.weight.dtype)
+        dtype = self.weight.dtype if self.weight.dtype != torch.float16 else torch.float32
+        dweight = torch.zeros_like(self.weight, dtype=dtype) if self.dweight is None else self.dweight.to(dtype)
         return self.dx.view(self.shape), dweight

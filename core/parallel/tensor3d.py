@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_gather, all_reduce, reduce_scatter
 from core.config import UserError
+from core.kernels.cross_entropy import wide_product
 from core.layout import Layout, shares
 from core.mesh import sub_mesh
 from core.parallel import grid_loss
@@ -226,9 +227,12 @@ class _Pass(grid_loss.Pass):
         g = all_gather(g_CV, 0, self.matrix.inner)
         x = self.x[:, tokens]
         self.dx[:, tokens] = (g @ self.weight).view(x.shape)
-        self.dweight += g.T @ x.flatten(0, 1)
+        rows = x.flatten(0, 1)
+        # Of fp16 sums over tokens pass what it holds: they are in fp32 until they are scaled.
+        self.dweight += wide_product(g.T, rows) if rows.dtype == torch.float16 else g.T @ rows
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         dx = self.dx.view(-1, *self.shape[1:])
-        dweight = self.matrix.scattered(self.dweight.to(self.dtype))
+        dtype = self.dtype if self.dtype != torch.float16 else torch.float32
+        dweight = self.matrix.scattered(self.dweight.to(dtype))
         return reduce_scatter(dx, 0, self.matrix.across), dweight

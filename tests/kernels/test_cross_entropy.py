@@ -1,5 +1,7 @@
 """What the SPECs of cross-entropy do not draw: several chunks, several shards, gradients under torch.compile."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -83,3 +85,25 @@ def test_compiled_with_gradients() -> None:
         expected = torch.autograd.grad(linear_cross_entropy(x, weight, targets, **OPTIONS), (x, weight))
         found = torch.autograd.grad(compiled(x, weight, targets, **OPTIONS), (x, weight))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [256, 100])
+def test_fp16_sums_over_tokens_beyond_its_range(
+    monkeypatch: pytest.MonkeyPatch, kernels: bool, chunk_tokens: int
+) -> None:
+    """All tokens push one row the same way: the sum is about 250,000, its mean over the tokens about 1,000."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_tokens * 5 * 2)
+    x = torch.full((256, 8), 1000.0, dtype=torch.float16, requires_grad=True)
+    weight = (torch.arange(40).view(5, 8) / 1e5).half().requires_grad_()
+    targets = torch.zeros(256, dtype=torch.int64)
+    with forced() if kernels else nullcontext():
+        loss = linear_cross_entropy(x, weight, targets)
+        (loss / 256).backward()
+    wide = weight.detach().double().requires_grad_()
+    (reference(x.detach().double(), wide, targets) / 256).backward()
+    assert wide.grad is not None
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float16
+    assert float(wide.grad.abs().max()) * 256 > 2 * 65504
+    torch.testing.assert_close(weight.grad.double(), wide.grad, rtol=2e-3, atol=0.5)

@@ -11,6 +11,7 @@ from core.layout import full_tensor
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.parallel.compose import parallelize
+from core.parallel.draws import replicated
 from core.parallel.pipeline.split import PipelinePlan
 from core.parallel.plan import Plan
 from core.parallel.tensor1d import colwise, rowwise
@@ -18,7 +19,7 @@ from core.precision import LossScale
 from core.runtime import start
 from core.train import TrainConfig, TrainState, fit
 
-PLAN: Plan = {"blocks.*.up": colwise, "blocks.*.down": rowwise}
+PLAN: Plan = {"blocks.*.up": colwise, "blocks.*.down": rowwise, "blocks.*.dropout": replicated}
 
 
 class Block(nn.Module):

@@ -157,9 +157,9 @@ COPYING = ("copy_", "_to_copy", "clone", "add_", "zero_", "zeros_like", "cat")
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_one_rank_takes_its_gradients_as_they_are(ranks, zero: Zero) -> None:
-    """16 additions in the second microbatch, and zeros where nothing was used; casts where the formats differ."""
-    assert ranks(1).run(copies_of_gradients, zero, "fp32") == [[0, 16, 1]]
-    assert ranks(1).run(copies_of_gradients, zero, "bf16") == [[16, 16, 1]]
+    """16 additions in the second microbatch, nothing for what was not used; casts where the formats differ."""
+    assert ranks(1).run(copies_of_gradients, zero, "fp32") == [[0, 16, 0]]
+    assert ranks(1).run(copies_of_gradients, zero, "bf16") == [[16, 16, 0]]
     first, second, _ = ranks(2).run(copies_of_gradients, zero, "fp32")[0]
     assert first == 16
     assert second >= 16  # and the zeros of what is sent
@@ -276,7 +276,7 @@ def special_parameters(zero: Zero) -> dict[str, Tensor]:
 def plain_special_parameters() -> dict[str, Tensor]:
     """The same by torch alone."""
     model = Tied().double()
-    decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p is not model.unused]
+    decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), foreach=False)
@@ -284,7 +284,7 @@ def plain_special_parameters() -> dict[str, Tensor]:
         model(torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad and n != "unused"}
+    found = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     return found | {"output": model(torch.ones(2, 3, dtype=torch.float64)).detach()}
 
 

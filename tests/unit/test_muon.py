@@ -7,7 +7,7 @@ from core.config import UserError
 from core.layout import Layout, tag
 from core.optim import muon
 from core.optim.build import OptimConfig, build_optimizer
-from core.optim.muon import orthogonalised
+from core.optim.muon import Muon, orthogonalised
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 13), (40, 7)])
@@ -72,3 +72,70 @@ def _refusal() -> str:
     except UserError:
         return "refused"
     return "accepted"
+
+
+def test_kernels_of_convolutions_are_matrices() -> None:
+    """And parameters that do not lie row after row in memory move as those that do."""
+    generator = torch.Generator().manual_seed(2)
+    kernel = torch.randn(6, 2, 3, 3, dtype=torch.float64, generator=generator)
+    grads = [torch.randn(6, 2, 3, 3, dtype=torch.float64, generator=generator) for _ in range(3)]
+    given = [
+        kernel.clone(),
+        kernel.clone(memory_format=torch.channels_last),
+        kernel.flatten(1).clone(),
+        kernel.flatten(1).t().clone().t(),
+    ]
+    optimizer = Muon([{"params": given, "orthogonalise": True}], lr=0.1)
+    for grad in grads:
+        for parameter in given:
+            parameter.grad = grad.reshape(parameter.shape)
+        given[1].grad = grad.clone(memory_format=torch.channels_last)
+        optimizer.step()
+    for parameter in given[1:]:
+        torch.testing.assert_close(parameter.reshape(kernel.shape), given[0], rtol=1e-12, atol=1e-12)
+    assert not torch.equal(given[0], kernel)
+
+
+@pytest.mark.parametrize("orthogonalise", [True, False])
+@pytest.mark.parametrize("transposed", ["parameter", "gradient", "both"])
+def test_what_is_transposed_in_memory_moves_alike(orthogonalise: bool, transposed: str) -> None:
+    value = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
+    plain, other = value.clone(), value.t().clone().t() if transposed != "gradient" else value.clone()
+    optimizer = Muon([{"params": [plain, other], "orthogonalise": orthogonalise}], lr=0.1)
+    for step in range(2):
+        plain.grad = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        other.grad = plain.grad.t().clone().t() if transposed != "parameter" else plain.grad.clone()
+        optimizer.step()
+    torch.testing.assert_close(other, plain)
+    assert not torch.equal(plain, value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ([torch.ones(3, 4)], "does not say orthogonalise"),
+        ([{"params": [torch.ones(3, 4)]}], "parameter group 0 does not say orthogonalise"),
+        ([{"params": [torch.ones(3, 4)], "orthogonalise": 1}], "does not say orthogonalise"),
+        ([{"params": [torch.ones(3)], "orthogonalise": True}], r"shape \[3\] is no matrix"),
+    ],
+)
+def test_groups_say_what_they_are(groups: list, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        Muon(groups, lr=0.1)
+
+
+def test_a_closure_is_called_and_complex_parameters_are_refused() -> None:
+    matrix = torch.ones(3, 4, requires_grad=True)
+    optimizer = Muon([{"params": [matrix], "orthogonalise": True}], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = matrix.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 12
+    assert not torch.equal(matrix, torch.ones(3, 4))
+    phase = torch.ones(3, 4, dtype=torch.complex64)
+    phase.grad = phase.clone()
+    with pytest.raises(UserError, match="no complex parameters"):
+        Muon([{"params": [phase], "orthogonalise": True}], lr=0.1).step()

@@ -239,3 +239,24 @@ def test_resuming_a_finished_run_leaves_its_record(tmp_path: Path, capsys: pytes
     assert (tmp_path / "summary.json").read_bytes() == before
     assert again["loss"] == summary["loss"]
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_each_group_keeps_its_own_learning_rate(tmp_path: Path) -> None:
+    """Under the schedule, and when the run goes on from a checkpoint."""
+    config = config_of(tmp_path, steps=4, checkpoint=CheckpointConfig(every=2))
+
+    def run(config: TrainConfig) -> list[float]:
+        with start("cpu", config.seed) as runtime:
+            state = build(config)
+            head = [m for n, m in state.data.masters.items() if n.startswith("head")]
+            body = [m for n, m in state.data.masters.items() if not n.startswith("head")]
+            optimizer = torch.optim.SGD([{"params": head, "lr": 1e-3}, {"params": body, "lr": 1e-5}])
+            fit(state.data, optimizer, Rows(), loss, config, runtime)
+            return [group["lr"] for group in optimizer.param_groups]
+
+    assert run(replace(config, stop_after=2)) == [1e-3, 1e-5]  # the end of the warm-up
+    last = run(replace(config, resume="auto"))
+    assert last[0] == pytest.approx(100 * last[1], rel=1e-12)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3, 0.55e-3])
+    assert [row["lr_1"] for row in rows] == pytest.approx([5e-6, 1e-5, 1e-5, 0.55e-5])

@@ -182,14 +182,21 @@ def microbatches(zero: Zero, mesh: MeshConfig) -> list[dict[str, tuple[int, int]
 BLOCK, HEAD = 4 * 3 * FP64, 6 * 3 * FP64  # padded to rows that divide
 ALL = 2 * BLOCK + HEAD
 EXACT = 2 * 9 * FP64 + 15 * FP64
+MARKS = 2 * 3  # bytes in which ranks tell of each of three parameters that they used it, and that they did not
 
 
 @pytest.mark.parametrize(
     ("zero", "reduction", "publish"),
     [
-        (0, {"all_reduce/dp_replicate": (1, EXACT)}, {}),
-        (1, {"reduce_scatter/dp_shard": (1, ALL)}, {"all_gather/dp_shard": (1, ALL)}),
-        (2, {"reduce_scatter/dp_shard": (1, ALL)}, {"all_gather/dp_shard": (1, ALL)}),
+        (0, {"all_reduce/dp_replicate": (2, EXACT + MARKS)}, {}),
+        *(
+            (
+                zero,
+                {"reduce_scatter/dp_shard": (1, ALL), "all_reduce/dp_shard": (1, MARKS)},
+                {"all_gather/dp_shard": (1, ALL)},
+            )
+            for zero in (1, 2)
+        ),
     ],
 )
 def test_nothing_is_sent_before_the_last_microbatch(ranks, zero: Zero, reduction: dict, publish: dict) -> None:
@@ -203,7 +210,7 @@ def test_zero_3_gathers_parameters_and_reduces_only_in_the_last_microbatch(ranks
     first, second, last, published = ranks(2).run(microbatches, 3, MeshConfig())[0]
     gathers = {"all_gather/dp_shard": (5, 2 * 2 * BLOCK + HEAD)}  # blocks forward and backward, the rest once
     assert first == second == gathers
-    assert last == gathers | {"reduce_scatter/dp_shard": (3, ALL)}
+    assert last == gathers | {"reduce_scatter/dp_shard": (3, ALL), "all_reduce/dp_shard": (1, MARKS)}
     assert published == {}
 
 

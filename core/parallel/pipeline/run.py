@@ -122,11 +122,24 @@ class Pipeline(ParallelModel):
 
     def reduce(self) -> None:
         self.inner.reduce()
+        used = self._shared_and_used()
         for name, (owner, *copies) in self._shared():
-            if self.rank in (owner, *copies):
-                gradient = self.inner.masters[name].grad
-                assert gradient is not None
-                self._sum_on_owner(gradient, owner, copies)
+            if name not in used or self.rank not in (owner, *copies):
+                continue
+            master = self.inner.masters[name]
+            if master.grad is None:  # other stages have used it, and this one has not
+                master.grad = torch.zeros_like(master)
+            self._sum_on_owner(master.grad, owner, copies)
+
+    def _shared_and_used(self) -> set[str]:
+        """Those of the shared parameters for which any stage has a gradient."""
+        names = sorted(self.stages.shared)
+        if not names:
+            return set()
+        own = [(m := self.inner.masters.get(name)) is not None and m.grad is not None for name in names]
+        marks = torch.tensor(own, dtype=torch.uint8).to(self.mesh.device_type)
+        dist.all_reduce(marks, dist.ReduceOp.MAX, group=self.group)
+        return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
 
     def _sum_on_owner(self, gradient: Tensor, owner: int, copies: list[int]) -> None:
         device = self.mesh.device_type  # gradients may lie on the host

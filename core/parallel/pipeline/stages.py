@@ -163,12 +163,12 @@ class Stages:
         """Parameters of other ranks' stages; and the buffers of modules that have lost their parameters."""
         for names in parameter_names(self.model):
             holders = list(dict.fromkeys(self.owners[self.stage_of(name)] for name in names))
+            if len(holders) > 1:
+                self.shared[names[0]] = holders
             if self.rank not in holders:
                 for name in names:
                     set_parameter(self.model, name, None)
                     self.model.get_submodule(name.rpartition(".")[0])._buffers.clear()
-            elif len(holders) > 1:
-                self.shared[names[0]] = holders
 
     def note_ends(self) -> None:
         """What a backward in two parts needs on the first and the last stage.
