@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import errno
 import gc
 import io
 import json
@@ -154,6 +155,20 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def in_one_line(error: BaseException) -> str | None:
+    """What a user is told of a mistake, of a path that cannot be used or of a full disk; None for all else."""
+    if isinstance(error, UserError):
+        return str(error)
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in _NO_ROOM):
+        return None
+    where = "" if error.filename is None else f"{error.filename}: "
+    advice = "free space, or choose another path" if error.errno in _NO_ROOM else "choose another path"
+    return f"{where}{error.strerror}; {advice}"
+
+
 def run_command(command: Callable[[list[str]], int | None], argv: list[str], speaks: bool = True) -> int:
     """Run a command; a UserError, or a path that cannot be used, becomes one line on stderr and exit code 2.
 
@@ -161,15 +176,12 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
     """
     try:
         return command(argv) or 0
-    except UserError as error:
-        if speaks:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.filename is None:
+    except (UserError, OSError) as error:
+        line = in_one_line(error)
+        if line is None:
             raise
         if speaks:
-            print(f"error: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
+            print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
