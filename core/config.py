@@ -16,6 +16,8 @@ import errno
 import gc
 import io
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 Config = TypeVar("Config")
+
+_WORD = 2**63
 
 
 class UserError(ValueError):
@@ -49,9 +53,11 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(type(config), default=config, args=options, prog=command)
+            given = tyro.cli(type(config), default=config, args=options, prog=command)
     except SystemExit:
         raise UserError(_one_line(complaint.getvalue(), command)) from None
+    _check_values(given, config)
+    return given
 
 
 def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:
@@ -88,6 +94,29 @@ def _check_names(options: list[str], config: Any, command: str) -> None:
                 f"{command} has no option {option.partition('=')[0]}{_nearest(name, names, '--')}; "
                 f"the options are --recipe {' '.join('--' + n for n in names)}"
             )
+
+
+def _check_values(config: Any, default: Any, prefix: str = "") -> None:
+    """Refuse what no option means: floats that are not finite, integers beyond 64 bits, devices that there are not."""
+    for item in dataclasses.fields(config):
+        name, value, usual = f"{prefix}{item.name}", getattr(config, item.name), getattr(default, item.name, None)
+        if dataclasses.is_dataclass(value):
+            _check_values(value, usual, f"{name}.")
+            continue
+        for one in value if isinstance(value, tuple | list) else (value,):
+            require_finite(name, one)
+            if isinstance(one, int) and not -_WORD <= one < _WORD:
+                raise UserError(f"{name}={one}; that is too large, give a number below 2^63")
+        if item.name == "seed" and value is not None and value < 0:
+            raise UserError(f"{name}={value}; give a number from 0 to below 2^63")
+        if item.name == "device" and value != usual and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
+            raise UserError(f"{name}={value}; the devices are cpu and cuda")
+
+
+def require_finite(name: str, value: Any) -> None:
+    """Raises UserError for a float that is infinite or not a number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name}={value}; give a finite number")
 
 
 def _nearest(name: str, known: Any, prefix: str = "") -> str:
@@ -180,7 +209,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
         line = in_one_line(error)
         if line is None:
             raise
-        if speaks:
+        if speaks and not getattr(error, "told", False):
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ A process that no launcher started is a process group of one rank: the same path
 
 import atexit
 import ctypes
+import logging
 import os
 import random
 import signal
@@ -25,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.config import UserError
+from core.config import UserError, in_one_line
 from core.mesh import MeshConfig, Zero, build_mesh
+from core.rank import end_with
 from core.watch import Watch
 
 
@@ -86,9 +88,12 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     An exception that leaves the block on one of several ranks is printed before the others notice, and ends them all
     within seconds (`core.watch`).
     """
+    if device is not None and device not in ("cpu", "cuda"):
+        raise UserError(f"device={device}; use cpu or cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, and torch sees no CUDA device; use --device cpu")
+    require_device(kind)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -117,6 +122,12 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
             dist.destroy_process_group()
 
 
+def require_device(name: str) -> None:
+    """Raises UserError for a CUDA device that torch does not see."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device={name}, and torch sees no CUDA device; use --device cpu")
+
+
 def join(kind: str, timeout_s: float = 1800.0) -> None:
     """Join the process group and stay in it until the process ends; one that exists already is used."""
     if not dist.is_initialized():
@@ -142,8 +153,15 @@ def _tell(watch: Watch, error: BaseException) -> None:
         return
     rank = dist.get_rank()
     first = watch.report(rank)
-    if isinstance(error, UserError | KeyboardInterrupt | SystemExit):
-        return  # told by whoever catches it
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return
+    line = in_one_line(error)
+    if line is not None:  # one rank tells it: rank 0 by who catches it, another here, where nobody would
+        if first == rank != 0:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        if first != 0:
+            error.told = True  # pyright: ignore[reportAttributeAccessIssue]
+        return
     if first == rank:
         print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
     else:
@@ -228,7 +246,8 @@ def device_bytes(device: str | None, num_local_ranks: int) -> int:
 def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     """Run `python -m module arguments` as `num_ranks` local ranks by torch's elastic launcher.  Returns the exit code.
 
-    The code is that of the rank that failed first; the others end within seconds (`core.watch`). SIGTERM and SIGINT go
+    The code is that of the rank that failed first; the others end within seconds (`core.watch`). They end with this
+    process, too, however it ends (`core.rank`). SIGTERM and SIGINT go
     on to the ranks, which get 30 s to save and leave; the code is then 128 + the signal's number, and the caller can
     look at what they left.
     """
@@ -237,6 +256,8 @@ def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # The ranks say what went wrong; that one of them ended with some code would be a second line.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -249,9 +270,11 @@ def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
         monitor_interval=0.2,
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        elastic_launch(config, sys.executable)("-u", "-m", "core.rank", str(os.getpid()), module, *arguments)
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
+        rank, first = error.get_first_failure()
+        if first.exitcode < 0:
+            print(f"rank {rank} was ended by signal {-first.exitcode}", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 1
     except SignalException as stop:
         return 128 + int(stop.sigval)
