@@ -88,8 +88,7 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     An exception that leaves the block on one of several ranks is printed before the others notice, and ends them all
     within seconds (`core.watch`).
     """
-    if device is not None and device not in ("cpu", "cuda"):
-        raise UserError(f"device={device}; use cpu or cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
+    require_kind(device)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(kind)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -120,6 +119,12 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     finally:
         if owned:
             dist.destroy_process_group()
+
+
+def require_kind(device: str | None) -> None:
+    """Raises UserError for what is no kind of device that ranks run on; which of a kind, their number says."""
+    if device not in (None, "cpu", "cuda"):
+        raise UserError(f"device={device}; use cpu or cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
 
 
 def require_device(name: str) -> None:

@@ -49,7 +49,7 @@ from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.run_folder import hold
-from core.runtime import Runtime, StopRequest, launch, seed_everything
+from core.runtime import Runtime, StopRequest, launch, require_kind, seed_everything
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -94,6 +94,7 @@ class TrainConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_kind(self.device)
         for name in ("steps", "stop_after", "microbatch"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -72,21 +72,24 @@ def _run(config: ServeConfig, sources: list[Source]) -> int:
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket at an address, on which nothing listens yet.  Raises UserError where that is taken or not ours."""
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port={port}; give one from 0 (any that is free) to 65535")
     listening = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         if listening is not None:
             listening.close()
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        if error.errno == errno.EADDRINUSE:
             raise UserError(
                 f"port {port} of {host} is in use; give another --port, or 0 for any that is free"
             ) from None
-        why = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-        raise UserError(f"cannot listen at port {port} of {host} ({why}); give another --host or --port") from None
+        raise UserError(
+            f"cannot listen at port {port} of {host} ({error.strerror}); give another --host or --port"
+        ) from None
     return listening
 
 

@@ -283,10 +283,10 @@ def test_damaged_folders(tmp_path: Path) -> None:
 
 def test_no_flipped_byte_is_accepted(tmp_path: Path) -> None:
     saved(tmp_path / "plain")
-    folder = quantize_folder(tmp_path / "plain", tmp_path / "q", "int4", **ALL, max_shard_bytes=1 << 14)
+    folder = quantize_folder(tmp_path / "plain", tmp_path / "q", "int4", **ALL, max_shard_bytes=1 << 16)
     files = sorted([*folder.glob("quantized*"), folder / "quantization.json"])
     assert len(files) > 3
-    for path, at, mask in flips(files, 40, seed=0):
+    for path, at, mask in flips(files, 16, seed=0):
         with flipped(path, at, mask), pytest.raises(UserError, match=re.escape(path.name)) as raised:
             load_quantized(folder)
         assert "\n" not in str(raised.value)
