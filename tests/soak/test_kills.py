@@ -12,10 +12,11 @@ from tests.support.outliving import alive
 
 NUM_KILLS = 40
 LIMIT_S = 5.0
-LATEST_S = 25.0
+LATEST_S = 12.0
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     options = ("pretrain", "--recipe", "debug", "--no-hf", "--data.cache", tmp_path / "corpora")
     llm(*options, "--steps", 1, "--out", tmp_path / "first")
