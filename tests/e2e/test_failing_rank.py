@@ -45,6 +45,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert len(alive(str(tmp_path))) >= 3
     launcher.kill()
-    launcher.communicate()
+    launcher.wait()
     time.sleep(5)
     assert not alive(str(tmp_path))

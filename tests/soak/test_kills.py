@@ -27,7 +27,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
         launcher = start("-m", "apps.llm", *options, *many)
         time.sleep(draw.uniform(0, LATEST_S))
         launcher.kill()
-        launcher.communicate()
+        launcher.wait()
         time.sleep(LIMIT_S)
         survivors += alive(str(out))
         if complete_steps(out / "checkpoints"):

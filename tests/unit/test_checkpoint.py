@@ -397,7 +397,7 @@ def test_no_flipped_byte_in_any_file_is_accepted(tmp_path, open_checkpointer):
     assert [file.name for file in files] == [
         ".metadata", "__0_0.distcp", "complete.json", "rank-00000.safetensors", "tensors.json",
     ]  # fmt: skip
-    drawn = list(flips(files, 60, seed=0))
+    drawn = list(flips(files, 100, seed=0))
     drawn += [(step / "complete.json", at, 1) for at in range((step / "complete.json").stat().st_size)]
     for path, at, mask in drawn:
         with flipped(path, at, mask), pytest.raises(UserError, match=f"cannot load step 1 .*{path.name}"):
