@@ -252,7 +252,7 @@ def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     """Run `python -m module arguments` as `num_ranks` local ranks by torch's elastic launcher.  Returns the exit code.
 
     The code is that of the rank that failed first; the others end within seconds (`core.watch`). They end with this
-    process, too, however it ends (`core.rank`). SIGTERM and SIGINT go on to the ranks, which get 30 s to save and leave;
+    process, too, however it ends (`core.rank`). SIGTERM and SIGINT go on to the ranks, which get 30 s to save and end;
     the code is then 128 + the signal's number, and the caller can look at what they left.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
