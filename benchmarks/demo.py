@@ -2,9 +2,11 @@
 
 import json
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from apps.llm.demo import OUT
 from apps.llm.demo import main as demo
-from apps.llm.recipes import demo as recipe
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
@@ -22,10 +24,13 @@ _UNITS = {
 
 
 def measure(options: Options) -> Measured:
-    code = demo(["--steps", "10"] if options.quick else [])
-    if code:
-        raise UserError(f"the demo ended with exit code {code}; no result")
-    summary, config = (json.loads((recipe().out / f"{n}.json").read_text()) for n in ("summary", "config"))
+    with TemporaryDirectory() as folder:  # what `make demo` left is not for a quick look to replace
+        out = Path(folder) / "demo" if options.quick else OUT
+        quick = ["--steps", "10", "--out", str(out), "--data.cache", str(OUT.parent / "corpora")]
+        code = demo(quick if options.quick else [])
+        if code:
+            raise UserError(f"the demo ended with exit code {code}; no result")
+        summary, config = (json.loads((out / f"{n}.json").read_text()) for n in ("summary", "config"))
     row = Row(
         {"recipe": "demo", "steps": summary["step"], "precision": config["precision"]},
         {name: Number(summary[name], unit) for name, unit in _UNITS.items()},

@@ -12,9 +12,12 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import errno
 import gc
 import io
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 Config = TypeVar("Config")
+
+_WORD = 2**63
 
 
 class UserError(ValueError):
@@ -51,6 +56,7 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
             found = tyro.cli(type(config), default=config, args=options, prog=command)
     except SystemExit:
         raise UserError(_one_line(complaint.getvalue(), command)) from None
+    _check_values(found, config)
     _refuse_unread(found, options, command)
     return found
 
@@ -122,6 +128,29 @@ def _check_names(options: list[str], config: Any, command: str) -> None:
             )
 
 
+def _check_values(config: Any, default: Any, prefix: str = "") -> None:
+    """Refuse what no option means: floats that are not finite, integers beyond 64 bits, devices that there are not."""
+    for item in dataclasses.fields(config):
+        name, value, usual = f"{prefix}{item.name}", getattr(config, item.name), getattr(default, item.name, None)
+        if dataclasses.is_dataclass(value):
+            _check_values(value, usual, f"{name}.")
+            continue
+        for one in value if isinstance(value, tuple | list) else (value,):
+            require_finite(name, one)
+            if isinstance(one, int) and not -_WORD <= one < _WORD:
+                raise UserError(f"{name}={one}; that is too large, give a number below 2^63")
+        if item.name == "seed" and value is not None and value < 0:
+            raise UserError(f"{name}={value}; give a number from 0 to below 2^63")
+        if item.name == "device" and value != usual and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
+            raise UserError(f"{name}={value}; the devices are cpu and cuda")
+
+
+def require_finite(name: str, value: Any) -> None:
+    """Raises UserError for a float that is infinite or not a number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name}={value}; give a finite number")
+
+
 def _nearest(name: str, known: Any, prefix: str = "") -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f", did you mean {prefix}{close[0]}?" if close else ""
@@ -187,6 +216,20 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def in_one_line(error: BaseException) -> str | None:
+    """What a user is told of a mistake, of a path that cannot be used or of a full disk; None for all else."""
+    if isinstance(error, UserError):
+        return str(error)
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in _NO_ROOM):
+        return None
+    where = "" if error.filename is None else f"{error.filename}: "
+    advice = "free space, or choose another path" if error.errno in _NO_ROOM else "choose another path"
+    return f"{where}{error.strerror}; {advice}"
+
+
 def run_command(command: Callable[[list[str]], int | None], argv: list[str], speaks: bool = True) -> int:
     """Run a command; a UserError, or a path that cannot be used, becomes one line on stderr and exit code 2.
 
@@ -194,15 +237,12 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
     """
     try:
         return command(argv) or 0
-    except UserError as error:
-        if speaks:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.filename is None:
+    except (UserError, OSError) as error:
+        line = in_one_line(error)
+        if line is None:
             raise
-        if speaks:
-            print(f"error: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
+        if speaks and not getattr(error, "told", False):
+            print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

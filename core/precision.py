@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from core.config import UserError
+
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 COMPUTE_DTYPE: dict[str, torch.dtype] = {
@@ -62,6 +64,13 @@ class LossScaleConfig:
     growth_interval: int = 1000
     """steps without overflow after which the scale doubles"""
     minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "minimum"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"loss_scale.{name}={getattr(self, name)}; give a positive number")
+        if self.growth_interval < 1:
+            raise UserError(f"loss_scale.growth_interval={self.growth_interval}; give a number of steps, at least 1")
 
 
 class LossScale:

@@ -6,6 +6,7 @@ A process that no launcher started is a process group of one rank: the same path
 
 import atexit
 import ctypes
+import logging
 import os
 import random
 import signal
@@ -26,9 +27,10 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.config import UserError
+from core.config import UserError, in_one_line
 from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
+from core.rank import end_with
 from core.watch import Watch
 
 
@@ -88,9 +90,11 @@ def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -
     An exception that leaves the block on one of several ranks is printed before the others notice, and ends them all
     within seconds (`core.watch`).
     """
+    require_kind(device)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, and torch sees no CUDA device; use --device cpu")
+    require_device(kind)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -142,6 +146,18 @@ def pretended(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def require_kind(device: str | None) -> None:
+    """Raises UserError for what is no kind of device that ranks run on; which of a kind, their number says."""
+    if device not in (None, "cpu", "cuda"):
+        raise UserError(f"device={device}; use cpu or cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
+
+
+def require_device(name: str) -> None:
+    """Raises UserError for a CUDA device that torch does not see."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device={name}, and torch sees no CUDA device; use --device cpu")
+
+
 def join(kind: str, timeout_s: float = 1800.0) -> None:
     """Join the process group and stay in it until the process ends; one that exists already is used."""
     if not dist.is_initialized():
@@ -178,8 +194,15 @@ def _tell(watch: Watch, error: BaseException) -> None:
         return
     rank = dist.get_rank()
     first = watch.report(rank)
-    if isinstance(error, UserError | KeyboardInterrupt | SystemExit):
-        return  # told by whoever catches it
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return
+    line = in_one_line(error)
+    if line is not None:  # one rank tells it: rank 0 by who catches it, another here, where nobody would
+        if first == rank != 0:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        if first != 0:
+            error.told = True  # pyright: ignore[reportAttributeAccessIssue]
+        return
     if first == rank:
         print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
     else:
@@ -264,15 +287,17 @@ def device_bytes(device: str | None, num_local_ranks: int) -> int:
 def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     """Run `python -m module arguments` as `num_ranks` local ranks by torch's elastic launcher.  Returns the exit code.
 
-    The code is that of the rank that failed first; the others end within seconds (`core.watch`). SIGTERM and SIGINT go
-    on to the ranks, which get 30 s to save and leave; the code is then 128 + the signal's number, and the caller can
-    look at what they left.
+    The code is that of the rank that failed first; the others end within seconds (`core.watch`). They end with this
+    process, too, however it ends (`core.rank`). SIGTERM and SIGINT go on to the ranks, which get 30 s to save and end;
+    the code is then 128 + the signal's number, and the caller can look at what they left.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # The ranks say what went wrong; that one of them ended with some code would be a second line.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -285,9 +310,11 @@ def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
         monitor_interval=0.2,
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        elastic_launch(config, sys.executable)("-u", "-m", "core.rank", str(os.getpid()), module, *arguments)
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
+        rank, first = error.get_first_failure()
+        if first.exitcode < 0:
+            print(f"rank {rank} was ended by signal {-first.exitcode}", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 1
     except SignalException as stop:
         return 128 + int(stop.sigval)

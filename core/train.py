@@ -15,6 +15,7 @@ SIGTERM on any rank lets all ranks finish the step, save, and return.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,8 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
 from core.comm.volume import Volume, count_volume
-from core.config import UserError, as_json
+from core.config import UserError, as_json, in_one_line
 from core.data import Batches, Prefetch
+from core.files import replace_file
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
 from core.mesh import MeshConfig, data_axis, gradient_axis, pipeline_ranks
@@ -47,7 +49,8 @@ from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
 from core.precision import LossScale, LossScaleConfig, compute_dtype
-from core.runtime import Runtime, StopRequest, launch, seed_everything, watch_steps
+from core.run_folder import hold
+from core.runtime import Runtime, StopRequest, launch, require_kind, seed_everything, watch_steps
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -94,6 +97,7 @@ class TrainConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_kind(self.device)
         for name in ("steps", "stop_after", "microbatch"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -229,6 +233,7 @@ def fit(
             if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
                 row |= _evaluated(data, evaluate)
             log.write(row)
+            _require_finite(state.loss, step, config)
             progress.update(row)
             if config.checkpoint.every and step % config.checkpoint.every == 0 and step < last:
                 state.save(checkpointer, step)
@@ -242,6 +247,15 @@ def fit(
         log.summarise(summary)
         progress.close()
         return summary
+
+
+def _require_finite(loss: float, step: int, config: TrainConfig) -> None:
+    """Raises UserError for a loss from which no training goes on: no update of such weights makes it finite again."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss is {loss} at step {step}; lower optim.lr (now {config.optim.lr:g}), warm up for longer "
+            f"(optim.schedule), or lower optim.clip_norm (now {config.optim.clip_norm})"
+        )
 
 
 def train_step(
@@ -528,15 +542,32 @@ def checkpoint_path(path: Path) -> Path:
     return path
 
 
-def write_config(config: TrainConfig, runtime: Runtime) -> None:
+@contextmanager
+def open_run(config: TrainConfig, runtime: Runtime) -> Iterator[None]:
+    """The run's folder is this run's for the length of the block; config.json tells what produces it.
+
+    Raises UserError, alike on every rank, where another run holds the folder or it cannot be written.
+    """
+    with ExitStack() as stack:
+        said = None
+        if runtime.leads:
+            try:
+                stack.enter_context(hold(config.out))
+                _write_config(config)
+            except (UserError, OSError) as error:
+                said = in_one_line(error)
+                if said is None:
+                    raise
+        if (refused := _agreed(said)) is not None:
+            raise UserError(refused)
+        yield
+
+
+def _write_config(config: TrainConfig) -> None:
     """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
-    path = config.out / "config.json"
-    if not runtime.leads or (config.resume is None and complete_steps(config.out / "checkpoints")):
+    if config.resume is None and complete_steps(config.out / "checkpoints"):
         return  # a folder that holds a run is refused by `fit`, with its config as it was
-    config.out.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(as_json(config), indent=2) + "\n")
-    aside.replace(path)
+    replace_file(config.out / "config.json", json.dumps(as_json(config), indent=2).encode() + b"\n")
 
 
 def launch_run(out: Path, nproc: int, package: str, arguments: list[str]) -> int:
@@ -545,11 +576,17 @@ def launch_run(out: Path, nproc: int, package: str, arguments: list[str]) -> int
     A run that SIGTERM stopped and that saved, as the summary in `out` says, has done what it was asked.
     """
     summary = out / "summary.json"
-    summary.unlink(missing_ok=True)
+    before = _identity(summary)
     code = launch(nproc, package, arguments)
-    if code == 128 + 15 and summary.exists() and json.loads(summary.read_text())["status"] == "stopped":
+    saved = _identity(summary) != before  # by this run: an earlier one's summary stays, whatever becomes of this one
+    if code == 128 + 15 and saved and json.loads(summary.read_text())["status"] == "stopped":
         return 0
     return code
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Changes whenever a file is replaced."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
 
 def _run_log(config: TrainConfig, runtime: Runtime, first: int | None) -> RunLog:

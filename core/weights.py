@@ -3,6 +3,7 @@
 Reading: `Weights(folder)` maps names to tensors that are views of the mapped files, so a slice reads only its pages.
 Safetensors first; `pytorch_model.bin` without code execution (`weights_only`).
 Writing: `save_weights` cuts a stream of tensors into shards, writes each aside and renames them when all are complete.
+`write_safetensors` writes one file, and says by an OSError what the disk answered.
 The layout of the folder is Hugging Face's: model.safetensors, or model-0000i-of-0000n.safetensors and an index.
 
 Training state (optimizer, shards of a mesh) is `core.checkpoint`'s.
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.config import UserError
+from core.files import replace_file
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 
@@ -159,10 +161,15 @@ def save_weights(
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     total_bytes = 0
-    for shard in _cut(tensors, max_shard_bytes):
-        save_file(shard, _aside(folder, len(shards)), metadata={"format": "pt"})
-        shards.append(list(shard))
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    try:
+        for shard in _cut(tensors, max_shard_bytes):
+            write_safetensors(shard, _aside(folder, len(shards)))
+            shards.append(list(shard))
+            total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    except BaseException:
+        for i in range(len(shards) + 1):
+            _aside(folder, i).unlink(missing_ok=True)
+        raise
     count = len(shards)
     names = (
         [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -179,11 +186,19 @@ def save_weights(
         write_json(index, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """One file of contiguous tensors; not aside.  Raises OSError with its name where the disk refuses or is full."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"} | dict(metadata or {}))
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write aside, then rename: the file is never half there."""
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    replace_file(path, json.dumps(value, indent=2).encode() + b"\n")
 
 
 def _aside(folder: Path, index: int) -> Path:

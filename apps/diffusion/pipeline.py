@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers import __version__ as diffusers_version
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from apps.diffusion.noise import Prediction, ScheduleConfig
 from core.config import UserError
 from core.quant import Architecture, QuantizedWeight, is_quantized, load_quantized, save_quantized
-from core.weights import Weights, read_json, write_json
+from core.weights import Weights, read_json, write_json, write_safetensors
 
 TEXT_PREFIX = "text_model."
 INDEX = "model_index.json"
@@ -395,7 +394,7 @@ def _save_module(component: str, module: nn.Module, folder: Path, dtype: torch.d
     else:
         prefix = TEXT_PREFIX if component == "text_encoder" else ""
         tensors = {f"{prefix}{name}": tensor for name, tensor in stored_state(module, dtype).items()}
-        save_file(tensors, folder / f"{_STEMS[component]}.safetensors", metadata={"format": "pt"})
+        write_safetensors(tensors, folder / f"{_STEMS[component]}.safetensors")
     if component == "text_encoder":
         # transformers 5 loads what the file holds, diffusers fp32: one word makes a plain load of both agree.
         written = {"architectures": ["CLIPTextModel"], "dtype": "float32"}

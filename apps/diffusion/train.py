@@ -39,7 +39,7 @@ from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.precision import compute_dtype
 from core.runtime import launched, leads, start
-from core.train import checkpoint_path, fit, launch_run, write_config
+from core.train import checkpoint_path, fit, launch_run, open_run
 
 
 def run(command: str, config: DiffusionConfig, argv: list[str]) -> int:
@@ -57,12 +57,11 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     pipeline = starting_pipeline(config)
     schedule, model = NoiseSchedule(pipeline.schedule), denoiser(config, pipeline)
-    with start(config.device, config.seed) as runtime:
+    with start(config.device, config.seed) as runtime, open_run(config, runtime):
         mesh = runtime.mesh(config.mesh, config.zero)
         if isinstance(config, FinetuneConfig) and config.has_prior:
             draw_class_images(config, partial(load_weights, config), runtime)
         batches, heldout = prepare(config, pipeline, runtime)
-        write_config(config, runtime)
         data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
         optimizer = build_optimizer(config.optim, data.masters)
         host = "cpu" if config.average_on_host else None

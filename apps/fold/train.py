@@ -31,7 +31,7 @@ from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.precision import compute_dtype
 from core.runtime import Runtime, launched, require_compiler, start
-from core.train import checkpoint_path, fit, launch_run, write_config
+from core.train import checkpoint_path, fit, launch_run, open_run
 
 
 def main(argv: list[str]) -> int:
@@ -48,12 +48,11 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     of_weights, values = (None, None) if config.weights is None else read_alphafold(config.weights)
     model = model_config(config, of_weights)
-    with start(config.device, config.seed) as runtime:
+    with start(config.device, config.seed) as runtime, open_run(config, runtime):
         if config.compile:
             require_compiler(runtime.device)
         mesh = runtime.mesh(config.mesh, config.zero)
         chains, heldout = _datasets(config, runtime)
-        write_config(config, runtime)
         with torch.device("meta"):
             network = AlphaFold(model)
         if config.learns == "confidence":

@@ -3,6 +3,8 @@
 The same command as anybody's, `llm pretrain --recipe demo`, one rank a core; then the held-out bits per byte beside
 gzip and xz on the same bytes, and a sample that the Hugging Face folder writes through `transformers`.
 
+The folder is runs/demo, or --out. What an earlier demo left there is replaced; a folder with anything else is refused.
+
 Machines differ tenfold, and the demo is to take minutes on each. So it computes in bf16 only where that
 is faster, and a short trial says how many of the recipe's steps fit.
 """
@@ -18,15 +20,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from apps.llm.config import PretrainConfig
 from apps.llm.corpus import heldout_bytes
 from apps.llm.generate import GenerateConfig, write
 from apps.llm.model import find_model
 from apps.llm.pretrain import main as pretrain
-from apps.llm.recipes import demo
-from core.config import UserError, run_command
+from apps.llm.recipes import RECIPES, demo
+from core.config import UserError, parse, run_command
 from core.metrics import compression_baselines
 from core.precision import Precision, bf16_units
+from core.run_folder import made_anew
 
+OUT = Path("runs/demo")
 PROMPT = "def read_lines(path):\n"
 MINUTES = 4.5
 TRIAL_STEPS = 5
@@ -35,14 +40,23 @@ EVALUATION_STEPS = 30
 
 
 def main(argv: list[str]) -> int:
-    config = demo()
-    if config.out.exists():
-        shutil.rmtree(config.out)  # the demo always shows a run from scratch
+    given = ["--recipe", "demo", "--out", str(OUT)]
+    config = parse(RECIPES, [*given, *argv], "python -m apps.llm.demo", default="demo")
+    if not config.hf or config.stop_after or not config.data.heldout_fraction:
+        raise UserError(
+            "the demo shows held-out bits per byte and a sample from the Hugging Face folder of a whole run; leave out "
+            "--no-hf, --stop-after and --data.heldout_fraction 0, or use llm pretrain --recipe demo"
+        )
+    with made_anew(config.out):  # the demo always shows a run from scratch
+        return trained_and_shown(config, given, argv)
+
+
+def trained_and_shown(config: PretrainConfig, given: list[str], argv: list[str]) -> int:
     ranks, precision = num_ranks(config.data.global_batch), fastest_precision()
-    options = ["--recipe", "demo", "--precision", precision, "--nproc", str(ranks)]
-    if not any(argument.partition("=")[0] == "--steps" for argument in argv):
-        options += ["--steps", str(trial(options))]
-    code = pretrain([*options, *argv])
+    options = [*given, "--precision", precision, "--nproc", str(ranks), *argv]
+    if not any(argument.partition("=")[0] in ("--steps", "steps") for argument in argv):
+        options += ["--steps", str(trial(config, options))]
+    code = pretrain(options)
     if code:
         return code
     baselines = compression_baselines(heldout_bytes(config.data))
@@ -67,12 +81,12 @@ def fastest_precision() -> Precision:
     return demo().precision if bf16_units(device) else "fp32"
 
 
-def trial(options: list[str]) -> int:
+def trial(config: PretrainConfig, options: list[str]) -> int:
     """Prepare the corpus, run a few steps, and say how many to take in earnest."""
-    config, begin = demo(), time.perf_counter()
+    begin = time.perf_counter()
     folder = config.out / "trial"
     print("a few steps, to see how many fit into the minutes:")
-    there = ["--out", str(folder), "--data.cache", str(config.out.parent / "corpora")]
+    there = ["--out", str(folder), "--data.cache", config.data.cache or str(config.out.parent / "corpora")]
     if pretrain([*options, "--stop-after", str(TRIAL_STEPS), *there]):
         raise UserError("the demo's trial did not end well; what its ranks said stands above")
     summary = json.loads((folder / "summary.json").read_text())

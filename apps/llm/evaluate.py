@@ -14,6 +14,7 @@ from core.config import UserError, parse
 from core.data import EvalBatches, RampConfig
 from core.metrics import bits_per_byte
 from core.precision import Precision, compute_dtype
+from core.runtime import require_device
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Every token of the split is predicted once, from at most sequence_length tokens before it."""
+    require_device(config.device)
     source = find_model(config.model)
     model = source.load(compute_dtype(config.precision), config.device)
     tokenizer = config.data.tokenizer if config.data.tokenizer != "bpe" else str(source.tokenizer_folder)

@@ -13,6 +13,7 @@ from core.config import UserError, parse
 from core.models import generate
 from core.models.decoder import Decoder
 from core.precision import Precision, compute_dtype
+from core.runtime import require_device
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class GenerateConfig:
 
 def main(argv: list[str]) -> int:
     config = parse({"default": GenerateConfig}, argv, "llm generate", default="default")
+    require_device(config.device)
     source = find_model(config.model)
     model = source.load(compute_dtype(config.precision), config.device)
     tokenizer = source.tokenizer()

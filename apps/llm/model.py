@@ -15,6 +15,7 @@ from core.layout import detached
 from core.models import load_config, load_pretrained, load_weights
 from core.models.decoder import Decoder, DecoderConfig, RopeScaling
 from core.nn.routing import MoEConfig
+from core.quant import is_quantized
 from core.train import checkpoint_path
 
 
@@ -71,7 +72,12 @@ def find_model(folder: Path) -> Source:
         raise UserError(f"{folder} holds no config.json; give a Hugging Face folder or a run folder") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); give a Hugging Face folder or a run folder") from None
-    if "model_type" in described:
+    if is_quantized(folder):
+        raise UserError(
+            f"{folder} is quantized, and llm computes with plain weights; give the folder that it was made from, or "
+            f"serve it: serve --model {folder}"
+        )
+    if isinstance(described, dict) and "model_type" in described:
         return Source(folder, load_config(folder), is_run=False)
     return Source(folder, _decoder_config(described, path), is_run=True)
 

@@ -31,7 +31,7 @@ from core.parallel.compose import parallelize
 from core.parallel.pipeline.split import Costs
 from core.precision import compute_dtype
 from core.runtime import Runtime, device_bytes, launched, leads, ranks_of, start
-from core.train import fit, launch_run, write_config
+from core.train import fit, launch_run, open_run
 
 
 def main(argv: list[str]) -> int:
@@ -60,9 +60,8 @@ def run(command: str, config: PretrainConfig, argv: list[str], materialise: Call
 
 def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Module], None]) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
-    with start(config.device, config.seed) as runtime:
+    with start(config.device, config.seed) as runtime, open_run(config, runtime):
         mesh = runtime.mesh(config.mesh, config.zero)
-        write_config(config, runtime)
         with torch.device("meta"):
             model = Decoder(config.model)
         if config.kernels:

@@ -38,6 +38,8 @@ def find_source(folder: Path) -> Source:
     is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
     if not folder.is_dir():
         raise UserError(f"no folder {folder}; give a Hugging Face folder, or a run folder of llm pretrain")
+    if (folder / "checkpoints").is_dir() and not is_run and not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} is a run without a folder to serve, hf; make it: llm export --run {folder}")
     name = folder.resolve().name if folder.resolve().name != "hf" else folder.resolve().parent.name
     folder = inside if is_run else folder
     return Source(folder, name, load_config(folder))
@@ -186,4 +188,10 @@ def check_vocabulary(source: Source, text: Text) -> None:
         raise UserError(
             f"{source.folder}: the tokenizer has {text.vocab_size} tokens, the model {source.config.vocab_size}; "
             "they do not belong together"
+        )
+    outside = sorted(one for one in text.end_ids if not 0 <= one < source.config.vocab_size)
+    if outside:
+        raise UserError(
+            f"{source.folder}: eos_token_id is {outside[0]}, and the model's vocabulary has {source.config.vocab_size} "
+            "tokens, so no text would end; correct generation_config.json or config.json"
         )

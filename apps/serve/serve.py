@@ -1,8 +1,10 @@
 """`serve --model DIR …`: load models, listen, and leave in order when told to."""
 
 import asyncio
+import errno
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +55,7 @@ def _sources(config: ServeConfig) -> list[Source]:
 def _run(config: ServeConfig, sources: list[Source]) -> int:
     with start(config.device) as runtime, torch.no_grad():
         axis = runtime.mesh(MeshConfig(tp=config.tp))["tp"]
+        listening = bind(config.host, config.port) if runtime.leads else None  # refused before minutes are spent
         metrics, device = Metrics(), str(runtime.device)
         engines = build_engines(sources, config.engine, device, axis, config.scheme())
         if not runtime.leads:
@@ -62,16 +65,37 @@ def _run(config: ServeConfig, sources: list[Source]) -> int:
                 engine.runner.follow()
             return 0
         loops = {name: EngineLoop(name, engine, config.max_queue, metrics) for name, engine in engines.items()}
-        return asyncio.run(listen(Server(loops, config, metrics)))
+        assert listening is not None
+        return asyncio.run(listen(Server(loops, config, metrics), listening))
 
 
-async def listen(server: Server) -> int:
-    """Serve until SIGTERM or SIGINT, then finish what is under way."""
-    http = server.config
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, on which nothing listens yet.  Raises UserError where that is taken or not ours."""
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port={port}; give one from 0 (any that is free) to 65535")
+    listening = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        if listening is not None:
+            listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"port {port} of {host} is in use; give another --port, or 0 for any that is free"
+            ) from None
+        raise UserError(
+            f"cannot listen at port {port} of {host} ({error.strerror}); give another --host or --port"
+        ) from None
+    return listening
+
+
+async def listen(server: Server, listening: socket.socket) -> int:
+    """Serve at a bound socket until SIGTERM or SIGINT, then finish what is under way."""
     config = uvicorn.Config(
         build_app(server),
-        host=http.host,
-        port=http.port,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,
@@ -80,7 +104,7 @@ async def listen(server: Server) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    serving = asyncio.ensure_future(listener.serve())
+    serving = asyncio.ensure_future(listener.serve(sockets=[listening]))
     while not listener.started and not serving.done():
         await asyncio.sleep(0.01)
     if serving.done():

@@ -4,7 +4,6 @@ Prompts are tokenized as `transformers` does, special tokens and all. Nothing is
 folder is run (chat templates are Jinja in a sandbox).
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from apps.serve.detokenize import Detokenizer
 from core.config import UserError, importing
+from core.weights import read_json
 
 Message = dict[str, str]
 
@@ -125,11 +125,14 @@ def load_text(folder: Path) -> Text:
 
 
 def _end_ids(folder: Path) -> set[int]:
-    """eos_token_id of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            found = json.loads(path.read_text()).get("eos_token_id")
-            if found is not None:
-                return set(found) if isinstance(found, list) else {found}
+    """eos_token_id of generation_config.json, else of config.json.  Raises UserError for what is no such file."""
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if not path.is_file():
+            continue
+        found = read_json(path).get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+                raise UserError(f"{path}: eos_token_id is {found!r}; give a token's number, or a list of some")
+            return set(ids)
     return set()

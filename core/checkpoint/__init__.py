@@ -2,6 +2,7 @@
 
     checkpointer.py   `Checkpointer`: save (asynchronously, atomically, keeping the last n) and load
     shards.py         what PyTorch's Distributed Checkpoint (DCP) is told: this rank's box of each tensor, written once
+    tensor_file.py    a rank's file of tensors, each with a checksum
     stored.py         a complete checkpoint on disk: its files, reading it, refusing what is foreign or damaged
     rng.py            the state of every random generator of this process, as data
 

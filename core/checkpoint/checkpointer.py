@@ -18,7 +18,6 @@ A load asks nothing of the mesh that saved: each rank reads, of every stored chu
 This does not copy to remote storage, and does not hold a checkpoint in the memory of a peer.
 """
 
-import itertools
 import json
 import re
 import shutil
@@ -33,8 +32,10 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,7 @@ from core.checkpoint.shards import LoadPlanner, SavePlanner, Shard, Staging
 from core.checkpoint.stored import (
     COMPLETE,
     FORMAT,
+    METADATA,
     TENSORS,
     Stored,
     complete_steps,
@@ -50,11 +52,13 @@ from core.checkpoint.stored import (
     inspect,
     rank_file,
     require_names,
-    sync_folder,
+    shard_file,
+    tell_of_format,
     tensors_json,
-    write_file,
 )
+from core.checkpoint.tensor_file import Chunk, write_chunks
 from core.config import UserError
+from core.files import crc32, naming, signed, stamp, sync_folder, write_file
 from core.mesh import host_group
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
@@ -86,8 +90,16 @@ class _Save:
     folder: Path
     planner: SavePlanner
     plan: SavePlan
-    record: bytes
+    record: dict[str, Any]
     rank_values: bytes
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has put on the disk: where its chunks lie, and sizes and checksums of its other files."""
+
+    chunks: dict[MetadataIndex, Chunk]
+    files: dict[str, dict[str, Any]]
 
 
 class _Load:
@@ -100,15 +112,17 @@ class _Load:
     def __init__(self, path: Path, shards: dict[str, Shard], under: str) -> None:
         self.path, self.shards, self.under = path, shards, under
 
-    def check(self) -> set[str]:
-        """Open, and plan what this rank reads.  Returns the names that it asks for."""
+    def check(self, rank: int, num_ranks: int) -> set[str]:
+        """Open, compare this rank's share of the files, and plan what it reads.  Returns the names that it asks for."""
         self.stored = inspect(self.path)
+        self.stored.check_files(rank, num_ranks)
         require_names(self.path, missing=self.shards.keys() - self.stored.tensors.keys())
         self.planner = self.stored.plan(self.shards)
         return set(self.shards)
 
     def check_all(self, names: list[set[str]]) -> None:
         """On the coordinator: every stored name is asked for by some rank (pipeline stages hold different names)."""
+        tell_of_format(self.stored)
         stored = {name for name in self.stored.tensors if name.startswith(self.under)}
         require_names(self.path, unexpected=stored.difference(*names))
 
@@ -177,14 +191,14 @@ class Checkpointer:
             "mesh": self._mesh,
             "values": values,
         }
-        texts = json.dumps(record, indent=1).encode(), encode_rank_values(rank_values)
+        record, texts = json.loads(json.dumps(record)), encode_rank_values(rank_values)  # both may change from now on
         shards = {name: Shard(tensor) for name, tensor in tensors.items()}
         planner = SavePlanner(shards)
         with _one_error(f"cannot save step {step} in {self.folder}"):
             folder, plan = self._ranks.reduce_scatter(
                 "plan", planner.create_local_plan, lambda plans: self._plan_all(step, planner, plans)
             )
-        save = _Save(step, folder, planner, plan, *texts)
+        save = _Save(step, folder, planner, plan, record, texts)
         if self.config.asynchronous:
             self._staging.copy((item.index.fqn, shards[item.index.fqn]) for item in plan.items)
             self._running = self._thread.submit(self._write, save)
@@ -209,7 +223,8 @@ class Checkpointer:
         with _one_error(f"cannot load from {self.folder}"):
             path = self._ranks.broadcast("find", lambda: self._find(at))
             load = _Load(path, {name: Shard(tensor) for name, tensor in tensors.items()}, under)
-            self._ranks.all_reduce("check", load.check, load.check_all)
+            rank, num_ranks = self._ranks.get_rank(), self._ranks.get_world_size()
+            self._ranks.all_reduce("check", lambda: load.check(rank, num_ranks), load.check_all)
             self._ranks.all_reduce("read", lambda: load.read(self._ranks, self._mesh), lambda _: None)
         return load.stored.step, load.stored.values, load.rank_values
 
@@ -250,7 +265,7 @@ class Checkpointer:
         folder = self.folder / f"step-{step:08d}.tmp-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
         global_plans, _ = planner.create_global_plan(plans)
-        return [(folder, plan) for plan in FileSystemWriter(folder).prepare_global_plan(global_plans)]
+        return [(folder, plan) for plan in global_plans]
 
     def _write(self, save: _Save) -> None:
         with _one_error(f"cannot save step {save.step} in {self.folder}"):
@@ -258,21 +273,24 @@ class Checkpointer:
                 "write", lambda: self._write_mine(save), lambda results: self._complete(save, results)
             )
 
-    def _write_mine(self, save: _Save) -> list[WriteResult]:
+    def _write_mine(self, save: _Save) -> _Written:
         """This rank's files, on the disk when this returns."""
-        write_file(save.folder / rank_file(self._ranks.get_rank()), save.rank_values)
-        # per_thread_copy_ahead=0: what is staged lies on the CPU, and DCP must not touch CUDA streams from a thread.
-        writer = FileSystemWriter(save.folder, sync_files=True, per_thread_copy_ahead=0)
-        writer.set_up_storage_writer(self._ranks.is_coordinator)
-        return writer.write_data(save.plan, save.planner).wait()
+        rank, content = self._ranks.get_rank(), save.rank_values
+        write_file(save.folder / rank_file(rank), content)
+        files = {rank_file(rank): {"bytes": len(content), "crc32": crc32(content)}}
+        # What is staged lies on the CPU, so that no CUDA stream is touched from a thread.
+        tensors = ((item.index, save.planner.lookup_object(item.index)) for item in save.plan.items)
+        chunks = write_chunks(save.folder / shard_file(rank), tensors) if save.plan.items else {}
+        return _Written(chunks, files)
 
-    def _complete(self, save: _Save, results: list[list[WriteResult]]) -> None:
+    def _complete(self, save: _Save, written: list[_Written]) -> None:
         """On the coordinator, when every rank has written: note it, give the folder its name, remove the oldest."""
-        metadata = save.planner.metadata
-        FileSystemWriter(save.folder, sync_files=True).finish(metadata, results)
-        written = itertools.chain.from_iterable(results)
-        write_file(save.folder / TENSORS, json.dumps(tensors_json(metadata, written)).encode())
-        write_file(save.folder / COMPLETE, save.record)
+        metadata, chunks = save.planner.metadata, {i: c for one in written for i, c in one.chunks.items()}
+        files = {name: noted for one in written for name, noted in one.files.items()}
+        write_file(save.folder / TENSORS, json.dumps(tensors_json(metadata, chunks)).encode())
+        _write_metadata(save.folder, metadata, chunks)
+        files |= {name: stamp(save.folder / name) for name in (TENSORS, METADATA)}
+        write_file(save.folder / COMPLETE, signed(save.record | {"files": files}))
         sync_folder(save.folder)
         final = self.folder / f"step-{save.step:08d}"
         if final.exists():
@@ -288,11 +306,21 @@ class Checkpointer:
         """
         complete = complete_steps(self.folder)
         others = [step for step in complete if step != saved]
-        kept = {complete[step] for step in (saved, *others[len(others) - self.config.keep + 1 :])}
+        kept = {complete[step] for step in (saved, *others[max(0, len(others) - self.config.keep + 1) :])}
         replaced = set(self.folder.glob("step-*.replaced-*"))
         for path in (replaced | set(complete.values())) - kept:
             leftover = path.rename(self.folder / f"{path.name.split('.')[0]}.tmp-{uuid.uuid4().hex[:8]}")
             shutil.rmtree(leftover, ignore_errors=True)  # what cannot be removed now is a leftover for the next save
+
+
+def _write_metadata(folder: Path, metadata: Metadata, chunks: dict[MetadataIndex, Chunk]) -> None:
+    """torch's own index of the folder, for its tools."""
+    results = [
+        WriteResult(index, chunk.num_bytes, _StorageInfo(chunk.file, chunk.first_byte, chunk.num_bytes))
+        for index, chunk in chunks.items()
+    ]
+    with naming(folder / METADATA):
+        FileSystemWriter(folder, sync_files=True).finish(metadata, [results])
 
 
 @contextmanager

@@ -88,6 +88,10 @@ class DecoderConfig:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.norm_eps < float("inf"):
+            raise UserError(f"norm_eps is {self.norm_eps}; give a small number that is not negative, such as 1e-5")
+        if not 0 < self.rope_theta < float("inf"):
+            raise UserError(f"rope_theta is {self.rope_theta}; give a positive number, such as 10000")
         if self.dim % self.num_heads:
             raise UserError(f"{self.num_heads} heads do not divide dim {self.dim}; change one of them")
         if self.num_heads % self.kv_heads:

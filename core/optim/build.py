@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from core.config import UserError
+from core.config import UserError, require_finite
 from core.layout import layout_of
 from core.optim.adafactor import Adafactor, Convention, MomentumFormat
 from core.optim.adamw8bit import AdamW8bit
@@ -98,6 +98,8 @@ class OptimConfig:
                     f"optim.name={self.name} has no option {item.name}={value}; its options are "
                     f"{', '.join(('lr', *own))}; leave it out, or give --optim.{item.name} None"
                 )
+            for value in (self.betas or ()) if item.name == "betas" else (getattr(self, item.name),):
+                require_finite(f"optim.{item.name}", value)
         options = self.options()
         betas, momentum, decay = (
             options.get("betas", ()),

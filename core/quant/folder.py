@@ -2,10 +2,13 @@
 
     quantized.safetensors   (or shards with an index) plain tensors under their names; NAME.codes, NAME.scale,
                             NAME.zero and NAME.gain for a quantized weight NAME
-    quantization.json       format, and scheme, shape and dtype of each quantized weight; written last
+    quantization.json       format, scheme, shape and dtype of each quantized weight, size and checksum of each file of
+                            tensors, and its own checksum; written last
     config.json, …          as they were beside the checkpoint
 
-The files of weights are not called model.*, so that nobody takes them for a checkpoint of plain weights.
+The files of weights are not called model.*, so that nobody takes them for a checkpoint of plain weights. Loading
+compares them with their checksums, which reads them once from the disk; what is mapped then lies in the page cache.
+Folders of format 1, which have no checksums, are read with a line that says so.
 
 Going through a checkpoint, one tensor of it is in memory at a time: it is mapped, rounded some rows at a time, and
 unmapped. So the peak is the quantized model (or, writing a folder, one shard of it) and one tensor.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +32,18 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.files import Damaged, check_stamps, naming, replace_file, signed, stamp, unsigned
 from core.layout import Layout, layout_of
 from core.quant.choose import Chosen, choose, parameter_holders
 from core.quant.packed import pack
 from core.quant.quantize import put, quantized, scheme_of
 from core.quant.scheme import Scheme
 from core.quant.weight import QuantizedWeight
-from core.weights import Weights, read_json, save_weights, write_json
+from core.weights import Weights, read_json, save_weights
 
 DESCRIPTION = "quantization.json"
 _STEM = "quantized"
-_FORMAT = 1
+_FORMAT, _WITHOUT_CHECKSUMS = 2, 1
 _CARRIED = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
 _SHARD_BYTES = 1 << 30
 
@@ -247,8 +252,10 @@ def _write(stream: Iterable[tuple[str, Tensor]], target: Path, source: Path | No
         save_weights(_in_parts(stream, described), aside, max_shard_bytes, _STEM)
         for path in sorted(source.iterdir()) if source is not None else ():
             if path.is_file() and path.suffix in _CARRIED and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, aside / path.name)
-        write_json(aside / DESCRIPTION, {"format": _FORMAT, "weights": described})
+                with naming(aside / path.name):
+                    shutil.copyfile(path, aside / path.name)
+        files = {path.name: stamp(path) for path in sorted(aside.glob(f"{_STEM}*.safetensors*"))}
+        replace_file(aside / DESCRIPTION, signed({"format": _FORMAT, "weights": described, "files": files}))
         os.replace(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -282,6 +289,7 @@ def _checked(folder: Path) -> Path:
 
 def _stored(model: nn.Module, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a quantized folder, checked against the module; views of its files."""
+    _require_whole(folder)
     described, weights = described_weights(folder), Weights(folder, _STEM, hold=False)
     used = set()
     for name, parameter in _state(model):
@@ -304,8 +312,9 @@ def described_weights(folder: Path) -> dict[str, dict[str, Any]]:
     """name -> scheme, shape, dtype, … of each quantized weight of a folder.  Raises UserError for another format."""
     path = folder / DESCRIPTION
     content = read_json(path)
-    if content.get("format") != _FORMAT:
-        raise UserError(f"{path} has format {content.get('format')!r}; this version reads {_FORMAT}: quantize again")
+    found = content.get("format")
+    if found not in (_FORMAT, _WITHOUT_CHECKSUMS):
+        raise UserError(f"{path} has format {found!r}; this version reads {_FORMAT}: quantize again")
     weights = content.get("weights")
     if not isinstance(weights, dict) or not all(_is_description(value) for value in weights.values()):
         raise UserError(f"{path} does not describe quantized weights; quantize the model again")
@@ -321,6 +330,25 @@ def parameter_dtype(folder: Path, name: str) -> torch.dtype:
     if name not in weights:
         raise UserError(f"{folder} lacks {name}; it was made from another model, or quantize it again")
     return weights[name].dtype
+
+
+def _require_whole(folder: Path) -> None:
+    """Raises UserError where the files of tensors, or what describes them, are not those that were written."""
+    content = read_json(folder / DESCRIPTION)
+    if content.get("format") == _WITHOUT_CHECKSUMS and not {"files", "crc32"} & content.keys():
+        print(f"note: {folder} has no checksums, so damage in it is not seen; quantize again", file=sys.stderr)
+        return
+    try:
+        raw = (folder / DESCRIPTION).read_bytes()
+        try:
+            content = unsigned(raw)
+        except Damaged as error:
+            raise Damaged(f"{DESCRIPTION} {error}") from None
+        if content["format"] != _FORMAT:
+            raise Damaged(f"{DESCRIPTION} has checksums, and says that it has format {content['format']}")
+        check_stamps(folder, content["files"])
+    except Damaged as error:
+        raise UserError(f"{folder}: {error}; copy the folder again, or quantize the model again") from None
 
 
 def _is_description(value: Any) -> bool:

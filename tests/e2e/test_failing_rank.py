@@ -1,11 +1,14 @@
 """A rank that dies brings the job down within 10 s, its own traceback first."""
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from core.watch import GRACE_S, INTERVAL_S
-from tests.support.command import run
+from tests.support.command import hang, run, start
+from tests.support.outliving import alive
 
 LIMIT_S = 10.0
 BUSY = 4.0
@@ -30,3 +33,18 @@ def test_the_others_end_with_it(tmp_path: Path, mode: str) -> None:
     own, other = done.stderr.find("ArithmeticError: a mistake of rank 1"), done.stderr.find("rank 0 ends")
     assert 0 <= done.stderr.find("rank 1 failed:\nTraceback") < own < other
     assert done.stderr.count("ArithmeticError: a mistake of rank 1") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """They hear nothing of it, ignore SIGTERM, and are gone within 5 s. More of it: tests/soak/test_kills.py."""
+    launcher = start("-m", "tests.support.outliving", tmp_path)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < deadline, hang(launcher, "its ranks did not start")
+        time.sleep(0.05)
+    assert len(alive(str(tmp_path))) >= 3
+    launcher.kill()
+    launcher.wait()
+    time.sleep(5)
+    assert not alive(str(tmp_path))

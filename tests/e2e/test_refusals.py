@@ -7,7 +7,7 @@ import pytest
 
 from apps.llm.__main__ import APP
 from core.config import run_command
-from tests.support.command import llm
+from tests.support.command import llm, run
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -55,6 +55,21 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--nproc", 40, "--mesh.cp", 40), ("32 tokens", "cp=40", "smaller cp")),
         (("--nproc", 12, "--mesh.cp", 12, "--mesh.cp_mode", "ulysses"), ("8 heads", "12 ranks", "cp_mode=ring")),
         (("--nproc", 4, "--mesh.cp", 4, "--mesh.cp_mode", "mixed"), ("cp_ulysses=1", "divides cp")),
+        *((("--optim.lr", value), ("optim.lr", value, "finite")) for value in ("nan", "inf", "-inf")),
+        *((("--optim.eps", value), ("optim.eps", value, "finite")) for value in ("nan", "inf")),
+        *((("--optim.clip_norm", value), ("optim.clip_norm", value, "finite")) for value in ("nan", "inf")),
+        *((("--optim.weight_decay", value), ("optim.weight_decay", value, "finite")) for value in ("nan", "inf")),
+        (("--optim.betas", "0.9", "nan"), ("optim.betas", "nan", "finite")),
+        (("--optim.schedule.final", "nan"), ("final=nan", "0 <= final <= 1")),
+        *((("--model.norm_eps", value), ("norm_eps", value, "1e-5")) for value in ("nan", "inf", "-1e-05")),
+        (("--seed", "12345678901234567890123"), ("seed=12345678901234567890123", "2^63")),
+        (("--seed", -1), ("seed=-1", "from 0")),
+        (("--steps", 10**23), ("steps=1000", "2^63")),
+        (("--loss_scale.initial", 0), ("loss_scale.initial=0", "positive")),
+        (("--loss_scale.growth_interval", 0), ("loss_scale.growth_interval=0", "at least 1")),
+        (("--loss_scale.minimum", -1), ("loss_scale.minimum=-1", "positive")),
+        (("--device", "tpu"), ("device=tpu", "cpu and cuda")),
+        (("--device", "cuda:1"), ("device=cuda:1", "CUDA_VISIBLE_DEVICES")),
         (("--data.path", "/does/not/exist"), ("/does/not/exist",)),
         (("--data.sequence_length", 100000), ("100000", "128")),
         (("--data.tokenizer", "bpe", "--data.vocab_size", 1000), ("1000", "257")),
@@ -70,6 +85,31 @@ def test_commands(capsys) -> None:
     assert "pretrain" in refusal(capsys, "pretran")
     assert "config.json" in refusal(capsys, "generate", "--model", "/nowhere")
     assert "--source" in refusal(capsys, "finetune")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_devices_and_folders_of_inference(capsys, tmp_path: Path, command: str) -> None:
+    assert "cpu and cuda" in refusal(capsys, command, "--model", tmp_path, "--device", "tpu")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "quantization.json").write_text("{}")
+    said = refusal(capsys, command, "--model", tmp_path)
+    assert "is quantized" in said
+    assert f"serve --model {tmp_path}" in said
+    (tmp_path / "quantization.json").unlink()
+    (tmp_path / "config.json").write_text("[]")
+    assert "config.json is of no model" in refusal(capsys, command, "--model", tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_of_one_rank(tmp_path: Path) -> None:
+    """Rank 0 alone meets it: the other hears of it, and nobody prints a traceback."""
+    (tmp_path / "file").touch()
+    options = ("pretrain", "--recipe", "debug", "--no-hf", "--steps", 1, "--data.cache", tmp_path / "corpora")
+    done = run("-m", "apps.llm", *options, "--nproc", 2, "--out", tmp_path / "file" / "run")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "file/run" in line]
+    assert lines == [f"error: {tmp_path / 'file' / 'run'}: Not a directory; choose another path"]
+    assert [line for line in done.stderr.splitlines() if "error" in line.lower()] == lines
 
 
 @pytest.mark.parametrize(

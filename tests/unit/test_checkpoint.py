@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import json
 import os
 import pickle
 import random
@@ -35,6 +34,7 @@ from core.checkpoint import checkpointer as checkpointer_module
 from core.checkpoint.shards import Shard, item_bytes, write_once
 from core.config import UserError
 from core.layout import Layout, tag
+from tests.support.checkpoints import edit_json, flipped, flips, sign_again, without_checksums
 
 
 @pytest.fixture
@@ -178,6 +178,14 @@ def test_the_last_n_are_kept(tmp_path, open_checkpointer):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000030"]
 
 
+def test_no_more_than_asked_is_removed(tmp_path, open_checkpointer):
+    checkpointer = open_checkpointer(tmp_path, keep=5)
+    for step in range(1, 8):
+        checkpointer.save(step, {"x": torch.tensor(float(step))}, {}, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == list(range(max(1, step - 4), step + 1))
+
+
 def test_the_same_step_is_replaced(tmp_path, open_checkpointer):
     checkpointer = open_checkpointer(tmp_path, keep=1)
     for value in (1.0, 2.0):
@@ -252,17 +260,11 @@ class Malicious:
         return (open, (str(self.target), "w"))
 
 
-def _edit_json(path: Path, edit) -> None:
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
-
-
 def _malicious_shard(step: Path) -> None:
     """A tensor whose bytes are a pickle that creates a file when it is unpickled, in the place of the real ones."""
     torch.save(Malicious(step.parent / "owned"), step / "__0_0.distcp")
     nbytes = (step / "__0_0.distcp").stat().st_size
-    _edit_json(
+    edit_json(
         step / "tensors.json", lambda c: [k.update(first_byte=0, bytes=nbytes) for t in c.values() for k in t["chunks"]]
     )
 
@@ -275,7 +277,12 @@ def _foreign(step: Path) -> None:
 
 def _outside(step: Path) -> None:
     shutil.copy(step / "__0_0.distcp", step.parent / "secret")
-    _edit_json(step / "tensors.json", lambda c: c["x"]["chunks"][0].update(file="../secret"))
+    edit_json(step / "tensors.json", lambda c: c["x"]["chunks"][0].update(file="../secret"))
+
+
+def _append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
 
 
 def _truncate(path: Path, nbytes: int) -> None:
@@ -283,64 +290,194 @@ def _truncate(path: Path, nbytes: int) -> None:
         file.truncate(nbytes)
 
 
+def _garble(path: Path) -> None:
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+# damage -> what is said of it, and what is where the checksums are right all the same (None: the same)
 DAMAGES = {
-    "missing": (shutil.rmtree, "there is no such folder"),
-    "foreign": (_foreign, "not a complete Megalith checkpoint"),
-    "malicious shard": (_malicious_shard, "cannot be read"),
+    "missing": (shutil.rmtree, "there is no such folder", None),
+    "foreign": (_foreign, "not a complete Megalith checkpoint", None),
+    "malicious shard": (_malicious_shard, "tensors.json is", "cannot be read"),
     "malicious index of torch": (
         lambda step: (
             (step / ".metadata").write_bytes(pickle.dumps(Malicious(step.parent / "owned"))),
             (step / "tensors.json").unlink(),
         ),
-        "tensors.json cannot be read",
+        "tensors.json is missing",
+        None,
     ),
-    "truncated shard": (lambda step: _truncate(step / "__0_0.distcp", 3000), "truncated (3000 of"),
-    "empty shard": (lambda step: _truncate(step / "__0_0.distcp", 0), "truncated (0 of"),
-    "garbled shard": (
-        lambda step: (step / "__0_0.distcp").write_bytes(b"x" * (step / "__0_0.distcp").stat().st_size),
-        "cannot be read",
+    "truncated shard": (lambda step: _truncate(step / "__0_0.distcp", 3000), "truncated (3000 of", None),
+    "empty shard": (lambda step: _truncate(step / "__0_0.distcp", 0), "truncated (0 of", None),
+    "longer shard": (lambda step: _append(step / "__0_0.distcp"), "__0_0.distcp is too long", None),
+    "garbled shard": (lambda step: _garble(step / "__0_0.distcp"), "__0_0.distcp is damaged", "cannot be read"),
+    "missing shard": (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp is missing", None),
+    "truncated record": (lambda step: _truncate(step / "complete.json", 30), "complete.json cannot be read", None),
+    "binary record": (
+        lambda step: (step / "complete.json").write_bytes(b"\xff\xfe\x00"),
+        "complete.json cannot be",
+        None,
     ),
-    "missing shard": (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "truncated record": (lambda step: _truncate(step / "complete.json", 30), "complete.json cannot be read"),
-    "binary record": (lambda step: (step / "complete.json").write_bytes(b"\xff\xfe\x00"), "complete.json cannot be"),
-    "record is a list": (lambda step: (step / "complete.json").write_text("[]"), "not a JSON object"),
+    "record is a list": (lambda step: (step / "complete.json").write_text("[]"), "not a JSON object", None),
     "wrong format": (
-        lambda step: _edit_json(step / "complete.json", lambda c: c.update(format=99)),
-        "it has format 99, and this version reads format 1",
+        lambda step: edit_json(step / "complete.json", lambda c: c.update(format=99)),
+        "its complete.json says format 99, and this version reads 1 and 2",
+        "its complete.json says format 99, and this version reads 1 and 2",
+    ),
+    "a format without checksums": (
+        lambda step: edit_json(step / "complete.json", lambda c: c.update(format=1)),
+        "complete.json is damaged",
+        None,
     ),
     "record without a step": (
-        lambda step: _edit_json(step / "complete.json", lambda c: c.pop("step")),
+        lambda step: edit_json(step / "complete.json", lambda c: c.pop("step")),
+        "complete.json is damaged",
         "damaged ('step')",
     ),
-    "truncated index": (lambda step: _truncate(step / "tensors.json", 50), "tensors.json cannot be read"),
+    "truncated index": (lambda step: _truncate(step / "tensors.json", 50), "tensors.json is truncated", None),
     "unknown dtype": (
-        lambda step: _edit_json(step / "tensors.json", lambda c: c["x"].update(dtype="load")),
+        lambda step: edit_json(step / "tensors.json", lambda c: c["x"].update(dtype="load")),
+        "tensors.json is",
         "no dtype load",
     ),
-    "file outside the folder": (_outside, "x lies in ../secret"),
+    "file outside the folder": (_outside, "tensors.json is", "x lies in ../secret"),
     "index with a hole": (
-        lambda step: _edit_json(step / "tensors.json", lambda c: c["x"].update(chunks=[])),
+        lambda step: edit_json(step / "tensors.json", lambda c: c["x"].update(chunks=[])),
+        "tensors.json is truncated",
         "does not cover the whole of x",
     ),
-    "truncated rank values": (lambda step: _truncate(step / "rank-00000.safetensors", 20), "rank-00000.safetensors"),
+    "truncated rank values": (lambda step: _truncate(step / "rank-00000.safetensors", 20), "rank-00000.saf", None),
+    "garbled rank values": (
+        lambda step: _garble(step / "rank-00000.safetensors"),
+        "rank-00000.safetensors is damaged",
+        "rank-00000.safetensors cannot be read",
+    ),
+    "rank values of another rank": (
+        lambda step: (step / "rank-00000.safetensors").unlink(),
+        "rank-00000.safetensors is missing",
+        None,
+    ),
 }
 
 
+@pytest.mark.parametrize("right_checksums", [False, True])
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_damaged_or_foreign_gets_one_line_and_is_never_executed(tmp_path, open_checkpointer, name):
-    damage, reason = DAMAGES[name]
+def test_what_is_damaged_or_foreign_gets_one_line_and_is_never_executed(
+    tmp_path, open_checkpointer, name, right_checksums
+):
+    damage, reason, reason_behind = DAMAGES[name]
+    if right_checksums and reason_behind is None:
+        return  # nothing is left of which checksums could be right
     checkpointer = open_checkpointer(tmp_path)
     for step in (1, 2):
         checkpointer.save(step, {"x": torch.randn(40, 30)}, {}, rng_state())
     checkpointer.wait()
     damage(tmp_path / "step-00000002")
+    if right_checksums:
+        sign_again(tmp_path / "step-00000002")
     with pytest.raises(UserError) as error:
         checkpointer.load(tmp_path / "step-00000002", {"x": torch.zeros(40, 30)})
-    assert reason in str(error.value)
+    assert (reason_behind if right_checksums else reason) in str(error.value)
     assert "\n" not in str(error.value)
-    assert f"the complete checkpoint of step 1 is {tmp_path / 'step-00000001'}" in str(error.value)
+    good = f"the nearest good checkpoint is that of step 1, resume from it: {tmp_path / 'step-00000001'}"
+    assert good in str(error.value)
+    assert "step 2" in str(error.value)
     assert not (tmp_path / "owned").exists()
     checkpointer.load(1, {"x": torch.zeros(40, 30)})
+
+
+def test_no_flipped_byte_in_any_file_is_accepted(tmp_path, open_checkpointer):
+    """Of each file some at random, and every byte of the two that say what the others are."""
+    checkpointer = open_checkpointer(tmp_path)
+    tensors = some_tensors()
+    checkpointer.save(1, tensors, {"tokens": 12}, rng_state())
+    checkpointer.wait()
+    step = tmp_path / "step-00000001"
+    files = sorted(step.iterdir())
+    assert [file.name for file in files] == [
+        ".metadata", "__0_0.distcp", "complete.json", "rank-00000.safetensors", "tensors.json",
+    ]  # fmt: skip
+    drawn = list(flips(files, 100, seed=0))
+    drawn += [(step / "complete.json", at, 1) for at in range((step / "complete.json").stat().st_size)]
+    for path, at, mask in drawn:
+        with flipped(path, at, mask), pytest.raises(UserError, match=f"cannot load step 1 .*{path.name}"):
+            checkpointer.load(1, emptied(tensors))
+    loaded = emptied(tensors)
+    checkpointer.load(1, loaded)
+    assert same(loaded, tensors)
+
+
+def test_the_nearest_good_step_is_read_before_it_is_named(tmp_path, open_checkpointer):
+    checkpointer = open_checkpointer(tmp_path, keep=5)
+    for step in (10, 20, 30, 60):
+        checkpointer.save(step, {"x": torch.randn(40, 30)}, {}, {})
+    checkpointer.wait()
+    shards = {step: tmp_path / f"step-{step:08d}" / "__0_0.distcp" for step in (10, 20, 30, 60)}
+    with flipped(shards[30], 2000, 1):
+        with pytest.raises(UserError, match=r"step 30 .*nearest good checkpoint is that of step 20"):
+            checkpointer.load(30, {"x": torch.zeros(40, 30)})
+        with flipped(shards[20], 2000, 1):
+            with pytest.raises(UserError, match=r"step 30 .*nearest good checkpoint is that of step 10"):
+                checkpointer.load(30, {"x": torch.zeros(40, 30)})
+            with (
+                flipped(shards[10], 2000, 1),
+                flipped(shards[60], 2000, 1),
+                pytest.raises(UserError, match="there is no good checkpoint in"),
+            ):
+                checkpointer.load(None, {"x": torch.zeros(40, 30)})
+
+
+def test_a_checkpoint_of_the_format_without_checksums_is_read_with_a_line(tmp_path, open_checkpointer, capsys):
+    checkpointer = open_checkpointer(tmp_path)
+    tensors = some_tensors()
+    checkpointer.save(1, tensors, {"tokens": 12}, rng_state())
+    checkpointer.wait()
+    without_checksums(tmp_path / "step-00000001")
+    loaded = emptied(tensors)
+    _, values, rank_values = checkpointer.load(1, loaded)
+    assert same(loaded, tensors)
+    assert values == {"tokens": 12}
+    assert set(rank_values) == set(rng_state())
+    said = capsys.readouterr().err
+    assert "step-00000001 was saved without checksums (format 1)" in said
+    assert said.count("\n") == 1
+    assert same(read_full(tmp_path), tensors)
+
+
+def test_a_disk_that_fills_inside_a_tensor_file_is_one_line(tmp_path, open_checkpointer, monkeypatch):
+    """torch.save's writer answers a failed write with an exception that names no disk."""
+    checkpointer = open_checkpointer(tmp_path, asynchronous=False)
+    checkpointer.save(1, {"x": torch.randn(40, 30)}, {}, {})
+    path_open = Path.open
+
+    class Full:
+        def __init__(self, file) -> None:
+            self.file, self.room = file, 3000
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error) -> None:
+            self.file.close()
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def write(self, data) -> int:
+            self.room -= len(data)
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.file.write(data)
+
+    def open_full(path, mode="r", *options):
+        file = path_open(path, mode, *options)
+        return Full(file) if path.suffix == ".distcp" and "w" in mode else file
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(UserError, match=r"cannot save step 2 in .*No space left.*__0_0.distcp.*free space") as error:
+        checkpointer.save(2, {"x": torch.randn(40, 30)}, {}, {})
+    assert "\n" not in str(error.value)
+    assert checkpointer.steps() == [1]
 
 
 def test_the_malicious_pickles_of_this_file_do_create_a_file_when_unpickled(tmp_path):

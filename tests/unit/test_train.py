@@ -21,7 +21,17 @@ from core.mesh import Zero
 from core.metrics import read_metrics
 from core.precision import LossScaleConfig
 from core.runtime import start
-from core.train import MOST_SKIPPED_IN_A_ROW, TrainConfig, TrainState, checkpoint_path, fit, num_rows, train_step
+from core.train import (
+    MOST_SKIPPED_IN_A_ROW,
+    TrainConfig,
+    TrainState,
+    checkpoint_path,
+    fit,
+    num_rows,
+    open_run,
+    train_step,
+)
+from tests.support.full_disk import limited_files
 from tests.support.small import Rows, Small, build, config_of, loss, train
 
 
@@ -63,8 +73,32 @@ def test_a_step_with_an_infinite_gradient_changes_nothing_and_is_counted(ranks, 
 
 
 def test_endless_overflow_is_an_error(tmp_path: Path) -> None:
+    overflow = LossScaleConfig(initial=2.0**30, minimum=2.0**30)
     with pytest.raises(UserError, match=f"not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row .*lower optim.lr"):
-        train(config_of(tmp_path, steps=50), weight=lambda batch: torch.tensor(float("nan")))
+        train(config_of(tmp_path, steps=50, precision="fp16", loss_scale=overflow))
+
+
+def test_the_first_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    """By a line that names the step and what to lower; the steps before it are in the record."""
+    config = config_of(tmp_path, steps=50)
+    config = replace(config, optim=replace(config.optim, lr=1e308))
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step 2; lower optim\.lr \(now 1e\+308\)") as caught:
+        train(config)
+    assert "\n" not in str(caught.value)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
+    with start("cpu") as runtime:
+        with (
+            limited_files(1000),
+            pytest.raises(UserError, match=r"config\.json.*: File too large; free space"),
+            open_run(config_of(tmp_path / "run"), runtime),
+        ):
+            pass
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+        with open_run(config_of(tmp_path / "run"), runtime):
+            assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"]
 
 
 def test_a_run_of_skipped_steps_alone_can_be_resumed(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Tensors on disk, each file named by a digest of all that its content follows from.
 
 What is asked for by the same key is the same, whoever wrote it and when; a change of the image, of the crop or of the
-encoder's weights is another key. Files are written aside and renamed, so several ranks and runs may share a store; one
-that is broken counts as missing.
+encoder's weights is another key. Files are written aside and renamed, so several ranks and runs may share a store. Each
+is a safetensors file and, before it, the checksum of its bytes; one that is broken in any byte counts as missing.
 """
 
 import hashlib
@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from core.files import crc32, naming
+
 HELD_BYTES = 1 << 30
+_CRC_BYTES = 8
 
 
 def key_of(*parts: Any) -> str:
@@ -42,7 +45,7 @@ class Store:
         self._held: OrderedDict[str, Tensor] = OrderedDict()
 
     def path(self, key: str) -> Path:
-        return self.folder / key[:2] / f"{key}.safetensors"
+        return self.folder / key[:2] / f"{key}.tensor"
 
     def __contains__(self, key: str) -> bool:
         """Whether the file is there and whole."""
@@ -58,7 +61,10 @@ class Store:
             self._held.move_to_end(key)
             return self._held[key]
         try:
-            value = load_file(self.path(key))["value"]
+            raw = self.path(key).read_bytes()
+            if crc32(memoryview(raw)[_CRC_BYTES:]).encode() != raw[:_CRC_BYTES]:
+                raise KeyError(key)
+            value = load(raw[_CRC_BYTES:])["value"]
         except (OSError, SafetensorError, KeyError):
             raise KeyError(key) from None
         self._hold(key, value)
@@ -67,9 +73,14 @@ class Store:
     def __setitem__(self, key: str, value: Tensor) -> None:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
+        raw = save({"value": value.detach().cpu().contiguous()})
         aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-        save_file({"value": value.detach().cpu().contiguous()}, aside)
-        os.replace(aside, path)
+        try:
+            with naming(aside):
+                aside.write_bytes(crc32(raw).encode() + raw)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def _hold(self, key: str, value: Tensor) -> None:
         self._held[key] = value

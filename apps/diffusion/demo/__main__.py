@@ -7,7 +7,6 @@
 """
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from apps.diffusion.dreambooth import main as dreambooth
 from apps.diffusion.generate import Job, Sampling, generate
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
 from core.config import UserError, parse, run_command
+from core.run_folder import made_anew
 
 SUBJECT = "subject"
 BATCH = 8
@@ -62,9 +62,7 @@ class DemoConfig:
 
 def main(argv: list[str]) -> int:
     config = parse({"demo": DemoConfig}, argv, "python -m apps.diffusion.demo", default="demo")
-    summary = run(config)
-    (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    show(summary, config)
+    show(run(config), config)
     return 0
 
 
@@ -74,7 +72,13 @@ def run(config: DemoConfig, detector: Detector | None = None) -> dict[str, Any]:
     detector  one of pictures as the pipeline's VAE gives them back; by default it is trained here
     """
     pipeline = load_pipeline(config.weights)
-    clear(config.out)
+    with made_anew(config.out):
+        summary = figures_of(pipeline, config, detector)
+        (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def figures_of(pipeline: Pipeline, config: DemoConfig, detector: Detector | None) -> dict[str, Any]:
     subject = write_subject_folder(config.out / SUBJECT, config.seed)
     detector = detector or train_detector(pipeline.vae, seed=config.seed)
     most = ceiling(pipeline.vae, detector, repeats=1, seed=config.seed + 7)
@@ -87,14 +91,6 @@ def run(config: DemoConfig, detector: Detector | None = None) -> dict[str, Any]:
     before_and_after(subject, SHOWN, shown_before, shown_after).save(config.out / "before-after.png")
     figures = {"before": asdict(before), "after": asdict(after), "drift_points": drift_points(before, after)}
     return figures | {"ceiling": most, "steps": config.steps, "prior": config.prior, **spent}
-
-
-def clear(out: Path) -> None:
-    """Remove an earlier run: the demo shows one from scratch.  Raises UserError for a folder of anything else."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / SUBJECT).is_dir():
-            raise UserError(f"{out} holds something that is not of this demo; choose another folder with --out")
-        shutil.rmtree(out)
 
 
 def options(config: DemoConfig, subject: Path) -> list[str]:

@@ -24,7 +24,7 @@ from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.parallel.compose import parallelize
 from core.runtime import seed_everything, start
-from core.train import TrainConfig, fit, write_config
+from core.train import TrainConfig, fit, open_run
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ def train_autoencoder(config: AutoencoderConfig) -> tuple[AutoencoderKL, dict[st
         shape = (config.global_batch, LATENT_CHANNELS, LATENT_SIZE, LATENT_SIZE)
         return {"pixels": pixels_N3HW[rows], "noise": torch.randn(shape, generator=generator)}
 
-    with start(config.device, config.seed) as runtime:
+    with start(config.device, config.seed) as runtime, open_run(config, runtime):
         mesh = runtime.mesh(config.mesh, config.zero)
-        write_config(config, runtime)
         seed_everything(config.seed)
         model = Autoencoding(tiny_vae(), config.kl_weight)
         model.to(runtime.device, memory_format=torch.channels_last)  # a fifth faster on a CPU

@@ -26,12 +26,12 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from apps.diffusion.pipeline import TEXT_PREFIX, Pipeline
 from core.config import UserError
 from core.quant import QuantizedWeight
+from core.weights import write_safetensors
 
 Layout = Literal["diffusers", "kohya"]
 
@@ -236,7 +236,7 @@ def save_lora(lora: Lora, path: str | Path, layout: Layout = "diffusers", dtype:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.part")
     try:
-        save_file(ready, aside, metadata={"format": "pt"} | header)
+        write_safetensors(ready, aside, header)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from apps.diffusion.formats.ldm_names import CLIP, OPEN_CLIP, UNET, Names, stored_names, to_file
@@ -40,7 +39,7 @@ from apps.diffusion.pipeline import (
 )
 from apps.diffusion.shapes import Shape
 from core.config import UserError
-from core.weights import Weights
+from core.weights import Weights, write_safetensors
 
 _CONFIG = "megalith.config"
 _PREDICTS = "modelspec.prediction_type"
@@ -271,7 +270,7 @@ def save_single_file(pipeline: Pipeline, path: str | Path, dtype: torch.dtype | 
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.part")
     try:
-        save_file(entries, aside, metadata=_header(pipeline, open_clip))
+        write_safetensors(entries, aside, _header(pipeline, open_clip))
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -7,11 +7,12 @@
 The toy knows three proteins by heart: their high lDDT says that losses, gradients and the structure module work,
 not that it can fold. What it is asked to show beyond that is that it knows what it does not know.
 
-Options are those of `fold train`, for both runs; or `--run FOLDER`, to show a run of the recipe that is there already.
+Both runs lie in runs/demo-fold, or in --out. What an earlier demo left there is replaced; a folder with anything else
+is refused. Options are those of `fold train`, for both runs; or `--run FOLDER`, to show a run of the recipe that is
+there already.
 """
 
 import json
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,12 @@ from apps.fold.predict import main as predict
 from apps.fold.score import compare, corresponding, superpose
 from apps.fold.train import main as train
 from apps.fold.training.initialise import initialise
-from apps.fold.training.recipes import tiny, tiny_confidence
+from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.folder import load_folder, read_note, save_folder
-from core.config import UserError, run_command
+from core.config import UserError, parse, run_command
+from core.run_folder import made_anew
 
+OUT = Path("runs/demo-fold")
 TRAINED, UNTRAINED = "trained", "untrained"
 LEAST_LDDT, LEAST_CORRELATION = 0.8, 0.6
 MOST_UNSEEN = 0.4
@@ -60,13 +63,13 @@ def main(argv: list[str]) -> int:
     """Exit code 1 when what was learned falls short of what the demo is to show."""
     if argv[:1] == ["--run"] and len(argv) == 2:
         return show(Path(argv[1]))
-    runs = {"tiny": tiny().out, "tiny_confidence": tiny_confidence().out}
-    for recipe, out in runs.items():
-        if out.exists():
-            shutil.rmtree(out)  # the demo shows a run from scratch
-        if code := train(["--recipe", recipe, *argv, "--out", str(out)]):
-            return code
-    return show(*reversed(runs.values()))
+    out = parse(RECIPES, ["--recipe", "tiny", "--out", str(OUT), *argv], "python -m apps.fold.demo", default="tiny").out
+    first, second = out / "tiny", out / "tiny_confidence"
+    with made_anew(out):  # the demo shows a run from scratch
+        for run, more in ((first, []), (second, ["--weights", str(first / "model")])):
+            if code := train(["--recipe", run.name, *argv, *more, "--out", str(run)]):
+                return code
+        return show(second, first)
 
 
 def show(out: Path, *before: Path) -> int:

@@ -2,7 +2,8 @@
 
 1. every file is read once: its chains, their sequences, their atoms, and the alignments that bear a chain's name
 2. what cannot be used is refused with a line of its own; the rest trains
-3. the result lies in a cache, by the contents of the files: a second run, and every other rank, finds it there
+3. the result lies in a cache, by the contents of the files: a second run, and every other rank, finds it there, and
+   compares it with its checksum where it reads it
 
 An alignment of chain A of 1abc.cif is 1abc_A.a3m (or .sto, or several files in a folder 1abc_A); where the file has one
 protein chain, 1abc.a3m will do. Without one a chain is learned from its sequence alone.
@@ -12,7 +13,7 @@ files; or, where there are no hits, the structures in that folder's 1abc_A/, or 
 """
 
 import hashlib
-import json
+import io
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import sys
 import uuid
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -33,8 +35,9 @@ from apps.fold.features.hhr import check_hits, read_hhr
 from apps.fold.features.templates import Allowed, Template, read_templates, structure_of, templates_of_hits
 from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
 from core.config import UserError
+from core.files import Damaged, crc32, naming, signed, stamp, unsigned, write_file
 
-_VERSION = "3"
+_VERSION = "4"
 _CACHED = 256  # chains held in memory
 
 
@@ -69,6 +72,7 @@ class Listed:
     num_rows: int
     num_templates: int
     file: Path
+    crc32: str
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Dataset:
         return len(self.chains)
 
     def __getitem__(self, number: int) -> Example:
-        return _load(self.chains[number].file)
+        return _load(self.chains[number].file, self.chains[number].crc32)
 
     def digest(self) -> str:
         """Changes with the chains and with what is known of them."""
@@ -153,16 +157,24 @@ def load(structures: Path, there: Beside, selection: Selection, cache: Path) -> 
     refused: list[str] = []
     for path in structure_files(structures):
         folder = cache / _key(path, there, selection)
-        content = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        content = _index(folder)
         refused += [f"{path}{where}: {why}" for where, why in content["refused"]]
         chains += [
-            Listed(c["name"], c["residues"], c["rows"], c["templates"], folder / f"{number}.npz")
+            Listed(c["name"], c["residues"], c["rows"], c["templates"], folder / f"{number}.npz", c["crc32"])
             for number, c in enumerate(content["chains"])
         ]
     if not chains:
         why = f"; the first: {refused[0]}" if refused else ""
         raise UserError(f"no chain of {structures} can be used{why}")
     return Dataset(tuple(sorted(chains, key=lambda chain: chain.name)), tuple(refused))
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """Raises UserError for one that is not as it was written."""
+    try:
+        return unsigned((folder / "index.json").read_bytes())
+    except Damaged as error:
+        raise UserError(f"{folder / 'index.json'} of the cache {error}; remove {folder} to read it anew") from None
 
 
 def report_refused(dataset: Dataset) -> None:
@@ -225,6 +237,15 @@ def _read_one(path: Path, there: Beside, selection: Selection, folder: Path) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     aside.mkdir()
+    try:
+        _put_chains(path, there, selection, aside)
+        with suppress(OSError):  # another rank was faster
+            os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put_chains(path: Path, there: Beside, selection: Selection, folder: Path) -> None:
     chains: list[dict[str, Any]] = []
     refused: list[tuple[str, str]] = []
     try:
@@ -239,15 +260,12 @@ def _read_one(path: Path, there: Beside, selection: Selection, folder: Path) -> 
         except UserError as error:
             refused.append((f", chain {entry.name.removeprefix(path.stem + '_')}", str(error)))
             continue
-        _save(aside / f"{len(chains)}.npz", example)
+        file = folder / f"{len(chains)}.npz"
+        with naming(file):
+            _save(file, example)
         sizes = {"residues": len(entry), "rows": len(example.alignment), "templates": len(example.templates)}
-        chains.append({"name": entry.name, **sizes})
-    content = {"chains": chains, "refused": refused}
-    (aside / "index.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
-    try:
-        os.rename(aside, folder)
-    except OSError:  # another rank was faster
-        shutil.rmtree(aside)
+        chains.append({"name": entry.name, **sizes, "crc32": stamp(file)["crc32"]})
+    write_file(folder / "index.json", signed({"chains": chains, "refused": refused}))
 
 
 def _example(entry: Entry, names: Sequence[str], there: Beside, selection: Selection) -> Example:
@@ -300,9 +318,12 @@ def _save(path: Path, example: Example) -> None:
 
 
 @lru_cache(_CACHED)
-def _load(path: Path) -> Example:
+def _load(path: Path, expected: str) -> Example:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        raw = path.read_bytes()
+        if crc32(raw) != expected:
+            raise ValueError("its bytes have another checksum than when they were written")
+        with np.load(io.BytesIO(raw), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"cannot read {path} of the cache ({error}); remove {path.parent} to read it anew") from error

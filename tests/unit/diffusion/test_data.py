@@ -16,6 +16,7 @@ from apps.diffusion.data.folder import read_folder, report_refused
 from apps.diffusion.data.images import Unusable, read_image
 from apps.diffusion.data.store import Store, fingerprint, key_of
 from core.config import UserError
+from tests.support.checkpoints import flipped
 
 RAMP = np.linspace(0, 255, 32 * 24).reshape(24, 32).astype(np.uint8)
 
@@ -184,6 +185,11 @@ def test_the_store_is_keyed_by_all_that_matters_and_survives_damage(tmp_path: Pa
     assert key not in Store(tmp_path)
     save_file({"other": torch.zeros(1)}, store.path(key))
     assert key not in Store(tmp_path)
+    store[key] = torch.arange(6.0)
+    for at in range(store.path(key).stat().st_size):
+        with flipped(store.path(key), at, 1):
+            assert key not in Store(tmp_path), at
+    assert torch.equal(Store(tmp_path)[key], torch.arange(6.0))
     assert not list(tmp_path.rglob("*.part"))
     layer = torch.nn.Linear(2, 2)
     before = fingerprint(layer, {})

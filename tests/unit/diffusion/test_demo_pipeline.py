@@ -105,7 +105,7 @@ def test_the_demo_runs_from_pictures_to_figures(
     assert "class drift" in capsys.readouterr().out
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "photo.png").touch()
-    with pytest.raises(UserError, match="not of this demo"):
+    with pytest.raises(UserError, match="move it away, or give another --out"):
         demo.main(["--weights", str(weights), "--out", str(tmp_path / "mine")])
     assert (tmp_path / "mine" / "photo.png").exists()
     with pytest.raises(UserError, match="holds no"):

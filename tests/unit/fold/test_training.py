@@ -15,13 +15,14 @@ from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.training.batches import BatchConfig, FoldBatches, delete_blocks, shuffled_sequence, stacked
 from apps.fold.training.config import FoldTrainConfig, model_config
-from apps.fold.training.dataset import Example, Selection, beside, load, prepare
+from apps.fold.training.dataset import Example, Selection, _load, beside, load, prepare
 from apps.fold.training.initialise import initialise
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.folder import load_folder, read_note
 from apps.fold.weights.table import name_table
 from core.config import UserError
+from tests.support.checkpoints import flipped
 from tests.support.fold import Chains, random_parameters, small_model
 
 DEMO = Path(__file__).parents[3] / "apps" / "fold" / "demo"
@@ -232,6 +233,11 @@ def test_a_folder_of_structures_with_faults(tmp_path: Path) -> None:
     stamps = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npz")}
     prepare(folder, beside(alignments), selection, cache)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.npz")} == stamps
+    for file in (dataset.chains[0].file, dataset.chains[0].file.with_name("index.json")):
+        for at in (0, 100, file.stat().st_size // 2, file.stat().st_size - 1):
+            _load.cache_clear()
+            with flipped(file, at, 1), pytest.raises(UserError, match=rf"{file.name} of the cache .*remove"):
+                load(folder, beside(alignments), selection, cache)[0]
     (alignments / "1ubi.a3m").unlink()  # other contents, another place in the cache
     prepare(folder, beside(alignments), selection, cache)
     assert len(load(folder, beside(alignments), selection, cache)) == 2

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from core.config import UserError
+from core.files import signed, stamp
 from core.metrics import MemoryAccount
 from core.models import load_pretrained, save_pretrained
 from core.quant import (
@@ -24,6 +26,8 @@ from core.quant import (
     stored_bytes,
 )
 from core.weights import Weights, save_weights
+from tests.support.checkpoints import flipped, flips
+from tests.support.full_disk import limited_files
 from tests.unit.quant.models import FAMILIES, UNet, decoder, saved, tokens, unet_inputs
 
 ALL = {"embeddings": True, "head": True}
@@ -93,6 +97,12 @@ def test_gains_of_columns_are_kept(tmp_path: Path) -> None:
         assert torch.equal(model(tokens()), wanted(tokens()))
     stored = {n: t.clone() for n, t in Weights(tmp_path / "q", "quantized").items() if n != f"{name}.gain"}
     save_weights(stored.items(), tmp_path / "q", stem="quantized")
+    with pytest.raises(UserError, match=r"quantized\.safetensors is (damaged|truncated)"):
+        load_quantized(tmp_path / "q")
+    content = json.loads((tmp_path / "q" / "quantization.json").read_text())
+    files = {"quantized.safetensors": stamp(tmp_path / "q" / "quantized.safetensors")}
+    del content["crc32"]
+    (tmp_path / "q" / "quantization.json").write_bytes(signed(content | {"files": files}))
     with pytest.raises(UserError, match=r"lacks blocks\.0\.mlp\.up\.weight\.gain"):
         load_quantized(tmp_path / "q")
 
@@ -221,7 +231,8 @@ def test_damaged_folders(tmp_path: Path) -> None:
     saved(tmp_path / "plain")
     folder = quantize_folder(tmp_path / "plain", tmp_path / "q", "int4", **ALL)
     weights, description = folder / "quantized.safetensors", folder / "quantization.json"
-    whole, described, tensors = weights.read_bytes(), json.loads(description.read_text()), load_file(weights)
+    whole, written, tensors = weights.read_bytes(), description.read_bytes(), load_file(weights)
+    described = {name: value for name, value in json.loads(written).items() if name != "crc32"}
     codes = "blocks.0.mlp.up.weight.codes"
 
     def with_tensors(change: Callable[[dict], object]) -> None:
@@ -232,20 +243,26 @@ def test_damaged_folders(tmp_path: Path) -> None:
     def with_weight(**change: object) -> None:
         name = codes.removesuffix(".codes")
         changed = described["weights"] | {name: described["weights"][name] | change}
-        description.write_text(json.dumps(described | {"weights": changed}))
+        describe(weights=changed)
+
+    def describe(**change: object) -> None:
+        """Right checksums of whatever the folder holds, so that what is behind them is asked."""
+        files = {"files": {weights.name: stamp(weights)}} if weights.is_file() else {}
+        description.write_bytes(signed(described | files | change))
 
     damages = (
         (lambda: weights.write_bytes(whole[:-1]), "is truncated or not a file of weights"),
         (lambda: weights.write_bytes(b"\x80\x04N."), "is truncated or not a file of weights"),
-        (weights.unlink, r"holds no weights; expected quantized\.safetensors"),
+        (weights.unlink, r"quantized\.safetensors is missing; copy the folder again"),
         (lambda: with_tensors(lambda t: t.pop(codes)), rf"lacks {codes}"),
         (lambda: with_tensors(lambda t: t.update({codes: t[codes][:1].clone()})), r"is uint8 \[1, 32\], and should be"),
         (lambda: with_tensors(lambda t: t.update({codes: t[codes].float()})), "is float32"),
         (lambda: with_tensors(lambda t: t.update(more=torch.ones(1))), "holds what the model does not know: more"),
         (lambda: description.write_text("{"), "cannot read"),
         (lambda: description.write_text("[]"), "is not a JSON object"),
-        (lambda: description.write_text(json.dumps(described | {"format": 2})), "has format 2; this version reads 1"),
-        (lambda: description.write_text('{"format": 1, "weights": {"a": 1}}'), "does not describe quantized weights"),
+        (lambda: describe(format=3), "has format 3; this version reads 2"),
+        (lambda: describe(format=1), "has checksums, and says that it has format 1"),
+        (lambda: describe(weights={"a": 1}), "does not describe quantized weights"),
         (lambda: with_weight(shape=[3, 4]), "and should be"),
         (lambda: with_weight(shape=[96, 96]), "should be|config.json says"),
         (lambda: with_weight(scheme={"name": "int4"}), "is no description of a scheme"),
@@ -253,11 +270,47 @@ def test_damaged_folders(tmp_path: Path) -> None:
     )
     for damage, said in damages:
         weights.write_bytes(whole)
-        description.write_text(json.dumps(described))
+        description.write_bytes(written)
         damage()
+        if weights.is_file() and weights.read_bytes() != whole:
+            with pytest.raises(UserError, match=r"quantized\.safetensors is (damaged|truncated|too long)"):
+                load_quantized(folder, packed=False)
+            describe()
         with pytest.raises(UserError, match=said) as raised:
-            load_quantized(folder)
+            load_quantized(folder, packed=False)
         assert "\n" not in str(raised.value)
+
+
+def test_no_flipped_byte_is_accepted(tmp_path: Path) -> None:
+    saved(tmp_path / "plain")
+    folder = quantize_folder(tmp_path / "plain", tmp_path / "q", "int4", **ALL, max_shard_bytes=1 << 13)
+    files = sorted([*folder.glob("quantized*"), folder / "quantization.json"])
+    assert len(files) > 3
+    for path, at, mask in flips(files, 16, seed=0):
+        with flipped(path, at, mask), pytest.raises(UserError, match=re.escape(path.name)) as raised:
+            load_quantized(folder, packed=False)
+        assert "\n" not in str(raised.value)
+    load_quantized(folder, packed=False)
+
+
+def test_folders_without_checksums_are_read_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "plain")
+    folder = quantize_folder(tmp_path / "plain", tmp_path / "q", "int8")
+    description = folder / "quantization.json"
+    described = json.loads(description.read_text())
+    del described["crc32"], described["files"]
+    description.write_text(json.dumps(described | {"format": 1}))
+    load_quantized(folder, packed=False)
+    assert "has no checksums, so damage in it is not seen" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    saved(tmp_path / "plain")
+    for room in (100, 10_000):
+        with pytest.raises(OSError, match="File too large") as caught, limited_files(room):
+            quantize_folder(tmp_path / "plain", tmp_path / "q", "int8")
+        assert str(tmp_path) in str(caught.value.filename)
+        assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
 def test_weights_can_be_gone_through_without_holding_them(tmp_path: Path) -> None:
