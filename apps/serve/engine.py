@@ -258,13 +258,17 @@ class Engine:
             wanted = [r for _, r in writing]
             picked = logits_RV if wanted == list(range(len(logits_RV))) else logits_RV[wanted]  # the latter is a copy
             for sequence, sampled in zip(sequences, sampler.sample(picked, sequences, ranked)):
-                events.append(self._append(sequence, sampled))
+                events.append(self._fail(sequence) if sampled is None else self._append(sequence, sampled))
         return events
 
     def _read_prompt(self, sequence: Sequence, places: range, logits_RV: Tensor) -> None:
         request = sequence.request
-        for place, logits_V in zip(places, logits_RV):
-            if place + 1 < len(request.prompt):
+        finite = logits_RV.max(-1).values.isfinite().tolist()
+        sequence.is_broken |= not all(finite)
+        for place, logits_V, sound in zip(places, logits_RV, finite):
+            if place + 1 < len(request.prompt) and not sound:
+                sequence.prompt_tokens.append(Token(request.prompt[place + 1], 0))
+            elif place + 1 < len(request.prompt):
                 found = sampler.report(logits_V, request.prompt[place + 1], request.prompt_logprobs or 0)
                 sequence.prompt_tokens.append(Token(found.id, 0, found.logprob, found.top))
 
@@ -282,10 +286,10 @@ class Engine:
             other.move(State.WAITING)
             self.waiting.append(other)
             self.waiting.sort(key=lambda s: s.number)
-        if request.max_tokens == 0:
-            self._leave(sequence)
-            self.counts.finished += 1
-            events.append(Delta(request, sequence.index, "", (), 0, "length"))
+        if sequence.is_broken:
+            events.append(self._fail(sequence))
+        elif request.max_tokens == 0:
+            events.append(self._delta(sequence, "", "length"))
         return events
 
     def _append(self, sequence: Sequence, sampled: sampler.Sampled) -> Delta:
@@ -298,6 +302,7 @@ class Engine:
         if sampled.id in request.stop_ids:
             finish = "stop"
             text = stream.finish()
+            sequence.pending.append(Token(sampled.id, len(stream.text), sampled.logprob, sampled.top, ends=True))
         else:
             token = Token(sampled.id, len(stream.text), sampled.logprob, sampled.top)
             sequence.pending.append(token)
@@ -310,6 +315,15 @@ class Engine:
                 if stream.stopped:
                     finish = "stop"
         return self._delta(sequence, text, finish)
+
+    def _fail(self, sequence: Sequence) -> Delta:
+        """No token can follow, since the model's logits are no numbers: this sequence ends, and only this one.
+
+        What it wrote to its pages is not kept for requests that begin alike: they would read the same.
+        """
+        assert sequence.held is not None
+        self.pages.forget(sequence.held)
+        return self._delta(sequence, sequence.stream.finish(), "error")
 
     def _delta(self, sequence: Sequence, text: str, finish: FinishReason | None) -> Delta:
         """Tokens go with the text that they begin in; those behind the end of a stopped text are dropped."""
