@@ -17,7 +17,7 @@ from apps.serve import sampler
 from apps.serve.detokenize import TextStream
 from apps.serve.pace import Pace
 from apps.serve.pages import Match, Pages
-from apps.serve.request import Delta, Event, FinishReason, PromptDone, Request, Sequence, State, Token
+from apps.serve.request import Delta, Event, FinishReason, PromptDone, Request, Sequence, State, Token, too_long
 from apps.serve.runner import Runner, Step
 from apps.serve.scheduler import Job, Limits, schedule
 from apps.serve.text import Text
@@ -91,10 +91,8 @@ class Engine:
         if request.min_tokens and len(request.stop_ids) >= self.vocab_size:
             raise UserError("every token ends the text, and min_tokens forbids that; give fewer stop_token_ids")
         if length + request.max_tokens > self.max_length:
-            raise UserError(
-                f"the prompt has {length} tokens and max_tokens is {request.max_tokens}; together they may be "
-                f"{self.max_length}, so shorten one of them"
-            )
+            wanted = f"you requested {length + request.max_tokens} tokens ({length} in the prompt)"
+            raise UserError(too_long(self.max_length, wanted))
 
     def submit(self, request: Request) -> None:
         """Take a request into the queue.  Raises UserError for what this engine can never do."""

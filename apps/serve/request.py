@@ -127,6 +127,14 @@ class Delta:
 Event = PromptDone | Delta
 
 
+def too_long(max_length: int, what: str) -> str:
+    """What is said of a request that the model cannot hold, in the words that clients look for."""
+    return (
+        f"This model's maximum context length is {max_length} tokens. However, {what}. "
+        "Please shorten the prompt, or ask for fewer tokens."
+    )
+
+
 class State(Enum):
     HELD = auto()  # until the first sequence of the request has computed the prompt
     WAITING = auto()

@@ -62,6 +62,8 @@ def _run(config: ServeConfig, sources: list[Source]) -> int:
             for engine in engines.values():
                 engine.runner.follow()
             return 0
+        for engine in engines.values():
+            engine.text.start()
         loops = {name: EngineLoop(name, engine, config.max_queue, metrics) for name, engine in engines.items()}
         return asyncio.run(listen(Server(loops, config, metrics)))
 

@@ -60,7 +60,7 @@ def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int
     # A text that is being written when the signal comes is written to its end.
     body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", port), timeout=HANGS_S) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         received = connection.recv(4096)
         process.send_signal(signal.SIGTERM)

@@ -106,11 +106,11 @@ def post(port: int, path: str, body: Any, **headers: str) -> tuple[int, dict[str
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{lines}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{lines}\r\n"
     status, found, answer = raw(port, head.encode() + data)
     return status, found, json.loads(answer) if answer and not answer.startswith(b"data:") else answer
 
 
 def get(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return raw(port, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{lines}\r\n".encode())
+    return raw(port, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{lines}\r\n".encode())
