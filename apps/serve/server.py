@@ -55,6 +55,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, what in (
         (400, "the request cannot be served as it is"),
         (401, "the key is missing or wrong"),
+        (403, "the server does not answer for this host"),
         (404, "no such model"),
         (413, "the body is too large"),
         (415, "the body is not JSON"),
@@ -253,7 +254,9 @@ def build_app(server: Server) -> FastAPI:
             await run_in_threadpool(loop.stop)
 
     app = FastAPI(title="Megalith serve", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, key=read_key(server.config), max_body_bytes=server.config.max_body_bytes)
+    config = server.config
+    hosts = (config.host, *config.allow_host)
+    app.add_middleware(Guard, key=read_key(config), hosts=hosts, max_body_bytes=config.max_body_bytes)
     if server.config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(server.config.cors_origins), allow_methods=["*"], allow_headers=["*"]

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from apps.llm.tokenizer import byte_tokenizer
 from apps.serve.config import EngineConfig, HttpConfig
 from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
 from apps.serve.model import build_engine, find_source
-from apps.serve.serve import Listener
-from apps.serve.server import Server, build_app
+from apps.serve.serve import Listener, uvicorn_config
+from apps.serve.server import Server
 from core.models import DecoderConfig, save_pretrained
 from tests.unit.models.test_pretrained import random_decoder
 
@@ -74,7 +72,7 @@ def served(*folders: Path, engine: EngineConfig = ENGINE, **http: Any) -> Iterat
     sources = [find_source(folder) for folder in folders]
     loops = {s.name: EngineLoop(s.name, build_engine(s, engine, "cpu"), config.max_queue, metrics) for s in sources}
     server = Server(loops, config, metrics)
-    listener = Listener(uvicorn.Config(build_app(server), host="127.0.0.1", port=0, log_level="warning"))
+    listener = Listener(uvicorn_config(server))
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
     thread.start()
     while not listener.started:
