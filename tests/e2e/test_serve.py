@@ -97,7 +97,7 @@ def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
     folder = small_model(tmp_path / "tiny")
     command = [sys.executable, str(script), "--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01"]
     process = subprocess.Popen(
-        [*command, "--device", "cpu"], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        [*command, "--device", "cpu"], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
     assert process.stdout is not None
