@@ -8,9 +8,12 @@ export TOKENIZERS_PARALLELISM ?= false
 
 install: .venv/.installed
 
+# lm_eval comes without what it asks for: pytablewriter, which only its tables need, forbids our python-dateutil, and
+# its metrics of other tasks need scipy and scikit-learn. What its client needs is in the extra `dev`.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[llm,diffusion,fold,serve,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps lm_eval
 	touch $@
 
 check: install

@@ -2,7 +2,7 @@
 
 A request's life:
 
-1. `server` checks the body (`api`), makes tokens of text (`text`) and hands a `Request` to the engine's `loop`.
+1. `server` checks the body (`fields`, `api`), tokenizes text (`text`) and hands a `Request` to the engine's `loop`.
 2. `scheduler` decides, as a pure function, which sequences compute how many tokens in the next step.
 3. `pages` finds what of a prompt is in the cache already, and hands out pages for the rest.
 4. `runner` puts the tokens of all sequences through the one decoder, as one row; `sampler` picks each next token.

@@ -133,8 +133,8 @@ class Answer:
         if self.call.logprobs is None:
             return None
         text = self.call.text
-        if self.call.is_chat:
-            return {"content": [_chat_logprob(text, token) for token in tokens], "refusal": None}
+        if self.call.is_chat:  # whose logprobs are those of the message's content
+            return {"content": [_chat_logprob(text, token) for token in tokens if not token.ends], "refusal": None}
         return {
             "tokens": [text.token_text(token.id) for token in tokens],
             "token_logprobs": [_known(token, token.logprob) for token in tokens],
@@ -149,8 +149,11 @@ def _known(token: Token, value: Any) -> Any:
 
 
 def _alternatives(text: Text, token: Token) -> dict[str, float | None]:
-    top: dict[str, float | None] = {text.token_text(other): logprob for other, logprob in token.top}
-    return top | {text.token_text(token.id): token.logprob}
+    """By text; of tokens that read alike the likeliest is told."""
+    top: dict[str, float | None] = {}
+    for other, logprob in sorted((*token.top, (token.id, token.logprob or 0.0)), key=lambda pair: -pair[1]):
+        top.setdefault(text.token_text(other), logprob)
+    return top
 
 
 def _chat_logprob(text: Text, token: Token) -> dict[str, Any]:

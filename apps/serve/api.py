@@ -1,35 +1,24 @@
-"""What a client may send, and how it becomes requests to the engine.
-
-The fields are those of OpenAI's completions and chat completions, and the usual extensions of open servers (top_k,
-min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, include_stop_str_in_output). A field that is not
-listed here is refused: nothing is accepted and then ignored (`user` is the one field without an effect, by definition).
-"""
+"""How what a client sends (`fields`) becomes requests to the engine; and errors in OpenAI's form."""
 
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
+from apps.serve.config import HttpConfig
 from apps.serve.engine import Engine
-from apps.serve.request import Request, Sampling
+from apps.serve.fields import ChatBody, CompletionBody, Options
+from apps.serve.request import Request, Sampling, too_long
+from apps.serve.template import TooLarge
 from apps.serve.text import Text
 from core.config import UserError
 
-MAX_STOP = 16
-MAX_STOP_CHARACTERS = 256
-MAX_LOGPROBS = 20
-# Control characters that no text has (tabs and line ends it has), and halves of pairs, which are no characters.
-_NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
-
-Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
-Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Bool = Annotated[bool, Field(strict=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Bias = Annotated[float, Field(strict=True, ge=-100, le=100)]
+# Halves of surrogate pairs are no characters, so no tokenizer takes them.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class ApiError(Exception):
@@ -61,80 +50,13 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class StreamOptions(Body):
-    include_usage: Bool = False
-
-
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-
-class Options(Body):
-    """What both endpoints take."""
-
-    model: str | None = None
-    n: Annotated[Int, Field(ge=1, le=128)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP)] | None = None
-    stream: Bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[Float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
-    seed: Int | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
-    user: str | None = None
-    top_k: Annotated[Int, Field(ge=-1)] | None = None
-    min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[Int, Field(ge=0)] | None = None
-    ignore_eos: Bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
-    include_stop_str_in_output: Bool | None = None
-
-
-class CompletionBody(Options):
-    """POST /v1/completions"""
-
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: Annotated[Int, Field(ge=0)] | None = None
-    best_of: Annotated[Int, Field(ge=1, le=128)] | None = None
-    echo: Bool | None = None
-    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    suffix: None = None
-
-
-class ChatBody(Options):
-    """POST /v1/chat/completions"""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[Int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
-    logprobs: Bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-
-
 @dataclass(frozen=True)
 class Call:
     """One HTTP request: a request to the engine for each prompt, and how the answer is to look.
 
     echoes         text of each prompt, where it is to stand in front
     num_choices    of each prompt
+    obfuscated     whether pieces of a stream are padded to sizes that do not tell what they say
     """
 
     id: str
@@ -146,15 +68,19 @@ class Call:
     is_chat: bool
     stream: bool
     include_usage: bool
+    obfuscated: bool
     logprobs: int | None
     echoes: tuple[str, ...] | None = None
 
 
-def completion_call(body: CompletionBody, model: str, engine: Engine, max_choices: int) -> Call:
-    """Raises ApiError for what cannot be done."""
-    texts, prompts = _prompts(body.prompt, engine)
+def completion_call(body: CompletionBody, model: str, engine: Engine, config: HttpConfig, timeout_s: float) -> Call:
+    """Raises ApiError for what cannot be done. The prompts' number is checked before they cost anything."""
+    given = _listed(body.prompt)
     best_of, n = body.best_of or body.n or 1, body.n or 1
-    _check_choices(len(prompts) * best_of, max_choices)
+    if len(given) > config.max_queue:
+        raise ApiError(400, f"{len(given)} prompts; this server takes {config.max_queue}", param="prompt")
+    _check_choices(len(given) * best_of, config.max_choices, "prompt" if best_of == 1 else "n")
+    texts, prompts = _prompts(given, engine)
     if best_of < n:
         raise ApiError(400, f"best_of is {best_of} and n is {n}; best_of is at least n", param="best_of")
     if best_of > n and body.stream:
@@ -166,7 +92,7 @@ def completion_call(body: CompletionBody, model: str, engine: Engine, max_choice
     call_id = f"cmpl-{secrets.token_hex(12)}"
     requests = []
     for index, prompt in enumerate(prompts):
-        max_tokens = _max_tokens(body.max_tokens, 16, len(prompt), engine)
+        max_tokens = _max_tokens(body.max_tokens, 16, len(prompt), engine, "prompt")
         request = Request(
             id=f"{call_id}-{index}",
             prompt=tuple(prompt),
@@ -182,23 +108,24 @@ def completion_call(body: CompletionBody, model: str, engine: Engine, max_choice
     return _call(body, call_id, model, engine, tuple(requests), n, False, body.logprobs, echoes)
 
 
-def chat_call(body: ChatBody, model: str, engine: Engine, max_choices: int) -> Call:
-    """Raises ApiError for what cannot be done."""
+def chat_call(body: ChatBody, model: str, engine: Engine, config: HttpConfig, timeout_s: float) -> Call:
+    """Raises ApiError for what cannot be done; TimeoutError where the template takes longer than that."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-    messages = [{"role": message.role, "content": _content(message)} for message in body.messages]
-    for message in messages:
-        _check_text(message["content"], "messages", engine)
-    _check_choices(body.n or 1, max_choices)
+    messages = [message.as_text() for message in body.messages]
+    _check_texts([text for message in messages for text in message.values()], "messages", engine)
+    _check_choices(body.n or 1, config.max_choices, "n")
     try:
-        prompt, stop = engine.text.encode_chat(messages)
+        prompt, stop = engine.text.encode_chat(messages, _max_characters(engine), timeout_s)
+    except TooLarge:
+        raise _too_long(engine, "your messages make a text that cannot be held by so many", "messages") from None
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from None
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     call_id = f"chatcmpl-{secrets.token_hex(12)}"
-    max_tokens = _max_tokens(body.max_completion_tokens or body.max_tokens, None, len(prompt), engine)
+    max_tokens = _max_tokens(body.max_completion_tokens or body.max_tokens, None, len(prompt), engine, "messages")
     endings = _endings(body, engine.text, max_tokens)
     endings["stop"] += stop
     request = Request(
@@ -228,24 +155,27 @@ def _call(
         num_choices=n,
         is_chat=is_chat,
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        obfuscated=body.stream_options is not None and bool(body.stream_options.include_obfuscation),
         logprobs=logprobs,
         echoes=echoes,
     )
 
 
-def _prompts(prompt: Any, engine: Engine) -> tuple[list[str | None], list[list[int]]]:
-    """Text (None where tokens were given) and tokens of each prompt."""
+def _listed(prompt: Any) -> list[str | list[int]]:
     if not isinstance(prompt, list):
-        prompt = [prompt]
+        return [prompt]
     if not prompt:
         raise ApiError(400, "prompt is an empty list; give at least one prompt", param="prompt")
-    if isinstance(prompt[0], int):
-        prompt = [prompt]
+    return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+def _prompts(given: list[str | list[int]], engine: Engine) -> tuple[list[str | None], list[list[int]]]:
+    """Text (None where tokens were given) and tokens of each prompt."""
     texts, prompts = [], []
-    for one in prompt:
+    for one in given:
         if isinstance(one, str):
-            _check_text(one, "prompt", engine)
+            _check_texts([one], "prompt", engine)
             try:
                 prompts.append(engine.text.encode(one))
             except UserError as error:
@@ -257,43 +187,44 @@ def _prompts(prompt: Any, engine: Engine) -> tuple[list[str | None], list[list[i
     return texts, prompts
 
 
-def _content(message: Message) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(part.text for part in message.content)
+def _max_characters(engine: Engine) -> int:
+    """What is longer has more tokens than the model takes."""
+    return engine.max_length * engine.text.longest_token
 
 
-def _check_text(text: str, param: str, engine: Engine) -> None:
-    found = _NO_TEXT.search(text)
-    if found is not None:
-        what = "half a surrogate pair" if found[0] >= "\ud800" else "the control character"
-        raise ApiError(400, f"{param} holds {what} U+{ord(found[0]):04X}; leave it out", param=param)
-    if len(text) > engine.max_length * engine.text.longest_token:
-        raise ApiError(
-            400,
-            f"{param} has {len(text)} characters, more than {engine.max_length} tokens can hold; shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
+def _check_texts(texts: Sequence[str], param: str, engine: Engine) -> None:
+    """Before they cost time."""
+    for text in texts:
+        found = _HALF_PAIR.search(text)
+        if found is not None:
+            raise ApiError(
+                400, f"{param} holds half a surrogate pair, U+{ord(found[0]):04X}; leave it out", param=param
+            )
+    length = sum(map(len, texts))
+    if length > _max_characters(engine):
+        raise _too_long(engine, f"the {param} of {length} characters cannot be held by so many", param)
 
 
-def _check_choices(num_choices: int, most: int) -> None:
+def _check_choices(num_choices: int, most: int, param: str) -> None:
     if num_choices > most:
-        raise ApiError(400, f"{num_choices} texts are asked for at once; this server writes at most {most}", param="n")
+        message = f"{num_choices} texts are asked for at once; this server writes at most {most}"
+        raise ApiError(400, message, param=param)
 
 
-def _max_tokens(given: int | None, default: int | None, prompt_tokens: int, engine: Engine) -> int:
+def _max_tokens(given: int | None, default: int | None, prompt_tokens: int, engine: Engine, prompt: str) -> int:
+    """prompt  the field that the prompt came in"""
     left = engine.max_length - prompt_tokens
     wanted = given if given is not None else left if default is None else min(default, left)
-    if wanted > left or left < 1:
-        raise ApiError(
-            400,
-            f"the prompt has {prompt_tokens} tokens, which leaves {max(0, left)} of {engine.max_length}, and "
-            f"max_tokens is {given if given is not None else 'left open'}; shorten one of them",
-            param="max_tokens" if left >= 1 else "prompt",
-            code="context_length_exceeded",
-        )
+    if left < 1 or wanted > left:
+        what = f"your prompt has {prompt_tokens} tokens"
+        if given is not None:
+            what = f"you requested {prompt_tokens + given} tokens ({prompt_tokens} in the prompt, {given} in the text)"
+        raise _too_long(engine, what, prompt if left < 1 else "max_tokens")
     return wanted
+
+
+def _too_long(engine: Engine, what: str, param: str) -> ApiError:
+    return ApiError(400, too_long(engine.max_length, what), param=param, code="context_length_exceeded")
 
 
 def _sampling(body: Options) -> Sampling:

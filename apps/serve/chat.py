@@ -47,9 +47,7 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             pass  # ends this answer, not the conversation
         print()
-        # A model may write control characters; the server takes none back.
-        kept = "".join(letter for letter in answer if letter.isprintable() or letter in "\n\t")
-        messages.append({"role": "assistant", "content": kept})
+        messages.append({"role": "assistant", "content": answer})
     return 0
 
 

@@ -57,6 +57,9 @@ class HttpConfig:
     port: int = 8000
     api_key_file: Path | None = None
     """file whose first line clients must send as a bearer token; none: no key is asked for"""
+    allow_host: tuple[str, ...] = ()
+    """names, beside --host and this machine's own (localhost, 127.0.0.1), under which the server may be called while it
+    asks for no key; with --host 0.0.0.0 any address is fine"""
     cors_origins: tuple[str, ...] = ()
     """web origins whose pages may call the API"""
     max_queue: int = 256

@@ -17,7 +17,7 @@ from apps.serve import sampler
 from apps.serve.detokenize import TextStream
 from apps.serve.pace import Pace
 from apps.serve.pages import Match, Pages
-from apps.serve.request import Delta, Event, FinishReason, PromptDone, Request, Sequence, State, Token
+from apps.serve.request import Delta, Event, FinishReason, PromptDone, Request, Sequence, State, Token, too_long
 from apps.serve.runner import Runner, Step
 from apps.serve.scheduler import Job, Limits, schedule
 from apps.serve.text import Text
@@ -92,10 +92,8 @@ class Engine:
         if request.min_tokens and len(request.stop_ids) >= self.vocab_size:
             raise UserError("every token ends the text, and min_tokens forbids that; give fewer stop_token_ids")
         if length + request.max_tokens > self.max_length:
-            raise UserError(
-                f"the prompt has {length} tokens and max_tokens is {request.max_tokens}; together they may be "
-                f"{self.max_length}, so shorten one of them"
-            )
+            wanted = f"you requested {length + request.max_tokens} tokens ({length} in the prompt)"
+            raise UserError(too_long(self.max_length, wanted))
 
     def submit(self, request: Request) -> None:
         """Take a request into the queue.  Raises UserError for what this engine can never do."""
@@ -273,13 +271,17 @@ class Engine:
             wanted = [r for _, r in writing]
             picked = logits_RV if wanted == list(range(len(logits_RV))) else logits_RV[wanted]  # the latter is a copy
             for sequence, sampled in zip(sequences, sampler.sample(picked, sequences, ranked)):
-                events.append(self._append(sequence, sampled))
+                events.append(self._fail(sequence) if sampled is None else self._append(sequence, sampled))
         return events
 
     def _read_prompt(self, sequence: Sequence, places: range, logits_RV: Tensor) -> None:
         request = sequence.request
-        for place, logits_V in zip(places, logits_RV):
-            if place + 1 < len(request.prompt):
+        finite = logits_RV.max(-1).values.isfinite().tolist()
+        sequence.is_broken |= not all(finite)
+        for place, logits_V, sound in zip(places, logits_RV, finite):
+            if place + 1 < len(request.prompt) and not sound:
+                sequence.prompt_tokens.append(Token(request.prompt[place + 1], 0))
+            elif place + 1 < len(request.prompt):
                 found = sampler.report(logits_V, request.prompt[place + 1], request.prompt_logprobs or 0)
                 sequence.prompt_tokens.append(Token(found.id, 0, found.logprob, found.top))
 
@@ -297,10 +299,10 @@ class Engine:
             other.move(State.WAITING)
             self.waiting.append(other)
             self.waiting.sort(key=lambda s: s.number)
-        if request.max_tokens == 0:
-            self._leave(sequence)
-            self.counts.finished += 1
-            events.append(Delta(request, sequence.index, "", (), 0, "length"))
+        if sequence.is_broken:
+            events.append(self._fail(sequence))
+        elif request.max_tokens == 0:
+            events.append(self._delta(sequence, "", "length"))
         return events
 
     def _append(self, sequence: Sequence, sampled: sampler.Sampled) -> Delta:
@@ -313,6 +315,7 @@ class Engine:
         if sampled.id in request.stop_ids:
             finish = "stop"
             text = stream.finish()
+            sequence.pending.append(Token(sampled.id, len(stream.text), sampled.logprob, sampled.top, ends=True))
         else:
             token = Token(sampled.id, len(stream.text), sampled.logprob, sampled.top)
             sequence.pending.append(token)
@@ -325,6 +328,15 @@ class Engine:
                 if stream.stopped:
                     finish = "stop"
         return self._delta(sequence, text, finish)
+
+    def _fail(self, sequence: Sequence) -> Delta:
+        """No token can follow, since the model's logits are no numbers: this sequence ends, and only this one.
+
+        What it wrote to its pages is not kept for requests that begin alike: they would read the same.
+        """
+        assert sequence.held is not None
+        self.pages.forget(sequence.held)
+        return self._delta(sequence, sequence.stream.finish(), "error")
 
     def _delta(self, sequence: Sequence, text: str, finish: FinishReason | None) -> Delta:
         """Tokens go with the text that they begin in; those behind the end of a stopped text are dropped."""

@@ -1,4 +1,7 @@
-"""What stands before the application: the size of bodies, the key, the origin of calls. Plain ASGI.
+"""What stands before the application: the size of bodies, the key, the host and origin of calls. Plain ASGI.
+
+A web page from elsewhere can let its own name point to this machine (DNS rebinding) and then read answers as its own.
+Browsers tell the name as Host, so where no key is asked for, a name that is not this server's gets no answer.
 
 Bodies are read here, up to the limit and within a time, and handed on whole.
 """
@@ -6,7 +9,8 @@ Bodies are read here, up to the limit and within a time, and handed on whole.
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from apps.serve.api import ApiError
@@ -22,13 +26,16 @@ _PATIENCE = 16
 
 
 class Guard:
-    """Refuses what is too large, comes without the key, or is not JSON.
+    """Refuses what is too large, comes without the key or for another host, is framed in two ways, or is not JSON.
 
-    key  that calls under /v1 must bring; None: none is asked for
+    key    that calls under /v1 must bring; None: none is asked for
+    hosts  names and addresses, beside this machine's own, under which the server is called while it asks for no key
     """
 
-    def __init__(self, app: App, key: str | None, max_body_bytes: int):
+    def __init__(self, app: App, key: str | None, hosts: Sequence[str], max_body_bytes: int):
         self._app, self._key, self._max = app, key, max_body_bytes
+        self._hosts = {_plain(host) for host in hosts}
+        self._any_address = any(_is_unspecified(host) for host in self._hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,6 +43,8 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         try:
+            _check_framing(scope, headers)
+            self._check_host(headers)
             self._check_key(scope, headers)
             if scope["method"] == "POST":
                 receive = await self._whole_body(headers, receive)
@@ -43,6 +52,22 @@ class Guard:
             await answer(send, error)
             return
         await self._app(scope, receive, send)
+
+    def _check_host(self, headers: dict[str, bytes]) -> None:
+        if self._key is not None or "host" not in headers:  # browsers always send it
+            return
+        host = _plain(headers["host"].decode("latin-1"))
+        address = _address(host)
+        if host in self._hosts or host == "localhost" or host.endswith(".localhost"):
+            return
+        if address is not None and (address.is_loopback or self._any_address):
+            return
+        name = host if host.isascii() and host.isprintable() and len(host) < 256 else "this host"
+        raise ApiError(
+            403,
+            f"this server does not answer for {name}; call it by its address, or start it with --allow_host NAME",
+            code="host_not_allowed",
+        )
 
     def _check_key(self, scope: Scope, headers: dict[str, bytes]) -> None:
         if self._key is None or not scope["path"].startswith("/v1/") or scope["method"] == "OPTIONS":
@@ -93,6 +118,42 @@ class Guard:
             return await receive()
 
         return again
+
+
+def _check_framing(scope: Scope, headers: dict[str, bytes]) -> None:
+    """Raises ApiError where a proxy before this server may have seen another end of the body (request smuggling)."""
+    if "transfer-encoding" not in headers:
+        return
+    if "content-length" in headers or scope["http_version"] == "1.0":
+        raise ApiError(
+            400,
+            "the length of the body is told in two ways; send Content-Length or Transfer-Encoding",
+            headers={"Connection": "close"},
+        )
+
+
+def _plain(host: str) -> str:
+    """A host as it is compared: without a port, brackets and a final dot, in lower case."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, _, port = host.rpartition(":")
+    if name and ":" not in name and port.isdigit():
+        host = name
+    return host.removesuffix(".")
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_unspecified(host: str) -> bool:
+    """Whether it stands for all of the machine's addresses."""
+    address = _address(host)
+    return host == "" or (address is not None and address.is_unspecified)
 
 
 async def answer(send: Send, error: ApiError) -> None:

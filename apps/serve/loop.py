@@ -62,6 +62,7 @@ class EngineLoop:
     def __init__(self, name: str, engine: Engine, max_queue: int, metrics: Metrics):
         self.name, self.engine, self.max_queue, self.metrics = name, engine, max_queue, metrics
         self.failure: str | None = None
+        self.on_failure: Callable[[], object] | None = None  # called from the engine's thread
         self.created = int(time.time())
         self._wake = threading.Condition()
         self._inbox: list[Request | str] = []  # to be submitted, or the id of one to be aborted
@@ -214,3 +215,5 @@ class EngineLoop:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
             client.listener(Failed(reason))
+        if self.on_failure is not None:
+            self.on_failure()

@@ -150,6 +150,20 @@ class Pages:
         held.pages.clear()
         held.path.clear()
 
+    def forget(self, held: Held) -> None:
+        """Take pages that only this sequence holds out of the tree, and idle ones behind them; they stay its own."""
+        while held.path and self._holders[held.path[-1].page] == 1:
+            node = held.path.pop()
+            self._free_below(node)
+            _detach(node)
+
+    def _free_below(self, node: Node) -> None:
+        for child in list(node.children.values()):
+            self._free_below(child)
+            _detach(child)
+            del self._idle[child]
+            self._free.append(child.page)
+
     def _hold(self, node: Node) -> None:
         self._idle.pop(node, None)
         self._holders[node.page] += 1
@@ -167,10 +181,14 @@ class Pages:
         if self._free:
             return self._free.pop()
         node, _ = self._idle.popitem(last=False)
-        assert node.parent is not None
         assert not node.children, "a page is given up before those that follow it"
-        node.parent.remove(node)
+        _detach(node)
         return node.page
+
+
+def _detach(node: Node) -> None:
+    assert node.parent is not None
+    node.parent.remove(node)
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -14,7 +14,8 @@ from apps.serve.detokenize import TextStream
 from apps.serve.pages import Held
 from core.config import UserError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""error: the model's logits were no numbers, so no token could follow."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,14 @@ class Token:
     offset   characters of the text before it
     logprob  None where it was not asked for, and for the first token of all
     top      the likeliest tokens at its place
+    ends     whether it is the token that ended the text, of which it is no part
     """
 
     id: int
     offset: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,14 @@ class Delta:
 Event = PromptDone | Delta
 
 
+def too_long(max_length: int, what: str) -> str:
+    """What is said of a request that the model cannot hold, in the words that clients look for."""
+    return (
+        f"This model's maximum context length is {max_length} tokens. However, {what}. "
+        "Please shorten the prompt, or ask for fewer tokens."
+    )
+
+
 class State(Enum):
     HELD = auto()  # until the first sequence of the request has computed the prompt
     WAITING = auto()
@@ -151,6 +162,7 @@ class Sequence:
     held        its pages while it runs; `num_computed` of its tokens have their keys and values there
     pending     tokens whose text is not released yet
     num_cached  tokens of the prompt that were in the pages when it first ran
+    is_broken   whether logits of its prompt were no numbers
     """
 
     request: Request
@@ -166,6 +178,7 @@ class Sequence:
     pending: list[Token] = field(default_factory=list)
     prompt_reported: bool = False
     num_cached: int | None = None
+    is_broken: bool = False
 
     def move(self, to: State) -> None:
         assert (self.state, to) in MOVES, f"a sequence does not go from {self.state} to {to}"

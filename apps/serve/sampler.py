@@ -21,6 +21,8 @@ from apps.serve.request import Sampling, Sequence
 
 # Tokens looked at for top-p before all are sorted: they nearly always hold the mass.
 _LIKELY = 256
+# OpenAI's logprob of a token of probability 0.
+_IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,22 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits_RV: Tensor, sequences: Many[Sequence], ranked: Many[bool]) -> list[Sampled]:
-    """The next token of each sequence from its row.
+def sample(logits_RV: Tensor, sequences: Many[Sequence], ranked: Many[bool]) -> list[Sampled | None]:
+    """The next token of each sequence from its row; None where the row names none: NaN, inf, or nothing but -inf.
 
     ranked  whether a row's logprob is wanted beside those that its request asks for
     """
-    greedy = [_is_plain(sequence) for sequence in sequences]
-    likeliest = logits_RV.argmax(-1).tolist() if any(greedy) else []
-    sampled = []
+    largest_R, likeliest_R = logits_RV.max(-1)  # NaN where a row has one
+    finite, likeliest = largest_R.isfinite().tolist(), likeliest_R.tolist()
+    sampled: list[Sampled | None] = []
     for row, sequence in enumerate(sequences):
-        token = likeliest[row] if greedy[row] else _choose(logits_RV[row], sequence)
+        token = None
+        if finite[row]:
+            token = likeliest[row] if _is_plain(sequence) else _choose(logits_RV[row], sequence)
         count = sequence.request.logprobs
-        if count is None and not ranked[row]:
+        if token is None:
+            sampled.append(None)
+        elif count is None and not ranked[row]:
             sampled.append(Sampled(token))
         else:
             sampled.append(report(logits_RV[row], token, count or 0))
@@ -51,8 +57,11 @@ def sample(logits_RV: Tensor, sequences: Many[Sequence], ranked: Many[bool]) -> 
 
 
 def report(logits_V: Tensor, token: int, count: int) -> Sampled:
-    """A token with its logprob and the `count` likeliest, of the model's own distribution."""
-    logprobs_V = logits_V.double().log_softmax(-1)
+    """A token with its logprob and the `count` likeliest, of the model's own distribution.
+
+    What has no probability at all gets the logprob _IMPOSSIBLE, since JSON has no infinity.
+    """
+    logprobs_V = logits_V.double().log_softmax(-1).clamp_min(_IMPOSSIBLE)
     values, ids = logprobs_V.topk(min(count, len(logprobs_V)))
     return Sampled(token, float(logprobs_V[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
@@ -64,11 +73,13 @@ def _is_plain(sequence: Sequence) -> bool:
     return s.temperature == 0 and unchanged and sequence.num_written >= sequence.request.min_tokens
 
 
-def _choose(logits_V: Tensor, sequence: Sequence) -> int:
+def _choose(logits_V: Tensor, sequence: Sequence) -> int | None:
     request = sequence.request
     logits_V = adjusted(logits_V, sequence)
     if sequence.num_written < request.min_tokens:
         logits_V[list(request.stop_ids)] = -torch.inf
+    if not logits_V.max().isfinite():
+        return None
     if request.sampling.temperature == 0:
         return int(logits_V.argmax())
     u = uniform(request.sampling.seed, sequence.index, sequence.num_written)

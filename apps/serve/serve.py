@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import uvicorn
@@ -17,6 +18,7 @@ from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
 from apps.serve.model import Source, build_engines, find_source
 from apps.serve.server import Server, build_app, read_key
+from apps.serve.wire import Protocol
 from core.config import UserError, parse
 from core.mesh import MeshConfig
 from core.quant import stored_bytes
@@ -64,6 +66,8 @@ def _run(config: ServeConfig, sources: list[Source]) -> int:
             for engine in engines.values():
                 engine.runner.follow()
             return 0
+        for engine in engines.values():
+            engine.text.start()
         loops = {name: EngineLoop(name, engine, config.max_queue, metrics) for name, engine in engines.items()}
         assert listening is not None
         return asyncio.run(listen(Server(loops, config, metrics), listening))
@@ -92,18 +96,30 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def listen(server: Server, listening: socket.socket) -> int:
-    """Serve at a bound socket until SIGTERM or SIGINT, then finish what is under way."""
-    config = uvicorn.Config(
+def uvicorn_config(server: Server) -> uvicorn.Config:
+    return uvicorn.Config(
         build_app(server),
+        host=server.config.host,
+        port=server.config.port,
         log_level="warning",
         access_log=False,
+        http=Protocol,
+        ws="none",
         timeout_graceful_shutdown=5,
     )
-    listener = Listener(config)
-    stopping = asyncio.Event()
+
+
+async def listen(server: Server, listening: socket.socket) -> int:
+    """Serve at a bound socket until SIGTERM or SIGINT, or until an engine has failed, then finish what is under way.
+
+    Returns the exit code: 1 where an engine has failed, so that whoever started the server starts it again.
+    """
+    listener = Listener(uvicorn_config(server))
+    here, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        here.add_signal_handler(number, stopping.set)
+    for engine_loop in server.loops.values():
+        engine_loop.on_failure = partial(here.call_soon_threadsafe, stopping.set)
     serving = asyncio.ensure_future(listener.serve(sockets=[listening]))
     while not listener.started and not serving.done():
         await asyncio.sleep(0.01)

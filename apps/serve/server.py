@@ -9,13 +9,15 @@ Nothing of prompts or texts is logged.
 import asyncio
 import json
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -25,11 +27,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from apps.serve.answer import Answer
-from apps.serve.api import ApiError, Call, ChatBody, CompletionBody, ErrorBody, chat_call, completion_call
+from apps.serve.api import ApiError, Call, ErrorBody, chat_call, completion_call
 from apps.serve.config import HttpConfig
+from apps.serve.fields import ChatBody, CompletionBody
 from apps.serve.guard import Guard, Receive, Scope, Send
 from apps.serve.loop import EngineLoop, Overloaded, Unavailable
 from apps.serve.metrics import Metrics
+from apps.serve.template import MAX_PROCESSES
 from apps.serve.tickets import EngineFailed, Ticket
 from core.config import UserError
 
@@ -38,6 +42,8 @@ Result = TypeVar("Result")
 PAGE = Path(__file__).parent / "page"
 # A comment in a stream without news, with the place in the queue: keeps proxies from closing it.
 _QUIET_S = 1.0
+# Sizes to which pieces of a stream are padded, where a client asks for that.
+_SIZE_STEP = 128
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -49,6 +55,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, what in (
         (400, "the request cannot be served as it is"),
         (401, "the key is missing or wrong"),
+        (403, "the server does not answer for this host"),
         (404, "no such model"),
         (413, "the body is too large"),
         (415, "the body is not JSON"),
@@ -65,6 +72,7 @@ class Server:
     def __init__(self, loops: Mapping[str, EngineLoop], config: HttpConfig, metrics: Metrics):
         self.loops, self.config, self.metrics = dict(loops), config, metrics
         self.draining = False
+        self._dialogues = CapacityLimiter(2 * MAX_PROCESSES)
 
     def loop(self, name: str | None) -> EngineLoop:
         """The model of that name; the first without one.  Raises ApiError."""
@@ -97,12 +105,8 @@ class Server:
             await run_in_threadpool(loop.stop)
 
     async def answer(self, build: Callable[..., Call], body: Any, request: Request) -> Response:
-        loop = self.loop(body.model)
-        call = await run_in_threadpool(build, body, loop.name, loop.engine, self.config.max_choices)
-        if len(call.requests) > self.config.max_queue:
-            raise ApiError(
-                400, f"{len(call.requests)} prompts; this server takes {self.config.max_queue}", param="prompt"
-            )
+        loop, deadline = self.loop(body.model), time.monotonic() + self.config.timeout_s
+        call = await self._built(build, body, loop)
         ticket = Ticket(loop, call.requests)
         try:
             ticket.submit()
@@ -115,9 +119,9 @@ class Server:
             raise ApiError(400, str(error)) from None
         headers = {"x-request-id": call.id, "Cache-Control": "no-cache"}
         if call.stream:
-            return EventStream(self._pieces(call, ticket), ticket, headers)
+            return EventStream(self._pieces(call, ticket, deadline), ticket, headers)
         try:
-            return _json(await unless_left(self._whole(call, ticket), request.receive), headers=headers)
+            return _json(await unless_left(self._whole(call, ticket, deadline), request.receive), headers=headers)
         except EngineFailed as error:
             raise _failed(error) from None
         except ClientLeft:
@@ -125,8 +129,18 @@ class Server:
         finally:
             ticket.end()
 
-    async def _whole(self, call: Call, ticket: Ticket) -> dict[str, Any]:
-        answer, deadline = Answer(call), time.monotonic() + self.config.timeout_s
+    async def _built(self, build: Callable[..., Call], body: Any, loop: EngineLoop) -> Call:
+        """The call, made in a thread, because texts take time; dialogues have threads of their own."""
+        limiter = self._dialogues if isinstance(body, ChatBody) else None
+        arguments = (body, loop.name, loop.engine, self.config, self.config.timeout_s)
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                return await to_thread.run_sync(build, *arguments, abandon_on_cancel=True, limiter=limiter)
+        except TimeoutError:
+            raise self._too_long() from None
+
+    async def _whole(self, call: Call, ticket: Ticket, deadline: float) -> dict[str, Any]:
+        answer = Answer(call)
         while not answer.complete:
             event = await ticket.next(max(0.0, deadline - time.monotonic()))
             if event is None:
@@ -134,8 +148,8 @@ class Server:
             answer.take(event)
         return answer.whole()
 
-    async def _pieces(self, call: Call, ticket: Ticket) -> AsyncIterator[str]:
-        answer, deadline = Answer(call), time.monotonic() + self.config.timeout_s
+    async def _pieces(self, call: Call, ticket: Ticket, deadline: float) -> AsyncIterator[str]:
+        answer = Answer(call)
         try:
             while not answer.complete:
                 event = await ticket.next(_QUIET_S)
@@ -146,6 +160,8 @@ class Server:
                     yield ": working\n\n" if position is None else f": queued behind {position}\n\n"
                     continue
                 for piece in answer.take(event):
+                    if call.obfuscated:
+                        piece |= {"obfuscation": _padding(json.dumps(piece))}
                     yield f"data: {json.dumps(piece)}\n\n"
             if call.include_usage:
                 yield f"data: {json.dumps(answer.usage_chunk())}\n\n"
@@ -163,6 +179,12 @@ class Server:
             code="timeout",
             headers={"x-should-retry": "false"},
         )
+
+
+def _padding(piece: str) -> str:
+    """Random letters that make a piece's size a multiple of a number that hides what is said in it."""
+    size = -len(piece) % _SIZE_STEP
+    return secrets.token_hex(_SIZE_STEP)[:size]
 
 
 class ClientLeft(Exception):
@@ -232,7 +254,9 @@ def build_app(server: Server) -> FastAPI:
             await run_in_threadpool(loop.stop)
 
     app = FastAPI(title="Megalith serve", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, key=read_key(server.config), max_body_bytes=server.config.max_body_bytes)
+    config = server.config
+    hosts = (config.host, *config.allow_host)
+    app.add_middleware(Guard, key=read_key(config), hosts=hosts, max_body_bytes=config.max_body_bytes)
     if server.config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(server.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -314,12 +338,7 @@ def _add_errors(app: FastAPI) -> None:
         return _json(error.body, error.status, error.headers)
 
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part not in ("body", "query")]
-        param = place[0] if place else None
-        message = "this server has no such field" if first["type"] == "extra_forbidden" else first["msg"]
-        if first["type"] == "json_invalid":
-            param, message = None, "the body is not valid JSON"
+        param, message = _complaint(error)
         return _json(ApiError(400, f"{param}: {message}" if param else message, param=param).body, 400)
 
     async def http_error(_: Request, error: HTTPException) -> Response:
@@ -337,6 +356,30 @@ def _add_errors(app: FastAPI) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _complaint(error: RequestValidationError) -> tuple[str | None, str]:
+    """The field, as a path, and what is wrong with it. Of several forms the one that fits furthest."""
+    found = []
+    for one in error.errors():
+        if one["type"] == "json_invalid":
+            return None, "the body is not valid JSON"
+        found.append((_path(one["loc"], error.body, one["type"] == "missing"), one))
+    path, one = max(found, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
+    message = "this server has no such field" if one["type"] == "extra_forbidden" else one["msg"]
+    shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return shown or None, message
+
+
+def _path(place: Sequence[int | str], body: Any, is_missing: bool) -> list[int | str]:
+    """Of pydantic's place what the client wrote: without "body", and without the names of a field's possible forms."""
+    path: list[int | str] = []
+    for number, part in enumerate(place[1:], 2):
+        inside: Any = body if isinstance(body, dict) else dict(enumerate(body)) if isinstance(body, list) else {}
+        if part in inside or (is_missing and number == len(place)):
+            path.append(part)
+            body = inside.get(part)
+    return path
 
 
 def read_key(config: HttpConfig) -> str | None:

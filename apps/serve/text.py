@@ -1,19 +1,18 @@
 """Between text and tokens: the tokenizer of a served folder, its chat template, and what ends a text.
 
 Prompts are tokenized as `transformers` does, special tokens and all. Nothing is fetched from a network; no code of the
-folder is run (chat templates are Jinja in a sandbox).
+folder is run (chat templates are Jinja in a sandbox, in a process with limits: `apps.serve.template`).
 """
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from apps.serve.detokenize import Detokenizer
+from apps.serve.template import ChatTemplate, Message
 from core.config import UserError, importing
 from core.weights import read_json
-
-Message = dict[str, str]
 
 # For models that bring no template: what few-shot dialogues of base models look like.
 _ROLES = {"system": "", "developer": "", "user": "User: ", "assistant": "Assistant: "}
@@ -52,15 +51,29 @@ class Text:
             raise UserError("the prompt is empty, and this model has no token to begin a text with; give some text")
         return [self.begin_id]
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], tuple[str, ...]]:
-        """The tokens of a dialogue up to where the assistant speaks, and the strings that end its turn."""
-        if self.hf.chat_template is None:
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """None where the model brings none.  Raises UserError where it brings several and none is the default."""
+        given = self.hf.chat_template
+        if isinstance(given, dict) and "default" not in given:
+            raise UserError(f"the model's chat templates are {', '.join(given)}, and none is called default")
+        return None if given is None else ChatTemplate(self.hf.get_chat_template(), self.hf.special_tokens_map)
+
+    def start(self) -> None:
+        """What the first dialogue would have to wait for."""
+        if self.template is not None:
+            self.template.start()
+
+    def encode_chat(
+        self, messages: Sequence[Message], max_characters: int, timeout_s: float
+    ) -> tuple[list[int], tuple[str, ...]]:
+        """The tokens of a dialogue up to where the assistant speaks, and the strings that end its turn.
+
+        Raises as `ChatTemplate.render` does.
+        """
+        if self.template is None:
             return self.encode(plain_chat(messages)), PLAIN_STOP
-        try:
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"the model's chat template refuses these messages: {reason}") from None
+        text = self.template.render(messages, max_characters, timeout_s)
         ids = self.hf(text, add_special_tokens=False)["input_ids"]
         return (ids or self.encode("")), ()
 

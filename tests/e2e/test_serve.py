@@ -81,7 +81,7 @@ def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int
     # A text that is being written when the signal comes is written to its end.
     body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", port), timeout=HANGS_S) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         received = connection.recv(4096)
         process.send_signal(signal.SIGTERM)
@@ -91,3 +91,40 @@ def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int
     assert b"data: [DONE]" in received
     code = ended(process, HANGS_S)
     assert code in (0, 128 + signal.SIGTERM)
+
+
+FAILING = """
+import sys
+from apps.serve import runner
+from apps.serve.__main__ import main
+
+whole = runner.Runner._compute
+
+def failing(self, step):
+    if 70 in step.ids:
+        raise RuntimeError("out of everything")
+    return whole(self, step)
+
+runner.Runner._compute = failing
+sys.argv[0] = "serve"
+sys.exit(main())
+"""
+
+
+def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
+    """Who waits is told, and the exit code lets a supervisor start it again."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    folder = small_model(tmp_path / "tiny")
+    command = [sys.executable, str(script), "--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    port = int(process.stdout.readline().split("/")[2].split(":")[1])
+    assert post(port, "/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
+    status, _, answer = post(port, "/v1/completions", {"prompt": [70], "max_tokens": 2})
+    assert status == 500
+    assert "out of everything" in answer["error"]["message"]
+    assert ended(process, HANGS_S) == 1

@@ -39,7 +39,8 @@ async def storm(
         asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
         data = json.dumps(asked).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         if leaves:
             await writer.drain()

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
 from apps.llm.tokenizer import byte_tokenizer
 from apps.serve.config import EngineConfig, HttpConfig
 from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
 from apps.serve.model import build_engine, find_source
-from apps.serve.serve import Listener
-from apps.serve.server import Server, build_app
+from apps.serve.serve import Listener, uvicorn_config
+from apps.serve.server import Server
 from core.models import DecoderConfig, save_pretrained
 from tests.unit.models.test_pretrained import random_decoder
 
@@ -75,7 +74,7 @@ def served(*folders: Path, engine: EngineConfig = ENGINE, **http: Any) -> Iterat
     sources = [find_source(folder) for folder in folders]
     loops = {s.name: EngineLoop(s.name, build_engine(s, engine, "cpu"), config.max_queue, metrics) for s in sources}
     server = Server(loops, config, metrics)
-    listener = Listener(uvicorn.Config(build_app(server), host="127.0.0.1", port=0, log_level="warning"))
+    listener = Listener(uvicorn_config(server))
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
     thread.start()
     while not listener.started:
@@ -107,11 +106,11 @@ def post(port: int, path: str, body: Any, **headers: str) -> tuple[int, dict[str
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{lines}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{lines}\r\n"
     status, found, answer = raw(port, head.encode() + data)
     return status, found, json.loads(answer) if answer and not answer.startswith(b"data:") else answer
 
 
 def get(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return raw(port, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{lines}\r\n".encode())
+    return raw(port, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{lines}\r\n".encode())

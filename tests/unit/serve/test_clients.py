@@ -89,7 +89,7 @@ def by_curl(running: Running, path: str, body: dict[str, Any]) -> Answer:
 
 def by_socket(running: Running, path: str, body: dict[str, Any]) -> Answer:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     status, headers, found = raw(running.port, f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     if headers.get("transfer-encoding") == "chunked":
         found = b"".join(_pieces(found))
@@ -118,6 +118,7 @@ QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "extensions": (TEXT, {"prompt": "x", "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "seed": 4}),
     "penalties": (TEXT, {"prompt": "x", "presence_penalty": 1.0, "frequency_penalty": 1.0, "temperature": 0}),
     "minimum": (TEXT, {"prompt": "x", "logit_bias": {"256": 100}, "min_tokens": 3, "temperature": 0}),
+    "control characters": (TEXT, {"prompt": "a\x00\x1b[0m\x7f\u0085b", "temperature": 0}),
     "chat": (CHAT, {"messages": SAID, "temperature": 0}),
     "chat, sampled": (CHAT, {"messages": SAID, "temperature": 1.2, "seed": 9, "n": 2}),
     "chat, logprobs": (CHAT, {"messages": SAID, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
@@ -129,8 +130,8 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
     "too long": (TEXT, {"prompt": "x", "max_tokens": 600}, 400, "max_tokens"),
     "suffix": (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix"),
     "stops": (TEXT, {"prompt": "x", "stop": [str(n) for n in range(10_000)]}, 400, "stop"),
-    "control character": (TEXT, {"prompt": "\x00"}, 400, "prompt"),
-    "role": (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
+    "role": (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role"),
+    "tools": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, 400, "tools"),
     "no messages": (CHAT, {"messages": []}, 400, "messages"),
 }
 

@@ -111,6 +111,6 @@ def test_tokens_by_themselves():
 def test_plain_chat():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi "}]
     assert plain_chat(messages) == "Be brief.\nUser: Hi\nAssistant:"
-    ids, stop = BYTES.encode_chat(messages)
+    ids, stop = BYTES.encode_chat(messages, 1000, 60.0)
     assert BYTES.decode(ids).endswith("Assistant:")
     assert "\nUser:" in stop

@@ -1,11 +1,24 @@
 """Nothing is accepted and then ignored: each field of the API changes the answer, or is refused."""
 
+import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
+import openai
 import pytest
+from openai.types import chat, completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
-from apps.serve.api import Body, ChatBody, CompletionBody, Message, Options, ResponseFormat, StreamOptions, TextPart
+from apps.serve.fields import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Message,
+    Options,
+    RefusalPart,
+    StreamOptions,
+    TextPart,
+)
 from tests.support.http_server import Running, served, small_model
 from tests.unit.serve.test_clients import CHAT, TEXT, Answer, by_socket
 
@@ -84,8 +97,37 @@ EFFECTS: dict[tuple[str, str], tuple[dict[str, Any], Any, Look]] = {
     (CHAT, "logprobs"): (GREEDY, True, logprobs),
     (CHAT, "top_logprobs"): (GREEDY | {"logprobs": True}, 2, logprobs),
 }
-# Without an effect: what says who asks, and what takes only the value that changes nothing.
-WITHOUT = {(TEXT, "user"), (CHAT, "user"), (TEXT, "suffix"), (CHAT, "response_format")}
+# Without an effect on an answer, by definition: values that clients send.
+WITHOUT: dict[tuple[str, str], Any] = {
+    (TEXT, "user"): "me",
+    (CHAT, "user"): "me",
+    (CHAT, "metadata"): {"a": "b"},
+    (CHAT, "store"): True,
+    (CHAT, "service_tier"): "auto",
+    (CHAT, "safety_identifier"): "me",
+    (CHAT, "prompt_cache_key"): "k",
+    (CHAT, "prompt_cache_options"): {"mode": "implicit"},
+    (CHAT, "prompt_cache_retention"): "24h",
+    (CHAT, "parallel_tool_calls"): True,
+}
+# What asks for nothing is accepted, everything else refused by name.
+ONLY: dict[tuple[str, str], tuple[list[Any], Any]] = {
+    (TEXT, "suffix"): ([], "x"),
+    (CHAT, "tools"): ([[]], [{"type": "function", "function": {"name": "f"}}]),
+    (CHAT, "tool_choice"): (["none", "auto"], "required"),
+    (CHAT, "functions"): ([[]], [{"name": "f"}]),
+    (CHAT, "function_call"): (["none", "auto"], {"name": "f"}),
+    (CHAT, "response_format"): ([{"type": "text"}], {"type": "json_object"}),
+    (CHAT, "modalities"): ([["text"]], ["text", "audio"]),
+    (CHAT, "audio"): ([], {"voice": "ash", "format": "mp3"}),
+    (CHAT, "prediction"): ([], {"type": "content", "content": "x"}),
+    (CHAT, "reasoning_effort"): (["none"], "high"),
+    (CHAT, "verbosity"): (["medium"], "low"),
+    (CHAT, "web_search_options"): ([], {}),
+    (CHAT, "moderation"): ([], {"type": "auto"}),
+}
+# What only some of OpenAI's fields are a part of: tools, which are refused as a whole.
+OTHER_ROLES = {"tool_call_id"}
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +139,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def test_every_field_is_in_the_table() -> None:
     fields = {(path, name) for path, body in ((TEXT, CompletionBody), (CHAT, ChatBody)) for name in body.model_fields}
-    assert fields == {*EFFECTS, *WITHOUT}
-    assert set(StreamOptions.model_fields) == {"include_usage"}
-    assert set(Message.model_fields) == {"role", "content"}
-    assert set(TextPart.model_fields) == {"type", "text"}
-    for body in (Options, CompletionBody, ChatBody, StreamOptions, Message, TextPart, ResponseFormat):
+    assert fields == {*EFFECTS, *WITHOUT, *ONLY}
+    assert set(StreamOptions.model_fields) == {"include_usage", "include_obfuscation"}
+    for body in (Options, CompletionBody, ChatBody, StreamOptions, Message, TextPart, RefusalPart):
         assert issubclass(body, Body)
         assert body.model_config.get("extra") == "forbid"
 
@@ -120,9 +160,94 @@ def test_a_field_changes_the_answer(running: Running, path: str, field: str) -> 
     assert ask(**{field: value}) != without
 
 
-def test_what_would_be_ignored_is_refused(running: Running) -> None:
-    for path, field, value in ((TEXT, "suffix", "x"), (CHAT, "response_format", {"type": "json_object"})):
-        answer = by_socket(running, path, BASE[path] | {field: value})
-        assert answer.status == 400
-        assert answer.error is not None
-        assert answer.error["param"] == field
+def test_every_field_of_the_official_client_is_known() -> None:
+    """What OpenAI's own package lets its users send, by the server's own rules: no field of it is "no such field"."""
+
+    def missing(theirs: Any, ours: type[Body]) -> set[str]:
+        return {*get_type_hints(theirs)} - {*ours.model_fields} - {"stream"}
+
+    assert not missing(completion_create_params.CompletionCreateParamsBase, CompletionBody)
+    assert not missing(chat_create_params.CompletionCreateParamsBase, ChatBody)
+    assert not missing(chat.ChatCompletionStreamOptionsParam, StreamOptions)
+    assert not missing(chat.ChatCompletionContentPartTextParam, TextPart)
+    assert not missing(chat.ChatCompletionContentPartRefusalParam, RefusalPart)
+    for role in ("Assistant", "Developer", "System", "User", "Function", "Tool"):
+        assert missing(getattr(chat, f"ChatCompletion{role}MessageParam"), Message) <= OTHER_ROLES
+    assert {*chat.ChatCompletionMessage.model_fields} <= {*Message.model_fields}
+
+
+def content(running: Running, path: str, **more: Any) -> Any:
+    answer = by_socket(running, path, BASE[path] | GREEDY | more)
+    assert answer.status == 200, answer.error
+    return text(answer)
+
+
+def test_what_changes_nothing_is_accepted(running: Running) -> None:
+    plain = {path: content(running, path) for path in (TEXT, CHAT)}
+    for (path, field), value in WITHOUT.items():
+        assert content(running, path, **{field: value}) == plain[path], field
+        assert content(running, path, **{field: None}) == plain[path], field
+    for (path, field), (harmless, _) in ONLY.items():
+        for value in (None, *harmless):
+            assert content(running, path, **{field: value}) == plain[path], field
+
+
+@pytest.mark.parametrize(("path", "field"), ONLY, ids=str)
+def test_what_would_be_ignored_is_refused(running: Running, path: str, field: str) -> None:
+    answer = by_socket(running, path, BASE[path] | {field: ONLY[path, field][1]})
+    assert answer.status == 400
+    assert answer.error is not None
+    assert answer.error["param"] == field
+    assert answer.error["message"].startswith(f"{field}: ")
+    assert "leave it out" in answer.error["message"]
+
+
+def test_the_servers_own_message_is_accepted(running: Running) -> None:
+    """As a dialogue goes on: what the official client was given, in each of the forms in which clients keep it."""
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "first", "max_tokens": 8, "temperature": 0}
+        said: list[Any] = [{"role": "user", "content": "Hello", "name": "Ann"}]
+        message = client.chat.completions.create(messages=said, **asked).choices[0].message
+        sent_back = (
+            message,
+            message.model_dump(),
+            message.to_dict(),
+            {"role": "assistant", "content": message.content},
+            {"role": "assistant", "content": [{"type": "text", "text": message.content}]},
+            message.model_dump() | {"tool_calls": [], "annotations": [], "name": "Bot", "reasoning_content": None},
+        )
+        again: Any = {"role": "user", "content": "And?"}
+        answers = {
+            client.chat.completions.create(messages=[*said, form, again], **asked).choices[0].message.content
+            for form in sent_back
+        }
+        assert len(answers) == 1
+        silent = [
+            {"role": "assistant", "content": None},
+            {"role": "assistant"},
+            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": []},
+        ]
+        told = [client.chat.completions.create(messages=[*said, form, again], **asked) for form in silent]
+        assert len({answer.choices[0].message.content for answer in told}) == 1
+        refused = [
+            {"role": "assistant", "content": None, "refusal": "No."},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": "No."},
+        ]
+        told = [client.chat.completions.create(messages=[*said, form, again], **asked) for form in refused]
+        assert len({answer.choices[0].message.content for answer in told}) == 1
+
+
+def test_obfuscation(running: Running) -> None:
+    """Sizes of a stream's pieces do not follow what they say."""
+    asked = BASE[CHAT] | GREEDY | {"stream": True}
+    plain = by_socket(running, CHAT, asked | {"stream_options": {"include_obfuscation": False}})
+    padded = by_socket(running, CHAT, asked | {"stream_options": {"include_obfuscation": True}})
+    assert plain.chunks is not None
+    assert padded.chunks is not None
+    assert not any("obfuscation" in chunk for chunk in plain.chunks)
+    said = [{**chunk, "obfuscation": "", "id": "", "created": 0} for chunk in padded.chunks]
+    assert said == [{**chunk, "obfuscation": "", "id": "", "created": 0} for chunk in plain.chunks]
+    assert len({len(json.dumps(chunk)) for chunk in plain.chunks}) > 2
+    assert len({len(json.dumps(chunk)) for chunk in padded.chunks}) <= 2

@@ -322,13 +322,12 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ({"prompt": []}, "prompt", "empty list"),
         ({"prompt": [[]]}, None, "empty"),
         ({"prompt": [257]}, None, "0 … 256"),
-        ({"prompt": [-1]}, "prompt", ""),
-        ({"prompt": ["a", 1]}, "prompt", ""),
-        ({"prompt": "a\x00b"}, "prompt", "U+0000"),
-        ({"prompt": "a\x1bb"}, "prompt", "U+001B"),
-        ({"prompt": "x" * 600}, "prompt", "shorten"),
-        ({"prompt": "x" * 100_000}, "prompt", "characters"),
-        ({"prompt": "x", "max_tokens": 600}, "max_tokens", "shorten"),
+        ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
+        ({"prompt": ["a", 1]}, "prompt[1]", "string"),
+        ({"prompt": "a\ud800b"}, "prompt", "U+D800"),
+        ({"prompt": "x" * 600}, "prompt", "maximum context length is 512 tokens. However, your prompt has 600"),
+        ({"prompt": "x" * 100_000}, "prompt", "maximum context length is 512 tokens. However, the prompt of 100000"),
+        ({"prompt": "x", "max_tokens": 600}, "max_tokens", "maximum context length is 512 tokens. However, you req"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens", ""),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "integer"),
@@ -343,22 +342,25 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ({"prompt": "x", "n": 0}, "n", ""),
         ({"prompt": "x", "n": 17}, "n", "at most 16"),
         ({"prompt": ["x"] * 9, "n": 2}, "n", "18 texts"),
+        ({"prompt": ["x"] * 17}, "prompt", "17 texts"),
+        ({"prompt": ["x"] * 65}, "prompt", "65 prompts"),
         ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "at least n"),
         ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "stream"),
         ({"prompt": "x", "stream": "yes"}, "stream", ""),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
-        ({"prompt": "x", "stream": True, "stream_options": {"other": True}}, "stream_options", "no such field"),
+        ({"prompt": "x", "stream": True, "stream_options": {"other": True}}, "stream_options.other", "no such field"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", ""),
         ({"prompt": "x", "logprobs": True}, "logprobs", ""),
         ({"prompt": "x", "stop": ["a"] * 17}, "stop", ""),
         ({"prompt": "x", "stop": [str(i) for i in range(10_000)]}, "stop", ""),
         ({"prompt": "x", "stop": ""}, "stop", ""),
         ({"prompt": "x", "stop": "a" * 300}, "stop", ""),
-        ({"prompt": "x", "suffix": "end"}, "suffix", ""),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop[1]", "at least 1 character"),
+        ({"prompt": "x", "suffix": "end"}, "suffix", "leave it out"),
         ({"prompt": "x", "max_tokens": 3, "min_tokens": 4}, "min_tokens", "more than the 3"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "digits"),
         ({"prompt": "x", "logit_bias": {"300": 1}}, None, "token 300"),
-        ({"prompt": "x", "logit_bias": {"3": 101}}, "logit_bias", ""),
+        ({"prompt": "x", "logit_bias": {"3": 101}}, "logit_bias.3", "less than or equal to 100"),
         ({"prompt": "x", "stop_token_ids": [300]}, None, "token 300"),
         ({"prompt": "x", "seed": 2**70}, "seed", ""),
         ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", ""),
@@ -377,6 +379,7 @@ def test_refused_completions(running, body, param, says):
     assert error["param"] == param
     assert says in error["message"]
     assert "\n" not in error["message"]
+    assert ("maximum context length" in error["message"]) == (error["code"] == "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -384,18 +387,35 @@ def test_refused_completions(running, body, param, says):
     [
         ({}, "messages", "required"),
         ({"messages": []}, "messages", ""),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", ""),
-        ({"messages": [{"role": "user"}]}, "messages", "required"),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages", "no such field"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", ""),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'assistant'"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "string"),
+        ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages[0].nmae", "no such field"),
+        ({"messages": [{"role": "user", "content": "x", "refusal": "y"}]}, "messages[0].refusal", "assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
+            "messages[0].content",
+            "assistant",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "calls no tools",
+        ),
         (CHAT | {"top_logprobs": 2}, "top_logprobs", "logprobs"),
         (CHAT | {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "more than the 3"),
         (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
         (CHAT | {"response_format": {"type": "json_object"}}, "response_format", ""),
-        (CHAT | {"tools": []}, "tools", "no such field"),
+        (CHAT | {"tools": [{"type": "function"}]}, "tools", "calls no tools"),
+        (CHAT | {"tool_choice": "required"}, "tool_choice", "calls no tools"),
         (CHAT | {"prompt": "x"}, "prompt", "no such field"),
-        (CHAT | {"max_tokens": 1000}, "max_tokens", "shorten"),
-        ({"messages": [{"role": "user", "content": "a\x01"}]}, "messages", "U+0001"),
+        (CHAT | {"max_tokens": 1000}, "max_tokens", "maximum context length is 512 tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "maximum context length is 512 tokens"),
+        ({"messages": [CHAT["messages"][0] | {"content": "x" * 100}] * 9}, "messages", "maximum context length is 512"),
+        ({"messages": [{"role": "user", "content": "a\ud83d"}]}, "messages", "U+D83D"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -425,7 +445,7 @@ def test_other_refusals(running):
     large = b'{"prompt": "' + b"x" * 200_000 + b'"}'
     status, _, answer = post(running.port, "/v1/completions", large)
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
-    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     chunked += b"Transfer-Encoding: chunked\r\n\r\n"
     pieces = b"".join(b"%x\r\n%s\r\n" % (50_000, b"x" * 50_000) for _ in range(5)) + b"0\r\n\r\n"
     assert raw(running.port, chunked + pieces)[0] == 413
@@ -472,7 +492,7 @@ def open_stream(running, stream=True, **body):
     asked = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "stream": stream} | body
     data = json.dumps(asked).encode()
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=HANGS_S)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
 

@@ -1,0 +1,141 @@
+"""Chat templates: rendered as transformers does, and whatever they do, the server goes on."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from apps.serve import template
+from apps.serve.template import ChatTemplate, TooLarge
+from core.config import UserError
+from tests.support.http_server import HANGS_S, Running, get, post, served, small_model
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "instruct": (
+        "{{ bos_token if bos_token is defined else '' }}{%- set ns = namespace(system='') -%}\n"
+        "{%- for message in messages %}\n    {%- if message.role == 'system' %}{% set ns.system = message.content %}\n"
+        "    {%- elif message.role == 'user' %}[INST] {{ ns.system }}{{ message.content | trim }} [/INST]\n"
+        "    {%- else %}{{ message.content }}{{ eos_token }}{% endif %}\n{%- endfor %}"
+    ),
+    "filters": (
+        "{{ messages | tojson(indent=2) }}{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content | upper }}{% endgeneration %}{{ m.name | default('nobody') }}{% endfor %}"
+        "{{ tools is none }} {{ dict(a=1) }}"
+    ),
+}
+# What only a process with limits gets out of.
+ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+HUGE = "{% set x = namespace(t='x' * 1000000) %}{% for a in range(13) %}{% set x.t = x.t + x.t %}{% endfor %}{{ x.t }}"
+NESTED = "".join(f"{{% for a{n} in messages %}}" for n in range(45)) + "x" + "{% endfor %}" * 45
+SAID = [
+    {"role": "system", "content": "Be <brief> & \"kind\"."},
+    {"role": "user", "content": " Grüße, 世界\x00\x1b ", "name": "Ann"},
+    {"role": "assistant", "content": ""},
+]  # fmt: skip
+CHAT = {"messages": [{"role": "user", "content": "x"}] * 3, "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "first")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What never ends need not be waited for as long as a user's template may."""
+    monkeypatch.setattr(template, "CPU_S", 1)
+
+
+def with_template(folder: Path, root: Path, source: str) -> Path:
+    """The same model with that template."""
+    for file in folder.iterdir():
+        (root / file.name).symlink_to(file)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (root / "tokenizer_config.json").unlink()
+    (root / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": source}))
+    return root
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rendered_as_transformers_does(folder: Path, name: str) -> None:
+    hf = AutoTokenizer.from_pretrained(folder)
+    hf.chat_template = TEMPLATES[name]
+    ours = ChatTemplate(TEMPLATES[name], hf.special_tokens_map)
+    for said in (SAID, SAID[:2], SAID[1:2]):  # by one process
+        wanted = hf.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        assert ours.render(said, 10_000, HANGS_S) == wanted
+
+
+def test_limits(quick: None) -> None:
+    with pytest.raises(UserError, match="takes more than 1 s"):
+        ChatTemplate(ENDLESS, {}).render(SAID, 100, HANGS_S)
+    with pytest.raises(UserError, match="needs more than 512 MiB"):
+        ChatTemplate(HUGE, {}).render(SAID, 10**10, HANGS_S)
+    with pytest.raises(TooLarge):
+        ChatTemplate("{{ 'x' * 101 }}", {}).render(SAID, 100, HANGS_S)
+    with pytest.raises(TimeoutError):
+        ChatTemplate(ENDLESS, {}).render(SAID, 100, 0.05)
+    ours = ChatTemplate(
+        "{% if messages | length > 2 %}{{ raise_exception('Too many.') }}{% endif %}{{ bos }}", {"bos": "B"}
+    )
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"refuses these messages: Too many\."):
+            ours.render(SAID, 100, HANGS_S)
+        assert ours.render(SAID[:1], 100, HANGS_S) == "B"
+
+
+def test_no_process_is_left() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    ours = ChatTemplate(CHATML, {})
+    ours.render(SAID, 1000, HANGS_S)
+    mine = [child for child in psutil.Process().children() if child.pid not in before]
+    assert len(mine) == 1
+    del ours
+    assert psutil.wait_procs(mine, timeout=HANGS_S)[1] == []
+
+
+@pytest.fixture(scope="module", params=["endless", "huge", "nested"])
+def running(request: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    source = {"endless": ENDLESS, "huge": HUGE, "nested": NESTED}[request.param]
+    with served(with_template(folder, tmp_path_factory.mktemp(request.param), source), timeout_s=3600) as server:
+        yield server
+
+
+def test_the_server_goes_on(running: Running, quick: None) -> None:
+    """While dialogues are being rendered, health and texts are answered; and they are refused in the end."""
+    answers: list[Any] = []
+    asking = [
+        threading.Thread(target=lambda: answers.append(post(running.port, "/v1/chat/completions", CHAT)))
+        for _ in range(3)
+    ]
+    before = peak = psutil.Process().memory_info().rss
+    for thread in asking:
+        thread.start()
+    for _ in range(10):
+        assert get(running.port, "/health")[0] == 200
+        peak = max(peak, psutil.Process().memory_info().rss)
+    assert post(running.port, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+    for thread in asking:
+        thread.join(HANGS_S)
+    assert len(answers) == 3
+    for status, _, answer in answers:
+        assert status == 400
+        assert answer["error"]["param"] == "messages"
+        assert "chat template" in answer["error"]["message"]
+    assert peak - before < 100e6
+
+
+def test_the_time_of_a_request_covers_it(folder: Path, tmp_path: Path) -> None:
+    with served(with_template(folder, tmp_path, ENDLESS), timeout_s=0.5) as running:
+        status, _, answer = post(running.port, "/v1/chat/completions", CHAT)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
