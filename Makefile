@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e soak gpu
+.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e benchmarks soak gpu
 
 install: .venv/.installed
 
@@ -36,11 +36,16 @@ parity: install
 e2e: install
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal tests/e2e
 
+# Every benchmark in its quick form, so that none rots; it measures nothing and writes no result.
+benchmarks: install
+	$(BIN)/python -m benchmarks.run --quick
+
 # The first two are one process each, so they share the machine; parity starts ranks enough to fill it.
 test: install
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
 	$(MAKE) --no-print-directory parity
 	$(MAKE) --no-print-directory e2e
+	$(MAKE) --no-print-directory benchmarks
 
 soak: install
 	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit/serve

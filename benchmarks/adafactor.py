@@ -325,7 +325,15 @@ def targets(figures: list[Row], plan: Plan) -> list[Target]:
     return found
 
 
-BENCHMARK = Benchmark("adafactor", "Adafactor's step", measure)
+MEASURES = (
+    "core/optim",
+    "core/kernels/adafactor.py",
+    "core/layout.py",
+    "core/comm",
+    "benchmarks/ranks.py",
+    "benchmarks/adafactor.py",
+)
+BENCHMARK = Benchmark("adafactor", "Adafactor's step", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="adafactor"), sys.argv[1:]))

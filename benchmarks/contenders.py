@@ -144,16 +144,14 @@ def transformers_model(folder: str) -> Any:
     return model.train()
 
 
-def _their_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    parameters = list(parameters)
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": OPTIM.weight_decay},
+def peers_adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
+    """torch's, fused, with the options that ours takes from OPTIM: matrices decayed, vectors not."""
+    parameters, options = list(parameters), OPTIM.options()
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options["weight_decay"]},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-
-
-def _adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(_their_groups(parameters), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=OPTIM.lr, betas=options["betas"], eps=options["eps"], fused=True)
 
 
 def _their_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -162,7 +160,7 @@ def _their_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def _plain_step(model: nn.Module, autocast: bool) -> Step:
     """The loop of torch's tutorials: forward, backward, clip, AdamW (fused), gradients set to None."""
-    optimizer = _adamw(model.parameters())
+    optimizer = peers_adamw(model.parameters())
 
     def step(batch: Batch) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
@@ -187,7 +185,7 @@ def plain_masters(turn: Turn, runtime: Runtime) -> Step:
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model.to(torch.bfloat16)
     parameters = list(model.parameters())
-    optimizer = _adamw(masters)
+    optimizer = peers_adamw(masters)
 
     def step(batch: Batch) -> Tensor:
         loss = _their_loss(model, batch)
@@ -239,7 +237,7 @@ def deepspeed(turn: Turn, runtime: Runtime, zero: int) -> Step:
         "steps_per_print": 1_000_000,
     }
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=peers_adamw(model.parameters()), config=config)
 
     def step(batch: Batch) -> Tensor:
         loss = _their_loss(engine, batch)

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from apps.serve.compiled import compile_runner
 from apps.serve.runner import Runner, Step
+from benchmarks.limits import SAME_ARITHMETIC
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
@@ -77,16 +78,17 @@ def measure(options: Options) -> Measured:
     if options.quick:
         tiny = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "ffn_dim": 256, "max_length": 256}
         shapes = {"tiny": replace(SHAPES["opt_125m"], **tiny)}
+    batches = (1, 4) if options.quick else BATCHES
     torch.set_num_threads(1)
     rows, targets = [], []
     for name, shape in shapes.items():
         taken: dict[tuple[str, str, int], float] = {}
         for scheme in ("fp32", "bf16", "int8", "w8a8", "int4"):
-            made = runner(shape, scheme, max(BATCHES))
+            made = runner(shape, scheme, max(batches))
             for kind in ("as written",) if options.quick else ("as written", "compiled"):
                 if kind == "compiled" and not compile_runner(made):
                     continue
-                for batch in BATCHES:
+                for batch in batches:
                     case = {"shape": name, "weights": scheme, "step": kind, "sequences": batch}
                     rows.append(Row(case, _figures(made, step(batch))))
                     taken[scheme, kind, batch] = rows[-1].numbers["cpu_s"].value
@@ -101,6 +103,7 @@ def _targets(shape: str, taken: dict[tuple[str, str, int], float]) -> list[Targe
             f"{shape}, {batch} sequences: time with bf16 / with int8, {kind}",
             1.0,
             taken["bf16", kind, batch] / taken["int8", kind, batch],
+            SAME_ARITHMETIC,
         )
         for kind in ("as written", "compiled")
         for batch in BATCHES
@@ -147,7 +150,16 @@ def _named_kernels() -> Iterator[None]:
         Kernel.__call__ = call
 
 
-BENCHMARK = Benchmark("decode_step", "A step of decoding", measure)
+MEASURES = (
+    "apps/serve/runner.py",
+    "apps/serve/compiled.py",
+    "core/models",
+    "core/nn",
+    "core/quant",
+    "core/kernels",
+    "benchmarks/decode_step.py",
+)
+BENCHMARK = Benchmark("decode_step", "A step of decoding", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="decode_step"), sys.argv[1:]))

@@ -2,12 +2,13 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 from apps.llm.demo import OUT
 from apps.llm.demo import main as demo
-from benchmarks.result import Measured, Number, Row, Target
+from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
 
@@ -23,14 +24,17 @@ _UNITS = {
 }
 
 
+QUICK = ("--steps=2", "--model.dim=32", "--model.ffn_dim=32", "--model.num_layers=1", "--nproc=1")
+
+
 def measure(options: Options) -> Measured:
-    with TemporaryDirectory() as folder:  # what `make demo` left is not for a quick look to replace
-        out = Path(folder) / "demo" if options.quick else OUT
-        quick = ["--steps", "10", "--out", str(out), "--data.cache", str(OUT.parent / "corpora")]
-        code = demo(quick if options.quick else [])
-        if code:
-            raise UserError(f"the demo ended with exit code {code}; no result")
-        summary, config = (json.loads((out / f"{n}.json").read_text()) for n in ("summary", "config"))
+    if options.quick:
+        # In a folder of its own: what `make demo` trained stays, and is served.
+        with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
+            out, cache = Path(folder) / "demo", ROOT / "runs" / "corpora"
+            summary, config = _trained(out, [*QUICK, f"--out={out}", f"--data.cache={cache}"])
+    else:
+        summary, config = _trained(OUT, [])
     row = Row(
         {"recipe": "demo", "steps": summary["step"], "precision": config["precision"]},
         {name: Number(summary[name], unit) for name, unit in _UNITS.items()},
@@ -44,7 +48,25 @@ def measure(options: Options) -> Measured:
     return Measured((row,), targets)
 
 
-BENCHMARK = Benchmark("demo", "The demo", measure)
+def _trained(out: Path, argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """summary.json and config.json of the demo."""
+    if code := demo(argv):
+        raise UserError(f"the demo ended with exit code {code}; no result")
+    summary, config = (json.loads((out / f"{name}.json").read_text()) for name in ("summary", "config"))
+    return summary, config
+
+
+MEASURES = (
+    "apps/llm",
+    "core/train.py",
+    "core/models",
+    "core/nn",
+    "core/optim",
+    "core/parallel",
+    "core/data",
+    "benchmarks/demo.py",
+)
+BENCHMARK = Benchmark("demo", "The demo", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="demo"), sys.argv[1:]))

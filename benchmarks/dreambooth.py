@@ -33,6 +33,7 @@ from apps.diffusion.demo.detector import Detector, train_detector
 from apps.diffusion.demo.metrics import drift_points, subject_figures
 from apps.diffusion.demo.pictures import as_images, write_subject_folder
 from apps.diffusion.demo.sizes import PIXELS
+from apps.diffusion.generate import Sampling
 from apps.diffusion.pipeline import (
     EMBEDDED,
     Pipeline,
@@ -49,6 +50,7 @@ from core.config import UserError, run_command
 SCRIPT = Path("examples/dreambooth/train_dreambooth.py")
 INSTANCE, CLASS = subject_prompt(), f"a {SUBJECT_CLASS}"
 SEEDS = {"demo": 0, "figures": 1}
+QUICK = replace(demo.SAMPLING, steps=2)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def measure(options: Options) -> Measured:
             targets += more_targets
     notes = [f"what is timed: steps from the {WARM_UP}th on; resident: the whole process, with what it imports"]
     if script is None:
-        notes.append("without --peers-source: ours alone")
+        notes.append("diffusers' script is left out: --peers-source names a checkout of diffusers")
     return Measured(tuple(rows), tuple(targets), tuple(notes), versions("diffusers", "accelerate"))
 
 
@@ -204,7 +206,9 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
         # the script wants them in fp32
         weights=save_pipeline(pipeline, folder / "weights"),
         subject=write_subject_folder(folder / "subject", SEEDS["demo"]),
-        likes=_paint_likes(pipeline, folder / "likes", 2 if quick else demo.DemoConfig().class_images),
+        likes=_paint_likes(
+            pipeline, folder / "likes", *((2, QUICK) if quick else (demo.DemoConfig().class_images, demo.SAMPLING))
+        ),
         pixels=PIXELS,
         batch=demo.BATCH,
         steps=steps,
@@ -212,8 +216,8 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
         schedule="cosine",
         train_text=True,
     )
-    looked = 1 if quick else 4
-    before = _figures(pipeline, detector, looked)
+    looked = (1, QUICK) if quick else (4, demo.SAMPLING)
+    before = _figures(pipeline, detector, *looked)
     case = {"part": "taught", "trained": "U-Net, text encoder"}
     found, profiled = {}, []
     for name in ("ours", "diffusers"):
@@ -222,7 +226,7 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
         profiled.append(Row(case | {"part": "profiled", "by": name}, _profiled(contenders[name], job, folder / name)))
         out = folder / name
         found[name] = _numbers([watched(contenders[name](job, out), folder / f"{name}.json")])
-        after = _figures(load_pipeline(out), detector, looked)
+        after = _figures(load_pipeline(out), detector, *looked)
         found[name] |= {part: Number(getattr(after, part), "") for part in ("seen", "unseen", "leak")}
         found[name]["drift"] = Number(drift_points(before, after), "points")
     rows = [Row(case | {"by": name}, numbers) for name, numbers in found.items()]
@@ -237,16 +241,16 @@ def _profiled(command: Command, job: Job, folder: Path) -> dict[str, Number]:
     return {"operators": Number(operators, "a step"), **shares}
 
 
-def _paint_likes(pipeline: Pipeline, folder: Path, count: int) -> Path:
+def _paint_likes(pipeline: Pipeline, folder: Path, count: int, sampling: Sampling) -> Path:
     folder.mkdir(parents=True)
-    painted = demo.painter(pipeline)([CLASS] * count, SEEDS["demo"])
+    painted = demo.painter(pipeline, sampling)([CLASS] * count, SEEDS["demo"])
     for number, picture in enumerate(as_images(painted)):
         picture.save(folder / f"{number:03d}.png")
     return folder
 
 
-def _figures(pipeline: Pipeline, detector: Detector, repeats: int) -> demo.SubjectFigures:
-    return subject_figures(demo.painter(pipeline), detector, repeats=repeats, seed=SEEDS["figures"])
+def _figures(pipeline: Pipeline, detector: Detector, repeats: int, sampling: Sampling) -> demo.SubjectFigures:
+    return subject_figures(demo.painter(pipeline, sampling), detector, repeats=repeats, seed=SEEDS["figures"])
 
 
 # --- speed and memory of v1's topology --------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ def narrow(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     shape, job, name, rounds = _narrow_job(folder, quick)
     write_inputs(folder, shape, job.pixels)
     rows, targets = [], []
-    for train_text in (False, True):
+    for train_text in (False,) if quick else (False, True):  # `taught` trains it, too
         trained = "U-Net, text encoder" if train_text else "U-Net"
         # with a text encoder that learns there is nothing to do once; where it does not, the script's better way counts
         left_out = "diffusers, prompts once" if train_text else "diffusers"
@@ -302,7 +306,16 @@ def write_inputs(folder: Path, shape: Shape, pixels: int) -> None:
         Image.fromarray(values).save(folder / "likes" / f"{number}.png")
 
 
-BENCHMARK = Benchmark("dreambooth", "DreamBooth beside diffusers' script", measure)
+MEASURES = (
+    "apps/diffusion",
+    "core/train.py",
+    "core/optim",
+    "core/parallel",
+    "core/kernels",
+    "benchmarks/dreambooth_run.py",
+    "benchmarks/dreambooth.py",
+)
+BENCHMARK = Benchmark("dreambooth", "DreamBooth beside diffusers' script", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="dreambooth"), sys.argv[1:]))

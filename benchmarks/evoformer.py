@@ -199,7 +199,7 @@ def measure(options: Options) -> Measured:
     targets = () if options.quick else _targets(times, device)
     notes = [f"{count} block(s) in a row; seconds of one, the least of 5 (of 2 where a CPU is slow) after a first one."]
     if options.peers_python is None:
-        notes.append("OpenFold is not here: --peers-python names an interpreter that finds it.")
+        notes.append("OpenFold is left out: --peers-python names an interpreter that finds it.")
     return Measured(tuple(rows), targets, tuple(notes))
 
 
@@ -433,7 +433,14 @@ def _targets(times: dict, device: torch.device) -> tuple[Target, ...]:
     return tuple(found)
 
 
-BENCHMARK = Benchmark("evoformer", "The Evoformer block", measure)
+MEASURES = (
+    "apps/fold/model",
+    "apps/fold/subbatch",
+    "core/kernels",
+    "benchmarks/evoformer_peer.py",
+    "benchmarks/evoformer.py",
+)
+BENCHMARK = Benchmark("evoformer", "The Evoformer block", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="evoformer"), sys.argv[1:]))

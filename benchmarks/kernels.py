@@ -392,7 +392,11 @@ def plot(result: Result, folder: Path) -> Path:
     return path
 
 
-BENCHMARK = Benchmark("kernels", "Kernels against the roofline", measure, plot)
+MEASURES = (
+    "core/kernels",
+    "benchmarks/kernels.py",
+)
+BENCHMARK = Benchmark("kernels", "Kernels against the roofline", measure, MEASURES, plot)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="kernels"), sys.argv[1:]))

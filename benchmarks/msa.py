@@ -26,7 +26,7 @@ from apps.fold.search import hhblits, jackhmmer, mmseqs
 from apps.fold.search.database import Database, Shard, open_database
 from apps.fold.search.hits import Hit, ranked
 from apps.fold.search.jobs import Job, Searches, Source, Tool, jobs_of
-from benchmarks.result import ROOT, Measured, Number, Row, Target
+from benchmarks.result import ROOT, Measured, Missing, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
 from tests.support.hhsuite import HAS_HHSUITE, LETTERS, database, family, like
@@ -92,7 +92,7 @@ def measure(options: Options) -> Measured:
         for _ in range(sizes.rounds):
             for name, of_set in sets.items():
                 rounds[name].append(one_round(query, of_set, folder / "cache", cores))
-        again = [rerun(folder, query, sources, cores) for _ in range(max(3, sizes.rounds))]
+        again = [rerun(folder, query, sources, cores) for _ in range(1 if options.quick else max(3, sizes.rounds))]
         found = {name: _found(query, of_set, folder / "cache") for name, of_set in sets.items()}
     names = list(sets)
     same = all(one.identical for of_set in rounds.values() for one in of_set)
@@ -131,7 +131,7 @@ def made(folder: Path, sizes: Sizes) -> tuple[str, list[Source], dict[str, str]]
         path = fasta(folder / "others.fasta", query, sizes.mmseqs, draw)
         sources.append(Source(Timed(tool), mmseqs.open_mmseqs(path, "mmseqs", cache, path.stem)))
     if not sources:
-        raise UserError("there is neither jackhmmer nor hhblits nor mmseqs; apt-get install hmmer hhsuite mmseqs2")
+        raise Missing("there is neither jackhmmer nor hhblits nor mmseqs; apt-get install hmmer hhsuite mmseqs2")
     return query, sources, versions
 
 
@@ -247,7 +247,11 @@ def _notes(cores: int, sizes: Sizes, tools: list[str], before: float) -> tuple[s
     )
 
 
-BENCHMARK = Benchmark("msa", "Searches for alignments, several at once", measure)
+MEASURES = (
+    "apps/fold/search",
+    "benchmarks/msa.py",
+)
+BENCHMARK = Benchmark("msa", "Searches for alignments, several at once", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="msa"), sys.argv[1:]))

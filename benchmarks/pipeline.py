@@ -300,7 +300,14 @@ def _bars(axes: Any, rows: list[Row], numbers: dict[str, str], scale: float = 1.
     axes.legend(frameon=False, fontsize=8)
 
 
-BENCHMARK = Benchmark("pipeline", "Pipeline schedules: bubble and activations", measure, plot)
+MEASURES = (
+    "core/parallel",
+    "core/estimate",
+    "core/models",
+    "benchmarks/ranks.py",
+    "benchmarks/pipeline.py",
+)
+BENCHMARK = Benchmark("pipeline", "Pipeline schedules: bubble and activations", measure, MEASURES, plot)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="pipeline"), sys.argv[1:]))

@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ class Size:
     memory_shape: DecoderConfig
 
 
-QUICK = Size("debug", ("--steps=5", "--model.ffn_dim=256"), 8, SHAPES["debug"])
+QUICK = Size(
+    "debug", ("--steps=5", "--model.ffn_dim=256", "--model.num_layers=2"), 8, replace(SHAPES["debug"], num_layers=2)
+)
 _SMALL = ("--model.dim=192", "--model.ffn_dim=768", "--model.vocab_size=2048", "--data.vocab_size=2048")
 USUAL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=120"), 64, SHAPES["opt_125m"])
 FULL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=1000"), 256, SHAPES["opt_125m"])
@@ -124,7 +126,8 @@ def measure(options: Options) -> Measured:
         if family == "OPT":
             plant(model, FACTOR, FRACTION, SEED)
             figures += compare(model, batches, text, {"model": family, "outliers": f"x{FACTOR:.0f}"})
-    figures += [memory(size.memory_shape, scheme) for scheme in (Scheme("int8"), Scheme("int4", 64))]
+    schemes = (Scheme("int4", 64),) if options.quick else (Scheme("int8"), Scheme("int4", 64))
+    figures += [memory(size.memory_shape, scheme) for scheme in schemes]
     return Measured(tuple(figures), tuple(targets(figures)), notes(size))
 
 
@@ -346,7 +349,14 @@ def targets(figures: list[Row]) -> Iterator[Target]:
                 yield Target(f"1.25 x stored + largest tensor / resident peak {what}, {scheme}, {where}", 1.0, reached)
 
 
-BENCHMARK = Benchmark("quantization", "Quantization: quality and memory", measure)
+MEASURES = (
+    "core/quant",
+    "core/kernels",
+    "core/models",
+    "benchmarks/resident.py",
+    "benchmarks/quantization.py",
+)
+BENCHMARK = Benchmark("quantization", "Quantization: quality and memory", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="quantization"), sys.argv[1:]))

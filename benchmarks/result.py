@@ -1,12 +1,13 @@
 """What every benchmark writes: one schema, one file each, one way to show it.
 
     name, title          the benchmark
-    commit, dirty        of this repository, and whether the tree differed from it
+    commit, dirty        of this repository, and whether its code differed from it
+    measures             file or folder whose code the figures are of -> git's object id of it at that commit
     date, command        when it began (UTC, ISO 8601) and how it was run
     hardware             cpu, cores, memory_bytes, gpus, load (runnable processes when it began: others' work is noise)
     versions             package -> version
     figures              rows: what was measured ("case") and its numbers, each with its unit
-    targets              what was aimed at, what was reached
+    targets              what was aimed at, what was reached, and what bounds it where something does
     notes                what a reader must know to judge the numbers
 
 `Result` is that; `write` puts it into NAME.json in one move, `read` takes it back or says what is wrong with it.
@@ -18,7 +19,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,10 @@ from core.config import UserError
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 150  # of the tables where there is no terminal to say
+
+
+class Missing(UserError):
+    """A benchmark cannot do without a program that is not installed."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that was aimed at: `reached` is at least `wanted`, or not."""
+    """A ratio that was aimed at: `reached` is at least `wanted`, or not.
+
+    limit  what physics leaves to gain, where two formats read as many bytes or compute as much as one another
+    """
 
     what: str
     wanted: float
     reached: float
+    limit: str = ""
 
     @property
     def met(self) -> bool:
@@ -78,6 +87,7 @@ class Result:
     title: str
     commit: str
     dirty: bool
+    measures: dict[str, str]
     date: str
     command: str
     hardware: dict[str, Any]
@@ -93,17 +103,37 @@ class Beginning:
 
     commit: str
     dirty: bool
+    measures: dict[str, str]
     date: str
     load: float
 
 
-def beginning() -> Beginning:
+def beginning(measures: Iterable[str] = ()) -> Beginning:
+    """measures: files and folders, from the repository's root, whose code the figures will be of."""
     return Beginning(
         commit=_git("rev-parse", "HEAD") or "unknown",
-        dirty=bool(_git("status", "--porcelain", "--untracked-files=no")),
+        dirty=_differs(),
+        measures=contents("HEAD", measures),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         load=os.getloadavg()[0],
     )
+
+
+def _differs() -> bool:
+    """Whether code differs from the commit's. A result does not count: the first would make the next ones dirty."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+    new = _git("ls-files", "--others", "--exclude-standard", "--", "core/*.py", "apps/*.py", "benchmarks/*.py")
+    return bool(changed or new)
+
+
+def contents(commit: str, paths: Iterable[str]) -> dict[str, str]:
+    """path -> git's object id of that file or folder at a commit; two alike hold the same. "" where there is none."""
+    return {path: _git("rev-parse", "--verify", "--quiet", f"{commit}:{path}") for path in paths}
+
+
+def in_history(commit: str) -> bool:
+    """Whether the commit that is checked out has grown from this one."""
+    return commit != "" and _git("merge-base", "HEAD", commit) == commit
 
 
 def result_of(name: str, title: str, command: str, measured: Measured, began: Beginning) -> Result:
@@ -113,6 +143,7 @@ def result_of(name: str, title: str, command: str, measured: Measured, began: Be
         title=title,
         commit=began.commit,
         dirty=began.dirty,
+        measures=began.measures,
         date=began.date,
         command=command,
         hardware=hardware() | {"load": began.load},
@@ -178,6 +209,10 @@ def read(path: Path) -> Result:
     """The result in a file.  Raises UserError for a file that is none."""
     try:
         content = json.loads(path.read_text())
+        if isinstance(content, dict):  # results of before these fields were are kept
+            content = {"measures": {}} | content
+            for target in content.get("targets", ()):
+                target.setdefault("limit", "")
         validate(content)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no benchmark result: {error}; run the benchmark again") from None
@@ -185,7 +220,7 @@ def read(path: Path) -> Result:
         Row(row["case"], {name: Number(**number) for name, number in row["numbers"].items()})
         for row in content["figures"]
     )
-    targets = tuple(Target(t["what"], t["wanted"], t["reached"]) for t in content["targets"])
+    targets = tuple(Target(t["what"], t["wanted"], t["reached"], t["limit"]) for t in content["targets"])
     return Result(**(content | {"figures": figures, "targets": targets, "notes": tuple(content["notes"])}))
 
 
@@ -194,6 +229,7 @@ _TYPES = {
     "title": str,
     "commit": str,
     "dirty": bool,
+    "measures": dict,
     "date": str,
     "command": str,
     "hardware": dict,
@@ -223,7 +259,7 @@ def validate(content: Any) -> None:
             fine = isinstance(number["value"], int | float) and math.isfinite(number["value"])
             _require(fine, "finite numbers", f"has {name}={number['value']}")
     for target in content["targets"]:
-        _require(set(target) == {"what", "wanted", "reached", "met"}, "whole targets", f"has {target}")
+        _require(set(target) == {f.name for f in fields(Target)} | {"met"}, "whole targets", f"has {target}")
 
 
 def _require(fine: bool, wanted: str, found: str) -> None:
@@ -250,9 +286,8 @@ def show(result: Result, console: Console | None = None) -> None:
         table.add_row(*(str(row.case.get(c, "")) for c in cases), *(_text(n.value) if n else "" for n in found))
     console.print(table)
     for target in result.targets:
-        console.print(
-            f"{'met   ' if target.met else 'MISSED'} {target.what}: {target.reached:.2f} (wanted {target.wanted:.2f})"
-        )
+        wanted = f"wanted {target.wanted:.2f}{target.limit and f'; {target.limit}'}"
+        console.print(f"{'met   ' if target.met else 'MISSED'} {target.what}: {target.reached:.2f} ({wanted})")
     for note in result.notes:
         console.print(f"- {note}")
 

@@ -4,21 +4,33 @@ A benchmark is a module of this package that has a `BENCHMARK`; without a NAME a
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it. --quick takes seconds, shows that the benchmark
 works, and writes nothing unless --out says where. NAME-MACHINE.json is a result that is kept from another machine.
 
+Several run each in a process of its own, one after another; with --quick, which measures nothing, one on each core.
+One that fails is named at the end, and the exit code is 1; the others run all the same. Peers that are not installed
+are left out by name.
+
+--stale runs nothing and lists the results in benchmarks/results that are not of the code as it is (`benchmarks.stale`).
+
 A benchmark alone: `python -m benchmarks.NAME`, with the same options.
 """
 
 import argparse
 import importlib
-import pkgutil
+import os
+import re
 import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-import benchmarks
-from benchmarks.result import RESULTS, Measured, Result, beginning, result_of, show, write
+from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, beginning, result_of, show, write
 from core.config import UserError, run_command
+
+QUICK_LIMIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -37,16 +49,23 @@ class Options:
 
 @dataclass(frozen=True)
 class Benchmark:
+    """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too."""
+
     name: str
     title: str
     measure: Callable[[Options], Measured]
+    measures: tuple[str, ...]
     plot: Callable[[Result, Path], Path] | None = None
 
 
-def known() -> dict[str, Benchmark]:
-    """Every benchmark of this package, by name."""
-    modules = [importlib.import_module(f"benchmarks.{m.name}") for m in pkgutil.iter_modules(benchmarks.__path__)]
-    return {m.BENCHMARK.name: m.BENCHMARK for m in modules if hasattr(m, "BENCHMARK")}
+def known() -> list[str]:
+    """The names of all benchmarks. Importing all of them takes longer than most --quick runs."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [f.stem for f in files if re.search(r"^BENCHMARK = ", f.read_text(), re.MULTILINE)]
+
+
+def load(name: str) -> Benchmark:
+    return importlib.import_module(f"benchmarks.{name}").BENCHMARK
 
 
 def main(argv: list[str], only: str | None = None) -> int:
@@ -60,18 +79,27 @@ def main(argv: list[str], only: str | None = None) -> int:
     parser.add_argument("--peers-python", type=Path, help="interpreter that has the peers which this one lacks")
     parser.add_argument("--peers-source", type=Path, help="checkout of a peer that is run from its source")
     if only is None:
+        parser.add_argument("--stale", action="store_true", help="list the results that are not of the code as it is")
         parser.add_argument("names", nargs="*", metavar="NAME")
     given = parser.parse_args(argv)
-    names = [only] if only else given.names
-    benchmarks_by_name = known()
-    unknown = [name for name in names if name not in benchmarks_by_name]
+    names = [only] if only else given.names or known()
+    unknown = [name for name in names if name not in known()]
     if unknown:
-        raise UserError(f"no benchmark '{unknown[0]}'; the benchmarks are {', '.join(benchmarks_by_name)}")
+        raise UserError(f"no benchmark '{unknown[0]}'; the benchmarks are {', '.join(known())}")
+    if given.quick and given.full:
+        raise UserError("--quick and --full say opposite things; give one of them")
+    if only is None and given.stale:
+        if given.quick or given.full or given.peers_python or given.peers_source:
+            raise UserError("--stale runs nothing; leave out --quick, --full and --peers-…, or leave out --stale")
+        from benchmarks.stale import list_stale
+
+        return list_stale(names, given.out or RESULTS)
+    if len(names) > 1:
+        return run_each(names, given)
     out = given.out or (None if given.quick else RESULTS)
     options = Options(given.quick, given.full, given.peers_python, given.peers_source)
     command = shlex.join(["python", "-m", f"benchmarks.{only or 'run'}", *map(_elsewhere, argv)])
-    for name in names or benchmarks_by_name:
-        run(benchmarks_by_name[name], options, out, command)
+    run(load(names[0]), options, out, command)
     return 0
 
 
@@ -82,14 +110,90 @@ def _elsewhere(argument: str) -> str:
 
 def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) -> None:
     """Measure, show and, where `out` is a folder, write."""
-    began = beginning()
-    measured = benchmark.measure(options)
+    began = beginning(benchmark.measures)
+    try:
+        measured = benchmark.measure(options)
+    except Missing as error:
+        if not options.quick:
+            raise
+        print(f"{benchmark.name} is left out: {error}")
+        return
     result = result_of(benchmark.name, benchmark.title, command, measured, began)
     show(result)
     if out is not None:
         print(f"written to {write(result, out)}")
         if benchmark.plot is not None:
             print(f"drawn in {benchmark.plot(result, out)}")
+
+
+# --- several ----------------------------------------------------------------------------------------------------------
+
+
+def run_each(names: list[str], given: argparse.Namespace) -> int:
+    """Each in its own process. With --quick only what failed is shown, and what was left out. 1 where one failed."""
+    options = [f"--{name}" for name in ("quick", "full") if getattr(given, name)]
+    for name in ("out", "peers_python", "peers_source"):
+        if getattr(given, name) is not None:
+            options += [f"--{name.replace('_', '-')}", str(getattr(given, name).absolute())]
+    commands = {name: [sys.executable, "-m", "benchmarks.run", *options, name] for name in names}
+    failed = _quickly(commands) if given.quick else [n for n, c in commands.items() if subprocess.call(c, cwd=ROOT)]
+    if failed:
+        print(f"error: of {len(names)} benchmarks {len(failed)} failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _quickly(commands: dict[str, list[str]]) -> list[str]:
+    """Run them, one on each core, and show a line of each as it ends, and all that a failed one said.
+
+    Returns which failed. Interrupted, it kills what runs.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    failed: list[str] = []
+    running: set[subprocess.Popen] = set()
+    with ThreadPoolExecutor(cores) as pool:
+        pending = {pool.submit(_ended, command, running): name for name, command in commands.items()}
+        for ended in _until_interrupted(as_completed(pending), pool, running):
+            name, (code, said, taken_s) = pending[ended], ended.result()
+            if code:
+                failed.append(name)
+                print(f"{said}\nFAILED {name}, exit code {code}, {taken_s:.0f} s", flush=True)
+                continue
+            print(f"ran {name}, {taken_s:.0f} s", flush=True)
+            for line in said.splitlines():
+                if "left out" in line:
+                    print(f"  {line.removeprefix('- ')}", flush=True)
+    return sorted(failed)
+
+
+def _until_interrupted(
+    ended: Iterator[Future], pool: ThreadPoolExecutor, running: set[subprocess.Popen]
+) -> Iterator[Future]:
+    try:
+        yield from ended
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in tuple(running):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def _ended(command: list[str], running: set[subprocess.Popen]) -> tuple[int, str, float]:
+    """Exit code, all that it said, and seconds. What does not end in time is killed, with all that it started."""
+    began = time.monotonic()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    # One thread: the others have the other cores.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+        running.add(process)
+        try:
+            said, _ = process.communicate(timeout=QUICK_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = process.communicate()
+            said += f"\nnot done after {QUICK_LIMIT_S} s"
+        finally:
+            running.discard(process)
+    return process.returncode, said, time.monotonic() - began
 
 
 if __name__ == "__main__":

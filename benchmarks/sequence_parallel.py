@@ -232,7 +232,15 @@ class _Run:
         return float(elapsed)
 
 
-BENCHMARK = Benchmark("sequence_parallel", "Long sequences: ring, Ulysses, Megatron", measure)
+MEASURES = (
+    "core/parallel",
+    "core/nn",
+    "core/models",
+    "core/comm",
+    "benchmarks/ranks.py",
+    "benchmarks/sequence_parallel.py",
+)
+BENCHMARK = Benchmark("sequence_parallel", "Long sequences: ring, Ulysses, Megatron", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="sequence_parallel"), sys.argv[1:]))

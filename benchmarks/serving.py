@@ -47,6 +47,7 @@ from apps.serve.request import Delta, Request, Sampling
 from apps.serve.runner import Runner
 from apps.serve.scheduler import Limits
 from apps.serve.text import Text
+from benchmarks.limits import SAME_BYTES, limit_of
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from benchmarks.serving_peers import PEERS, in_batches
@@ -351,7 +352,7 @@ def measured(sizes: list[Size], options: Options) -> Measured:
             del found
             gc.collect()
     if not options.peers_python:
-        notes.append("no --peers-python: only transformers stands beside ours")
+        notes.append(f"left out: {', '.join(PEERS)}: --peers-python names an interpreter that has them")
     return Measured(tuple(rows), tuple(targets), tuple(notes), versions)
 
 
@@ -399,15 +400,31 @@ def _targets(size: Size, concurrency: int, measured: dict[str, dict[str, Number]
         wanted += [(f"ours {mine}", strongest, 2.0) for mine in eight]
     if concurrency > 1:
         for mine in (plain, f"{plain} compiled"):
-            wanted += [(mine, "ours static", 5.0), (mine, "continuous", 3.0), (mine, "vLLM", 1.3)]
+            beside_vllm = 1.0 if limit_of(mine, "vLLM") == SAME_BYTES else 1.3
+            wanted += [(mine, "ours static", 5.0), (mine, "continuous", 3.0), (mine, "vLLM", beside_vllm)]
     return [
-        Target(f"{load}: {mine} / {theirs}, tokens a second", least, rate[mine] / rate[theirs])
+        Target(f"{load}: {mine} / {theirs}, tokens a second", least, rate[mine] / rate[theirs], limit_of(mine, theirs))
         for mine, theirs, least in wanted
         if mine in rate and theirs in rate
     ]
 
 
-BENCHMARK = Benchmark("serving", "Serving", measure)
+MEASURES = (
+    "apps/serve/engine.py",
+    "apps/serve/runner.py",
+    "apps/serve/compiled.py",
+    "apps/serve/scheduler.py",
+    "apps/serve/pages.py",
+    "apps/serve/sampler.py",
+    "apps/serve/pace.py",
+    "core/models",
+    "core/nn",
+    "core/quant",
+    "core/kernels",
+    "benchmarks/serving_peers.py",
+    "benchmarks/serving.py",
+)
+BENCHMARK = Benchmark("serving", "Serving", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="serving"), sys.argv[1:]))

@@ -15,7 +15,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ TABLES = (
     Published("v1, DreamBooth 1 + 1, text encoder too", "diffusers, README", 24.0, _recipe("dreambooth_6gb"), 6.0),
     Published("v1, DreamBooth 1 + 1, LoRA", "-", None, _recipe("lora_4gb"), 4.0),
 )
-QUICK = (3, 4)
+QUICK = (4,)
 
 
 def planned(quick: bool) -> Part:
@@ -234,16 +234,16 @@ _JOBS = [Job(prompt, seed) for prompt in _PROMPTS for seed in range(4)]
 
 
 def sampled(quick: bool) -> Part:
-    """Seconds and bytes of twelve pictures by each, and how near they are to each other."""
-    steps, rounds = (3, 1) if quick else (25, 3)
+    """Seconds and bytes of twelve pictures (quick: three) by each, and how near they are to each other."""
+    steps, rounds, jobs = (2, 1, _JOBS[::4]) if quick else (25, 3, _JOBS)
     plain, eighth = load_pipeline(EMBEDDED), load_pipeline(EMBEDDED)
     quantize(eighth.unet, "int8")
     theirs = _diffusers(plain)
     sampling = Sampling("ddim", steps, 7.5)
     contenders: dict[str, Callable[[], Tensor]] = {
-        "ours": lambda: _pictures(plain, sampling),
-        "diffusers": lambda: _their_pictures(theirs, plain, steps),
-        "ours, int8": lambda: _pictures(eighth, sampling),
+        "ours": lambda: _pictures(plain, sampling, jobs),
+        "diffusers": lambda: _their_pictures(theirs, plain, steps, jobs),
+        "ours, int8": lambda: _pictures(eighth, sampling, jobs),
     }
     seconds, peaks, pictures = dict.fromkeys(contenders, float("inf")), {}, {}
     for turn in range(rounds + 1):
@@ -258,7 +258,7 @@ def sampled(quick: bool) -> Part:
             seconds[name] = min(seconds[name], time.perf_counter() - started)
     rows = [
         Row(
-            {"part": "sampled", "case": f"tiny, {len(_JOBS)} of {plain.image_size} px, {steps} steps", "beside": name},
+            {"part": "sampled", "case": f"tiny, {len(jobs)} of {plain.image_size} px, {steps} steps", "beside": name},
             {
                 "time": Number(seconds[name], "s"),
                 "counted": Number(peaks[name] / 1e6, "MB"),
@@ -271,8 +271,8 @@ def sampled(quick: bool) -> Part:
     return rows, [Target("PSNR of int8 to fp32 at the same seeds / 45 dB, tiny", 1.0, found / 45)]
 
 
-def _pictures(pipeline: Pipeline, sampling: Sampling) -> Tensor:
-    return torch.stack([picture for _, picture in generate(pipeline, _JOBS, sampling, len(_JOBS))])
+def _pictures(pipeline: Pipeline, sampling: Sampling, jobs: Sequence[Job]) -> Tensor:
+    return torch.stack([picture for _, picture in generate(pipeline, jobs, sampling, len(jobs))])
 
 
 def _diffusers(pipeline: Pipeline) -> Any:
@@ -285,10 +285,10 @@ def _diffusers(pipeline: Pipeline) -> Any:
     return theirs
 
 
-def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int) -> Tensor:
+def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int, jobs: Sequence[Job]) -> Tensor:
     shape = (pipeline.latent_channels, *[pipeline.image_size // pipeline.factor] * 2)
-    noise = draw_noise(shape, [torch.Generator().manual_seed(job.seed) for job in _JOBS])
-    prompts = [job.prompt for job in _JOBS]
+    noise = draw_noise(shape, [torch.Generator().manual_seed(job.seed) for job in jobs])
+    prompts = [job.prompt for job in jobs]
     return theirs(
         prompts, num_inference_steps=steps, guidance_scale=7.5, latents=noise, output_type="pt", eta=0.0
     ).images
@@ -339,7 +339,15 @@ def _random_unet(config: dict) -> nn.Module:
     return unet.to(memory_format=torch.channels_last)
 
 
-BENCHMARK = Benchmark("stable_diffusion", "Stable Diffusion beside the published tables", measure)
+MEASURES = (
+    "apps/diffusion",
+    "core/quant",
+    "core/gemini",
+    "core/kernels",
+    "core/estimate",
+    "benchmarks/stable_diffusion.py",
+)
+BENCHMARK = Benchmark("stable_diffusion", "Stable Diffusion beside the published tables", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only=BENCHMARK.name), sys.argv[1:]))

@@ -248,7 +248,14 @@ def _targets(rows: list[Row]) -> list[Target]:
     return found
 
 
-BENCHMARK = Benchmark("tensor_parallel", "Tensor parallelism: cost of a rank", measure)
+MEASURES = (
+    "core/parallel",
+    "core/comm",
+    "benchmarks/ranks.py",
+    "benchmarks/tensor_parallel_bytes.py",
+    "benchmarks/tensor_parallel.py",
+)
+BENCHMARK = Benchmark("tensor_parallel", "Tensor parallelism: cost of a rank", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="tensor_parallel"), sys.argv[1:]))

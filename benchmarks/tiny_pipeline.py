@@ -112,7 +112,11 @@ def _learned(learned: Mapping[bool, list[dict[str, float]]]) -> list[Target]:
     ]
 
 
-BENCHMARK = Benchmark("tiny_pipeline", "The pipeline that comes with the program", measure)
+MEASURES = (
+    "apps/diffusion",
+    "benchmarks/tiny_pipeline.py",
+)
+BENCHMARK = Benchmark("tiny_pipeline", "The pipeline that comes with the program", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="tiny_pipeline"), sys.argv[1:]))

@@ -287,7 +287,20 @@ def opponent(name: str) -> str:
     return {"DDP": "ours zero 0", "FSDP2": "ours zero 3"}.get(name, "ours")
 
 
-BENCHMARK = Benchmark("train", "One training step", measure)
+MEASURES = (
+    "core/train.py",
+    "core/models",
+    "core/nn",
+    "core/optim",
+    "core/parallel",
+    "core/kernels",
+    "core/comm",
+    "core/precision.py",
+    "core/runtime.py",
+    "benchmarks/contenders.py",
+    "benchmarks/train.py",
+)
+BENCHMARK = Benchmark("train", "One training step", measure, MEASURES)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="train"), sys.argv[1:]))

@@ -281,7 +281,7 @@ def _add_api(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def models() -> Any:
-        """What is served; max_model_len is what prompt and text may have together."""
+        """What is served; max_model_len is what prompt and text may have together, chat_template whether it has one."""
         return _json({"object": "list", "data": [_described(loop) for loop in server.loops.values()]})
 
     @app.get("/v1/models/{name}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
@@ -297,6 +297,7 @@ def _described(loop: EngineLoop) -> dict[str, Any]:
         "created": loop.created,
         "owned_by": "megalith",
         "max_model_len": loop.engine.max_length,
+        "chat_template": loop.engine.text.hf.chat_template is not None,
     }
 
 

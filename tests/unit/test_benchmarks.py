@@ -1,8 +1,14 @@
 """Benchmarks: what they are, what they write, and that a contender which does not train alike is not timed."""
 
+import ast
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +16,33 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import evoformer, sequence_parallel, tensor_parallel, train
+from benchmarks import evoformer, sequence_parallel, serving, stale, tensor_parallel, train
 from benchmarks import run as runner
-from benchmarks.contenders import CONTENDERS, Turn, batch_of
-from benchmarks.result import Measured, Number, Row, Target, beginning, read, result_of, show, validate, write
+from benchmarks.contenders import CONTENDERS, OPTIM, Turn, batch_of, peers_adamw
+from benchmarks.limits import SAME_ARITHMETIC, SAME_BYTES
+from benchmarks.result import (
+    ROOT,
+    Measured,
+    Missing,
+    Number,
+    Result,
+    Row,
+    Target,
+    beginning,
+    read,
+    result_of,
+    show,
+    validate,
+    write,
+)
 from benchmarks.serving import peer
 from benchmarks.tensor_parallel_bytes import pair_bytes
 from core.config import UserError
+from core.optim.build import build_optimizer
 
 DATA = Path(__file__).parents[1] / "data" / "fold"
 ROW = Row({"model": "tiny", "ranks": 2, "contender": "ours"}, {"throughput": Number(1234.5, "tokens/s")})
-MEASURED = Measured((ROW,), (Target("ours / theirs", 1.3, 1.2),), ("a note",), {"deepspeed": "0.1"})
+MEASURED = Measured((ROW,), (Target("ours / theirs", 1.3, 1.2, "the same bytes"),), ("a note",), {"deepspeed": "0.1"})
 
 
 def a_result():
@@ -34,7 +56,8 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
     assert read(path) == result
     assert [p.name for p in path.parent.iterdir()] == ["toy.json"]  # nothing half written is left
     content = json.loads(path.read_text())
-    assert content["targets"] == [{"what": "ours / theirs", "wanted": 1.3, "reached": 1.2, "met": False}]
+    target = {"what": "ours / theirs", "wanted": 1.3, "reached": 1.2, "limit": "the same bytes", "met": False}
+    assert content["targets"] == [target]
     assert content["versions"]["deepspeed"] == "0.1"
     assert {"python", "torch", "numpy"} <= set(content["versions"])
     assert content["hardware"]["cores"] >= 1
@@ -64,7 +87,14 @@ def test_the_table_shows_every_number_and_what_was_missed() -> None:
     console = Console(record=True, width=160)
     show(a_result(), console)
     text = console.export_text()
-    for part in ("throughput", "[tokens/s]", "1,234", "ours", "MISSED ours / theirs: 1.20 (wanted 1.30)", "a note"):
+    for part in (
+        "throughput",
+        "[tokens/s]",
+        "1,234",
+        "ours",
+        "MISSED ours / theirs: 1.20 (wanted 1.30; the same bytes)",
+        "a note",
+    ):
         assert part in text
 
 
@@ -75,7 +105,24 @@ def test_committed_results_are_results() -> None:
 
 
 def test_benchmarks_are_found_by_listing() -> None:
-    assert runner.known()["train"] is train.BENCHMARK
+    assert "train" in runner.known()
+    assert not {"result", "run", "contenders", "ranks"} & set(runner.known())
+    assert runner.load("train") is train.BENCHMARK
+
+
+@pytest.mark.parametrize("name", runner.known())
+def test_a_benchmark_names_what_it_measures(name: str) -> None:
+    """Files and folders that are there, its own and those of this package that it imports or starts among them."""
+    path = ROOT / "benchmarks" / f"{name}.py"
+    assert re.search(rf'^BENCHMARK = Benchmark\(\s*"{name}"', path.read_text(), re.MULTILINE)
+    (measures,) = re.findall(r"^MEASURES = (\(.*?^\))$", path.read_text(), re.DOTALL | re.MULTILINE)
+    named = ast.literal_eval(measures)
+    assert [one for one in named if not (ROOT / one).exists()] == []
+    assert any(one.startswith(("core/", "apps/")) for one in named)
+    found = re.findall(r"benchmarks\.(\w+)", re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL))
+    used = {one for one in found if (ROOT / "benchmarks" / f"{one}.py").exists()} - {"result", "run", "limits", name}
+    used -= {"stable_diffusion"} if name == "dreambooth" else set()  # takes a function that writes random weights
+    assert {f"benchmarks/{one}.py" for one in used | {name}} <= set(named)
 
 
 @pytest.mark.parametrize("form", ["1d", "2d", "2.5d", "3d"])
@@ -100,8 +147,13 @@ def test_a_result_names_the_tree_that_it_was_measured_on(monkeypatch: pytest.Mon
         monkeypatch.setattr("benchmarks.result._git", lambda *arguments: "after")
         return MEASURED
 
-    runner.run(runner.Benchmark("toy", "A toy", measure), runner.Options(), tmp_path, "command")
+    runner.run(runner.Benchmark("toy", "A toy", measure, ()), runner.Options(), tmp_path, "command")
     assert read(tmp_path / "toy.json").commit == "before"
+
+
+def test_stale_runs_nothing() -> None:
+    with pytest.raises(UserError, match="--stale runs nothing; leave out --quick"):
+        runner.main(["--stale", "--quick"])
 
 
 def test_an_unknown_name_is_one_line_and_exit_code_2() -> None:
@@ -116,8 +168,9 @@ def test_an_unknown_name_is_one_line_and_exit_code_2() -> None:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A benchmark that takes no time, and a folder in place of benchmarks/results."""
-    benchmark = runner.Benchmark("toy", "A toy", lambda options: MEASURED)
-    monkeypatch.setattr(runner, "known", lambda: {"toy": benchmark})
+    benchmark = runner.Benchmark("toy", "A toy", lambda options: MEASURED, ())
+    monkeypatch.setattr(runner, "known", lambda: ["toy"])
+    monkeypatch.setattr(runner, "load", lambda name: benchmark)
     monkeypatch.setattr(runner, "RESULTS", tmp_path / "results")
     return tmp_path
 
@@ -129,6 +182,225 @@ def test_quick_writes_only_where_it_is_told(toy: Path) -> None:
     assert read(toy / "here" / "toy.json").command == "python -m benchmarks.run --quick --out PATH"
     runner.main([], only="toy")
     assert read(toy / "results" / "toy.json").command == "python -m benchmarks.toy"
+
+
+def test_several_run_all_the_same_where_one_fails(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    """Each says a line; the failed are named, with what they said; what hangs is killed with all that it started."""
+    monkeypatch.setattr(runner, "QUICK_LIMIT_S", 3)
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    scripts = {
+        "fine": "print('- DeepSpeed is left out: no package'); print('a figure')",
+        "broken": "print('what went wrong'); raise SystemExit(2)",
+        "hangs": f"print('begun', flush=True); {child}",
+    }
+    began = time.monotonic()
+    failed = runner._quickly({name: [sys.executable, "-c", script] for name, script in scripts.items()})
+    assert time.monotonic() - began < 30
+    said = capsys.readouterr().out
+    assert failed == ["broken", "hangs"]
+    assert re.search(r"^ran fine, \d+ s\n  DeepSpeed is left out: no package$", said, re.MULTILINE)
+    assert re.search(r"^what went wrong\n\nFAILED broken, exit code 2, \d+ s$", said, re.MULTILINE)
+    assert re.search(r"^begun\n\nnot done after 3 s\nFAILED hangs, exit code -9", said, re.MULTILINE)
+    assert "a figure" not in said
+
+
+def test_a_quick_run_that_is_interrupted_leaves_nothing_running(tmp_path: Path) -> None:
+    sleeper = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    script = f"from benchmarks import run; run._quickly({{'sleeps': [{sys.executable!r}, '-c', {sleeper!r}]}})"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE) as process:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_failure_among_several_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    asked: dict[str, list[str]] = {}
+    monkeypatch.setattr(runner, "_quickly", lambda commands: asked.update(commands) or ["train"])
+    assert runner.main(["--quick", "--peers-python", "/p", "kernels", "train"]) == 1
+    assert capsys.readouterr().err == "error: of 2 benchmarks 1 failed: train\n"
+    assert asked["train"][1:] == ["-m", "benchmarks.run", "--quick", "--peers-python", "/p", "train"]
+    monkeypatch.setattr(runner, "_quickly", lambda commands: [])
+    assert runner.main(["--quick", "kernels", "train"]) == 0
+
+
+def test_what_cannot_run_without_a_program_is_left_out_of_a_quick_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def measure(options: runner.Options) -> Measured:
+        raise Missing("there is no jackhmmer; install hmmer")
+
+    monkeypatch.setattr(runner, "load", lambda name: runner.Benchmark("msa", "Searches", measure, ()))
+    assert runner.main(["--quick", "msa"]) == 0
+    assert capsys.readouterr().out == "msa is left out: there is no jackhmmer; install hmmer\n"
+    with pytest.raises(Missing):
+        runner.main(["msa"])
+
+
+def test_every_benchmark_runs_in_the_suite() -> None:
+    """`make test` ends with all of them, quickly."""
+    done = subprocess.run(["make", "-n", "-C", ROOT, "test"], capture_output=True, text=True, check=True)
+    assert "-m benchmarks.run --quick\n" in done.stdout
+
+
+def test_the_peers_take_the_same_optimizer_as_ours() -> None:
+    """Options that OPTIM leaves open have the optimizer's defaults, in both."""
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    ours = build_optimizer(OPTIM, {"matrix": matrix, "vector": vector})
+    for mine, theirs in zip(ours.param_groups, peers_adamw([matrix, vector]).param_groups, strict=True):
+        assert mine["params"][0] is theirs["params"][0]
+        for option in ("lr", "betas", "eps", "weight_decay"):
+            assert mine[option] == theirs[option]
+
+
+# --- which results are of the code as it is ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A repository of two files in place of this one; what it gives runs git there."""
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=e@e", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *who, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr("benchmarks.result.ROOT", tmp_path)
+    for name in ("core/measured.py", "core/other.py", "benchmarks/results/toy.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    return git
+
+
+MEASURES = ("core/measured.py",)
+
+
+def commit(git: Callable[..., str], tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("2\n")
+    git("commit", "-qam", f"another {name}")
+
+
+def measured_now(measures: tuple[str, ...] = MEASURES) -> Result:
+    return result_of("toy", "A toy", "python -m benchmarks.run toy", MEASURED, beginning(measures))
+
+
+def test_a_result_of_the_code_as_it_is(repository: Callable[..., str], tmp_path: Path) -> None:
+    result = measured_now()
+    assert result.commit == repository("rev-parse", "HEAD")
+    assert result.measures == {"core/measured.py": repository("rev-parse", "HEAD:core/measured.py")}
+    assert stale.reasons(result, MEASURES) == []
+    commit(repository, tmp_path, "core/other.py")  # which it does not measure
+    assert stale.reasons(result, MEASURES) == []
+
+
+def test_a_result_that_is_older_than_what_it_measures(repository: Callable[..., str], tmp_path: Path) -> None:
+    result, without = measured_now(), replace(measured_now(), measures={})
+    commit(repository, tmp_path, "core/measured.py")
+    for one in (result, without):  # results of before they named what they measure are compared by their commit
+        assert stale.reasons(one, MEASURES) == [f"code changed since {result.commit[:9]}: core/measured.py"]
+
+
+def test_a_result_of_a_changed_tree(repository: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "benchmarks/results/toy.json").write_text("another result\n")
+    assert not measured_now().dirty  # the result before it is no code
+    (tmp_path / "core/new.py").write_text("nobody committed it\n")
+    assert measured_now().dirty
+    (tmp_path / "core/new.py").unlink()
+    (tmp_path / "core/other.py").write_text("changed\n")
+    assert stale.reasons(measured_now(), MEASURES) == ["measured on a tree with changes that no commit has"]
+
+
+def test_a_result_of_a_commit_that_is_not_in_the_history(repository: Callable[..., str], tmp_path: Path) -> None:
+    repository("checkout", "-qb", "aside")
+    commit(repository, tmp_path, "core/other.py")
+    result = measured_now()
+    repository("checkout", "-q", "-")
+    assert stale.reasons(result, MEASURES) == [f"its commit {result.commit[:9]} is not in the history"]
+    gone = replace(result, commit="0" * 40)
+    assert stale.reasons(gone, MEASURES) == ["its commit 000000000 is not in the history"]
+
+
+def test_the_list_of_stale_results(
+    repository: Callable[..., str], toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Each with its reasons, other machines' too; the exit code is that of a check."""
+    benchmark = runner.Benchmark("toy", "A toy", lambda options: MEASURED, MEASURES)
+    monkeypatch.setattr(stale, "load", lambda name: benchmark)
+    folder = toy / "results"
+    path = write(measured_now(), folder)
+    assert runner.main(["--stale"]) == 0
+    assert capsys.readouterr().out == "0 of 1 results are stale\n"
+    path.rename(folder / "toy-amd.json")
+    write(replace(measured_now(), dirty=True), folder)
+    assert runner.main(["--stale", "toy"]) == 1
+    said = capsys.readouterr().out
+    assert said == "toy: measured on a tree with changes that no commit has\n1 of 2 results are stale\n"
+
+
+def test_targets_of_formats_that_bound_each_other_say_so() -> None:
+    rates = {"ours bf16": 1.05, "ours int8": 0.98, "ours w8a8": 1.4, "vLLM": 1.0, "ours static": 0.5}
+    numbers = {name: {"tokens_per_s": Number(rate, "tokens/s")} for name, rate in rates.items()}
+    (size,) = serving.sizes(runner.Options())
+    found = {t.what.partition(": ")[2].partition(",")[0]: t for t in serving._targets(size, 8, numbers)}
+    assert found["ours bf16 / vLLM"].limit == SAME_BYTES
+    assert found["ours bf16 / vLLM"].wanted == 1.0  # at most 1.15 is there
+    assert found["ours int8 / ours bf16"].limit == found["ours int8 / vLLM"].limit == SAME_ARITHMETIC
+    assert found["ours w8a8 / vLLM"].limit == found["ours bf16 / ours static"].limit == ""
+
+
+# --- what the README says of results ----------------------------------------------------------------------------------
+
+
+def readme_tables(result: str) -> list[list[list[str]]]:
+    """The cells of the tables in the README's part that names a result, up to the next result or heading."""
+    text = (ROOT / "README.md").read_text()
+    _, _, after = text.partition(f"results/{result}.json]")
+    part = re.split(r"results/\w[\w-]*\.json|^## |^```", after.partition(")")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in row] for row in rows if not set("".join(row)) <= set("- |")]
+    assert cells, f"the README has no table of {result}"
+    return [cells]
+
+
+def figure(row: Row, name: str) -> str:
+    return f"{row.numbers[name].value:,.0f}"
+
+
+@pytest.mark.parametrize("name", ["train", "train-amd"])
+def test_the_readmes_speeds_are_the_results(name: str) -> None:
+    (cells,) = readme_tables(name)
+    rows = {
+        (str(row.case["ranks"]), str(row.case["contender"]), row.case["precision"]): row
+        for row in read(runner.RESULTS / f"{name}.json").figures
+    }
+    precisions = ("fp32", "bf16") if len(cells[0]) == 6 else ("fp32",)
+    for ranks, contender, *said in cells[1:]:
+        found = [rows[ranks, contender, precision] for precision in precisions]
+        assert said == [figure(row, what) for row in found for what in ("throughput", "peak")], (ranks, contender)
+
+
+def test_the_readmes_demo_is_the_results() -> None:
+    (cells,) = readme_tables("demo")
+    (row,) = read(runner.RESULTS / "demo.json").figures
+    said = dict(cells[1:])
+    for label, name in (("this model", "heldout"), ("gzip -9", "gzip"), ("xz -9", "xz")):
+        assert said[label] == f"{row.numbers[f'{name}_bits_per_byte'].value:.3f}"
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for wanted in (
+        f"{row.numbers['wall_s'].value:.0f} s of training",
+        f"{row.numbers['tokens_per_s'].value:,.0f} tokens/s on {row.numbers['num_ranks'].value:.0f} ranks",
+        f"{100 * row.numbers['mfu'].value:.0f}% of what the machine's matrix products reach",
+        f"{row.numbers['device_peak_bytes'].value / 1e6:,.0f} MB of tensors a rank",
+    ):
+        assert wanted in text
 
 
 def a_setting(precision: str = "fp32") -> train.Setting:
