@@ -111,5 +111,5 @@ def rank_bytes(job: Job, choices: Mapping[str, How], axis: Axis) -> int:
         account.add([*model.parameters(), others])
         features.map(lambda tensor: account.add([tensor]) or tensor)
         found = model.fold([features] * min(2, job.iterations))
-        read_shards(model.heads, found.pair_BNNZ, features.mask_BN, mesh, two.get(HEADS), host)
+        read_shards(model.heads, found.pair_BNNZ, features.mask_BN, mesh, two.get(HEADS), host, distances=job.distances)
     return account.peak_bytes

@@ -20,6 +20,7 @@ from apps.fold.features.templates import (
     structure_of,
     templates_of_hits,
 )
+from apps.fold.features.text import unpacked_name
 from apps.fold.model.config import ModelConfig
 from apps.fold.model.features import Features
 from core.config import UserError
@@ -129,8 +130,9 @@ def _files(where: Path | None, record: Record, alone: bool, suffixes: Iterable[s
     names = {record.name, record.safe_name}
     there = sorted(where.iterdir())
     inside = [path for path in there if path.name in names and path.is_dir()]
-    found = [path for folder in inside[:1] for path in sorted(folder.iterdir()) if path.suffix in suffixes]
-    found += [path for path in there if path.stem in names and path.suffix in suffixes]
-    if not found and alone:
-        found = [path for path in sorted(where.iterdir()) if path.suffix in suffixes]
-    return found
+    found = [
+        path for folder in inside[:1] for path in sorted(folder.iterdir()) if unpacked_name(path).suffix in suffixes
+    ]
+    fitting = [path for path in there if unpacked_name(path).suffix in suffixes]
+    found += [path for path in fitting if unpacked_name(path).stem in names]
+    return found or (fitting if alone else [])

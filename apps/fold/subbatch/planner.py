@@ -57,6 +57,7 @@ class Job:
 
     rows, extra, templates  of the MSA (those of templates not counted), of the extra MSA, templates
     hidden                  whether some letters of the MSA are masked: attention on a CPU then joins mask and bias
+    distances               whether the distogram is read
     """
 
     config: ModelConfig
@@ -68,6 +69,7 @@ class Job:
     device: Device = "cpu"
     iterations: int = 4
     hidden: bool = False
+    distances: bool = True
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,8 @@ class _Survey:
         host = stand_in if self.job.device == "cuda" else partial(torch.empty, device="meta")
 
         def read(module: nn.Module, whole: Any, how: How, cuts: Cuts, z: Tensor, mask: Tensor) -> Any:
-            return read_pairs(model.heads, z, mask, cuts(z.shape[1], how.rows), host)
+            slices = cuts(z.shape[1], how.rows)
+            return read_pairs(model.heads, z, mask, slices, host, distances=self.job.distances)
 
         widths = model.heads.distogram.out_features * (1 if model.heads.pae is None else 2)
         work = Work(4 * z.numel() * widths, 4 * z.numel() * z.element_size(), 12)
