@@ -47,7 +47,10 @@ def fold(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Path, capsys) -> None:
     done = run("-m", "apps.fold", "doctor", "--golden", GOLDEN)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal within 1e-05" in done.stdout
+    assert "equal within what rounding explains" in done.stdout
+    code, said, _ = fold(capsys, "doctor", "--golden", GOLDEN, "--limit", 1e-5)
+    assert code == 0
+    assert "equal within 1e-05" in said
     for name in ("params.npz", "batch.npz", "config.json"):
         (tmp_path / name).write_bytes((GOLDEN / name).read_bytes())
     with np.load(GOLDEN / "out.npz") as file:
@@ -55,6 +58,9 @@ def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Pa
     out["representations/pair"] = out["representations/pair"] + 1e-3
     np.savez(tmp_path / "out.npz", **out)
     code, said, _ = fold(capsys, "doctor", "--golden", tmp_path)
+    assert code == 1
+    assert "differs beyond what rounding explains: representations/pair" in said
+    code, said, _ = fold(capsys, "doctor", "--golden", tmp_path, "--limit", 1e-5)
     assert code == 1
     assert "differs beyond 1e-05: representations/pair" in said
 
@@ -402,6 +408,7 @@ def test_recipes(capsys) -> None:
         (("predict", "none.fasta", "--weights", "w"), ("none.fasta",)),
         (("doctor",), ("--golden",)),
         (("doctor", "--golden", "/nowhere"), ("/nowhere",)),
+        (("doctor", "--golden", GOLDEN, "--limit", "nan"), ("limit=nan", "1e-5")),
         (("convert", "--source", "/nowhere.npz", "--out", "x"), ("/nowhere.npz",)),
         (("convert",), ("--source",)),
         (("recipes", "--all"), ("--all",)),
