@@ -50,7 +50,16 @@ from apps.fold.weights.source import build, identify, read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
-from core.runtime import keep_freed_memory, launch, launched, leads, require_compiler, start, world_size
+from core.runtime import (
+    give_back_freed_memory,
+    keep_freed_memory,
+    launch,
+    launched,
+    leads,
+    require_compiler,
+    start,
+    world_size,
+)
 
 
 @dataclass(frozen=True)
@@ -151,13 +160,22 @@ def main(argv: list[str]) -> int:
     if config.nproc > 1 and not launched():
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
-        if torch.device(config.device).type == "cpu":
-            keep_freed_memory()
+        _set_allocator(config)
         return _run(config, None)
     with start(config.device, config.seed) as runtime:
+        _set_allocator(config)
         mesh = MeshConfig(tp=runtime.world_size)  # the axis that shards what one sequence computes
         code = _run(config, runtime.mesh(mesh)["tp"])
         return code if runtime.leads else 0  # a launcher ends all ranks when one fails, and the first one writes
+
+
+def _set_allocator(config: PredictConfig) -> None:
+    """On a CPU: keep what tensors leave, which is faster, unless the user says what the process may take."""
+    if torch.device(config.device).type == "cpu":
+        if config.memory is None:
+            keep_freed_memory()
+        else:
+            give_back_freed_memory(size_in_bytes(config.memory, "memory", "GiB"))
 
 
 def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
@@ -281,25 +299,30 @@ def _about_alignment(target: Target, models: list[Model]) -> str:
 
 def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
     dtype = compute_dtype(config.precision)
+    of_process = torch.device(config.device).type == "cpu"
     if model.axis is None:  # features of the longest are gigabytes themselves: what does not fit is refused before
         expected = _expected_job(target, model.config, dtype, config.device)
-        plan_subbatches(replace(expected, distances=config.distogram), _budget(config, None))
+        room = _budget(config, None)
+        plan_subbatches(replace(expected, distances=config.distogram), room, of_process=of_process)
     features = target.iterations(model.config, seed)
-    job = replace(job_of(model.config, features, dtype, config.device), distances=config.distogram)
+    first = features[0]  # all iterations are alike but for what is drawn; they are made when it is their turn
+    job = job_of(model.config, [first], dtype, config.device)
+    job = replace(job, iterations=len(features), distances=config.distogram)
     budget = _budget(config, model.axis)
-    mask_BN = features[-1].mask_BN.to(config.device, dtype)
+    mask_BN = first.mask_BN.to(config.device, dtype)
+    del first
     iterations = OnDevice(features, config.device, dtype)
     with torch.inference_mode():
         if model.axis is not None:
             assert isinstance(model.module, AlphaFold)
-            shares = plan_shares(job, budget, model.axis)
+            shares = plan_shares(job, budget, model.axis, of_process=of_process)
             shard_evoformer(model.module, model.axis, shares)
             folding = model.module.fold(iterations)
             pairs = read_shards(
                 model.module.heads, folding.pair_BNNZ, mask_BN, model.axis, shares[HEADS], distances=config.distogram
             )
         else:
-            plan = plan_subbatches(job, budget)
+            plan = plan_subbatches(job, budget, of_process=of_process)
             choices = {name: how for name, how in plan.choices.items() if name != HEADS}
             apply_subbatches(model.module, choices, offload=plan.offload)
             folding = model.module.fold(iterations)

@@ -45,6 +45,7 @@ from apps.fold.weights.table import name_table
 from core.config import UserError
 from core.kernels.operator import forced
 from core.metrics import MemoryAccount
+from core.runtime import process_holding, tensors_within
 
 Device = Literal["cpu", "cuda"]
 HEADS = "heads"  # what the heads read of the pairs: no module of the model is wrapped for it
@@ -114,17 +115,21 @@ class Plan:
     beside: dict[str, int] = field(default_factory=dict)
 
 
-def plan_subbatches(job: Job, budget_bytes: int) -> Plan:
+def plan_subbatches(job: Job, budget_bytes: int, *, of_process: bool = False) -> Plan:
     """The plan; see the module's docstring.
+
+    of_process  whether the budget is what the process may take on a CPU, of which tensors are a part; else it is theirs
 
     Raises UserError when no plan stays within the budget: what the smallest one is that would do.
     """
-    plan = planned(job, budget_bytes)
-    if plan.peak_bytes > budget_bytes:
+    room = tensors_within(budget_bytes) if of_process else budget_bytes
+    plan = planned(job, room)
+    if plan.peak_bytes > room:
+        least = gib_up(process_holding(plan.peak_bytes) if of_process else plan.peak_bytes)
         raise UserError(
             f"{job.residues} residues with {job.rows} + {job.extra} rows need at least "
-            f"{gib_up(plan.peak_bytes)} GiB, and there are {budget_bytes / 2**30:.2f}; "
-            f"give --memory {gib_up(plan.peak_bytes)}, fewer rows, a narrower --precision or more ranks"
+            f"{least} GiB, and there are {budget_bytes / 2**30:.2f}; "
+            f"give --memory {least}, fewer rows, a narrower --precision or more ranks"
         )
     return plan
 
