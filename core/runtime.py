@@ -238,16 +238,51 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep what large activations free instead of unmapping it: each step would page-fault it in again.
+# What a process on a CPU takes beside its tensors: the libraries' workspace and objects of Python, and of what lies on
+# the heap the part that is free between allocations.
+_BESIDE_TENSORS_BYTES = 32 * 2**20
+_SHARE_OF_TENSORS = 0.8
 
-    M_MMAP_MAX = -4, M_TRIM_THRESHOLD = -1, M_TOP_PAD = -2 (mallopt(3)); another libc has no mallopt and needs none.
+
+def tensors_within(process_bytes: int) -> int:
+    """Bytes of tensors alive at once with which a process on a CPU, once its modules are loaded, takes so much more."""
+    return max(0, int(_SHARE_OF_TENSORS * (process_bytes - _BESIDE_TENSORS_BYTES)))
+
+
+def process_holding(tensor_bytes: int) -> int:
+    """The inverse of `tensors_within`, rounded up."""
+    return -int(-tensor_bytes // _SHARE_OF_TENSORS) + 1 + _BESIDE_TENSORS_BYTES
+
+
+def give_back_freed_memory(budget_bytes: int) -> None:
+    """The opposite of `keep_freed_memory`, for a process that may take so many bytes: freed tensors leave it at once.
+
+    What is smaller than a 256th of the budget stays on the heap, which gives back its end. Pages that are given back
+    are made anew when they are needed, which costs time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-4, 0)
-        mallopt(-1, 2**31 - 1)
-        mallopt(-2, 64 * 1024 * 1024)
+        smallest = min(max(budget_bytes // 256, 128 * 1024), 4 * 1024 * 1024)
+        mallopt(_M_MMAP_MAX, 65536)
+        mallopt(_M_MMAP_THRESHOLD, smallest)
+        mallopt(_M_TRIM_THRESHOLD, smallest)
+        mallopt(_M_TOP_PAD, 128 * 1024)
+
+
+# Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what large activations free instead of unmapping it: each step would page-fault it in again.
+
+    Another libc has no mallopt and needs none.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TOP_PAD, 64 * 1024 * 1024)
 
 
 def require_compiler(device: torch.device | str) -> None:

@@ -361,29 +361,39 @@ def read_shards(
     axis: DeviceMesh,
     how: How | None = None,
     host: Callable[..., Tensor] = torch.empty,
+    *,
+    distances: bool = True,
 ) -> PairNumbers:
     """As `apps.fold.subbatch.reading.read_pairs`, of a rank's rows; the axis' first rank has all, others theirs.
 
-    how   slices of a rank's rows
-    host  makes the results' tensors
+    how        slices of a rank's rows
+    host       makes the results' tensors
+    distances  whether they are asked for
     """
     N, mine, rows = z_BINZ.shape[2], shard_of(z_BINZ.shape[2], axis), z_BINZ.shape[1]
-    half = heads.distogram(z_BINZ)
-    back = transpose_(half.clone(), N, axis)
-    distances = host((rows, N, half.shape[-1]), dtype=torch.float16)
+    near = _distances(heads, z_BINZ, axis, how, host) if distances else None
     pae = None if heads.pae is None else host((rows, N), dtype=torch.float32)
-    scores = [half.new_zeros(1, 1, dtype=torch.promote_types(half.dtype, torch.float32))]
+    scores = [z_BINZ.new_zeros(1, 1, dtype=torch.promote_types(z_BINZ.dtype, torch.float32))]
     for at in _slices(how, rows):
-        put(distances[at], torch.softmax((half[:, at] + back[:, at]).float(), -1)[0])
         if heads.pae is not None and pae is not None:
             logits = heads.pae(z_BINZ[:, at])
             put(pae[at], predicted_aligned_error(logits)[0])
             scores.append(aligned_tm_scores(logits, mask_BN)[:, : max(0, mine.stop - mine.start - at.start)])
-    del half, back
-    distances = _on_first(distances, N, axis)
+    near = None if near is None else _on_first(near, N, axis)
     if pae is None:
-        return PairNumbers(distances, None, None)
-    return PairNumbers(distances, _on_first(pae, N, axis), all_reduce_max(torch.cat(scores, 1).amax(), axis))
+        return PairNumbers(near, None, None)
+    return PairNumbers(near, _on_first(pae, N, axis), all_reduce_max(torch.cat(scores, 1).amax(), axis))
+
+
+def _distances(heads: Heads, z_BINZ: Tensor, axis: DeviceMesh, how: How | None, host: Callable[..., Tensor]) -> Tensor:
+    """Of a rank's rows, fp16[I, N, 64]."""
+    rows, N = z_BINZ.shape[1:3]
+    half = heads.distogram(z_BINZ)
+    back = transpose_(half.clone(), N, axis)
+    found = host((rows, N, half.shape[-1]), dtype=torch.float16)
+    for at in _slices(how, rows):
+        put(found[at], torch.softmax((half[:, at] + back[:, at]).float(), -1)[0])
+    return found
 
 
 def _on_first(own: Tensor, length: int, axis: DeviceMesh) -> Tensor:

@@ -2,11 +2,19 @@
 
 The batch holds the network's inputs by the original's names, with a leading dim of 1 (the same features in every
 recycling iteration) or of one entry an iteration. config.json gives what the arrays do not say: `num_recycle` and
-`structure_layers`. The runs were made with undefined torsions at (sin, cos) = (1, 0).
+`structure_layers`, and, where it was noted, `params_sha256` of params.npz: some weights may have no effect on a run,
+such as queries of the only template. The runs were made with undefined torsions at (sin, cos) = (1, 0).
+
+How far rounding carries depends on the width, the depth and the weights, so it is measured (`examine`): ours computes
+in fp32 and in fp64, and what lies between the two is the rounding of one fp32 run. The original's run, in fp32, has to
+be about as far from ours in fp64. There nothing of ours hides what other weights change, and the root of the mean
+square tells it from rounding where the largest difference would not.
 """
 
+import hashlib
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,37 +45,110 @@ OUTPUTS: dict[str, Callable[[Prediction], Tensor | None]] = {
 }
 
 
+_MOST = 8.0
+"""times the rounding of our own run in fp32 that the original's may be from ours in fp64: 1 to 3 are usual"""
+_LARGEST_ROUNDING = 1e-4
+"""of an output's largest element: more is no rounding of fp32, but an operator that computes something else"""
+_SMALLEST = 2.0**-24
+"""what fp32 cannot tell from 1: the rounding of an output that has none, such as a mask"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An output of a golden run beside ours, all relative to its largest element.
+
+    difference  between the original's and ours in fp64, the root of its mean square
+    limit       the most that it may be, by the rounding of ours
+    rounding    the largest difference between ours in fp32 and in fp64
+    """
+
+    difference: float
+    limit: float
+    rounding: float
+
+    @property
+    def well(self) -> bool:
+        return self.difference <= self.limit and self.rounding <= _LARGEST_ROUNDING
+
+
+def examine(folder: Path, device: str = "cpu") -> dict[str, Finding]:
+    """Ours in fp32 on the device and in fp64 on the CPU, beside the original's outputs.
+
+    Raises UserError for a folder that holds no golden run of a monomer, or other weights than config.json notes.
+    """
+    run = _Run(folder)
+    exact, rounded = run.outputs("cpu", torch.float64), run.outputs(device, torch.float32)
+    found = {}
+    for name, theirs in run.expected.items():
+        if name not in OUTPUTS:
+            continue
+        ours, in_fp32, scale = exact[name], rounded[name], max(float(np.abs(theirs).max()), 1e-30)
+        if ours is None or in_fp32 is None or ours.shape != theirs.shape or in_fp32.shape != theirs.shape:
+            found[name] = Finding(float("inf"), 0.0, 0.0)
+            continue
+        difference, rounding = (ours - theirs) / scale, (in_fp32 - ours) / scale
+        limit = _MOST * max(_root_mean_square(rounding), _SMALLEST)
+        found[name] = Finding(_root_mean_square(difference), limit, float(np.abs(rounding).max()))
+    return found
+
+
+def _root_mean_square(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+def outputs_of(folder: Path, dtype: torch.dtype, device: str = "cpu") -> dict[str, np.ndarray | None]:
+    """Ours, by the names of out.npz, without the batch's dim, in fp64; None for what the model does not have."""
+    return _Run(folder).outputs(device, dtype)
+
+
 def compare(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """The largest difference of each output, relative to the output's largest element.
 
     Raises UserError for a folder that holds no golden run of a monomer.
     """
-    batch, expected = _arrays(folder / "batch.npz"), _arrays(folder / "out.npz")
-    told = read_json(folder / "config.json")
-    config, parameters = load_npz(folder / "params.npz", told.get("num_recycle"), told.get("structure_layers"))
-    model = build(config, parameters, dtype, device)
-    rounds = len(batch["aatype"])
-    if rounds not in (1, config.num_recycles + 1):
-        raise UserError(f"{folder}/batch.npz holds {rounds} iterations, and the run has {config.num_recycles + 1}")
-    drawn = [
-        features_of_arrays({name: array[i : i + 1] for name, array in batch.items()}, undefined=(1.0, 0.0)).to(
-            device, dtype
-        )
-        for i in range(rounds)
-    ]
-    with torch.inference_mode():
-        prediction = model(drawn if rounds > 1 else drawn * (config.num_recycles + 1))
-    compared = {name: _difference(get(prediction), expected[name]) for name, get in OUTPUTS.items() if name in expected}
-    if not compared:
-        raise UserError(f"{folder}/out.npz holds none of {', '.join(OUTPUTS)}")
-    return compared
+    run = _Run(folder)
+    ours = run.outputs(device, dtype)
+    return {name: _difference(ours[name], run.expected[name]) for name in OUTPUTS if name in run.expected}
 
 
-def _difference(ours: Tensor | None, theirs: np.ndarray) -> float:
-    if ours is None or ours.shape[1:] != theirs.shape:
+class _Run:
+    """What a folder holds."""
+
+    def __init__(self, folder: Path):
+        self.batch, self.expected = _arrays(folder / "batch.npz"), _arrays(folder / "out.npz")
+        told = read_json(folder / "config.json")
+        _check_weights(folder / "params.npz", told.get("params_sha256"))
+        recycles, layers = told.get("num_recycle"), told.get("structure_layers")
+        self.config, self.parameters = load_npz(folder / "params.npz", recycles, layers)
+        self.rounds = len(self.batch["aatype"])
+        if self.rounds not in (1, self.config.num_recycles + 1):
+            wanted = self.config.num_recycles + 1
+            raise UserError(f"{folder}/batch.npz holds {self.rounds} iterations, and the run has {wanted}")
+        if not any(name in self.expected for name in OUTPUTS):
+            raise UserError(f"{folder}/out.npz holds none of {', '.join(OUTPUTS)}")
+
+    def outputs(self, device: str, dtype: torch.dtype) -> dict[str, np.ndarray | None]:
+        """What our model computes, by the names of out.npz, without the batch's dim, in fp64."""
+        model = build(self.config, self.parameters, dtype, device)
+        drawn = []
+        for i in range(self.rounds):
+            arrays = {name: array[i : i + 1] for name, array in self.batch.items()}
+            drawn.append(features_of_arrays(arrays, undefined=(1.0, 0.0)).to(device, dtype))
+        with torch.inference_mode():
+            prediction = model(drawn if self.rounds > 1 else drawn * (self.config.num_recycles + 1))
+        tensors = {name: get(prediction) for name, get in OUTPUTS.items()}
+        return {n: None if t is None else t[0].to("cpu", torch.float64).numpy() for n, t in tensors.items()}
+
+
+def _check_weights(path: Path, noted: object) -> None:
+    if noted is not None and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != noted:
+        raise UserError(f"{path} holds other weights than the run was made with (params_sha256); copy it again")
+
+
+def _difference(ours: np.ndarray | None, theirs: np.ndarray) -> float:
+    if ours is None or ours.shape != theirs.shape:
         return float("inf")
-    value = ours[0].to("cpu", torch.float64)
-    difference = (value - torch.from_numpy(theirs).double()).abs().max().item()
+    difference = float(np.abs(ours - theirs).max())
     return difference / max(float(np.abs(theirs).max()), 1e-30) if np.isfinite(difference) else float("inf")
 
 

@@ -51,6 +51,8 @@ class MsaConfig:
     hhblits_e_value: float = 1e-3
     sensitivity: float = 7.5
     """of MMseqs2, 1 to 8"""
+    proteins: bool = False
+    """take every record as a protein, also one of the letters A C G T U N alone, which is refused as DNA or RNA"""
     max_rows: int = 10_000
     """the best rows that are kept of each database"""
     jackhmmer: str = "jackhmmer"
@@ -85,7 +87,7 @@ def main(argv: list[str]) -> int:
             "--hhblits-databases PREFIX … or --mmseqs-databases UNIREF.fasta …"
             + (" (hhsearch begins with an alignment)" if config.hhsearch_databases else "")
         )
-    records, refused = read_fasta(config.input)
+    records, refused = read_fasta(config.input, proteins=config.proteins)
     for one in refused:
         print(f"error: {config.input}, {one}", file=sys.stderr)
     sources, searches, structures = _sources(config), Searches(config.cache), _structures(config)

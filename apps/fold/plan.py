@@ -15,6 +15,7 @@ from apps.fold.subbatch import Job, Plan, free_bytes, least_bytes, longest, plan
 from apps.fold.weights.source import read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.precision import Precision, compute_dtype
+from core.runtime import process_holding, tensors_within
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,12 @@ def main(argv: list[str]) -> int:
     )
     if config.nproc > 1:
         return _show_shares(job, budget, config)
-    print(f"longest sequence: {longest(job, budget):,} residues, with their pairs on the device")
+    of_process = config.device == "cpu"
+    longest_found = longest(job, tensors_within(budget) if of_process else budget)
+    print(f"longest sequence: {longest_found:,} residues, with their pairs on the device")
     if config.length is not None:
-        plan, least = plan_subbatches(job, budget), least_bytes(job)
-        _show(job, plan, least)
+        least = process_holding(least_bytes(job)) if of_process else least_bytes(job)
+        _show(job, plan_subbatches(job, budget, of_process=of_process), least)
     return 0
 
 
@@ -74,7 +77,7 @@ def _show_shares(job: Job, budget: int, config: PlanConfig) -> int:
     if isinstance(job.config, ESMFoldConfig):
         raise UserError(f"{config.model} is ESMFold, which one rank predicts; leave out --nproc")
     axis = Absent(config.nproc)
-    shares = plan_shares(job, budget, axis)
+    shares = plan_shares(job, budget, axis, of_process=config.device == "cpu")
     table = Table("operation", "of a rank's rows")
     for name, how in shares.items():
         table.add_row(name, str(how))
@@ -128,7 +131,9 @@ def _show(job: Job, plan: Plan, least: int) -> None:
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
     where = "in host memory" if plan.offload else "on the device"
     print(f"pair representation: {pairs / 2**30:.2f} GiB, {where}; residuals in place")
-    print(f"predicted peak: {plan.peak_bytes / 2**30:.2f} GiB; the least that would do: {least / 2**30:.2f} GiB")
+    tensors = " of tensors" if job.device == "cpu" else ""
+    print(f"predicted peak{tensors}: {plan.peak_bytes / 2**30:.2f} GiB")
+    print(f"the least --memory that would do: {least / 2**30:.2f} GiB")
     print(f"predicted time: about {_duration(plan.seconds)} (two CPU cores, or one H100)")
 
 

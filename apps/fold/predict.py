@@ -2,20 +2,18 @@
 
 1. read the records; those that cannot be folded get a line each
 2. for each record, shortest first: its alignment and templates, every model and seed, the ranking
-3. its folder is written aside and renamed, so that a folder is complete or not there; a second run goes on with
-   the records that have none
+3. each prediction is written when it is there, into a folder aside, which gets its name when the last one is: a folder
+   is complete or not there, and a second run goes on with what is missing
 4. summary.csv, after each record
 """
 
 import csv
 import io
-import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.compiled import compile_operations
 from apps.fold.demo import DEMO_WEIGHTS, NOTE
-from apps.fold.features.sequences import Record, read_fasta
+from apps.fold.features.sequences import SUMMARY, Record, read_fasta
 from apps.fold.features.templates import Allowed
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ESMFoldConfig, ModelConfig
@@ -40,6 +38,7 @@ from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
+from apps.fold.output.unfinished import Unfinished, read_object, write_whole
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
@@ -51,7 +50,16 @@ from apps.fold.weights.source import build, identify, read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
-from core.runtime import keep_freed_memory, launch, launched, leads, require_compiler, start, world_size
+from core.runtime import (
+    give_back_freed_memory,
+    keep_freed_memory,
+    launch,
+    launched,
+    leads,
+    require_compiler,
+    start,
+    world_size,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,10 @@ class PredictConfig:
     pdb: bool = True
     """write PDB files, too"""
     plots: bool = True
+    distogram: bool = False
+    """write the probabilities of distances, too: rank_N_distogram.npz, of 128 bytes for each pair of residues"""
+    proteins: bool = False
+    """take every record as a protein, also one of the letters A C G T U N alone, which is refused as DNA or RNA"""
     overwrite: bool = False
     """fold records anew whose folders stem from other options or files"""
     nproc: int = 1
@@ -148,13 +160,22 @@ def main(argv: list[str]) -> int:
     if config.nproc > 1 and not launched():
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
-        if torch.device(config.device).type == "cpu":
-            keep_freed_memory()
+        _set_allocator(config)
         return _run(config, None)
     with start(config.device, config.seed) as runtime:
+        _set_allocator(config)
         mesh = MeshConfig(tp=runtime.world_size)  # the axis that shards what one sequence computes
         code = _run(config, runtime.mesh(mesh)["tp"])
         return code if runtime.leads else 0  # a launcher ends all ranks when one fails, and the first one writes
+
+
+def _set_allocator(config: PredictConfig) -> None:
+    """On a CPU: keep what tensors leave, which is faster, unless the user says what the process may take."""
+    if torch.device(config.device).type == "cpu":
+        if config.memory is None:
+            keep_freed_memory()
+        else:
+            give_back_freed_memory(size_in_bytes(config.memory, "memory", "GiB"))
 
 
 def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
@@ -162,7 +183,9 @@ def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
     assert config.input is not None
     if config.compile:
         require_compiler(config.device)
-    records, refused = read_fasta(config.input)
+    records, refused = read_fasta(config.input, proteins=config.proteins)
+    if (config.out / SUMMARY).is_dir():
+        raise UserError(f"{config.out / SUMMARY} is a folder, where the summary goes; give another --out")
     if not config.weights:
         config = replace(config, weights=(DEMO_WEIGHTS,))
         if leads():
@@ -177,9 +200,9 @@ def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
         task = progress.add_task("folding", total=len(records))
         for record in sorted(records, key=lambda record: len(record.sequence)):
             outcomes[record.number] = _attempt(record, models, config, progress, alone=len(records) == 1)
-            _write_summary(config.out / "summary.csv", outcomes)
+            _write_summary(config.out / SUMMARY, outcomes)
             progress.advance(task)
-    _write_summary(config.out / "summary.csv", outcomes)
+    _write_summary(config.out / SUMMARY, outcomes)
     if leads():
         _print_summary(outcomes)
     return 2 if any(outcome.plddt is None for outcome in outcomes.values()) else 0
@@ -216,42 +239,54 @@ def _attempt(record: Record, models: list[Model], config: PredictConfig, progres
 def _fold(target: Target, models: list[Model], config: PredictConfig, progress: Progress) -> Outcome:
     record, folder = target.record, config.out / target.record.safe_name
     key = _key(target, models, config)
-    done = _done(folder)
+    done = read_object(folder / "ranking.json")
     if done is not None and done.get("key") == key:
         progress.console.print(f"{record.name}: done before", markup=False)
         return _outcome(target, done)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}, where its folder goes, is a file; give another --out, or another name")
     if folder.exists() and not config.overwrite:
         raise UserError(f"{folder} stems from other options or files; give --overwrite, or another --out")
     of_templates = target.notes if any(model.config.templates is not None for model in models) else ()
     for note in filter(None, (_about_alignment(target, models), *of_templates)):
         progress.console.print(f"{record.name}: {note}", markup=False)
-    begun = time.monotonic()
-    predictions = []
-    for model in models:
-        for seed in range(config.seed, config.seed + config.num_seeds):
-            one = _predict(target, model, seed, config)
-            _check_finite(one, f"{model.name}, seed {seed}", config.precision)
-            predictions.append((model, seed, one))
-            said = f"{_named(_origin(model, seed))}: {_said(one)}"
-            progress.console.print(f"{record.name} ({len(record.sequence)} residues), {said}", markup=False)
-    predictions.sort(key=lambda prediction: -prediction[2].mean_plddt)
-    ranking = [
-        {"rank": rank, **_origin(model, seed), "mean_plddt": one.mean_plddt, "ptm": one.ptm}
-        for rank, (model, seed, one) in enumerate(predictions, 1)
-    ]
-    done = {"key": key, "name": record.name, "predictions": ranking}
-    if not leads():
-        return _outcome(target, done | {"seconds": round(time.monotonic() - begun, 2)})
-    aside = config.out / f".{record.safe_name}.part"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for row, (_, _, one) in zip(ranking, predictions):
-        _write(aside, f"rank_{row['rank']}", one, record, row, config)
-    done["seconds"] = round(time.monotonic() - begun, 2)
-    (aside / "ranking.json").write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(aside, folder)
+    unfinished = Unfinished(folder, key)
+    try:
+        seconds = _predict_all(target, models, config, unfinished, progress)
+    except BaseException:
+        if leads():
+            unfinished.leave()
+        raise
+    rows = unfinished.rows
+    order = sorted(rows, key=lambda number: (-rows[number]["mean_plddt"], number))
+    ranking = [{"rank": rank, **rows[number]} for rank, number in enumerate(order, 1)]
+    done = {"key": key, "name": record.name, "predictions": ranking, "seconds": round(seconds, 2)}
+    if leads():
+        unfinished.finish(order, done)
     return _outcome(target, done)
+
+
+def _predict_all(
+    target: Target, models: list[Model], config: PredictConfig, unfinished: Unfinished, progress: Progress
+) -> float:
+    """Every model and seed whose prediction an earlier run has not left; the seconds that it took."""
+    begun, record = time.monotonic(), target.record
+    origins = [(model, seed) for model in models for seed in range(config.seed, config.seed + config.num_seeds)]
+    for number, (model, seed) in enumerate(origins):
+        origin = _origin(model, seed)
+        of_record = f"{record.name} ({len(record.sequence)} residues), {_named(origin)}"
+        if number in unfinished.rows:
+            progress.console.print(f"{of_record}: predicted before", markup=False)
+            continue
+        one = _predict(target, model, seed, config)
+        _check_finite(one, f"{model.name}, seed {seed}", config.precision)
+        row = {**origin, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
+        if leads():
+            unfinished.write(number, row, partial(_write, one=one, record=record, row=origin, config=config))
+        else:
+            unfinished.rows[number] = row
+        progress.console.print(f"{of_record}: {_said(one)}", markup=False)
+    return time.monotonic() - begun
 
 
 def _about_alignment(target: Target, models: list[Model]) -> str:
@@ -264,27 +299,35 @@ def _about_alignment(target: Target, models: list[Model]) -> str:
 
 def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
     dtype = compute_dtype(config.precision)
+    of_process = torch.device(config.device).type == "cpu"
     if model.axis is None:  # features of the longest are gigabytes themselves: what does not fit is refused before
-        plan_subbatches(_expected_job(target, model.config, dtype, config.device), _budget(config, None))
+        expected = _expected_job(target, model.config, dtype, config.device)
+        room = _budget(config, None)
+        plan_subbatches(replace(expected, distances=config.distogram), room, of_process=of_process)
     features = target.iterations(model.config, seed)
-    job = job_of(model.config, features, dtype, config.device)
+    first = features[0]  # all iterations are alike but for what is drawn; they are made when it is their turn
+    job = job_of(model.config, [first], dtype, config.device)
+    job = replace(job, iterations=len(features), distances=config.distogram)
     budget = _budget(config, model.axis)
-    mask_BN = features[-1].mask_BN.to(config.device, dtype)
+    mask_BN = first.mask_BN.to(config.device, dtype)
+    del first
     iterations = OnDevice(features, config.device, dtype)
     with torch.inference_mode():
         if model.axis is not None:
             assert isinstance(model.module, AlphaFold)
-            shares = plan_shares(job, budget, model.axis)
+            shares = plan_shares(job, budget, model.axis, of_process=of_process)
             shard_evoformer(model.module, model.axis, shares)
             folding = model.module.fold(iterations)
-            pairs = read_shards(model.module.heads, folding.pair_BNNZ, mask_BN, model.axis, shares[HEADS])
+            pairs = read_shards(
+                model.module.heads, folding.pair_BNNZ, mask_BN, model.axis, shares[HEADS], distances=config.distogram
+            )
         else:
-            plan = plan_subbatches(job, budget)
+            plan = plan_subbatches(job, budget, of_process=of_process)
             choices = {name: how for name, how in plan.choices.items() if name != HEADS}
             apply_subbatches(model.module, choices, offload=plan.offload)
             folding = model.module.fold(iterations)
             slices = every(job.residues, plan.choices[HEADS].rows)
-            pairs = read_pairs(model.module.heads, folding.pair_BNNZ, mask_BN, slices)
+            pairs = read_pairs(model.module.heads, folding.pair_BNNZ, mask_BN, slices, distances=config.distogram)
         return folded(target.sequence, folding, model.module.heads, pairs)
 
 
@@ -358,15 +401,8 @@ def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str
         "max_template_date": config.max_template_date,
         "precision": config.precision,
         "compile": config.compile,
+        "files": [name for name in ("pdb", "plots", "distogram") if getattr(config, name)],
     }
-
-
-def _done(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / "ranking.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _outcome(target: Target, done: dict[str, Any]) -> Outcome:
@@ -412,9 +448,7 @@ def _write_summary(path: Path, outcomes: dict[int, Outcome]) -> None:
         return
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_HEADER, *_rows(outcomes)])
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text.getvalue(), encoding="utf-8")
-    os.replace(aside, path)
+    write_whole(path, text.getvalue())
 
 
 def _print_summary(outcomes: dict[int, Outcome]) -> None:

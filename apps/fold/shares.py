@@ -27,6 +27,7 @@ from core.comm.collectives import all_reduce_max
 from core.config import UserError
 from core.kernels.operator import forced
 from core.metrics import MemoryAccount
+from core.runtime import process_holding, tensors_within
 
 _BISECTIONS = 3
 
@@ -48,12 +49,15 @@ class Absent:
 Axis = DeviceMesh | Absent
 
 
-def plan_shares(job: Job, budget_bytes: int, axis: Axis) -> dict[str, How]:
+def plan_shares(job: Job, budget_bytes: int, axis: Axis, *, of_process: bool = False) -> dict[str, How]:
     """Slices of a rank's rows, alike on all ranks, within `budget_bytes` of each.
+
+    of_process  as in `plan_subbatches`
 
     Raises UserError where no slices are: with what a rank needs at least.
     """
-    budget, size = -int(_largest(-float(budget_bytes), axis)), axis.size()
+    given, size = -int(_largest(-float(budget_bytes), axis)), axis.size()
+    budget = tensors_within(given) if of_process else given
 
     def counted(whole_bytes: int) -> tuple[dict[str, How], int]:
         choices = _shares(planned(job, whole_bytes).choices, size)
@@ -64,9 +68,10 @@ def plan_shares(job: Job, budget_bytes: int, axis: Axis) -> dict[str, How]:
         return choices
     choices, peak = counted(0)
     if peak > budget:
+        least = gib_up(process_holding(peak) if of_process else peak)
         raise UserError(
-            f"{job.residues} residues with {job.rows} + {job.extra} rows need at least {gib_up(peak)} GiB on each of "
-            f"{size} ranks, and there are {budget / 2**30:.2f}; give --memory {gib_up(peak)}, fewer rows, a narrower "
+            f"{job.residues} residues with {job.rows} + {job.extra} rows need at least {least} GiB on each of "
+            f"{size} ranks, and there are {given / 2**30:.2f}; give --memory {least}, fewer rows, a narrower "
             "--precision or more ranks"
         )
     low, high = 0, size * budget
@@ -111,5 +116,5 @@ def rank_bytes(job: Job, choices: Mapping[str, How], axis: Axis) -> int:
         account.add([*model.parameters(), others])
         features.map(lambda tensor: account.add([tensor]) or tensor)
         found = model.fold([features] * min(2, job.iterations))
-        read_shards(model.heads, found.pair_BNNZ, features.mask_BN, mesh, two.get(HEADS), host)
+        read_shards(model.heads, found.pair_BNNZ, features.mask_BN, mesh, two.get(HEADS), host, distances=job.distances)
     return account.peak_bytes

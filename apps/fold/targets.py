@@ -1,7 +1,7 @@
 """What is to be folded: a sequence with its alignment and its templates, found by name."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from apps.fold.features.alignment import Alignment, check_query, merge, read_alignment, single_sequence
 from apps.fold.features.hhr import check_hits, read_hhr
-from apps.fold.features.msa import draw, features_of, num_centres
+from apps.fold.features.msa import Draw, draw, features_of, num_centres
 from apps.fold.features.sequences import Record
 from apps.fold.features.templates import (
     ANY,
@@ -20,8 +20,9 @@ from apps.fold.features.templates import (
     structure_of,
     templates_of_hits,
 )
+from apps.fold.features.text import unpacked_name
 from apps.fold.model.config import ModelConfig
-from apps.fold.model.features import Features
+from apps.fold.model.features import Features, TemplateFeatures
 from core.config import UserError
 
 HITS = (".hhr",)
@@ -58,13 +59,30 @@ class Target:
         templates = min(len(self.templates), config.max_templates) if config.templates is not None else 0
         return len(self.sequence), rows, extra, templates
 
-    def iterations(self, config: ModelConfig, seed: int) -> list[Features]:
+    def iterations(self, config: ModelConfig, seed: int) -> "Iterations":
         """Features of every recycling iteration, each drawn anew; a function of the target and the seed."""
         generator = np.random.default_rng(seed)
         taken = self.templates[: config.max_templates] if config.templates is not None else ()
         templates = features_of_templates(taken)
         drawn = [draw(self.alignment, config, generator) for _ in range(config.num_recycles + 1)]
-        return [features_of(self.sequence, self.alignment, one, config, templates) for one in drawn]
+        return Iterations(self, config, tuple(drawn), templates)
+
+
+@dataclass(frozen=True)
+class Iterations(Sequence[Features]):
+    """Features of one iteration each, made from what was drawn for it when they are asked for."""
+
+    target: Target
+    config: ModelConfig
+    drawn: tuple[Draw, ...]
+    templates: TemplateFeatures | None
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def __getitem__(self, index):
+        one = self.drawn[index]
+        return features_of(self.target.sequence, self.target.alignment, one, self.config, self.templates)
 
 
 def find_target(
@@ -129,8 +147,9 @@ def _files(where: Path | None, record: Record, alone: bool, suffixes: Iterable[s
     names = {record.name, record.safe_name}
     there = sorted(where.iterdir())
     inside = [path for path in there if path.name in names and path.is_dir()]
-    found = [path for folder in inside[:1] for path in sorted(folder.iterdir()) if path.suffix in suffixes]
-    found += [path for path in there if path.stem in names and path.suffix in suffixes]
-    if not found and alone:
-        found = [path for path in sorted(where.iterdir()) if path.suffix in suffixes]
-    return found
+    found = [
+        path for folder in inside[:1] for path in sorted(folder.iterdir()) if unpacked_name(path).suffix in suffixes
+    ]
+    fitting = [path for path in there if unpacked_name(path).suffix in suffixes]
+    found += [path for path in fitting if unpacked_name(path).stem in names]
+    return found or (fitting if alone else [])

@@ -18,6 +18,8 @@ from apps.fold.features.entries import read_entries
 from apps.fold.features.msa import features_of
 from apps.fold.features.structures import read_structure
 from apps.fold.model.config import tiny
+from apps.fold.predict import _predict
+from apps.fold.predict import main as predict
 from apps.fold.score import compare, corresponding
 from apps.fold.weights.folder import save_folder
 from core.config import run_command
@@ -45,7 +47,10 @@ def fold(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Path, capsys) -> None:
     done = run("-m", "apps.fold", "doctor", "--golden", GOLDEN)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal within 1e-05" in done.stdout
+    assert "equal within what rounding explains" in done.stdout
+    code, said, _ = fold(capsys, "doctor", "--golden", GOLDEN, "--limit", 1e-5)
+    assert code == 0
+    assert "equal within 1e-05" in said
     for name in ("params.npz", "batch.npz", "config.json"):
         (tmp_path / name).write_bytes((GOLDEN / name).read_bytes())
     with np.load(GOLDEN / "out.npz") as file:
@@ -53,6 +58,9 @@ def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Pa
     out["representations/pair"] = out["representations/pair"] + 1e-3
     np.savez(tmp_path / "out.npz", **out)
     code, said, _ = fold(capsys, "doctor", "--golden", tmp_path)
+    assert code == 1
+    assert "differs beyond what rounding explains: representations/pair" in said
+    code, said, _ = fold(capsys, "doctor", "--golden", tmp_path, "--limit", 1e-5)
     assert code == 1
     assert "differs beyond 1e-05: representations/pair" in said
 
@@ -80,7 +88,7 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     assert [row["rank"] for row in ranking] == [1, 2]
     assert ranking[0]["mean_plddt"] >= ranking[1]["mean_plddt"]
     assert {row["seed"] for row in ranking} == {0, 1}
-    suffixes = (".cif", ".pdb", "_confidence.json", "_pae.npz", "_pae.json", "_distogram.npz", "_plddt.png", "_pae.png")
+    suffixes = (".cif", ".pdb", "_confidence.json", "_pae.npz", "_pae.json", "_plddt.png", "_pae.png")
     assert {p.name for p in (out / "short").iterdir()} == {
         "ranking.json",
         *(f"rank_{rank}{suffix}" for rank in (1, 2) for suffix in suffixes),
@@ -118,6 +126,70 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     assert code == 0, err
 
 
+def test_each_prediction_is_written_when_it_is_there_and_a_stopped_run_goes_on(
+    tmp_path: Path, weights: Path, capsys
+) -> None:
+    """The third prediction is stopped: two are on the disk, and the next run makes the last ones only."""
+    (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
+    options = ("--weights", weights, "--no-plots", "--num-seeds", 4, "--out")
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "whole")
+    assert code == 0, err
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole" / "a").iterdir()}
+    assert not [name for name in whole if "distogram" in name], "written on request"
+
+    aside = tmp_path / "out" / ".a.part"
+    there: list[list[str]] = []
+
+    def stopped(target, model, seed, config):
+        there.append(sorted(path.name for path in aside.glob("prediction_*.cif")))
+        if seed == 2 and len(there) == 3:
+            raise KeyboardInterrupt
+        return _predict(target, model, seed, config)
+
+    with patch("apps.fold.predict._predict", stopped):
+        with pytest.raises(KeyboardInterrupt):
+            predict(["--input", str(tmp_path / "in.fasta"), *map(str, (*options, tmp_path / "out"))])
+        assert there == [[], ["prediction_0.cif"], ["prediction_0.cif", "prediction_1.cif"]]
+        code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "out")
+    assert code == 0, err
+    assert len(there) == 5, "two were made before"
+    assert said.count("predicted before") == 2
+    assert not aside.exists()
+    made = {path.name: path.read_bytes() for path in (tmp_path / "out" / "a").iterdir()}
+    assert made.keys() == whole.keys()
+    assert all(made[name] == whole[name] for name in whole if name != "ranking.json" and not name.endswith(".npz"))
+
+    # Other files are other options.
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--distogram", *options, tmp_path / "out")
+    assert code == 2
+    assert "give --overwrite" in err
+    code, _, err = fold(
+        capsys, "predict", tmp_path / "in.fasta", "--distogram", "--overwrite", *options, tmp_path / "out"
+    )
+    assert code == 0, err
+    assert np.load(tmp_path / "out" / "a" / "rank_4_distogram.npz")["probabilities"].shape == (7, 7, 64)
+
+
+def test_records_named_like_files_of_ours_or_of_the_user(tmp_path: Path, weights: Path, capsys) -> None:
+    (tmp_path / "in.fasta").write_text(">summary.csv\nMKTAYWC\n>notes.txt\nMKTAYWC\n>b\nMKTAYWCA\n>-rf\nMKT\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    options = ("--weights", weights, "--no-plots", "--overwrite", "--out", tmp_path / "out")
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    assert code == 2
+    assert err.count("error:") == 1
+    assert "notes.txt, where its folder goes, is a file" in err
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    for name in ("summary.csv_", "b", "rf"):
+        assert (tmp_path / "out" / name / "rank_1.cif").is_file()
+    with open(tmp_path / "out" / "summary.csv") as file:
+        assert [row["status"][:6] for row in csv.DictReader(file)] == ["folded", "failed", "folded", "folded"]
+    (tmp_path / "other" / "summary.csv").mkdir(parents=True)
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", weights, "--out", tmp_path / "other")
+    assert code == 2
+    assert "summary.csv is a folder" in err
+
+
 def test_what_other_weights_folded_is_not_taken_for_done(tmp_path: Path, capsys) -> None:
     """Weights of the same name, as a second training leaves them; moved, they are the same."""
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
@@ -145,7 +217,7 @@ def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Pa
     records = {path.stem: read_entries(path)[0].sequence for path in files}
     (tmp_path / "in.fasta").write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records.items()))
     with patch("apps.fold.predict.keep_freed_memory") as kept:
-        code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--out", tmp_path / "out")
+        code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--distogram", "--out", tmp_path / "out")
     assert code == 0, err
     kept.assert_called_once_with()
     for words in ("params_model_N_ptm.npz", "alphafold_params_2022-12-06.tar", "--weights", NOTE):
@@ -336,6 +408,7 @@ def test_recipes(capsys) -> None:
         (("predict", "none.fasta", "--weights", "w"), ("none.fasta",)),
         (("doctor",), ("--golden",)),
         (("doctor", "--golden", "/nowhere"), ("/nowhere",)),
+        (("doctor", "--golden", GOLDEN, "--limit", "nan"), ("limit=nan", "1e-5")),
         (("convert", "--source", "/nowhere.npz", "--out", "x"), ("/nowhere.npz",)),
         (("convert",), ("--source",)),
         (("recipes", "--all"), ("--all",)),

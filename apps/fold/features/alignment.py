@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from apps.fold.features.text import read_text
 from apps.fold.model.residues import LETTERS, RESTYPES
 from core.config import UserError
 
@@ -43,10 +44,7 @@ def read_alignment(path: Path) -> Alignment:
 
     Raises UserError for a file that is none, with the row and what is wrong with it.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig", "replace")
-    except OSError as error:
-        raise UserError(f"cannot read the alignment {path} ({error}); give an A3M or Stockholm file") from error
+    text = read_text(path, "an A3M or Stockholm file")
     text = text.replace("\0", "")  # which ColabFold's server puts between an A3M's parts
     if text.lstrip().startswith("# STOCKHOLM"):
         return parse_stockholm(text, path)

@@ -25,7 +25,9 @@ from apps.fold.features.structures import (
     order_arginine,
     read_mmcif,
     read_structure,
+    read_structure_text,
 )
+from apps.fold.features.text import unpacked_name
 from apps.fold.model import residues
 from core.config import UserError
 
@@ -72,7 +74,7 @@ def read_entries(path: Path) -> list[Entry]:
         if found is not None:
             return found
     resolution = _pdb_resolution(path)
-    return [_of_chain(path.stem, chain, resolution) for chain in read_structure(path)]
+    return [_of_chain(unpacked_name(path).stem, chain, resolution) for chain in read_structure(path)]
 
 
 def _of_chain(stem: str, chain: Chain, resolution: float) -> Entry:
@@ -93,11 +95,7 @@ def _of_chain(stem: str, chain: Chain, resolution: float) -> Entry:
 
 def _pdb_resolution(path: Path) -> float:
     """From REMARK 2; 0 where there is none, and for files that are no PDB."""
-    try:
-        text = path.read_text(encoding="latin-1")
-    except OSError:
-        return 0.0  # read_structure says what is wrong
-    found = re.search(r"^REMARK   2 RESOLUTION\.\s+([0-9.]+) ANGSTROM", text, re.MULTILINE)
+    found = re.search(r"^REMARK   2 RESOLUTION\.\s+([0-9.]+) ANGSTROM", read_structure_text(path), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
@@ -112,7 +110,7 @@ def _entries_of_mmcif(path: Path) -> list[Entry] | None:
     try:
         sequences = _sequences(content)
         found = [
-            _entry(path.stem, name, sequences[entity], rows, content, of_file)
+            _entry(unpacked_name(path).stem, name, sequences[entity], rows, content, of_file)
             for (name, entity), rows in _atoms_by_chain(content).items()
             if entity in sequences
         ]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from apps.fold.features.text import read_text
 from core.config import UserError
 
 _NUMBERS = re.compile(r"(\w+)=\s*([-+.\deE]+)%?")
@@ -43,10 +44,7 @@ class TemplateHit:
 
 def read_hhr(path: Path) -> list[TemplateHit]:
     """The hits of a file, the best first.  Raises UserError for a file that is none, with the hit that is damaged."""
-    try:
-        lines = path.read_text(encoding="latin-1").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error}); give a result of hhsearch") from error
+    lines = read_text(path, "a result of hhsearch", "latin-1").splitlines()
     if not lines or not lines[0].startswith("Query"):
         raise UserError(f"{path} does not begin with 'Query'; give a result of hhsearch (.hhr)")
     starts = [number for number, line in enumerate(lines) if re.fullmatch(r"No \d+\s*", line)]

@@ -23,7 +23,9 @@ from apps.fold.model.config import ModelConfig
 from apps.fold.model.features import Features, TemplateFeatures
 
 _UNIFORM, _PROFILE, _SAME = 0.1, 0.1, 0.1
-_STRIP = 512  # extra rows compared with the centres at once
+_STRIP = 512  # extra rows compared with the centres at once, of which
+_COLUMNS = 16  # so many columns at a time
+_CLUSTERS = 16  # clusters whose letters are counted at once
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,8 @@ def _replacements(all_letters: np.ndarray, letters: np.ndarray, columns: np.ndar
 
 def _profile(letters: np.ndarray) -> np.ndarray:
     """Shares [N, 22] of the letters in each column."""
-    N = letters.shape[1]
-    counts = np.bincount((np.arange(N) * 22 + letters).ravel(), minlength=N * 22)
-    return counts.reshape(N, 22) / len(letters)
+    counts = [np.count_nonzero(letters == letter, axis=0) for letter in range(22)]
+    return np.stack(counts, -1) / len(letters)
 
 
 def true_letters(alignment: Alignment, drawn: Draw) -> np.ndarray:
@@ -98,11 +99,13 @@ def features_of(
     others = drawn.order[count - 1 :]
     extra, extra_deletions = alignment.letters[others], alignment.deletions[others]
     deletions = alignment.deletions[centres].astype(np.float32)
-    profile, mean_deletion = _clusters(drawn.letters, deletions, extra, extra_deletions)
+    msa = np.zeros((count, N, 49), np.float32)  # filled in place: all its parts beside it are several times its bytes
+    np.put_along_axis(msa, drawn.letters[..., None].astype(np.int64), 1, -1)
+    msa[..., 23], msa[..., 24] = (channel[..., 0] for channel in _deletion_channels(deletions))
+    _add_clusters(msa[..., 25:], drawn.letters, deletions, extra, extra_deletions)
 
     aatype = residue_types(sequence)
     target = np.concatenate([np.zeros((N, 1)), np.eye(21)[aatype]], -1)
-    msa = [np.eye(23)[drawn.letters], *_deletion_channels(deletions), profile, _squashed(mean_deletion)[..., None]]
     chosen = drawn.extra[: config.max_extra_msa]
     extra_mask = np.ones((len(chosen), N))
     extra, extra_deletions = extra[chosen], extra_deletions[chosen]
@@ -118,7 +121,7 @@ def features_of(
         residue_index_BN=torch.arange(N)[None],
         mask_BN=torch.ones(1, N),
         target_BNF=real(target),
-        msa_BSNF=real(np.concatenate(msa, -1)),
+        msa_BSNF=real(msa),
         msa_mask_BSN=torch.ones(1, count, N),
         extra_msa_BEN=torch.from_numpy(extra.astype(np.int64))[None],
         extra_has_deletion_BEN=real(has_deletion),
@@ -137,27 +140,39 @@ def _deletion_channels(deletions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(deletions, 0, 1)[..., None], _squashed(deletions)[..., None]
 
 
-def _clusters(
-    centres: np.ndarray, deletions: np.ndarray, extra: np.ndarray, extra_deletions: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Profile [S, N, 23] and mean deletion [S, N] of the clusters, the centre as it is after hiding included."""
+def _add_clusters(
+    channels: np.ndarray, centres: np.ndarray, deletions: np.ndarray, extra: np.ndarray, extra_deletions: np.ndarray
+) -> None:
+    """Into channels [S, N, 24]: the clusters' profile, the centre as it is after hiding included, and mean deletion.
+
+    Counted in fp64, some clusters at a time.
+    """
     S, N = centres.shape
     assigned = assign(centres, extra)
-    cells = (assigned[:, None] * N + np.arange(N)).ravel()
-    letters = np.bincount(cells * 23 + extra.ravel(), minlength=S * N * 23).reshape(S, N, 23)
-    skipped = np.bincount(cells, extra_deletions.ravel(), minlength=S * N).reshape(S, N)
-    sizes = 1e-6 + 1 + np.bincount(assigned, minlength=S)[:, None]
-    return (letters + np.eye(23)[centres]) / sizes[..., None], (skipped + deletions) / sizes
+    order = np.argsort(assigned, kind="stable")
+    ends = np.searchsorted(assigned[order], np.arange(S + 1))
+    for first in range(0, S, _CLUSTERS):
+        last = min(first + _CLUSTERS, S)
+        rows, num = order[ends[first] : ends[last]], last - first
+        cells = ((assigned[rows] - first)[:, None] * N + np.arange(N)).ravel()
+        letters = np.bincount(cells * 23 + extra[rows].ravel(), minlength=num * N * 23).reshape(num, N, 23)
+        skipped = np.bincount(cells, extra_deletions[rows].ravel(), minlength=num * N).reshape(num, N)
+        sizes = 1e-6 + 1 + np.diff(ends[first : last + 1])[:, None]
+        channels[first:last, :, :23] = (letters + np.eye(23)[centres[first:last]]) / sizes[..., None]
+        channels[first:last, :, 23] = _squashed((skipped + deletions[first:last]) / sizes)
 
 
 def assign(centres: np.ndarray, extra: np.ndarray) -> np.ndarray:
     """The centre of each extra row: the first of those that it agrees with in most letters, gaps and masks aside."""
     seen = np.concatenate([np.ones(21), np.zeros(2)]).astype(np.float32)
     eye = np.eye(23, dtype=np.float32)
-    compared = torch.from_numpy((eye * seen)[centres].reshape(len(centres), -1))
     chosen = [np.zeros(0, np.int64)]
     for first in range(0, len(extra), _STRIP):
         strip = extra[first : first + _STRIP]
-        agreement = torch.from_numpy(eye[strip].reshape(len(strip), -1)) @ compared.T
+        agreement = torch.zeros(len(strip), len(centres))  # whole numbers: their sums are exact in any order
+        for at in range(0, centres.shape[1], _COLUMNS):
+            ours, theirs = (rows[:, at : at + _COLUMNS] for rows in (strip, centres))
+            compared = torch.from_numpy((eye * seen)[theirs].reshape(len(centres), -1))
+            agreement.addmm_(torch.from_numpy(eye[ours].reshape(len(strip), -1)), compared.T)
         chosen.append(np.argmax(agreement.numpy(), axis=1))
     return np.concatenate(chosen)

@@ -2,6 +2,7 @@
 
 Letters: the 20 amino acids; X (unknown), B, Z, U, O and J, which the network sees as X (the MSA's first row has B as
 aspartate, Z as glutamate, U as cysteine, as the original). Lower case is taken as upper case, a final * is dropped.
+The file may be packed (.gz, .bz2, .xz) and in UTF-8 or UTF-16.
 """
 
 import re
@@ -10,18 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
+from apps.fold.features.text import read_text
 from apps.fold.model import residues
 from core.config import UserError
 
+SUMMARY = "summary.csv"  # what `fold predict` writes beside the records' folders
 _LETTERS = set(residues.RESTYPES) | set("BJOUXZ")
 _NUCLEOTIDES = set("ACGTUN")
 _LONGEST_NAME = 150  # of a file, which may have 255 letters with what is added
+_OURS = {SUMMARY}  # files beside the records' folders, in small letters, as some file systems compare names
 _LIKELY_NUCLEOTIDES = 20  # residues from which on a sequence of these letters alone is taken for DNA or RNA
 
 
 @dataclass(frozen=True)
 class Record:
-    """name: the first word after >; safe_name fits a file name; number counts from 1."""
+    """name: the first word after >; safe_name fits a file name, none of ours; number counts from 1."""
 
     number: int
     name: str
@@ -29,7 +33,10 @@ class Record:
 
     @property
     def safe_name(self) -> str:
-        return re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).strip("._")[:_LONGEST_NAME] or f"record_{self.number}"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).strip("._")[:_LONGEST_NAME]
+        if name.lower() in _OURS:
+            name += "_"
+        return name.lstrip("-") or f"record_{self.number}"  # what begins with - would be read as an option
 
 
 @dataclass(frozen=True)
@@ -44,21 +51,19 @@ class Refused:
         return f"record {self.number} ({self.name or 'no name'}): {self.reason}"
 
 
-def read_fasta(path: Path) -> tuple[list[Record], list[Refused]]:
+def read_fasta(path: Path, *, proteins: bool = False) -> tuple[list[Record], list[Refused]]:
     """The records of a file in their order, and those that are refused.
+
+    proteins  whether records of nucleotides' letters alone are proteins, too
 
     Raises UserError when the file cannot be read or holds no record at all.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig", "replace")  # a letter that is none is its record's fault
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error}); give a FASTA file") from error
-    entries = _entries(text, path)
+    entries = _entries(read_text(path, "a FASTA file"), path)  # a letter that is none is its record's fault
     records, refused, seen = [], [], {}
     for number, (name, letters) in enumerate(entries, 1):
         sequence = letters.upper().removesuffix("*")
         record = Record(number, name, sequence)
-        reason = _wrong(sequence) or _repeated(record, seen)
+        reason = _wrong(sequence, proteins) or _repeated(record, seen)
         if reason:
             refused.append(Refused(number, name, reason))
         else:
@@ -82,7 +87,7 @@ def _entries(text: str, path: Path) -> list[tuple[str, str]]:
     return [(name, "".join(parts)) for name, parts in entries]
 
 
-def _wrong(sequence: str) -> str | None:
+def _wrong(sequence: str, proteins: bool) -> str | None:
     if not sequence:
         return "the sequence is empty"
     if "-" in sequence or "." in sequence:
@@ -92,8 +97,12 @@ def _wrong(sequence: str) -> str | None:
     bad = next(((i, letter) for i, letter in enumerate(sequence, 1) if letter not in _LETTERS), None)
     if bad is not None:
         return f"letter {bad[1]!r} at position {bad[0]} is no amino acid; use one-letter codes, X where unknown"
-    if len(sequence) >= _LIKELY_NUCLEOTIDES and set(sequence) <= _NUCLEOTIDES:
-        return f"only the letters {' '.join(sorted(set(sequence)))}: DNA or RNA; give the protein's sequence"
+    if not set(sequence) & set(residues.RESTYPES):
+        return "none of its residues is known; give a sequence of amino acids, X only where one is unknown"
+    several = len(set(sequence)) > 1  # of one letter alone it is a protein's: poly-alanine, poly-glycine
+    if not proteins and several and len(sequence) >= _LIKELY_NUCLEOTIDES and set(sequence) <= _NUCLEOTIDES:
+        letters = " ".join(sorted(set(sequence)))
+        return f"only the letters {letters}: DNA or RNA; give the protein's sequence, or --proteins if it is one"
     return None
 
 

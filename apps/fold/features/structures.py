@@ -5,16 +5,25 @@ models the first. Residues with an insertion code are residues of their own. Mod
 (selenomethionine as methionine, its selenium as the sulfur), others as X; atoms that are missing are masked.
 """
 
+import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from apps.fold.features.text import read_text, unpacked_name
 from apps.fold.model import residues
 from core.config import UserError
 
 ATOM_SLOTS = {name: slot for slot, name in enumerate(residues.ATOM37)}
+
+# PDB files: records of atoms; those of which one stands before the atoms of a file that programs or archives write,
+# and those of which one then stands behind them; columns where an atom's coordinates, B-factor and element end.
+_ATOMS = {"ATOM", "HETATM"}
+_HEADERS = {"HEADER", "TITLE", "CRYST1", "REMARK", "MODEL"}
+_CLOSING = {"TER", "END", "ENDMDL", "MASTER", "CONECT"}
+_COORDINATES_END, _B_FACTOR_END, _ELEMENT_END = 54, 66, 78
 
 
 @dataclass(frozen=True)
@@ -57,23 +66,47 @@ def read_structure(path: Path) -> list[Chain]:
 
 
 def is_mmcif(path: Path) -> bool:
-    return path.suffix in (".cif", ".mmcif")
+    return unpacked_name(path).suffix in (".cif", ".mmcif")
+
+
+def read_structure_text(path: Path) -> str:
+    """Raises UserError where there is none."""
+    if not path.is_file():
+        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
+    return read_text(path, "an mmCIF or PDB file", "latin-1")
 
 
 def read_mmcif(path: Path) -> dict[str, list[str]]:
     """Every column of an mmCIF file as text.  Raises UserError for a file that is none, or was cut off."""
     from Bio.PDB.MMCIF2Dict import MMCIF2Dict
 
-    if not path.is_file():
-        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
+    text = read_structure_text(path)
     try:
-        content = dict(MMCIF2Dict(str(path)))
+        content = dict(MMCIF2Dict(io.StringIO(text)))
     except Exception as error:  # the parser raises whatever a damaged line leads to
         raise _unreadable(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     lengths = {len(column) for name, column in content.items() if name.startswith("_atom_site.")}
     if len(lengths) > 1:
         raise _unreadable(path, f"its last atom, number {max(lengths)}, is cut off")
+    _check_ends(text, content, path)
     return content
+
+
+def _check_ends(text: str, content: dict[str, list[str]], path: Path) -> None:
+    """Raises UserError for an mmCIF file that was cut off at the end of a line.
+
+    The format has no last line. Those of the PDB, of AlphaFold and of most programs end every category with a line
+    '#'; where there are none, the chains that the file announces have to be there.
+    """
+    lines = text.rstrip().splitlines()
+    if any(line.rstrip() == "#" for line in lines):
+        if lines[-1].rstrip() != "#":
+            raise _unreadable(path, f"it is cut off at line {len(lines)}: its last category lacks the closing line '#'")
+        return
+    chains = set(content.get("_atom_site.label_asym_id", ()))
+    missing = [name for name in content.get("_struct_asym.id", ()) if chains and name not in chains]
+    if missing:
+        raise _unreadable(path, f"it is cut off: it announces chain {missing[0]}, of which it holds no atom")
 
 
 def _unreadable(path: Path, reason: object) -> UserError:
@@ -134,12 +167,12 @@ def number_of(text: str) -> float:
 def _pdb_residues(path: Path) -> dict[str, list[_Residue]]:
     from Bio.PDB.PDBParser import PDBParser
 
-    if not path.is_file():
-        raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
+    text = read_structure_text(path)
+    _check_lines(text, path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = next(iter(PDBParser(QUIET=True).get_structure(path.stem, str(path))), ())
+            model = next(iter(PDBParser(QUIET=True).get_structure(path.stem, io.StringIO(text))), ())
     except Exception as error:  # the parser raises whatever a damaged line leads to
         raise _unreadable(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     found: dict[str, list[_Residue]] = {}
@@ -151,6 +184,31 @@ def _pdb_residues(path: Path) -> dict[str, list[_Residue]]:
             number = f"{residue.id[1]}{residue.id[2].strip()}"
             found.setdefault(chain.id, []).append(_Residue(residue.get_resname().strip(), number, atoms))
     return found
+
+
+def _check_lines(text: str, path: Path) -> None:
+    """Raises UserError for a PDB file that was cut off, within a line or at its end.
+
+    Atoms alone, as `grep ATOM` leaves them, are taken as they are; a file with a header says by its records (TER, END
+    and what stands behind the atoms) that the atoms are all there, and one with SEQRES, of the PDB itself, by END.
+    """
+    lines = text.splitlines()
+    records = [line[:6].rstrip() for line in lines]
+    atoms = [number for number, record in enumerate(records) if record in _ATOMS]
+    if not atoms:
+        return
+    widths = [len(lines[number].rstrip()) for number in atoms]
+    of_last = min(max(widths), _B_FACTOR_END if text.endswith("\n") else _ELEMENT_END)
+    for number, width in zip(atoms, widths):
+        if width < (of_last if number == atoms[-1] == len(lines) - 1 else _COORDINATES_END):
+            raise _unreadable(path, f"its line {number + 1}, an atom, is cut off at column {width}")
+    if records[-1] not in _ATOMS and any(name.startswith(records[-1] or "-") for name in _ATOMS):
+        raise _unreadable(path, f"its last line, {lines[-1]!r}, is cut off")
+    behind = {record for record in records[atoms[-1] + 1 :] if record}
+    if "SEQRES" in records and not behind & {"END"}:
+        raise _unreadable(path, f"it is cut off at line {len(lines)}: it lacks the record END")
+    if set(records[: atoms[0]]) & _HEADERS and not behind & _CLOSING:
+        raise _unreadable(path, f"it is cut off at line {len(lines)}: no TER or END follows its last atom")
 
 
 def _chain(name: str, rows: list[_Residue], path: Path) -> Chain | None:

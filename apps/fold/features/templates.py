@@ -30,6 +30,7 @@ from apps.fold.features.arrays import template_features
 from apps.fold.features.entries import Entry, read_entries
 from apps.fold.features.hhr import TemplateHit
 from apps.fold.features.structures import Chain, read_structure
+from apps.fold.features.text import PACKED_SUFFIXES, unpacked_name
 from apps.fold.model import residues
 from apps.fold.model.features import TemplateFeatures
 from apps.fold.search.kalign import align_by_kalign, has_kalign
@@ -110,7 +111,7 @@ def _read_template(path: Path, sequence: str) -> Template:
     pairs, chain = max(candidates, key=lambda c: _identities(sequence, c[1].sequence, c[0]))
     if len(pairs) < _FEWEST:
         raise UserError(f"{path} is no template: only {len(pairs)} of its residues align with the sequence")
-    return _on_sequence(f"{path.stem}_{chain.name}", len(sequence), chain, pairs, chain.sequence)
+    return _on_sequence(f"{unpacked_name(path).stem}_{chain.name}", len(sequence), chain, pairs, chain.sequence)
 
 
 def align(query: str, other: str) -> np.ndarray:
@@ -193,8 +194,9 @@ def structure_of(entry: str, folder: Path) -> Path:
     """Where the structure lies.  Raises UserError where it does not."""
     for inside in (folder, folder / entry[1:3]):
         for name in (f"{entry}.cif", f"{entry.upper()}.cif", f"{entry}.mmcif"):
-            if (inside / name).is_file():
-                return inside / name
+            for packed in ("", *PACKED_SUFFIXES):
+                if (inside / f"{name}{packed}").is_file():
+                    return inside / f"{name}{packed}"
     raise UserError(f"{folder} holds no {entry}.cif")
 
 

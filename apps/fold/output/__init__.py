@@ -3,4 +3,5 @@
 confidence.py  numbers of a prediction
 files.py       mmCIF, PDB, json and npz
 plots.py       PNGs
+unfinished.py  the folder of a record while its predictions are made
 """

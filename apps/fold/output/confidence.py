@@ -17,7 +17,7 @@ class Folded:
     """One prediction of one sequence, on the CPU.
 
     positions[N, 37, 3] in Angstrom, mask[N, 37], plddt[N] 0 to 100, pae[N, N] in Angstrom or None, ptm or None,
-    distances[N, N, 64] probabilities of distances between CB
+    distances[N, N, 64] probabilities of distances between CB, or None
     """
 
     sequence: str
@@ -26,7 +26,7 @@ class Folded:
     plddt: np.ndarray
     pae: np.ndarray | None
     ptm: float | None
-    distances: np.ndarray
+    distances: np.ndarray | None
 
     @property
     def mean_plddt(self) -> float:
@@ -43,7 +43,7 @@ def folded(sequence: str, folding: Folding, heads: NetworkHeads, pairs: PairNumb
         _array(plddt(heads.plddt(folding.structure.single_BND))),
         None if pairs.pae is None else pairs.pae.numpy(),
         None if pairs.ptm is None else float(pairs.ptm),
-        pairs.distances.numpy(),
+        None if pairs.distances is None else pairs.distances.numpy(),
     )
 
 

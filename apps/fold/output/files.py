@@ -129,7 +129,7 @@ def write_pdb(path: Path, folded: Folded, title: str) -> None:
 
 
 def write_confidence(folder: Path, stem: str, folded: Folded, told: dict[str, Any]) -> None:
-    """STEM_confidence.json, STEM_pae.npz and STEM_pae.json (where there is a PAE), STEM_distogram.npz.
+    """STEM_confidence.json; STEM_pae.npz and STEM_pae.json where there is a PAE; STEM_distogram.npz if asked for.
 
     told  what else is to be said of the prediction; a note among it goes into every file
     """
@@ -141,8 +141,9 @@ def write_confidence(folder: Path, stem: str, folded: Folded, told: dict[str, An
     }
     (folder / f"{stem}_confidence.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     note = {"note": told["note"]} if "note" in told else {}
-    edges = distogram_edges().numpy()
-    np.savez_compressed(folder / f"{stem}_distogram.npz", probabilities=folded.distances, edges=edges, **note)
+    if folded.distances is not None:
+        edges = distogram_edges().numpy()
+        np.savez_compressed(folder / f"{stem}_distogram.npz", probabilities=folded.distances, edges=edges, **note)
     if folded.pae is None:
         return
     np.savez_compressed(folder / f"{stem}_pae.npz", pae=folded.pae.astype(np.float16), **note)

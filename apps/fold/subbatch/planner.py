@@ -45,6 +45,7 @@ from apps.fold.weights.table import name_table
 from core.config import UserError
 from core.kernels.operator import forced
 from core.metrics import MemoryAccount
+from core.runtime import process_holding, tensors_within
 
 Device = Literal["cpu", "cuda"]
 HEADS = "heads"  # what the heads read of the pairs: no module of the model is wrapped for it
@@ -57,6 +58,7 @@ class Job:
 
     rows, extra, templates  of the MSA (those of templates not counted), of the extra MSA, templates
     hidden                  whether some letters of the MSA are masked: attention on a CPU then joins mask and bias
+    distances               whether the distogram is read
     """
 
     config: ModelConfig
@@ -68,6 +70,7 @@ class Job:
     device: Device = "cpu"
     iterations: int = 4
     hidden: bool = False
+    distances: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,17 +115,21 @@ class Plan:
     beside: dict[str, int] = field(default_factory=dict)
 
 
-def plan_subbatches(job: Job, budget_bytes: int) -> Plan:
+def plan_subbatches(job: Job, budget_bytes: int, *, of_process: bool = False) -> Plan:
     """The plan; see the module's docstring.
+
+    of_process  whether the budget is what the process may take on a CPU, of which tensors are a part; else it is theirs
 
     Raises UserError when no plan stays within the budget: what the smallest one is that would do.
     """
-    plan = planned(job, budget_bytes)
-    if plan.peak_bytes > budget_bytes:
+    room = tensors_within(budget_bytes) if of_process else budget_bytes
+    plan = planned(job, room)
+    if plan.peak_bytes > room:
+        least = gib_up(process_holding(plan.peak_bytes) if of_process else plan.peak_bytes)
         raise UserError(
             f"{job.residues} residues with {job.rows} + {job.extra} rows need at least "
-            f"{gib_up(plan.peak_bytes)} GiB, and there are {budget_bytes / 2**30:.2f}; "
-            f"give --memory {gib_up(plan.peak_bytes)}, fewer rows, a narrower --precision or more ranks"
+            f"{least} GiB, and there are {budget_bytes / 2**30:.2f}; "
+            f"give --memory {least}, fewer rows, a narrower --precision or more ranks"
         )
     return plan
 
@@ -268,7 +275,8 @@ class _Survey:
         host = stand_in if self.job.device == "cuda" else partial(torch.empty, device="meta")
 
         def read(module: nn.Module, whole: Any, how: How, cuts: Cuts, z: Tensor, mask: Tensor) -> Any:
-            return read_pairs(model.heads, z, mask, cuts(z.shape[1], how.rows), host)
+            slices = cuts(z.shape[1], how.rows)
+            return read_pairs(model.heads, z, mask, slices, host, distances=self.job.distances)
 
         widths = model.heads.distogram.out_features * (1 if model.heads.pae is None else 2)
         work = Work(4 * z.numel() * widths, 4 * z.numel() * z.element_size(), 12)

@@ -15,27 +15,37 @@ from apps.fold.subbatch.slices import fetch, put
 class PairNumbers:
     """What the heads read from pairs, in host memory: distances fp16[N, N, 64], pae fp32[N, N] and ptm, or None."""
 
-    distances: Tensor
+    distances: Tensor | None
     pae: Tensor | None
     ptm: Tensor | None
 
 
 def read_pairs(
-    heads: NetworkHeads, z_BNNZ: Tensor, mask_BN: Tensor, slices: list[slice], host: Callable[..., Tensor] = torch.empty
+    heads: NetworkHeads,
+    z_BNNZ: Tensor,
+    mask_BN: Tensor,
+    slices: list[slice],
+    host: Callable[..., Tensor] = torch.empty,
+    *,
+    distances: bool = True,
 ) -> PairNumbers:
     """The heads on z[1, N, N, Z], slice by slice of rows; no logits of all pairs are ever there.
 
-    host  makes the results' tensors
+    host       makes the results' tensors
+    distances  whether they are asked for, which are the largest of all
     """
     N = z_BNNZ.shape[1]
-    distances = host((N, N, heads.distogram.out_features), dtype=torch.float16)
+    near = host((N, N, heads.distogram.out_features), dtype=torch.float16) if distances else None
     pae = None if heads.pae is None else host((N, N), dtype=torch.float32)
     scores = []
 
     def read(at: slice) -> None:
-        z_BINZ, back_BINZ = fetch(z_BNNZ[:, at], mask_BN), fetch(z_BNNZ[:, :, at], mask_BN).transpose(1, 2)
-        logits = heads.distogram(z_BINZ).add_(heads.distogram(back_BINZ))
-        put(distances[at], torch.softmax(logits.float(), -1)[0])
+        z_BINZ = fetch(z_BNNZ[:, at], mask_BN)
+        if near is not None:
+            back_BINZ = fetch(z_BNNZ[:, :, at], mask_BN).transpose(1, 2)
+            logits = heads.distogram(z_BINZ).add_(heads.distogram(back_BINZ))
+            put(near[at], torch.softmax(logits.float(), -1)[0])
+            del back_BINZ, logits
         if heads.pae is not None and pae is not None:
             logits = heads.pae(z_BINZ)
             put(pae[at], predicted_aligned_error(logits)[0])
@@ -43,4 +53,4 @@ def read_pairs(
 
     for at in slices:
         read(at)
-    return PairNumbers(distances, pae, torch.cat(scores, 1).amax() if scores else None)
+    return PairNumbers(near, pae, torch.cat(scores, 1).amax() if scores else None)

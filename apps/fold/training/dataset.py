@@ -33,6 +33,7 @@ from apps.fold.features.alignment import Alignment, check_query, merge, read_ali
 from apps.fold.features.entries import Entry, read_entries
 from apps.fold.features.hhr import check_hits, read_hhr
 from apps.fold.features.templates import Allowed, Template, read_templates, structure_of, templates_of_hits
+from apps.fold.features.text import read_text, unpacked_name
 from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
 from core.config import UserError
 from core.files import Damaged, crc32, naming, signed, stamp, unsigned, write_file
@@ -189,7 +190,7 @@ def structure_files(folder: Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise UserError(f"there is no folder of structures at {folder}; give one of mmCIF or PDB files")
-    found = sorted(path for path in folder.iterdir() if path.suffix in STRUCTURES)
+    found = sorted(path for path in folder.iterdir() if unpacked_name(path).suffix in STRUCTURES)
     if not found:
         raise UserError(f"{folder} holds no structure; its files end in {', '.join(STRUCTURES)}")
     return found
@@ -200,9 +201,9 @@ def _files_by_name(folder: Path | None, suffixes: tuple[str, ...]) -> dict[str, 
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()) if folder is not None else ():
         inside = sorted(path.iterdir()) if path.is_dir() else [path]
-        files = [one for one in inside if one.suffix in suffixes]
+        files = [one for one in inside if unpacked_name(one).suffix in suffixes]
         if files:
-            found.setdefault(path.name if path.is_dir() else path.stem, []).extend(files)
+            found.setdefault(path.name if path.is_dir() else unpacked_name(path).stem, []).extend(files)
     return found
 
 
@@ -210,10 +211,10 @@ def _key(path: Path, there: Beside, selection: Selection) -> str:
     """Of the contents of all files but those that hits name: these are known by name, size and time of change."""
     found = hashlib.blake2b(f"{_VERSION} {path.name} {selection} {there.templates}".encode(), digest_size=16)
     found.update(path.read_bytes())
-    for file in there.of(path.stem):
+    for file in there.of(unpacked_name(path).stem):
         found.update(f"\0{file.parent.name}/{file.name}\0".encode())
         found.update(file.read_bytes())
-        if file.suffix in HITS and there.templates is not None:
+        if unpacked_name(file).suffix in HITS and there.templates is not None:
             for structure in _named_by(file, there.templates):
                 stat = structure.stat()
                 found.update(f"{structure.name} {stat.st_size} {stat.st_mtime_ns}\0".encode())
@@ -222,7 +223,7 @@ def _key(path: Path, there: Beside, selection: Selection) -> str:
 
 def _named_by(hits: Path, folder: Path) -> list[Path]:
     """The structures in a folder that hits name."""
-    entries = re.findall(r"^>(\w{4})_", hits.read_text(encoding="latin-1"), re.MULTILINE)
+    entries = re.findall(r"^>(\w{4})_", read_text(hits, "a result of hhsearch", "latin-1"), re.MULTILINE)
     found = []
     for entry in sorted(set(entries)):
         try:
@@ -254,11 +255,11 @@ def _put_chains(path: Path, there: Beside, selection: Selection, folder: Path) -
         entries = []
         refused.append(("", str(error).removeprefix(f"{path} ")))
     for entry in entries:
-        names = [entry.name, *([path.stem] if len(entries) == 1 else [])]
+        names = [entry.name, *([unpacked_name(path).stem] if len(entries) == 1 else [])]
         try:
             example = _example(entry, names, there, selection)
         except UserError as error:
-            refused.append((f", chain {entry.name.removeprefix(path.stem + '_')}", str(error)))
+            refused.append((f", chain {entry.name.removeprefix(unpacked_name(path).stem + '_')}", str(error)))
             continue
         file = folder / f"{len(chains)}.npz"
         with naming(file):

@@ -1,6 +1,11 @@
 """FASTA, alignments and the MSA's features: hand-made cases with the original's semantics, and what is refused."""
 
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,13 +23,13 @@ from core.config import UserError
 
 def test_fasta(tmp_path: Path) -> None:
     (tmp_path / "in.fasta").write_text(
-        "; a comment\n>one a description\nMKT\nayi*\n\n>two/x\nXBZUO\n>three\n\n>four\nMK-T\n>five\nMK1\n"
+        "; a comment\n>one a description\nMKT\nayi*\n\n>two/x\nXBZUOM\n>three\n\n>four\nMK-T\n>five\nMK1\n"
         ">six\nACGTACGTACGTACGTACGTACGT\n>one\nMMM\n>two_x\nMMM\n>seven\nMKT:GGG\n>\nGGG\n"
     )
     records, refused = read_fasta(tmp_path / "in.fasta")
     assert [(r.number, r.name, r.sequence) for r in records] == [
         (1, "one", "MKTAYI"),
-        (2, "two/x", "XBZUO"),
+        (2, "two/x", "XBZUOM"),
         (10, "", "GGG"),
     ]
     assert [r.safe_name for r in records] == ["one", "two_x", "record_10"]
@@ -50,6 +55,69 @@ def test_what_editors_and_databases_leave_in_a_fasta(tmp_path: Path) -> None:
     assert [one.number for one in refused] == [3, 5]
     assert "position 3 is no amino acid" in str(refused[0])
     assert "record 4; rename" in str(refused[1])
+
+
+@pytest.mark.parametrize(
+    ("pack", "encoding"),
+    [(bytes, "utf-16"), (bytes, "utf-16-le"), (bytes, "utf-16-be")]
+    + [(pack, "utf-8") for pack in (gzip.compress, bz2.compress, lzma.compress)],
+)
+def test_packed_files_and_those_of_16_bits_a_letter_are_read(
+    tmp_path: Path, pack: Callable[[bytes], bytes], encoding: str
+) -> None:
+    """Whatever they are called; a packed file that was cut off is said to be."""
+    content = pack(">one\nMKT\nAYI\n>two\nMKA\n".encode(encoding))
+    (tmp_path / "in.fasta").write_bytes(content)
+    records, refused = read_fasta(tmp_path / "in.fasta")
+    assert [(r.name, r.sequence) for r in records] == [("one", "MKTAYI"), ("two", "MKA")]
+    assert not refused
+    (tmp_path / "x.a3m").write_bytes(pack(">q\nMKT\n>a\nM-T\n".encode(encoding)))
+    assert _text(read_alignment(tmp_path / "x.a3m")) == ["MKT", "M-T"]
+    if encoding == "utf-8":
+        (tmp_path / "in.fasta").write_bytes(content[:-12])
+        with pytest.raises(UserError, match=r"cannot read .*; give a FASTA file"):
+            read_fasta(tmp_path / "in.fasta")
+
+
+@pytest.mark.parametrize(("start", "kind"), [(b"PK\x03\x04", "a zip archive"), (b"\x28\xb5\x2f\xfd", "zstd")])
+def test_what_is_packed_otherwise_is_named(tmp_path: Path, start: bytes, kind: str) -> None:
+    (tmp_path / "in.fasta").write_bytes(start + bytes(20))
+    with pytest.raises(UserError, match=f"{kind}; unpack it and give a FASTA file"):
+        read_fasta(tmp_path / "in.fasta")
+
+
+def test_a_file_that_unpacks_to_any_length_is_not_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "in.fasta").write_bytes(gzip.compress(b">a\n" + b"M" * 5000))
+    with patch("apps.fold.features.text._MOST_BYTES", 4000), pytest.raises(UserError, match="more than"):
+        read_fasta(tmp_path / "in.fasta")
+
+
+def test_a_sequence_without_a_known_residue_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.fasta").write_text(">a\nXXXXXXXX\n>b\nBZUOJ\n>c\nXXXAXXX\n>d\nUUUUUUUUUUUUUUUUUUUUUU\n")
+    records, refused = read_fasta(tmp_path / "in.fasta")
+    assert [r.name for r in records] == ["c"]
+    assert all("none of its residues is known; give" in str(one) for one in refused)
+
+
+def test_proteins_of_nucleotides_letters(tmp_path: Path) -> None:
+    """One letter alone is a protein; of several the user says whether they are."""
+    (tmp_path / "in.fasta").write_text(f">a\n{'A' * 25}\n>g\n{'G' * 40}\n>ag\n{'GA' * 15}\n>rna\n{'ACGU' * 6}\n")
+    records, refused = read_fasta(tmp_path / "in.fasta")
+    assert [r.name for r in records] == ["a", "g"]
+    assert all("DNA or RNA; give the protein's sequence, or --proteins if it is one" in str(one) for one in refused)
+    assert [r.name for r in read_fasta(tmp_path / "in.fasta", proteins=True)[0]] == ["a", "g", "ag", "rna"]
+
+
+def test_names_that_are_no_names_of_folders(tmp_path: Path) -> None:
+    names = ("summary.csv", "SUMMARY.csv", "../x", "..", "-rf", "--", "a\\b", "\0", ".hidden", "summary.csv_")
+    (tmp_path / "in.fasta").write_text("".join(f">{name}\nMKT\n" for name in names))
+    records, refused = read_fasta(tmp_path / "in.fasta")
+    assert [r.safe_name for r in records] == [
+        *("summary.csv_", "SUMMARY.csv_", "x", "record_4", "rf", "record_6", "a_b", "record_8", "hidden"),
+    ]
+    assert [str(one) for one in refused] == [
+        "record 10 (summary.csv_): its files would be named like those of record 1; rename one of them"
+    ]
 
 
 @pytest.mark.parametrize(("text", "word"), [("", "holds no sequence"), ("MKT\n", "line 1"), ("\n\n", "no sequence")])

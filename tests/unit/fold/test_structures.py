@@ -1,6 +1,9 @@
 """Structure files read and written, and templates of them."""
 
+import gzip
 import json
+import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +12,15 @@ import torch
 
 from apps.fold.demo import STRUCTURES
 from apps.fold.features.entries import read_entries
-from apps.fold.features.structures import read_structure
-from apps.fold.features.templates import align, features_of_templates, read_templates
+from apps.fold.features.structures import Chain, read_structure
+from apps.fold.features.templates import align, features_of_templates, read_templates, structure_of
 from apps.fold.model import residues
 from apps.fold.model.rigid import Frames
 from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_of_torsions
 from apps.fold.output.confidence import Folded
 from apps.fold.output.files import write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
+from apps.fold.training.dataset import structure_files
 from core.config import UserError
 
 SEQUENCE = "MKTAYIAKQRQISFWXVHCDEGLNP"
@@ -178,6 +182,69 @@ def test_what_is_damaged_is_said(tmp_path: Path) -> None:
     (tmp_path / "b.pdb").write_text(PDB.replace("11.104", "   nan"))
     with pytest.raises(UserError, match="chain A has coordinates that are not finite"):
         read_structure(tmp_path / "b.pdb")
+
+
+def _same(path: Path, whole: list[Chain]) -> bool:
+    """Whether the file is read as the whole one is; False where it is refused."""
+    try:
+        found = read_structure(path)
+    except UserError as error:
+        if not re.search(r"cut off|no protein chain|cannot be read", str(error)):
+            raise
+        return False
+    assert [chain.sequence for chain in found] == [chain.sequence for chain in whole]
+    assert all(np.array_equal(a.positions, b.positions) for a, b in zip(found, whole))
+    return True
+
+
+@pytest.mark.parametrize(("name", "most"), [("1ubi.pdb", 2), ("1ejg.pdb", 3), ("1a8o.cif", 24)])
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, name: str, most: int) -> None:
+    """Cut at 60 places within lines and at 60 ends of lines: refused, or all of the structure was there already."""
+    content, whole = (STRUCTURES / name).read_bytes(), read_structure(STRUCTURES / name)
+    ends = [at + 1 for at, byte in enumerate(content) if byte == ord("\n")]
+    draw = random.Random(name)
+    places = [*draw.sample(range(1, len(content) - 90), 60), *draw.sample(ends[:-2], 60)]
+    accepted = 0
+    for at in places:
+        (tmp_path / name).write_bytes(content[:at])
+        accepted += _same(tmp_path / name, whole)
+    assert accepted <= most
+
+
+def test_atoms_alone_are_refused_where_a_line_was_cut(tmp_path: Path) -> None:
+    """What `grep ATOM` leaves has no end; an atom's line has."""
+    lines = [line for line in (STRUCTURES / "1ubi.pdb").read_text().splitlines() if line.startswith("ATOM")][:40]
+    text = "\n".join(line.rstrip() for line in lines)
+    for whole in (text, f"{text}\n", "\n".join(line[:66] for line in lines)):
+        (tmp_path / "a.pdb").write_text(whole)
+        assert len(read_structure(tmp_path / "a.pdb")[0]) == 5
+    for length in range(1, 78):
+        (tmp_path / "a.pdb").write_text("\n".join([*lines[:-1], lines[-1][:length]]))
+        with pytest.raises(UserError, match="cut off"):
+            read_structure(tmp_path / "a.pdb")
+
+
+def test_an_mmcif_without_marks_between_its_categories(tmp_path: Path) -> None:
+    """Some programs write none: then the chains that are announced have to be there."""
+    announced = "data_x\nloop_\n_struct_asym.id\nA\n{}"
+    atoms = "\n".join(line for line in _as_mmcif(PDB).splitlines()[1:] if line != "#") + "\n"
+    (tmp_path / "a.cif").write_text(announced.format("B\n") + atoms)
+    assert read_structure(tmp_path / "a.cif")[0].sequence == "MAKS"
+    (tmp_path / "a.cif").write_text(announced.format("B\nC\n") + atoms)
+    with pytest.raises(UserError, match="announces chain C"):
+        read_structure(tmp_path / "a.cif")
+
+
+@pytest.mark.parametrize("name", ["1ubi.pdb", "1a8o.cif"])
+def test_packed_structures_are_read(tmp_path: Path, name: str) -> None:
+    """As the PDB gives them."""
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress((STRUCTURES / name).read_bytes()))
+    assert _same(tmp_path / f"{name}.gz", read_structure(STRUCTURES / name))
+    (entry,), (expected,) = read_entries(tmp_path / f"{name}.gz"), read_entries(STRUCTURES / name)
+    assert (entry.name, entry.sequence, entry.resolution) == (expected.name, expected.sequence, expected.resolution)
+    assert structure_files(tmp_path) == [tmp_path / f"{name}.gz"]
+    if name.endswith(".cif"):
+        assert structure_of("1a8o", tmp_path) == tmp_path / f"{name}.gz"
 
 
 def test_what_is_no_structure_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Text files as databases and editors leave them: plain, packed by gzip, bzip2 or xz; in UTF-8 or UTF-16.
+
+A file is known by what it begins with, not by its name.
+"""
+
+import bz2
+import codecs
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from core.config import UserError
+
+_MOST_BYTES = 2**30  # unpacked: a small file may unpack to any length
+_PACKED: dict[bytes, tuple[str, Callable[..., Any]]] = {
+    b"\x1f\x8b": (".gz", gzip.open),
+    b"BZh": (".bz2", bz2.open),
+    b"\xfd7zXZ\0": (".xz", lzma.open),
+}
+_FOREIGN = {b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "packed by zstd", b"7z\xbc\xaf": "a 7z archive"}
+PACKED_SUFFIXES = tuple(suffix for suffix, _ in _PACKED.values())
+
+
+def read_text(path: Path, wanted: str, encoding: str = "utf-8-sig") -> str:
+    """The file's text, unpacked; in `encoding` where no byte order mark tells another.
+
+    What is no letter in it stands there as the replacement character.
+
+    wanted  what the file should be, for the line that says why it cannot be read
+
+    Raises UserError for a file that is not there, packed in a way that is not read, cut off within its packing, or
+    longer than 1 GiB.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+        opened = next((opens for magic, (_, opens) in _PACKED.items() if start.startswith(magic)), None)
+        with open(path, "rb") if opened is None else opened(path) as file:
+            content = file.read(_MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"cannot read {path} ({error}); give {wanted}") from error
+    foreign = next((kind for magic, kind in _FOREIGN.items() if content.startswith(magic)), None)
+    if foreign is not None:
+        raise UserError(f"{path} is {foreign}; unpack it and give {wanted}")
+    if len(content) > _MOST_BYTES:
+        raise UserError(f"{path} holds more than 1 GiB of text; give {wanted}")
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content.decode("utf-16", "replace")
+    if content[1:2] == b"\0" or content[:1] == b"\0":  # a letter of 16 bits, without the mark that says so
+        return content.decode("utf-16-le" if content[1:2] == b"\0" else "utf-16-be", "replace")
+    return content.decode(encoding, "replace")
+
+
+def unpacked_name(path: Path) -> Path:
+    """The path without the ending of a packed file: a.cif of a.cif.gz, whose suffix and stem say what it holds."""
+    return path.with_suffix("") if path.suffix in PACKED_SUFFIXES else path

@@ -1,0 +1,85 @@
+"""A record's folder while its predictions are made: each is written when it is there, and only its row stays in memory.
+
+    1. OUT/.NAME.part holds key.json: what the record's predictions depend on
+    2. of each prediction its files, prediction_N_…, and when these are whole its row, prediction_N.json
+    3. when the last is there: ranks in the place of numbers, ranking.json, and the folder gets its name
+
+A run that was stopped goes on with the predictions whose rows are there, if it has the same key.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object of a json file; None where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write aside and rename: the file is whole, or not there."""
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+class Unfinished:
+    """Predictions of one record, numbered from 0.  rows: those that an earlier run with the same key left.
+
+    Ranks that share predictions all read the rows before the first one writes.
+    """
+
+    def __init__(self, folder: Path, key: dict[str, Any]):
+        self.folder, self.key = folder.with_name(f".{folder.name}.part"), key
+        self._named = folder
+        self.rows: dict[int, Row] = {}
+        if (read_object(self.folder / "key.json") or {}).get("key") == key:
+            for path in self.folder.glob("prediction_*.json"):
+                number, row = path.stem.removeprefix("prediction_"), read_object(path)
+                if number.isdecimal() and row is not None:
+                    self.rows[int(number)] = row
+        self._begun = bool(self.rows)
+
+    def write(self, number: int, row: Row, files: Callable[[Path, str], None]) -> None:
+        """files(folder, stem) writes the prediction's; `row` is what is kept of it."""
+        if not self._begun:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+            write_whole(self.folder / "key.json", json.dumps({"key": self.key}))
+            self._begun = True
+        files(self.folder, _stem(number))
+        write_whole(self.folder / f"{_stem(number)}.json", json.dumps(row))
+        self.rows[number] = row
+
+    def finish(self, order: list[int], told: dict[str, Any]) -> None:
+        """Name the files by their ranks, which `order` gives, and the folder as it is to be called."""
+        for rank, number in enumerate(order, 1):
+            stem = _stem(number)
+            (self.folder / f"{stem}.json").unlink()
+            for path in sorted(self.folder.glob(f"{stem}[._]*")):
+                path.rename(self.folder / f"rank_{rank}{path.name.removeprefix(stem)}")
+            confidence = self.folder / f"rank_{rank}_confidence.json"
+            write_whole(confidence, json.dumps({"rank": rank, **(read_object(confidence) or {})}, indent=1) + "\n")
+        (self.folder / "key.json").unlink()
+        write_whole(self.folder / "ranking.json", json.dumps(told, indent=1) + "\n")
+        shutil.rmtree(self._named, ignore_errors=True)
+        os.replace(self.folder, self._named)
+
+    def leave(self) -> None:
+        """After a failure: nothing is left but predictions that are whole."""
+        if not self.rows:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _stem(number: int) -> str:
+    return f"prediction_{number}"

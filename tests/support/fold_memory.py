@@ -1,0 +1,99 @@
+"""How much memory a prediction takes of its process, beside what it may: a child folds 20 residues, then a sequence.
+
+python -m tests.support.fold_memory 0 30     prints a line of json for each of the seeds 0 to 29
+"""
+
+import io
+import json
+import random
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from apps.fold.model.config import ModelConfig, preset
+from apps.fold.predict import main
+from apps.fold.subbatch import Job, least_bytes
+from apps.fold.weights.folder import save_folder
+from core.runtime import process_holding
+from tests.support.fold import random_parameters
+from tests.support.forkserver import context
+
+_LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+
+
+@dataclass(frozen=True)
+class Rise:
+    """budget and rise in bytes: the most resident memory of a prediction over what there was before it."""
+
+    residues: int
+    rows: int
+    budget: int
+    rise: int
+    code: int
+
+
+def model() -> ModelConfig:
+    """Released widths, one block of each stack."""
+    config = preset("model_5_ptm")
+    return replace(
+        config,
+        evoformer=replace(config.evoformer, num_blocks=1),
+        extra=replace(config.extra, num_blocks=1),
+        structure=replace(config.structure, num_layers=1),
+        num_recycles=1,
+    )
+
+
+def rise(seed: int) -> Rise:
+    """Of a random size and budget, from the least that there is a plan for on; in a child of its own."""
+    receiving, sending = context().Pipe(duplex=False)
+    child = context().Process(target=_measure, args=(seed, sending))
+    child.start()
+    sending.close()
+    try:
+        return receiving.recv()
+    finally:
+        child.join()
+
+
+def _measure(seed: int, sending: Connection) -> None:
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name, redirect_stdout(io.StringIO()):
+        folder = Path(name)
+        save_folder(folder / "weights", model(), random_parameters(model()))
+        _rise(folder, draw, 20, 3, 500_000_000)  # imports, and what libraries make at their first use
+        residues, rows = draw.randint(24, 120), draw.choice((1, draw.randint(2, 60), draw.randint(100, 1500)))
+        budget = process_holding(int(draw.choice((1.02, 1.2, 1.7, 3.0)) * least_bytes(_job(residues, rows))))
+        sending.send(_rise(folder, draw, residues, rows, budget))
+
+
+def _job(residues: int, rows: int) -> Job:
+    centres = min(rows + 1, model().max_msa)
+    extra = max(1, min(rows + 1 - centres, model().max_extra_msa))
+    return Job(model(), residues, centres, extra, iterations=2, hidden=rows < centres, distances=False)
+
+
+def _rise(folder: Path, draw: random.Random, residues: int, rows: int, budget: int) -> Rise:
+    query = "".join(draw.choices(_LETTERS, k=residues))
+    others = ("".join(draw.choice((c, c, draw.choice(_LETTERS), "-")) for c in query) for _ in range(rows))
+    (folder / "in.fasta").write_text(f">a\n{query}\n")
+    (folder / "a.a3m").write_text("".join(f">r\n{row}\n" for row in (query, *others)))
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts
+    arguments = (folder / "in.fasta", "--weights", folder / "weights", "--msa", folder, "--out", folder / "out")
+    code = main([*map(str, arguments), "--no-plots", "--overwrite", "--memory", f"{budget}B"])
+    return Rise(residues, rows, budget, _resident("VmHWM") - before, code)
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    first, last = map(int, sys.argv[1:])
+    for number in range(first, last):
+        print(json.dumps({"seed": number, **asdict(rise(number))}), flush=True)
