@@ -279,7 +279,7 @@ def _diffusers(pipeline: Pipeline) -> Any:
     from diffusers import DDIMScheduler, StableDiffusionPipeline
 
     parts = pipeline.modules | {"tokenizer": pipeline.tokenizer, "safety_checker": None, "feature_extractor": None}
-    scheduler = DDIMScheduler.from_config(pipeline.schedule.to_json())
+    scheduler = DDIMScheduler.from_config(dict(pipeline.schedule))
     theirs = StableDiffusionPipeline(**parts, scheduler=scheduler, requires_safety_checker=False)
     theirs.set_progress_bar_config(disable=True)
     return theirs
