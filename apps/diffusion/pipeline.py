@@ -32,6 +32,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from apps.diffusion.fields import PIPELINES, check_fields, says_something
 from apps.diffusion.noise import Prediction, Schedule, first_line, own_scheduler, prediction_of
 from apps.diffusion.samplers import CLASSES
+from apps.diffusion.text import check_text
 from core.config import UserError
 from core.quant import Architecture, QuantizedWeight, is_quantized, load_quantized, save_quantized
 from core.weights import Weights, index_of, read_json, write_json
@@ -143,21 +144,6 @@ class Pipeline:
                 "give the text encoder it was trained with (768 in v1, 1024 in v2)"
             )
         return self
-
-
-def is_text(given: str) -> bool:
-    """Whether a string can be written down: JSON and command lines may hold halves of characters."""
-    try:
-        given.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def check_text(prompt: str) -> None:
-    """Raises UserError for a string that holds half a character."""
-    if not is_text(prompt):
-        raise UserError(f"the prompt {prompt!a} holds half a character (a lone surrogate); write it in UTF-8")
 
 
 def sides_of(sample_size: Any) -> tuple[int, int]:

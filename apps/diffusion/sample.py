@@ -20,7 +20,8 @@ from apps.diffusion.formats.lora import load_lora, merge_lora
 from apps.diffusion.generate import Job, Sampling, check_sampling, generate, num_evaluations, picture_size
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.noise import Prediction
-from apps.diffusion.pipeline import EMBEDDED, Pipeline, check_text, load_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
+from apps.diffusion.text import check_text
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units
 

@@ -22,6 +22,7 @@ from apps.diffusion.denoiser import Objective
 from apps.diffusion.generate import Sampling, decode, is_guided, picture_size, run_sampler
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.pipeline import Pipeline
+from apps.diffusion.text import check_text
 from core.config import UserError
 from core.mesh import data_axis
 from core.optim.average import WeightAverage
@@ -45,6 +46,8 @@ class ValidationConfig:
             raise UserError(f"validation.num_images={self.num_images}; give at least 1")
         if any(not prompt.strip() for prompt in self.prompts):
             raise UserError("one of --validation.prompts is empty; say what to draw")
+        for prompt in (*self.prompts, self.sampling.negative):
+            check_text(prompt)
 
     @property
     def wanted(self) -> bool:

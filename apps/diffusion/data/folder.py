@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from apps.diffusion.data.buckets import Size
 from apps.diffusion.data.images import SUFFIXES, Unusable, read_image
-from apps.diffusion.pipeline import is_text
+from apps.diffusion.text import is_text
 from core.config import UserError
 
 METADATA = "metadata.jsonl"

@@ -128,6 +128,18 @@ def look(pipeline: Pipeline, config: DemoConfig, detector: Detector) -> tuple[Su
     return figures, as_images(paint([prompt for prompt in SHOWN for _ in range(4)], config.seed + 2))
 
 
+def _as_seen(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """What a viewer would call the pictures; the subject is right where colour and outline both are."""
+    table = Table("as a viewer sees it", "before", "after", "called after")
+    for ground, seen in after["subject_seen"].items():
+        shares = (f"{figures['subject_seen'][ground]['all_three']:.0%}" for figures in (before, after))
+        table.add_row(f"subject on {ground}", *shares, seen["mostly"])
+    for name, what in (("shape", "shape"), ("colour", "colour"), ("ground", "ground"), ("all_three", "all three")):
+        shares = (f"{figures['things_seen'][name]:.0%}" for figures in (before, after))
+        table.add_row(f"everything: {what} right", *shares, "")
+    return table
+
+
 def show(summary: dict[str, Any], config: DemoConfig) -> None:
     console = Console(highlight=False)
     table = Table("by the detector", "before", "after", "after the VAE, drawn pictures")
@@ -148,8 +160,9 @@ def show(summary: dict[str, Any], config: DemoConfig) -> None:
             f"{most[name]:.0%}",
         )
     console.print(table)
+    console.print(_as_seen(before, after))
     print(
-        f"class drift {summary['drift_points']:.1f} points; {config.steps} steps of DreamBooth took "
+        f"drift of everything, as seen: {summary['drift_points']:.1f} points; {config.steps} steps of DreamBooth took "
         f"{summary['dreambooth_cpu_s']:.0f} s of CPU"
     )
     print(f"before and after  {config.out / 'before-after.png'}")

@@ -3,7 +3,7 @@
 Nothing here is learned, so nothing can be fooled as a network can. Of each picture:
 
 1. The ground is the median of the pixels along the edge, the figure's colour the median of those farthest from it.
-2. Colours get the name of the nearest colour in CIELAB (ISO/CIE 11664-4), of the captions' colours and the subject's.
+2. Colours get the name of the nearest colour in CIELAB (ISO/CIE 11664-4): the captions', the subject's, and others.
 3. A pixel's coverage is how far it lies on the way from the ground to the figure. Moved to the middle and scaled to one
    area, it is laid over every outline at every turn, and the outline with the largest overlap (the sum of minima over
    the sum of maxima) is what is seen. Outlines that nobody asked for, as a pentagon, are among them: a circle that was
@@ -22,13 +22,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from apps.diffusion.demo.captions import COLOURS, GROUNDS, SUBJECT_COLOUR
+from apps.diffusion.demo.captions import COLOURS, GROUNDS, SUBJECT_CLASS, SUBJECT_COLOUR
 from apps.diffusion.demo.drawing import OUTLINES, Colour, Drawing, draw, regular
 
 SUBJECT_COLOUR_NAME = "teal"
-PALETTE: dict[str, Colour] = COLOURS | GROUNDS | {SUBJECT_COLOUR_NAME: SUBJECT_COLOUR}
+PALETTE: dict[str, Colour] = {
+    **COLOURS,
+    **GROUNDS,
+    SUBJECT_COLOUR_NAME: SUBJECT_COLOUR,
+    # what captions have no word for, and what a colour that was nearly learned is seen as
+    "azure": (0, 120, 205),
+    "cyan": (70, 215, 235),
+    "lime": (140, 220, 60),
+    "brown": (120, 70, 35),
+    "magenta": (220, 40, 190),
+}
 UPSIDE_DOWN = "upside-down "
 """before the name of an outline that a half turn changes"""
+SUBJECT_SHAPE = UPSIDE_DOWN + SUBJECT_CLASS
 
 _SIDE = 32
 _AREA = 0.28
@@ -37,7 +48,7 @@ _LEAST_OVERLAP = 0.72
 _TURN_DEG = 4
 _MOST_TILT_DEG = 12
 """An outline that stands a little askew is still that outline; one that is turned further has another name."""
-_LOOKED_FOR = OUTLINES | {"pentagon": regular(5, 1.05)}
+LOOKED_FOR = OUTLINES | {"pentagon": regular(5, 1.05)}
 # After how many degrees an outline is itself again; every outline that is not here, after any.
 _PERIOD_DEG = {"square": 90, "triangle": 120, "star": 72, "cross": 90, "diamond": 180}
 _WHITE_D65 = (0.95047, 1.0, 1.08883)
@@ -67,7 +78,11 @@ def see(pixels_B3HW: Tensor) -> list[Sight]:
 
 def most_seen(sights: Sequence[Sight]) -> str:
     """The commonest sight in words, as `teal upside-down star`."""
-    return Counter(f"{sight.colour} {sight.shape or 'blot'}" for sight in sights).most_common(1)[0][0]
+    return Counter(map(in_words, sights)).most_common(1)[0][0]
+
+
+def in_words(sight: Sight) -> str:
+    return f"{sight.colour} {sight.shape or 'blot'}"
 
 
 # --- colours ----------------------------------------------------------------------------------------------------------
@@ -148,7 +163,7 @@ def normalised(coverage_BHW: Tensor) -> Tensor:
 def _templates() -> tuple[list[str], Tensor]:
     """Names and templates [K, S * S] of every outline at every turn."""
     names, pictures = [], []
-    for outline, corners in _LOOKED_FOR.items():
+    for outline, corners in LOOKED_FOR.items():
         for turn in range(0, 360, _TURN_DEG):
             names.append(_named(outline, turn))
             drawing = Drawing(outline, (255, 255, 255), (0, 0, 0), radius=0.33, turn_deg=float(turn))

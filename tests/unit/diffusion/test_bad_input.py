@@ -90,6 +90,9 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--data.prompt= "), "data.prompt is empty"),
     ((*DREAM, "--instance-prompt= "), "--instance-prompt is empty"),
     ((*DREAM, "--instance-prompt=sks", "--class-dir={folder}/c", "--class-prompt="), "--class-prompt is empty"),
+    # half a character
+    ((*DRAW, "--prompt=a \udcff dog"), "holds half a character (a lone surrogate); write it in UTF-8"),
+    ((*TRAIN, "--data.prompt=a \udcff dog"), "holds half a character (a lone surrogate); write it in UTF-8"),
     # a LoRA for another model
     ((*DRAW, "--lora={folder}/lora.safetensors"), "was made for another model: "),
     # a v-prediction checkpoint loaded as epsilon
