@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from apps.diffusion.demo.captions import GROUNDS, SUBJECT_CLASS, subject_prompt
+from apps.diffusion.demo.captions import ANY_SHAPE, GROUNDS, subject_prompt
 from apps.diffusion.demo.detector import Detector, train_detector
 from apps.diffusion.demo.metrics import Paint, SubjectFigures, ceiling, drift_points, subject_figures
 from apps.diffusion.demo.pictures import as_images, write_subject_folder
@@ -33,6 +33,8 @@ from core.config import UserError, parse, run_command
 
 SUBJECT = "subject"
 BATCH = 8
+AVERAGE = 0.95
+"""decay of the weights' moving average: the last steps of so few pictures differ much"""
 SAMPLING = Sampling(sampler="dpm++", steps=15, guidance=3.0)
 SHOWN = (
     *(subject_prompt(ground) for ground in GROUNDS),
@@ -49,7 +51,7 @@ class DemoConfig:
     """the pipeline to start from; one of coloured shapes, as the figures are about them"""
     out: Path = Path("runs/demo-diffusion")
     steps: int = 220
-    lr: float = 2e-4
+    lr: float = 1.5e-4
     """of its first step; it falls to a tenth"""
     prior: bool = True
     """with class pictures (prior preservation); without them, see what they are for"""
@@ -99,14 +101,24 @@ def clear(out: Path) -> None:
 
 def options(config: DemoConfig, subject: Path) -> list[str]:
     """The command line of `diffusion dreambooth`."""
-    prior = ["--class-dir", str(config.out / "class"), "--class-prompt", f"a {SUBJECT_CLASS}"]
+    # Of any shape: pictures of stars alone would let circles get the subject's corners.
+    prior = ["--class-dir", str(config.out / "class"), "--class-prompt", f"a {ANY_SHAPE}"]
     return [
         *("--weights", str(config.weights)),
         *("--instance-dir", str(subject), "--instance-prompt", subject_prompt()),
         *(prior if config.prior else ()),
         *("--num-class-images", str(config.class_images), "--data.global-batch", str(BATCH)),
         *("--train-text-encoder", "--optim.lr", str(config.lr), "--optim.schedule.shape", "cosine"),
-        *("--steps", str(config.steps), "--seed", str(config.seed), "--checkpoint.every", "0"),
+        *(
+            "--average",
+            str(AVERAGE),
+            "--steps",
+            str(config.steps),
+            "--seed",
+            str(config.seed),
+            "--checkpoint.every",
+            "0",
+        ),
         *("--out", str(config.out / "pipeline")),
     ]
 
