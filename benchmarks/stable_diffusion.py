@@ -258,7 +258,11 @@ def sampled(quick: bool) -> Part:
             seconds[name] = min(seconds[name], time.perf_counter() - started)
     rows = [
         Row(
-            {"part": "sampled", "case": f"tiny, {len(_JOBS)} of {plain.image_size} px, {steps} steps", "beside": name},
+            {
+                "part": "sampled",
+                "case": f"tiny, {len(_JOBS)} of {plain.image_size[0]} px, {steps} steps",
+                "beside": name,
+            },
             {
                 "time": Number(seconds[name], "s"),
                 "counted": Number(peaks[name] / 1e6, "MB"),
@@ -286,7 +290,7 @@ def _diffusers(pipeline: Pipeline) -> Any:
 
 
 def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int) -> Tensor:
-    shape = (pipeline.latent_channels, *[pipeline.image_size // pipeline.factor] * 2)
+    shape = (pipeline.latent_channels, *(side // pipeline.factor for side in pipeline.image_size))
     noise = draw_noise(shape, [torch.Generator().manual_seed(job.seed) for job in _JOBS])
     prompts = [job.prompt for job in _JOBS]
     return theirs(

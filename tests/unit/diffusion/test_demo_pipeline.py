@@ -32,7 +32,7 @@ def test_training_starts_from_what_follows_from_a_seed(tmp_path: Path) -> None:
     _, again = prepare.prepare(tmp_path / "two", config, num_pictures=6)
     assert files == {path.relative_to(again): path.read_bytes() for path in again.rglob("*") if path.is_file()}
     pipeline = load_pipeline(start)
-    assert pipeline.image_size == sizes.PIXELS
+    assert pipeline.image_size == (sizes.PIXELS, sizes.PIXELS)
     assert pipeline.prediction_type == "v_prediction"
     # fp16 files of all three modules: a plain load makes them one format
     plain = StableDiffusionPipeline.from_pretrained(start, local_files_only=True)

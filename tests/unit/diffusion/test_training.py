@@ -107,7 +107,7 @@ def test_what_begins_anew_learns_another_noise(folder: Path, tmp_path: Path) -> 
     assert pretrain.main([*argv, "--noise.zero-terminal-snr", "--data.no-buckets"]) == 0
     pipeline = load_pipeline(out)
     assert pipeline.prediction_type == "v_prediction"
-    assert pipeline.schedule.rescale_betas_zero_snr
+    assert pipeline.schedule["rescale_betas_zero_snr"]
     assert pipeline.schedule.timestep_spacing == "trailing"
     assert _weights(out)["conv_in.weight"].dtype == torch.float16
     start = load_pipeline(folder / "weights").unet
