@@ -108,7 +108,7 @@ def test_what_begins_anew_learns_another_noise(folder: Path, tmp_path: Path) -> 
     pipeline = load_pipeline(out)
     assert pipeline.prediction_type == "v_prediction"
     assert pipeline.schedule["rescale_betas_zero_snr"]
-    assert pipeline.schedule.timestep_spacing == "trailing"
+    assert pipeline.schedule["timestep_spacing"] == "trailing"
     assert _weights(out)["conv_in.weight"].dtype == torch.float16
     start = load_pipeline(folder / "weights").unet
     assert (pipeline.unet.conv_in.weight - start.conv_in.weight).abs().max() > 0.05
