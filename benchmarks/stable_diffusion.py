@@ -258,7 +258,11 @@ def sampled(quick: bool) -> Part:
             seconds[name] = min(seconds[name], time.perf_counter() - started)
     rows = [
         Row(
-            {"part": "sampled", "case": f"tiny, {len(jobs)} of {plain.image_size} px, {steps} steps", "beside": name},
+            {
+                "part": "sampled",
+                "case": f"tiny, {len(jobs)} of {plain.image_size[0]} px, {steps} steps",
+                "beside": name,
+            },
             {
                 "time": Number(seconds[name], "s"),
                 "counted": Number(peaks[name] / 1e6, "MB"),
@@ -279,14 +283,14 @@ def _diffusers(pipeline: Pipeline) -> Any:
     from diffusers import DDIMScheduler, StableDiffusionPipeline
 
     parts = pipeline.modules | {"tokenizer": pipeline.tokenizer, "safety_checker": None, "feature_extractor": None}
-    scheduler = DDIMScheduler.from_config(pipeline.schedule.to_json())
+    scheduler = DDIMScheduler.from_config(dict(pipeline.schedule))
     theirs = StableDiffusionPipeline(**parts, scheduler=scheduler, requires_safety_checker=False)
     theirs.set_progress_bar_config(disable=True)
     return theirs
 
 
 def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int, jobs: Sequence[Job]) -> Tensor:
-    shape = (pipeline.latent_channels, *[pipeline.image_size // pipeline.factor] * 2)
+    shape = (pipeline.latent_channels, *(side // pipeline.factor for side in pipeline.image_size))
     noise = draw_noise(shape, [torch.Generator().manual_seed(job.seed) for job in jobs])
     prompts = [job.prompt for job in jobs]
     return theirs(

@@ -80,13 +80,20 @@ def read_json(path: Path) -> dict[str, Any]:
 def _files(folder: Path, stems: tuple[tuple[str, str], ...]) -> list[tuple[Path, list[str] | None]]:
     """The files that hold the weights, each with the names that an index promises in it."""
     for stem, suffix in stems:
-        single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
+        single, index = folder / f"{stem}{suffix}", index_of(folder, stem, suffix)
         if single.is_file():
             return [(single, None)]
         if index.is_file():
             return _sharded(index)
     files = " or ".join(stem + suffix for stem, suffix in stems)
     raise UserError(f"{folder} holds no weights; expected {files}, or an index of shards")
+
+
+def index_of(folder: Path, stem: str, suffix: str = ".safetensors") -> Path:
+    """Where the index of shards lies; that of a variant, as the stem model.fp16, has the variant before its end."""
+    plain, _, variant = stem.partition(".")
+    varied = folder / f"{plain}{suffix}.index.{variant}.json"
+    return varied if variant and varied.is_file() else folder / f"{stem}{suffix}.index.json"
 
 
 def _sharded(index: Path) -> list[tuple[Path, list[str] | None]]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.noise import Prediction
+from apps.diffusion.text import check_text
 from apps.diffusion.validation import ValidationConfig
 from core.config import UserError
 from core.mesh import MeshConfig
@@ -45,6 +46,7 @@ class DataConfig:
             raise UserError(f"data.caption_dropout={self.caption_dropout}; give a share from 0 to 1")
         if self.prompt is not None and not self.prompt.strip():
             raise UserError("data.prompt is empty; describe what the images show")
+        check_text(self.prompt or "")
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class FinetuneConfig(DiffusionConfig):
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise UserError(f"--{name.replace('_', '-')} is empty; say what the images show")
+            check_text(value or "")
         if (self.instance_dir is None) != (self.instance_prompt is None):
             raise UserError('--instance-dir and --instance-prompt go together: "a photo of sks dog"')
         if (self.class_dir is None) != (self.class_prompt is None):

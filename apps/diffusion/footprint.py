@@ -25,8 +25,8 @@ from apps.diffusion.adapters import add_adapters
 from apps.diffusion.attention import set_attention
 from apps.diffusion.denoiser import Denoiser, Objective
 from apps.diffusion.generate import guide
-from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
-from apps.diffusion.pipeline import INDEX, build_meta
+from apps.diffusion.noise import NoiseSchedule
+from apps.diffusion.pipeline import INDEX, build_meta, check_index, read_schedule, sides_of, without_gaps
 from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.config import UserError
@@ -86,9 +86,10 @@ def shape_of(config: PlanConfig) -> Shape:
     folder = config.weights
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion, or --model NAME")
+    check_index(read_json(folder / INDEX), folder)
     configs = {name: read_json(folder / name / "config.json") for name in ("unet", "vae", "text_encoder")}
-    schedule = ScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json"))
-    return Shape(**configs, schedule=schedule)
+    configs = {name: without_gaps(name, config) for name, config in configs.items()}
+    return Shape(**configs, schedule=read_schedule(folder))
 
 
 def _built(folder: Path, shape: Shape) -> Modules:
@@ -102,7 +103,11 @@ def factor_of(shape: Shape) -> int:
 
 
 def pixels_of(config: PlanConfig, shape: Shape) -> int:
-    return config.pixels or factor_of(shape) * shape.unet["sample_size"]
+    """Raises UserError for a model whose pictures are not square, unless --pixels is given."""
+    height, width = (factor_of(shape) * side for side in sides_of(shape.unet["sample_size"]))
+    if config.pixels is None and height != width:
+        raise UserError(f"the model's pictures are {width} x {height} pixels; give --pixels, the side of a square")
+    return config.pixels or height
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

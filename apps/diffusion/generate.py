@@ -10,14 +10,23 @@ Shapes: B pictures, h x w latents, H x W pixels, C latent channels, L tokens, D 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from apps.diffusion.noise import Spacing
 from apps.diffusion.pipeline import Pipeline
-from apps.diffusion.samplers import Sampler, SamplerName, build_sampler, draw_noise
+from apps.diffusion.samplers import (
+    Sampler,
+    SamplerName,
+    Sigmas,
+    build_scheduler,
+    draw_noise,
+    guidance_embedding,
+    rehearse,
+)
 from core.config import UserError
 
 
@@ -26,6 +35,7 @@ class Sampling:
     """How pictures are drawn."""
 
     sampler: SamplerName = "dpm++"
+    """model: the scheduler of the weights' folder; the others are made of its configuration"""
     steps: int = 25
     guidance: float = 7.5
     """weight of the prompt; 1: no guidance, half the work"""
@@ -38,10 +48,14 @@ class Sampling:
     width: int | None = None
     spacing: Spacing | None = None
     """which timesteps are taken; by default as the model's scheduler says"""
+    sigmas: Sigmas | None = None
+    """how noise levels lie between the largest and the least; by default as the model's scheduler says"""
     eta: float = 0.0
-    """ddim: noise added on the way, 0 to 1"""
+    """ddim, tcd: noise added on the way, 0 to 1"""
 
     def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"steps is {self.steps}; give at least 1")
         if self.guidance < 0 or not 0 <= self.guidance_rescale <= 1:
             raise UserError(
                 f"guidance is {self.guidance} and guidance_rescale {self.guidance_rescale}; "
@@ -57,6 +71,11 @@ class Job:
     seed: int
 
 
+def num_evaluations(pipeline: Pipeline, sampling: Sampling) -> int:
+    """How often each picture passes the U-Net: `steps`, and nearly twice that for samplers of second order."""
+    return len(sampler_of(pipeline, sampling).timesteps)
+
+
 def generate(
     pipeline: Pipeline,
     jobs: Sequence[Job],
@@ -66,12 +85,12 @@ def generate(
 ) -> Iterator[tuple[Job, Tensor]]:
     """(job, picture [3, H, W] in 0 to 1, on the CPU) in the order of the jobs, `batch` at a time.
 
-    on_step  told, after each step of a batch, how many pictures took it
+    on_step  told, after each evaluation of a batch, how many pictures took it
 
     Raises UserError for sizes and settings that the model or the sampler has not.
     """
+    check_sampling(pipeline, sampling)
     height, width = picture_size(pipeline, sampling)
-    sampler_of(pipeline, sampling)  # complains before the first batch
     for start in range(0, len(jobs), batch):
         now = jobs[start : start + batch]
         latents = draw_latents(pipeline, now, sampling, (height, width), on_step)
@@ -80,7 +99,7 @@ def generate(
 
 def picture_size(pipeline: Pipeline, sampling: Sampling) -> tuple[int, int]:
     """(height, width) in pixels.  Raises UserError where latents do not divide them."""
-    sides = (sampling.height or pipeline.image_size, sampling.width or pipeline.image_size)
+    sides = (sampling.height or pipeline.image_size[0], sampling.width or pipeline.image_size[1])
     for name, side in zip(("height", "width"), sides):
         if side <= 0 or side % pipeline.factor:
             nearest = max(1, round(side / pipeline.factor)) * pipeline.factor
@@ -88,11 +107,65 @@ def picture_size(pipeline: Pipeline, sampling: Sampling) -> tuple[int, int]:
     return sides
 
 
-def sampler_of(pipeline: Pipeline, sampling: Sampling) -> Sampler:
-    schedule = pipeline.schedule
-    if sampling.spacing is not None:
-        schedule = replace(schedule, timestep_spacing=sampling.spacing)
-    return build_sampler(sampling.sampler, schedule, sampling.steps, sampling.eta)
+def sampler_of(pipeline: Pipeline, sampling: Sampling, device: torch.device | str = "cpu") -> Sampler:
+    """Raises UserError for settings that the model or the sampler has not."""
+    if sampling.guidance_rescale and pipeline.guidance_width is not None:
+        raise UserError("guidance_rescale with a U-Net that is told its guidance; there is nothing to rescale")
+    scheduler = build_scheduler(sampling.sampler, pipeline.schedule, sampling.spacing, sampling.sigmas, sampling.eta)
+    return Sampler(scheduler, sampling.steps, device, sampling.eta)
+
+
+def check_sampling(pipeline: Pipeline, sampling: Sampling) -> None:
+    """Raises UserError for settings that the model or the sampler has not, before anything is drawn."""
+    picture_size(pipeline, sampling)
+    rehearse(sampler_of(pipeline, sampling), sampling.sampler)
+
+
+class Predict(Protocol):
+    """(samples [N, C, h, w], timestep, embedding of the guidance [1, width] or None) -> the U-Net's prediction, alike.
+
+    N is the number of pictures; under guidance twice that, those without their prompts first.
+    """
+
+    def __call__(self, seen: Tensor, timestep: Tensor, guidance: Tensor | None) -> Tensor: ...
+
+
+def is_guided(pipeline: Pipeline, sampling: Sampling) -> bool:
+    """Whether each step evaluates the U-Net without the prompt too; one that is told its guidance needs no second."""
+    return sampling.guidance != 1.0 and pipeline.guidance_width is None
+
+
+def run_sampler(
+    pipeline: Pipeline,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    size: tuple[int, int],
+    predict: Predict,
+    device: torch.device,
+    wide: torch.dtype,
+    on_step: Callable[[int], None] = lambda pictures: None,
+) -> Tensor:
+    """Latents [B, C, h, w] in the format `wide`, each from the noise of its seed.
+
+    size     height and width in pixels
+    predict  in any format
+    on_step  told, after each evaluation, how many pictures it was of
+    """
+    sampler = sampler_of(pipeline, sampling, device)
+    shape = (pipeline.latent_channels, size[0] // pipeline.factor, size[1] // pipeline.factor)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    width = pipeline.guidance_width
+    told = None if width is None else guidance_embedding(sampling.guidance, width)
+    guided = is_guided(pipeline, sampling)
+    x = sampler.start(draw_noise(shape, generators).to(device, wide))
+    for timestep in sampler.timesteps:
+        seen = sampler.model_input(x, timestep)
+        predicted = predict(torch.cat([seen, seen]) if guided else seen, timestep, told).to(wide)
+        if guided:
+            predicted = guide(*predicted.chunk(2), sampling.guidance, sampling.guidance_rescale)
+        x = sampler.step(predicted, timestep, x, generators)
+        on_step(len(seeds))
+    return x
 
 
 @torch.no_grad()
@@ -104,27 +177,18 @@ def draw_latents(
     on_step: Callable[[int], None] = lambda pictures: None,
 ) -> Tensor:
     """Latents [B, C, h, w] of the jobs, as the U-Net has them (scaled)."""
-    unet, sampler = pipeline.unet, sampler_of(pipeline, sampling)
-    guided = sampling.guidance != 1.0
-    prompts = [sampling.negative] * len(jobs) * guided + [job.prompt for job in jobs]
+    unet = pipeline.unet
+    prompts = [sampling.negative] * len(jobs) * is_guided(pipeline, sampling) + [job.prompt for job in jobs]
     text_BLD = pipeline.encode_prompts(prompts).to(unet.device, unet.dtype)
-    shape = (pipeline.latent_channels, size[0] // pipeline.factor, size[1] // pipeline.factor)
-    generators = [torch.Generator().manual_seed(job.seed) for job in jobs]
+
+    def predict(seen: Tensor, timestep: Tensor, guidance: Tensor | None) -> Tensor:
+        told = None if guidance is None else guidance.expand(len(seen), -1).to(unet.device, unet.dtype)
+        return unet(
+            seen.to(unet.dtype), timestep, encoder_hidden_states=text_BLD, timestep_cond=told, return_dict=False
+        )[0]
+
     wide = torch.float64 if unet.dtype == torch.float64 else torch.float32
-
-    def draw() -> Tensor:
-        return draw_noise(shape, generators).to(unet.device, wide)
-
-    x = sampler.start(draw())
-    for step, timestep in enumerate(sampler.timesteps):
-        seen = sampler.model_input(step, x).to(unet.dtype)
-        seen = torch.cat([seen, seen]) if guided else seen
-        predicted = unet(seen, float(timestep), encoder_hidden_states=text_BLD, return_dict=False)[0].to(wide)
-        if guided:
-            predicted = guide(*predicted.chunk(2), sampling.guidance, sampling.guidance_rescale)
-        x = sampler.step(step, x, predicted, draw)
-        on_step(len(jobs))
-    return x
+    return run_sampler(pipeline, sampling, [job.seed for job in jobs], size, predict, unet.device, wide, on_step)
 
 
 def guide(without: Tensor, with_prompt: Tensor, guidance: float, rescale: float) -> Tensor:

@@ -3,9 +3,8 @@
     x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps          a_t = prod over s <= t of (1 - beta_s)
     v_t = sqrt(a_t) eps - sqrt(1 - a_t) x_0          SNR_t = a_t / (1 - a_t)
 
-The betas are rounded to fp32 and multiplied in fp32 as diffusers' schedulers do it, so a network learns at the very
-noise levels that it will be sampled at; what follows from them is computed in fp64 and handed out in the format of the
-samples.
+A schedule is what a folder's scheduler_config.json says, and diffusers' own schedulers make of it the levels, the noisy
+samples and the velocity, so a network learns at the very noise levels that it is sampled at.
 
 Ho et al. 2020, Denoising Diffusion Probabilistic Models, equation 4; Salimans and Ho 2022, Progressive Distillation,
 appendix D (v); Hang et al. 2023, Efficient Diffusion Training via Min-SNR Weighting, section 3.4; Lin et al. 2024,
@@ -14,130 +13,115 @@ Common Diffusion Noise Schedules and Sample Steps are Flawed, algorithm 1 (zero 
 Shapes: T timesteps of training, B rows, C channels.
 """
 
-import dataclasses
-import math
+import inspect
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal
 
+import diffusers
 import torch
+from diffusers import DDPMScheduler
+from diffusers.configuration_utils import FrozenDict
 from torch import Tensor
 
 from core.config import UserError
 
 Prediction = Literal["epsilon", "v_prediction", "sample"]
-BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 Spacing = Literal["leading", "trailing", "linspace"]
+Schedule = Mapping[str, Any]
+"""A scheduler_config.json: the class of one of diffusers' schedulers, and its fields"""
+
+STABLE_DIFFUSION: Schedule = MappingProxyType(
+    {
+        "_class_name": "DDIMScheduler",
+        "_diffusers_version": version("diffusers"),
+        "prediction_type": "epsilon",
+        "num_train_timesteps": 1000,
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "rescale_betas_zero_snr": False,
+        "timestep_spacing": "leading",
+        "steps_offset": 1,
+        "set_alpha_to_one": False,
+        "clip_sample": False,
+        "trained_betas": None,
+    }
+)
+"""The noise of Stable Diffusion v1 and v2"""
+_MENDED = {"steps_offset": 1, "clip_sample": False}
 
 
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """The noise a model was trained with, by the names of diffusers' schedulers; defaults are Stable Diffusion's."""
-
-    prediction_type: Prediction = "epsilon"
-    num_train_timesteps: int = 1000
-    beta_start: float = 0.00085
-    beta_end: float = 0.012
-    beta_schedule: BetaSchedule = "scaled_linear"
-    rescale_betas_zero_snr: bool = False
-    """the last timestep is pure noise (Lin et al. 2024, arXiv:2305.08891, algorithm 1)"""
-    timestep_spacing: Spacing = "leading"
-    """which timesteps a sampler takes (the same, table 2)"""
-    steps_offset: int = 1
-    set_alpha_to_one: bool = False
-    """the last step of a sampler ends at no noise; otherwise at that of timestep 0"""
-
-    def __post_init__(self) -> None:
-        for name, kind in (
-            ("prediction_type", Prediction),
-            ("beta_schedule", BetaSchedule),
-            ("timestep_spacing", Spacing),
-        ):
-            if getattr(self, name) not in get_args(kind):
-                raise UserError(f"{name} is {getattr(self, name)!r}; known are {', '.join(get_args(kind))}")
-
-    @staticmethod
-    def from_json(stored: Mapping[str, Any]) -> "ScheduleConfig":
-        """A scheduler_config.json; what it leaves out is as in diffusers' scheduler of its class.
-
-        Raises UserError for what no sampler here knows.
-        """
-        kind = stored.get("_class_name", "DDIMScheduler")
-        absent = {
-            "prediction_type": "epsilon",
-            "beta_start": 0.0001,
-            "beta_end": 0.02,
-            "beta_schedule": "linear",
-            "timestep_spacing": "leading"
-            if kind in ("DDIMScheduler", "PNDMScheduler", "DDPMScheduler")
-            else "linspace",
-            "steps_offset": 0,
-            "set_alpha_to_one": kind == "DDIMScheduler",
-        }
-        if stored.get("trained_betas") is not None:
-            raise UserError("the scheduler has trained_betas, a schedule of its own; give one with a beta_schedule")
-        names = {f.name for f in dataclasses.fields(ScheduleConfig)}
-        return ScheduleConfig(**(absent | {name: value for name, value in stored.items() if name in names}))
-
-    def to_json(self) -> dict[str, Any]:
-        """For scheduler_config.json, as diffusers' DDIMScheduler; its other schedulers load from it too."""
-        return {
-            "_class_name": "DDIMScheduler",
-            "_diffusers_version": version("diffusers"),
-            **dataclasses.asdict(self),
-            "clip_sample": False,
-            "trained_betas": None,
-        }
+def schedule(**changes: Any) -> dict[str, Any]:
+    """Stable Diffusion's schedule with other values in some of its fields."""
+    return {**STABLE_DIFFUSION, **changes}
 
 
-def betas(config: ScheduleConfig) -> Tensor:
-    """[T] in fp32."""
-    T = config.num_train_timesteps
-    if config.beta_schedule == "linear":
-        betas_T = torch.linspace(config.beta_start, config.beta_end, T, dtype=torch.float32)
-    elif config.beta_schedule == "scaled_linear":
-        betas_T = torch.linspace(config.beta_start**0.5, config.beta_end**0.5, T, dtype=torch.float32) ** 2
-    else:
-        betas_T = _squared_cosine(T)
-    return zero_terminal_snr(betas_T) if config.rescale_betas_zero_snr else betas_T
+def own_scheduler(stored: Schedule) -> Any:
+    """diffusers' scheduler of a schedule, set up as its pipeline of Stable Diffusion does it.
 
-
-def _squared_cosine(T: int, largest: float = 0.999) -> Tensor:
-    """Nichol and Dhariwal 2021, Improved DDPM, equation 17."""
-
-    def level(t: float) -> float:
-        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
-
-    steps = [min(1 - level((t + 1) / T) / level(t / T), largest) for t in range(T)]
-    return torch.tensor(steps, dtype=torch.float32)
-
-
-def zero_terminal_snr(betas_T: Tensor) -> Tensor:
-    """Betas whose last step leaves nothing of the sample: sqrt(a) shifted to end at 0, scaled to begin where it did.
-
-    Lin et al. 2024, algorithm 1.
+    That pipeline takes every `steps_offset` for 1 and `clip_sample` for false, since old folders leave both out.
+    Raises UserError for values that the scheduler refuses.
     """
-    root_T = torch.cumprod(1.0 - betas_T, dim=0).sqrt()
-    first, last = root_T[0].clone(), root_T[-1].clone()
-    root_T = (root_T - last) * (first / (first - last))
-    level_T = root_T**2
-    return 1 - torch.cat([level_T[:1], level_T[1:] / level_T[:-1]])
+    kind = getattr(diffusers, stored["_class_name"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fields that only other schedulers have
+        try:
+            scheduler = kind.from_config(dict(stored))
+        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+            raise UserError(
+                f"{stored['_class_name']} refuses its scheduler_config.json: {first_line(error)}"
+            ) from error
+    config = dict(scheduler.config)
+    config |= {name: value for name, value in _MENDED.items() if name in config}
+    scheduler._internal_dict = FrozenDict(config)
+    return scheduler
+
+
+def prediction_of(stored: Schedule) -> Prediction:
+    """What the network predicts; diffusers' schedulers take it for the noise where nothing is said."""
+    return stored.get("prediction_type", "epsilon")
+
+
+def with_zero_terminal_snr(stored: Schedule) -> dict[str, Any]:
+    """The schedule whose last timestep is noise alone, and whose sampler begins there (Lin et al. 2024, section 3).
+
+    It is DDIM's where the schedule's own class cannot have it.
+    """
+    changes = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    kind = getattr(diffusers, stored["_class_name"])
+    if changes.keys() <= fields_of(kind):
+        return {**stored, **changes}
+    plain = diffusers.DDIMScheduler.from_config(own_scheduler(stored).config, **changes).config
+    return {name: value for name, value in plain.items() if name != "_use_default_values"}
+
+
+def fields_of(kind: type) -> set[str]:
+    """The fields of the configuration of a class of diffusers."""
+    return set(inspect.signature(kind.__init__).parameters) - {"self", "args", "kwargs"}
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 class NoiseSchedule:
     """Noise levels by timestep, and what follows from them."""
 
-    def __init__(self, config: ScheduleConfig):
+    def __init__(self, stored: Schedule):
         """Raises UserError for epsilon with zero terminal SNR: a network that is shown noise alone knows the answer."""
-        if config.rescale_betas_zero_snr and config.prediction_type == "epsilon":
+        self.prediction = prediction_of(stored)
+        if stored.get("rescale_betas_zero_snr") and self.prediction == "epsilon":
             raise UserError(
                 "with zero terminal SNR the last step is noise alone, which a network that predicts epsilon only has "
                 "to repeat; use prediction v_prediction or sample, or leave the schedule as it is"
             )
-        self.config = config
-        self.prediction = config.prediction_type
-        self.alphas_cumprod_T = torch.cumprod(1.0 - betas(config), dim=0).double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fields of the sampler that noise does not need
+            self._scheduler = DDPMScheduler.from_config(own_scheduler(stored).config)
+        self.alphas_cumprod_T = self._scheduler.alphas_cumprod.double()
 
     def __len__(self) -> int:
         return len(self.alphas_cumprod_T)
@@ -149,8 +133,7 @@ class NoiseSchedule:
 
     def add_noise(self, sample_BC: Tensor, noise_BC: Tensor, timestep_B: Tensor) -> Tensor:
         """x_t [B, C, …] from x_0 and eps."""
-        signal, spread = self._roots(timestep_B, sample_BC)
-        return signal * sample_BC + spread * noise_BC
+        return self._scheduler.add_noise(sample_BC, noise_BC, timestep_B)
 
     def target(self, sample_BC: Tensor, noise_BC: Tensor, timestep_B: Tensor) -> Tensor:
         """What the network is to predict at x_t: eps, v or x_0 [B, C, …]."""
@@ -158,8 +141,7 @@ class NoiseSchedule:
             return noise_BC
         if self.prediction == "sample":
             return sample_BC
-        signal, spread = self._roots(timestep_B, sample_BC)
-        return signal * noise_BC - spread * sample_BC
+        return self._scheduler.get_velocity(sample_BC, noise_BC, timestep_B)
 
     def sample_of(self, predicted_BC: Tensor, noisy_BC: Tensor, timestep_B: Tensor) -> Tensor:
         """The x_0 [B, C, …] that a prediction at x_t amounts to."""

@@ -13,12 +13,12 @@ prompt, D width of the text encoder.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from diffusers import __version__ as diffusers_version
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from apps.diffusion.noise import Prediction, ScheduleConfig
+from apps.diffusion.fields import PIPELINES, check_fields, says_something
+from apps.diffusion.noise import Prediction, Schedule, first_line, own_scheduler, prediction_of
+from apps.diffusion.samplers import CLASSES
+from apps.diffusion.text import check_text
 from core.config import UserError
 from core.quant import Architecture, QuantizedWeight, is_quantized, load_quantized, save_quantized
-from core.weights import Weights, read_json, write_json, write_safetensors
+from core.weights import Weights, index_of, read_json, write_json, write_safetensors
 
 TEXT_PREFIX = "text_model."
 INDEX = "model_index.json"
@@ -58,11 +61,21 @@ class Pipeline:
     vae: AutoencoderKL
     text_encoder: CLIPTextModel
     tokenizer: CLIPTokenizer
-    schedule: ScheduleConfig
+    schedule: Schedule
+    """the scheduler_config.json, as it is read and written"""
 
     @property
     def prediction_type(self) -> Prediction:
-        return self.schedule.prediction_type
+        return prediction_of(self.schedule)
+
+    @property
+    def num_train_timesteps(self) -> int:
+        return own_scheduler(self.schedule).config.num_train_timesteps
+
+    @property
+    def guidance_width(self) -> int | None:
+        """Of the embedding by which a distilled U-Net is told its guidance; None: it takes none."""
+        return self.unet.config.time_cond_proj_dim
 
     @property
     def scaling_factor(self) -> float:
@@ -79,9 +92,10 @@ class Pipeline:
         return self.vae.config.latent_channels
 
     @property
-    def image_size(self) -> int:
-        """Side of the pictures it was trained on, in pixels."""
-        return self.unet.config.sample_size * self.factor
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of the pictures it was trained on, in pixels."""
+        height, width = sides_of(self.unet.config.sample_size)
+        return height * self.factor, width * self.factor
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -90,7 +104,7 @@ class Pipeline:
     def configs(self) -> dict[str, Any]:
         """The modules' configurations and the schedule, as JSON can hold them."""
         described = {name: _plain_config(module.config) for name, module in self.modules.items()}
-        return described | {"schedule": dataclasses.asdict(self.schedule)}
+        return described | {"schedule": dict(self.schedule)}
 
     def to(self, *args: Any, **kwargs: Any) -> Pipeline:
         """Move or cast the three modules, as `nn.Module.to`."""
@@ -99,7 +113,12 @@ class Pipeline:
         return self
 
     def tokenize(self, prompts: Sequence[str]) -> Tensor:
-        """Token ids int64 [B, L], cut and filled up to the tokenizer's length."""
+        """Token ids int64 [B, L], cut and filled up to the tokenizer's length.
+
+        Raises UserError for what is no text.
+        """
+        for prompt in prompts:
+            check_text(prompt)
         length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
         return self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
@@ -126,6 +145,17 @@ class Pipeline:
         return self
 
 
+def sides_of(sample_size: Any) -> tuple[int, int]:
+    """(height, width) of a U-Net's latents: diffusers takes one number for a square, or both.
+
+    Raises UserError for anything else.
+    """
+    sides = sample_size if isinstance(sample_size, (list, tuple)) else (sample_size, sample_size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise UserError(f"the U-Net's sample_size is {sample_size!r}; give a number of latents, or [height, width]")
+    return sides[0], sides[1]
+
+
 # --- modules from their configurations --------------------------------------------------------------------------------
 
 
@@ -141,19 +171,30 @@ def build_text_encoder(config: Mapping[str, Any]) -> CLIPTextModel:
     return CLIPTextModel(CLIPTextConfig.from_dict(dict(config)))
 
 
+def without_gaps(component: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's configuration with what it leaves out, as the module's class has it."""
+    if component == "text_encoder":
+        return CLIPTextConfig.from_dict(dict(config)).to_dict()
+    kind = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}[component]
+    return {name: p.default for name, p in signature(kind.__init__).parameters.items() if name != "self"} | {**config}
+
+
 _BUILD = {"unet": build_unet, "vae": build_vae, "text_encoder": build_text_encoder}
 
 
 def build_meta(component: str, config: Mapping[str, Any], origin: object) -> Any:
     """The module `component` of a configuration, without memory.
 
-    Raises UserError for a configuration that makes no such module.
+    Raises UserError for a configuration that makes no such module, or that says what is not obeyed.
     """
+    check_fields(component, config, origin)
+    if component == "unet":
+        sides_of(config.get("sample_size", 64))
     try:
         with torch.device("meta"):
             return _BUILD[component](config)
     except (TypeError, ValueError, KeyError, NotImplementedError) as error:
-        raise UserError(f"{origin}: its configuration makes no {component} ({_first_line(error)})") from error
+        raise UserError(f"{origin}: its configuration makes no {component} ({first_line(error)})") from error
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, origin: object) -> None:
@@ -194,10 +235,6 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -222,17 +259,10 @@ def load_pipeline(
         return load_single_file(folder, tokenizer, prediction_type, dtype)
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion")
-    index = read_json(folder / INDEX)
-    for component, named in _COMPONENTS.items():
-        given = index.get(component)
-        if component != "scheduler" and given != named and not (component == "tokenizer" and _is_tokenizer(given)):
-            raise UserError(
-                f"{folder} is a {index.get('_class_name')} whose {component} is {_class_of(given)}; "
-                f"Stable Diffusion v1 and v2 have a {named[1]}"
-            )
-    schedule = ScheduleConfig.from_json(read_json(folder / "scheduler" / "scheduler_config.json"))
-    if prediction_type not in (None, schedule.prediction_type):
-        raise UserError(contradiction(folder, schedule.prediction_type, prediction_type))
+    check_index(read_json(folder / INDEX), folder)
+    schedule = read_schedule(folder)
+    if prediction_type not in (None, prediction_of(schedule)):
+        raise UserError(contradiction(folder, prediction_of(schedule), prediction_type))
     return Pipeline(
         **{component: _load_module(folder / component, component, dtype) for component in _STEMS},
         tokenizer=load_tokenizer(folder / "tokenizer" if tokenizer is None else Path(tokenizer)),
@@ -245,6 +275,42 @@ def contradiction(origin: object, said: str, told: str | None) -> str:
         f"{origin} predicts {said}, and --prediction-type {told} was given (of training --noise.prediction); "
         "leave it out"
     )
+
+
+def check_index(index: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError for a model_index.json of another pipeline than Stable Diffusion's."""
+    kind = index.get("_class_name", PIPELINES[0])
+    if "XL" in str(kind) or says_something(index.get("text_encoder_2")):
+        raise UserError(f"{folder} is SDXL ({kind}), which is not supported; give Stable Diffusion v1 or v2")
+    if kind not in PIPELINES:
+        raise UserError(f"{folder} is a {kind}; give a folder of Stable Diffusion v1 or v2 ({PIPELINES[0]})")
+    for component, named in _COMPONENTS.items():
+        given = index.get(component)
+        if component != "scheduler" and given != named and not (component == "tokenizer" and _is_tokenizer(given)):
+            raise UserError(
+                f"{folder} is a {kind} whose {component} is {_class_of(given)}; "
+                f"Stable Diffusion v1 and v2 have a {named[1]}"
+            )
+    check_fields("model_index", index, folder / INDEX)
+
+
+def read_schedule(folder: Path) -> Schedule:
+    """The scheduler_config.json of a pipeline's folder.  Raises UserError for noise that is not Stable Diffusion's."""
+    path = folder / "scheduler" / "scheduler_config.json"
+    stored = read_json(path)
+    return check_schedule({"_class_name": "DDIMScheduler"} | stored, path)
+
+
+def check_schedule(stored: Schedule, origin: object) -> Schedule:
+    """The schedule itself.  Raises UserError for one that the samplers cannot begin with."""
+    kind = stored["_class_name"]
+    if kind not in CLASSES.values():
+        raise UserError(
+            f"{origin} is of {kind}; the noise of Stable Diffusion is that of {', '.join(CLASSES.values())}"
+        )
+    check_fields("scheduler", stored, origin)
+    own_scheduler(stored)
+    return stored
 
 
 def _is_tokenizer(given: Any) -> bool:
@@ -276,9 +342,9 @@ def _architecture(component: str) -> Architecture:
 
 def _stem_in(folder: Path, stem: str) -> str:
     """The plain weights, or else those of the variant fp16."""
-    for found in (stem, f"{stem}.fp16"):
-        if any((folder / f"{found}{end}").is_file() for end in (".safetensors", ".safetensors.index.json")):
-            return found
+    for variant in ("", ".fp16"):
+        if (folder / f"{stem}{variant}.safetensors").is_file() or index_of(folder, stem + variant).is_file():
+            return stem + variant
     if any(folder.glob(f"{stem}*.bin")) or any(folder.glob("pytorch_model*.bin")):
         raise UserError(f"{folder} holds pickled weights (.bin) only; give a folder with {stem}.safetensors")
     raise UserError(f"{folder} holds no {stem}.safetensors; give a complete diffusers folder")
@@ -318,11 +384,13 @@ def _present_attention(name: str) -> str:
 
 
 def load_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Raises UserError for a folder without one."""
+    """Raises UserError for a folder without one, and for one that says what is not obeyed."""
+    if (folder / "tokenizer_config.json").is_file():
+        check_fields("tokenizer", read_json(folder / "tokenizer_config.json"), folder / "tokenizer_config.json")
     try:
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder} holds no CLIP tokenizer ({_first_line(error)}); copy the folder again") from error
+        raise UserError(f"{folder} holds no CLIP tokenizer ({first_line(error)}); copy the folder again") from error
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -349,8 +417,8 @@ def save_pipeline(pipeline: Pipeline, out: str | Path, dtype: torch.dtype | None
             _save_module(component, module, aside / component, dtype)
         _save_tokenizer(pipeline.tokenizer, aside / "tokenizer")
         (aside / "scheduler").mkdir()
-        write_json(aside / "scheduler" / "scheduler_config.json", pipeline.schedule.to_json())
-        write_json(aside / INDEX, _index())
+        write_json(aside / "scheduler" / "scheduler_config.json", dict(pipeline.schedule))
+        write_json(aside / INDEX, _index(pipeline))
         _put(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -365,11 +433,12 @@ def check_free(out: Path, replace: bool = False) -> None:
         raise UserError(f"{out} exists already; choose another folder, or remove it")
 
 
-def _index() -> dict[str, Any]:
+def _index(pipeline: Pipeline) -> dict[str, Any]:
     return {
-        "_class_name": "StableDiffusionPipeline",
+        "_class_name": PIPELINES[0],
         "_diffusers_version": diffusers_version,
         **_COMPONENTS,
+        "scheduler": ["diffusers", pipeline.schedule["_class_name"]],
         "safety_checker": [None, None],
         "feature_extractor": [None, None],
         "requires_safety_checker": False,

@@ -18,6 +18,7 @@ def main(argv: list[str]) -> int:
 
 
 def _models() -> Table:
+    from apps.diffusion.noise import prediction_of
     from apps.diffusion.shapes import SHAPES, meta_modules
 
     table = Table("model", "U-Net", "VAE", "text encoder", "text width", "predicts", "pixels")
@@ -25,7 +26,7 @@ def _models() -> Table:
         modules = meta_modules(shape)
         counts = [f"{sum(p.numel() for p in modules[part].parameters()):,}" for part in ("unet", "vae", "text_encoder")]
         pixels = str(8 * shape.unet["sample_size"])
-        table.add_row(name, *counts, str(shape.unet["cross_attention_dim"]), shape.schedule.prediction_type, pixels)
+        table.add_row(name, *counts, str(shape.unet["cross_attention_dim"]), prediction_of(shape.schedule), pixels)
     return table
 
 

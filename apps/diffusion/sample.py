@@ -17,10 +17,11 @@ from rich.progress import Progress
 
 from apps.diffusion.attention import AttentionName, set_attention
 from apps.diffusion.formats.lora import load_lora, merge_lora
-from apps.diffusion.generate import Job, Sampling, generate, picture_size, sampler_of
+from apps.diffusion.generate import Job, Sampling, check_sampling, generate, num_evaluations, picture_size
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
+from apps.diffusion.text import check_text
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units
 
@@ -104,6 +105,8 @@ def jobs_of(config: SampleConfig) -> list[Job]:
     for index, prompt in enumerate(prompts):
         if not prompt.strip():
             raise UserError(f"prompt {index + 1} of {len(prompts)} is empty; say what to draw")
+    for prompt in (*prompts, config.negative):
+        check_text(prompt)
     return [Job(prompt, config.seed + i) for prompt in prompts for i in range(config.images)]
 
 
@@ -125,8 +128,7 @@ def dtype_of(precision: str, device: torch.device) -> torch.dtype:
 
 def prepare(pipeline: Pipeline, config: SampleConfig) -> None:
     """Attention, tiles and memory layout.  Raises UserError for sizes that the model has not."""
-    picture_size(pipeline, config)
-    sampler_of(pipeline, config)
+    check_sampling(pipeline, config)
     for module in (pipeline.unet, pipeline.vae):
         set_attention(module, config.attention)
         module.to(memory_format=torch.channels_last)
@@ -187,7 +189,7 @@ def save_grid(names: list[Path], path: Path, columns: int | None = None) -> None
 def _with_progress(pipeline: Pipeline, jobs: list[Job], config: SampleConfig) -> Iterator[Any]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{len(jobs)} pictures", total=len(jobs) * config.steps)
+        task = progress.add_task(f"{len(jobs)} pictures", total=len(jobs) * num_evaluations(pipeline, config))
         yield from generate(
             pipeline, jobs, config, config.batch, on_step=lambda pictures: progress.advance(task, pictures)
         )

@@ -1,217 +1,211 @@
-"""Samplers: from noise to latents in a few evaluations of a U-Net.
+"""Samplers: from noise to latents in a few evaluations of a U-Net, by diffusers' own schedulers.
 
-    ddim      Song et al. 2021, arXiv:2010.02502, equations 12 and 16; with eta > 0 noise is added on the way
-    dpm++     DPM-Solver++(2M), Lu et al. 2022, arXiv:2211.01095, algorithm 2: of second order, by the last step's x_0
-    euler     Karras et al. 2022, arXiv:2206.00364, algorithm 1 with Euler steps
-    euler_a   Euler with ancestral noise, as in k-diffusion
+`--sampler NAME` is what a user of diffusers does: the folder's scheduler where it is of that class already, otherwise
+`Scheduler.from_config(pipeline.scheduler.config)`. So whatever the folder says (Karras' noise levels, the solver's
+order and kind, thresholding) is obeyed by the code that defines it, and steps equal those of diffusers' pipeline.
 
-Each takes the timesteps and the steps of diffusers' scheduler of that name for the same configuration. With a_t the
-share of the sample's variance at timestep t, and VP for variance preserving and VE for exploding:
+    ddim        Song et al. 2021, arXiv:2010.02502         ddpm       Ho et al. 2020, arXiv:2006.11239
+    pndm        Liu et al. 2022, arXiv:2202.09778          unipc      Zhao et al. 2023, arXiv:2302.04867
+    dpm++       DPM-Solver++(2M), Lu et al. 2022, arXiv:2211.01095; dpm++_single takes single steps
+    deis        Zhang and Chen 2023, arXiv:2204.13902      lms        linear multistep, as in k-diffusion
+    euler, heun Karras et al. 2022, arXiv:2206.00364       euler_a    Euler with ancestral noise
+    dpm2        DPM-Solver-2 of k-diffusion; dpm2_a with ancestral noise
+    lcm         Luo et al. 2023, arXiv:2310.04378          tcd        Zheng et al. 2024, arXiv:2402.19159
 
-    VP: x = sqrt(a) x_0 + sqrt(1 - a) eps        VE: x = x_0 + s eps        s = sqrt((1 - a) / a)
-
-DDIM and DPM-Solver++ keep VP samples, Euler VE samples, which the U-Net sees divided by sqrt(1 + s^2).
-Coefficients are computed in fp64; samples keep their format.
+The last two are for U-Nets that were distilled for few steps.
 """
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal, get_args
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
-import numpy as np
+import diffusers
 import torch
 from torch import Tensor
 
-from apps.diffusion.noise import NoiseSchedule, Prediction, ScheduleConfig
+from apps.diffusion.noise import Schedule, fields_of, first_line, own_scheduler, prediction_of
 from core.config import UserError
 
-SamplerName = Literal["ddim", "dpm++", "euler", "euler_a"]
+SamplerName = Literal[
+    "model",
+    "ddim",
+    "ddpm",
+    "pndm",
+    "dpm++",
+    "dpm++_single",
+    "unipc",
+    "deis",
+    "euler",
+    "euler_a",
+    "heun",
+    "dpm2",
+    "dpm2_a",
+    "lms",
+    "lcm",
+    "tcd",
+]
 SAMPLERS: tuple[str, ...] = get_args(SamplerName)
+MODEL = "model"
+"""the scheduler of the folder, as it is"""
+CLASSES: dict[str, str] = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "pndm": "PNDMScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "dpm++_single": "DPMSolverSinglestepScheduler",
+    "unipc": "UniPCMultistepScheduler",
+    "deis": "DEISMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler_a": "EulerAncestralDiscreteScheduler",
+    "heun": "HeunDiscreteScheduler",
+    "dpm2": "KDPM2DiscreteScheduler",
+    "dpm2_a": "KDPM2AncestralDiscreteScheduler",
+    "lms": "LMSDiscreteScheduler",
+    "lcm": "LCMScheduler",
+    "tcd": "TCDScheduler",
+}
+"""name -> class of diffusers"""
+_OF_FEW_STEPS = ("lcm", "tcd")
 
-# s at a timestep of pure noise, where it would be infinite: a = 2^-24, as diffusers has it.
-_LEAST_SHARE = 2.0**-24
-
-Draw = Callable[[], Tensor]
-"""Makes standard normal noise of the samples' shape and format."""
+Sigmas = Literal["karras", "exponential", "beta"]
 
 
-class Sampler(ABC):
-    """One run of a sampler over a batch; `timesteps` are the U-Net's, one for each step."""
+class Sampler:
+    """One run of a scheduler over a batch of B pictures, each with a generator of its own."""
 
-    def __init__(self, schedule: ScheduleConfig, steps: int):
-        self.prediction: Prediction = schedule.prediction_type
-        self.share_T: np.ndarray = NoiseSchedule(schedule).alphas_cumprod_T.numpy().astype(np.float64)
-        self.timesteps = self._timesteps(schedule, steps)
-        last = len(self.share_T) - 1
-        if len(self.timesteps) != steps or self.timesteps.max() > last or len(set(self.timesteps)) < steps:
-            raise UserError(
-                f"{steps} steps with {schedule.timestep_spacing} spacing do not fit {last + 1} timesteps; "
-                "take fewer steps, or --spacing trailing"
-            )
-
-    def _timesteps(self, schedule: ScheduleConfig, steps: int) -> np.ndarray:
-        return spaced(schedule, steps).round()
+    def __init__(self, scheduler: Any, steps: int, device: torch.device | str = "cpu", eta: float = 0.0):
+        self._scheduler = scheduler
+        _set_timesteps(scheduler, steps, device)
+        self.timesteps: Tensor = scheduler.timesteps
+        """what the U-Net is told at each of its evaluations; samplers of second order have nearly two a step"""
+        taken = inspect.signature(scheduler.step).parameters
+        self._draws = "generator" in taken
+        self._options = {"eta": eta} if "eta" in taken else {}
 
     def start(self, noise: Tensor) -> Tensor:
         """The first sample, from standard normal noise."""
-        return noise
+        return noise * self._scheduler.init_noise_sigma
 
-    def model_input(self, step: int, x: Tensor) -> Tensor:
+    def model_input(self, x: Tensor, timestep: Tensor) -> Tensor:
         """What the U-Net sees of a sample."""
-        return x
+        return self._scheduler.scale_model_input(x, timestep)
 
-    @abstractmethod
-    def step(self, step: int, x: Tensor, predicted: Tensor, draw: Draw) -> Tensor:
-        """The next sample, from this one and what the U-Net predicts of it.  `draw` is called where noise is added."""
+    def step(self, predicted: Tensor, timestep: Tensor, x: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """The next sample, from this one and what the U-Net predicts of it.
 
-    def shares(self, s: float) -> tuple[float, float]:
-        """sqrt(a) and sqrt(1 - a) of a noise level s."""
-        signal = 1 / math.sqrt(1 + s * s)
-        return signal, s * signal
+        generators  one a row on the CPU, from which each row draws the noise that is added on the way
+        """
+        drawn = {"generator": list(generators)} if self._draws else {}
+        # a sample in a wider format than the scheduler's tables keeps it
+        return self._scheduler.step(predicted, timestep, x, **drawn, **self._options, return_dict=False)[0].to(x.dtype)
 
 
-def spaced(schedule: ScheduleConfig, steps: int, ends: int = 0) -> np.ndarray:
-    """Timesteps from high to low, Lin et al. 2024, arXiv:2305.08891, table 2.
+def rehearse(sampler: Sampler, name: str) -> None:
+    """Every step on a sample of one number, which uses the sampler up: not all that a folder can say goes together.
 
-    ends  1: the last of `steps + 1` timesteps is left out (leading and linspace)
+    Raises UserError for what the scheduler refuses on the way.
     """
-    T, spacing = schedule.num_train_timesteps, schedule.timestep_spacing
-    if spacing == "linspace":
-        return np.linspace(0, T - 1, steps + ends)[::-1][:steps]
-    if spacing == "leading":
-        return (np.arange(steps + ends) * (T // (steps + ends)))[::-1][:steps] + float(schedule.steps_offset)
-    return np.arange(T, 0, -T / steps)[:steps].round() - 1
+    generators = [torch.Generator()]
+    x = sampler.start(torch.zeros(1, 1, 1, 1))
+    try:
+        for timestep in sampler.timesteps:
+            x = sampler.step(sampler.model_input(x, timestep), timestep, x, generators)
+    except (ValueError, TypeError, RuntimeError, IndexError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"the folder's schedule does not fit {name} ({first_line(error)}); take another --sampler"
+        ) from error
+    if not x.isfinite().all():
+        raise UserError(f"the folder's schedule leads {name} to numbers that are not finite; take another --sampler")
 
 
-class Ddim(Sampler):
-    """eta 0: no noise is added; 1: as much as in DDPM."""
-
-    def __init__(self, schedule: ScheduleConfig, steps: int, eta: float = 0.0):
-        super().__init__(schedule, steps)
-        self.eta, self.stride = eta, schedule.num_train_timesteps // steps
-        self.final_share = 1.0 if schedule.set_alpha_to_one else self.share_T[0]
-
-    def step(self, step: int, x: Tensor, predicted: Tensor, draw: Draw) -> Tensor:
-        t = int(self.timesteps[step])
-        share, before = float(self.share_T[t]), t - self.stride  # by stride, also where the next timestep is another
-        next_share = float(self.share_T[before]) if before >= 0 else float(self.final_share)
-        signal, spread = math.sqrt(share), math.sqrt(1 - share)
-        if self.prediction == "epsilon":
-            x_0, eps = (x - spread * predicted) / signal, predicted
-        elif self.prediction == "v_prediction":
-            x_0, eps = signal * x - spread * predicted, signal * predicted + spread * x
-        else:
-            x_0, eps = predicted, (x - signal * predicted) / spread
-        variance = self.eta**2 * (1 - next_share) / (1 - share) * (1 - share / next_share)
-        moved = math.sqrt(next_share) * x_0 + math.sqrt(max(1 - next_share - variance, 0.0)) * eps
-        return moved + math.sqrt(variance) * draw() if variance > 0 else moved
+def _set_timesteps(scheduler: Any, steps: int, device: torch.device | str) -> None:
+    last = scheduler.config.num_train_timesteps - 1
+    said = (
+        f"{steps} steps with {scheduler.config.get('timestep_spacing', 'linspace')} spacing do not fit {last + 1} "
+        "timesteps; take fewer steps, or --spacing trailing"
+    )
+    if steps > last + 1:
+        raise UserError(said)
+    try:
+        scheduler.set_timesteps(steps, device=device)
+    except (ValueError, IndexError, ImportError, NotImplementedError) as error:
+        raise UserError(f"{type(scheduler).__name__} takes no {steps} steps: {first_line(error)}") from error
+    timesteps = scheduler.timesteps
+    levels = any(scheduler.config.get(f"use_{name}_sigmas") for name in get_args(Sigmas))
+    few = not levels and len(set(timesteps.tolist())) < steps  # levels may round to one timestep
+    if few or float(timesteps.max()) > last or float(timesteps.min()) < 0:
+        raise UserError(said)
 
 
-class _BySigma(Sampler):
-    """A sampler whose noise levels are s at each timestep, and 0 at the end."""
+def build_scheduler(
+    name: str, stored: Schedule, spacing: str | None = None, sigmas: Sigmas | None = None, eta: float = 0.0
+) -> Any:
+    """diffusers' scheduler for a run of the sampler `name` with the schedule of a folder.
 
-    def __init__(self, schedule: ScheduleConfig, steps: int):
-        super().__init__(schedule, steps)
-        share_T = np.maximum(self.share_T, _LEAST_SHARE)
-        levels = np.interp(self.timesteps, np.arange(len(share_T)), np.sqrt((1 - share_T) / share_T))
-        self.sigmas = [*map(float, levels), 0.0]
+    spacing, sigmas  other than the folder says
+    eta              of samplers that take one
 
-
-class DpmSolver(_BySigma):
-    """The first step and the last, which ends at no noise, are of first order."""
-
-    def __init__(self, schedule: ScheduleConfig, steps: int):
-        super().__init__(schedule, steps)
-        self.previous_x_0: Tensor | None = None
-
-    def _timesteps(self, schedule: ScheduleConfig, steps: int) -> np.ndarray:
-        return spaced(schedule, steps, ends=1).round()
-
-    def step(self, step: int, x: Tensor, predicted: Tensor, draw: Draw) -> Tensor:
-        s, s_next = self.sigmas[step], self.sigmas[step + 1]
-        signal, spread = self.shares(s)
-        if self.prediction == "epsilon":
-            x_0 = (x - spread * predicted) / signal
-        elif self.prediction == "v_prediction":
-            x_0 = signal * x - spread * predicted
-        else:
-            x_0 = predicted
-        next_signal, next_spread = self.shares(s_next)
-        toward = next_signal * (1 - s_next / s)  # -alpha_t (exp(-h) - 1), h = ln s - ln s_next
-        moved = next_spread / spread * x + toward * x_0
-        if step > 0 and s_next > 0:
-            assert self.previous_x_0 is not None
-            ratio = math.log(s / s_next) / math.log(self.sigmas[step - 1] / s)
-            moved = moved + 0.5 * toward * ratio * (x_0 - self.previous_x_0)
-        self.previous_x_0 = x_0
-        return moved
-
-
-class Euler(_BySigma):
-    """Timesteps of linspace are not rounded: noise levels between two are interpolated."""
-
-    def __init__(self, schedule: ScheduleConfig, steps: int):
-        super().__init__(schedule, steps)
-        largest = max(self.sigmas)
-        self.initial_scale = math.hypot(largest, 1.0) if schedule.timestep_spacing == "leading" else largest
-
-    def _timesteps(self, schedule: ScheduleConfig, steps: int) -> np.ndarray:
-        return spaced(schedule, steps)
-
-    def start(self, noise: Tensor) -> Tensor:
-        return self.initial_scale * noise
-
-    def model_input(self, step: int, x: Tensor) -> Tensor:
-        return x / math.hypot(self.sigmas[step], 1.0)
-
-    def x_0(self, step: int, x: Tensor, predicted: Tensor) -> Tensor:
-        s = self.sigmas[step]
-        if self.prediction == "epsilon":
-            return x - s * predicted
-        if self.prediction == "v_prediction":
-            signal, spread = self.shares(s)
-            return signal**2 * x - spread * predicted
-        return predicted
-
-    def step(self, step: int, x: Tensor, predicted: Tensor, draw: Draw) -> Tensor:
-        s, s_next = self.sigmas[step], self.sigmas[step + 1]
-        return x + (s_next - s) / s * (x - self.x_0(step, x, predicted))
-
-
-class EulerAncestral(Euler):
-    def step(self, step: int, x: Tensor, predicted: Tensor, draw: Draw) -> Tensor:
-        s, s_next = self.sigmas[step], self.sigmas[step + 1]
-        up = math.sqrt(s_next**2 * (s**2 - s_next**2)) / s
-        down = math.sqrt(s_next**2 - up**2)
-        moved = x + (down - s) / s * (x - self.x_0(step, x, predicted))
-        return moved + up * draw() if up > 0 else moved
-
-
-def build_sampler(name: str, schedule: ScheduleConfig, steps: int, eta: float = 0.0) -> Sampler:
-    """Raises UserError for an unknown name, for steps that the schedule has not, for a schedule that the model's
-    prediction does not fit, and for eta with another sampler than DDIM.
+    Raises UserError for an unknown name, for a schedule that the model's prediction does not fit, for U-Nets of few
+    steps with another sampler than theirs, and for options that the sampler has not.
     """
     if name not in SAMPLERS:
         raise UserError(f"no sampler {name!r}; the samplers are {', '.join(SAMPLERS)}")
-    if steps < 1:
-        raise UserError(f"steps is {steps}; give at least 1")
-    if schedule.rescale_betas_zero_snr and schedule.prediction_type == "epsilon":
+    if stored.get("rescale_betas_zero_snr") and prediction_of(stored) == "epsilon":
         raise UserError(
             "the model predicts the noise and its schedule has zero terminal SNR, where noise tells nothing of the "
             "picture; correct its scheduler_config.json: such models predict v or the sample"
         )
-    if eta and name != "ddim":
-        raise UserError(f"eta is DDIM's, and {name} was asked for; leave it out, or take --sampler ddim")
+    own = own_scheduler(stored)
+    kind = type(own) if name == MODEL else getattr(diffusers, CLASSES[name])
+    distilled = [few for few in _OF_FEW_STEPS if type(own).__name__ == CLASSES[few]]
+    if distilled and kind is not type(own):
+        raise UserError(
+            f"the weights were distilled for {type(own).__name__}, and {name} draws noise with them; give "
+            f"--sampler {distilled[0]} --steps 4"
+        )
     if not 0 <= eta <= 1:
         raise UserError(f"eta is {eta}; give 0 (no noise on the way) to 1 (as much as DDPM)")
-    if name == "ddim":
-        return Ddim(schedule, steps, eta)
-    return {"dpm++": DpmSolver, "euler": Euler, "euler_a": EulerAncestral}[name](schedule, steps)
+    if eta and "eta" not in inspect.signature(kind.step).parameters:
+        raise UserError(f"eta is DDIM's, and {name} was asked for; leave it out, or take --sampler ddim")
+    changes = _changes(kind, name, spacing, sigmas)
+    if kind is type(own) and not changes:
+        return own
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fields that only the folder's scheduler has
+        try:
+            return kind.from_config(own.config, **changes)
+        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+            raise UserError(f"the folder's schedule does not fit {name}: {first_line(error)}") from error
 
 
-def draw_noise(shape: tuple[int, ...], generators: list[torch.Generator], like: Tensor | None = None) -> Tensor:
+def _changes(kind: type, name: str, spacing: str | None, sigmas: Sigmas | None) -> dict[str, Any]:
+    """Fields of the scheduler's configuration.  Raises UserError for those that it has not."""
+    fields, changes = fields_of(kind), {}
+    if spacing is not None:
+        if "timestep_spacing" not in fields:
+            raise UserError(f"spacing is {spacing}, and {name} has none; leave --spacing out")
+        changes["timestep_spacing"] = spacing
+    if sigmas is not None:
+        if f"use_{sigmas}_sigmas" not in fields:
+            raise UserError(f"sigmas is {sigmas}, which {name} has not; leave --sigmas out, or take --sampler dpm++")
+        changes |= {f"use_{other}_sigmas": other == sigmas for other in get_args(Sigmas)}
+        changes = {field: value for field, value in changes.items() if field in fields}
+    return changes
+
+
+def draw_noise(shape: tuple[int, ...], generators: Sequence[torch.Generator], like: Tensor | None = None) -> Tensor:
     """Standard normal noise [B, *shape]: each row from its own generator on the CPU, whoever is beside it."""
     rows = [torch.randn(shape, generator=generator) for generator in generators]
     noise = torch.stack(rows)
     return noise if like is None else noise.to(like)
+
+
+def guidance_embedding(guidance: float, width: int) -> Tensor:
+    """[1, width] in fp32, which tells a U-Net that was distilled with guidance how much of it is wanted.
+
+    Meng et al. 2023, arXiv:2210.03142, section 3.1.
+    """
+    from diffusers import StableDiffusionPipeline  # slow to import, and few models need it
+
+    return StableDiffusionPipeline.get_guidance_scale_embedding(None, torch.tensor([guidance - 1.0]), width)

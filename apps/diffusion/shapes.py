@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apps.diffusion.noise import ScheduleConfig
+from apps.diffusion.noise import Schedule, schedule
 
 Modules = dict[str, nn.Module]
 
@@ -26,7 +26,7 @@ class Shape:
     unet: dict[str, Any]
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: Schedule = field(default_factory=schedule)
 
 
 _UNET = {
@@ -83,7 +83,7 @@ SD_V2 = replace(
     # fp16 overflows in 2.1's attention: scores are computed in fp32
     unet=_UNET | _V2_UNET | {"sample_size": 96, "upcast_attention": True},
     vae=_VAE | {"sample_size": 768},
-    schedule=ScheduleConfig(prediction_type="v_prediction"),
+    schedule=schedule(prediction_type="v_prediction"),
 )
 
 SHAPES: dict[str, Shape] = {"sd_v1": SD_V1, "sd_v2_base": SD_V2_BASE, "sd_v2": SD_V2}

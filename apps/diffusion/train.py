@@ -5,7 +5,6 @@ pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OU
 leaves its file instead. Validation pictures lie in validation/.
 """
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,8 +17,9 @@ from apps.diffusion.data.likes import draw_class_images
 from apps.diffusion.data.prepare import prepare
 from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
 from apps.diffusion.formats.lora import Layout, load_lora, save_lora
+from apps.diffusion.generate import check_sampling
 from apps.diffusion.initialise import begin_as_identity
-from apps.diffusion.noise import NoiseSchedule, ScheduleConfig
+from apps.diffusion.noise import NoiseSchedule, Schedule, prediction_of, with_zero_terminal_snr
 from apps.diffusion.pipeline import (
     EMBEDDED,
     Pipeline,
@@ -108,6 +108,8 @@ def starting_pipeline(config: DiffusionConfig) -> Pipeline:
     pipeline = load_weights(config)
     pipeline.schedule = schedule_of(config, pipeline.schedule)
     NoiseSchedule(pipeline.schedule)  # complains before anything is encoded
+    if config.validation.prompts:
+        check_sampling(pipeline, config.validation.sampling)
     if begins_anew(config):
         _begin_anew(config, pipeline)
     return pipeline
@@ -141,6 +143,11 @@ def load_weights(config: DiffusionConfig, dtype: torch.dtype = torch.float32) ->
     # A folder says what it predicts; a single file may have to be told.
     told = config.noise.prediction if weights.is_file() and not begins_anew(config) else None
     pipeline = load_pipeline(weights, dtype, told, config.tokenizer)
+    if pipeline.guidance_width is not None:
+        raise UserError(
+            f"{weights} was distilled with its guidance (time_cond_proj_dim), and is not trained here; give the model "
+            "that it was distilled from"
+        )
     if any(has_quantized(module) for module in pipeline.modules.values()):
         raise UserError(f"{weights} holds weights in 8 bits, which do not learn; give those that it was made from")
     return pipeline
@@ -152,21 +159,20 @@ def _shape(model: str) -> dict[str, Any]:
     return SHAPES[model].unet
 
 
-def schedule_of(config: DiffusionConfig, stored: ScheduleConfig) -> ScheduleConfig:
+def schedule_of(config: DiffusionConfig, stored: Schedule) -> Schedule:
     """The noise of a run: that of its weights, unless what begins anew is to learn another.
 
     Raises UserError for trained weights that are told to predict something else than they do.
     """
-    wanted = config.noise.prediction or stored.prediction_type
-    if wanted != stored.prediction_type and not begins_anew(config):
+    said = prediction_of(stored)
+    wanted = config.noise.prediction or said
+    if wanted != said and not begins_anew(config):
         raise UserError(
-            f"noise.prediction={wanted}, and {weights_of(config)} predicts {stored.prediction_type} (its "
+            f"noise.prediction={wanted}, and {weights_of(config)} predicts {said} (its "
             "scheduler_config.json says so): it would have to unlearn that; leave --noise.prediction out"
         )
-    schedule = replace(stored, prediction_type=wanted)
-    if config.noise.zero_terminal_snr:
-        schedule = replace(schedule, rescale_betas_zero_snr=True, timestep_spacing="trailing")
-    return schedule
+    schedule = stored if wanted == said else {**stored, "prediction_type": wanted}
+    return with_zero_terminal_snr(schedule) if config.noise.zero_terminal_snr else schedule
 
 
 def denoiser(config: DiffusionConfig, pipeline: Pipeline) -> Denoiser:

@@ -52,6 +52,29 @@ def tiny() -> PretrainConfig:
     )
 
 
+def tiny_last() -> FinetuneConfig:
+    """What ends the small pipeline's training: pictures in any colour where the caption names none.
+
+    A constant rate with a moving average: the run may end at any step.
+    """
+    return FinetuneConfig(
+        weights=Path("runs/tiny/pipeline"),
+        data=DataConfig(images=Path("runs/tiny/last-pictures"), global_batch=32, buckets=False, caption_dropout=0.1),
+        train_text_encoder=True,
+        steps=1323,
+        optim=OptimConfig(
+            lr=6e-4,
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
+            schedule=ScheduleConfig(shape="constant", warmup_steps=50),
+        ),
+        average=0.998,
+        save_precision="fp16",
+        checkpoint=CheckpointConfig(every=250, keep=3),
+        out=Path("runs/tiny/finished"),
+    )
+
+
 def full() -> FinetuneConfig:
     """All weights of the U-Net, on captioned images."""
     return FinetuneConfig(
@@ -118,6 +141,7 @@ def full_6gb() -> FinetuneConfig:
 
 PRETRAIN: dict[str, Callable[[], PretrainConfig]] = {"pretrain": pretrain, "tiny": tiny}
 FINETUNE: dict[str, Callable[[], FinetuneConfig]] = {
+    "tiny_last": tiny_last,
     "full": full,
     "lora": lora,
     "dreambooth": dreambooth,

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from apps.diffusion.data.batches import LatentBatches
 from apps.diffusion.denoiser import Objective
-from apps.diffusion.generate import Sampling, decode, guide, picture_size, sampler_of
+from apps.diffusion.generate import Sampling, decode, is_guided, picture_size, run_sampler
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.pipeline import Pipeline
-from apps.diffusion.samplers import draw_noise
+from apps.diffusion.text import check_text
 from core.config import UserError
 from core.mesh import data_axis
 from core.optim.average import WeightAverage
@@ -46,6 +46,8 @@ class ValidationConfig:
             raise UserError(f"validation.num_images={self.num_images}; give at least 1")
         if any(not prompt.strip() for prompt in self.prompts):
             raise UserError("one of --validation.prompts is empty; say what to draw")
+        for prompt in (*self.prompts, self.sampling.negative):
+            check_text(prompt)
 
     @property
     def wanted(self) -> bool:
@@ -104,26 +106,18 @@ class Validation:
     def _latents(self, model: nn.Module, jobs: list[tuple[str, int]]) -> Tensor:
         """[B, C, h, w] as the U-Net has them, from the noise of each job's seed."""
         sampling = self.config.sampling
-        height, width = picture_size(self.pipeline, sampling)
-        sampler = sampler_of(self.pipeline, sampling)
-        prompts = [sampling.negative] * len(jobs) + [prompt for prompt, _ in jobs]
+        prompts = [prompt for prompt, _ in jobs]
+        prompts = [sampling.negative] * len(jobs) * is_guided(self.pipeline, sampling) + prompts
         text = self._placed(torch.stack([self.text(prompt) for prompt in prompts]))
         given = {"text" if text.is_floating_point() else "prompt_ids": text}
-        factor = self.pipeline.factor
-        shape = (self.pipeline.latent_channels, height // factor, width // factor)
-        generators = [torch.Generator().manual_seed(seed) for _, seed in jobs]
-        wide = torch.promote_types(self.dtype, torch.float32)
 
-        def noise() -> Tensor:
-            return draw_noise(shape, generators).to(text.device, wide)
-
-        x = sampler.start(noise())
-        for step, timestep in enumerate(sampler.timesteps):
-            seen = sampler.model_input(step, x).to(self.dtype).repeat(2, 1, 1, 1)
+        def predict(seen: Tensor, timestep: Tensor, guidance: Tensor | None) -> Tensor:
             times = torch.full((len(seen),), float(timestep), device=seen.device)
-            predicted = model(seen, times, **given).to(wide)
-            x = sampler.step(step, x, guide(*predicted.chunk(2), sampling.guidance, sampling.guidance_rescale), noise)
-        return x
+            return model(seen.to(self.dtype), times, **given)
+
+        wide = torch.promote_types(self.dtype, torch.float32)
+        size, seeds = picture_size(self.pipeline, sampling), [seed for _, seed in jobs]
+        return run_sampler(self.pipeline, sampling, seeds, size, predict, text.device, wide)
 
     def _save(self, latents_BChw: Tensor) -> None:
         self.pipeline.vae.to(self.data.device)

@@ -130,7 +130,7 @@ def plain(case: Case) -> dict[str, Any]:
     """The same by diffusers' scheduler, PEFT and torch's optimizer, in the form of diffusers' scripts."""
     pipeline = tiny_pipeline(prediction=case.prediction)  # pyright: ignore[reportArgumentType]
     unet, text_encoder = pipeline.unet.double().train(), pipeline.text_encoder.double().train()
-    scheduler = DDPMScheduler.from_config(pipeline.schedule.to_json())
+    scheduler = DDPMScheduler.from_config(dict(pipeline.schedule))
     modules: dict[str, Any] = {"unet": unet} | ({"text_encoder": text_encoder} if case.train_text else {})
     if case.lora is not None:
         adapt_by_peft(modules, case)

@@ -4,7 +4,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTokenizer
 
-from apps.diffusion.noise import Prediction, ScheduleConfig
+from apps.diffusion.noise import Prediction, prediction_of, schedule
 from apps.diffusion.pipeline import (
     Pipeline,
     build_text_encoder,
@@ -34,8 +34,8 @@ def narrow_pipeline(seed: int = 0, v2: bool = False, prediction_type: Prediction
         vae = build_vae(shape.vae | {"block_out_channels": [32, 64, 128, 128], "sample_size": 64})
         text_encoder = build_text_encoder(shape.text_encoder | text | ids)
     modules = (unet.eval(), vae.eval(), text_encoder.eval())
-    prediction_type = prediction_type or shape.schedule.prediction_type
-    return Pipeline(*modules, tokenizer, ScheduleConfig(prediction_type=prediction_type))
+    prediction_type = prediction_type or prediction_of(shape.schedule)
+    return Pipeline(*modules, tokenizer, schedule(prediction_type=prediction_type))
 
 
 def narrow_tokenizer(max_length: int = 77) -> CLIPTokenizer:

@@ -8,7 +8,7 @@ from PIL import Image
 
 from apps.diffusion.data.batches import Draws, LatentBatches
 from apps.diffusion.data.encoding import Entry
-from apps.diffusion.noise import Prediction, ScheduleConfig
+from apps.diffusion.noise import Prediction, schedule
 from apps.diffusion.pipeline import Pipeline, build_text_encoder, build_unet, build_vae
 from tests.support.diffusion import narrow_tokenizer
 
@@ -53,7 +53,7 @@ def tiny_pipeline(seed: int = 0, prediction: Prediction = "epsilon", width: int 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         modules = (build_unet(unet).eval(), build_vae(vae).eval(), build_text_encoder(text).eval())
-    return Pipeline(*modules, tokenizer, ScheduleConfig(prediction_type=prediction))
+    return Pipeline(*modules, tokenizer, schedule(prediction_type=prediction))
 
 
 def write_pictures(folder: Path, num: int, captions: bool = True, sizes=((24, 24), (40, 20))) -> Path:

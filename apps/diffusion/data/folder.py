@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from apps.diffusion.data.buckets import Size
 from apps.diffusion.data.images import SUFFIXES, Unusable, read_image
+from apps.diffusion.text import is_text
 from core.config import UserError
 
 METADATA = "metadata.jsonl"
@@ -35,7 +36,7 @@ class ImageFolder:
     folder: Path
     pictures: tuple[Picture, ...]
     refused: tuple[str, ...]
-    """a line for each image that is left out"""
+    """a line for each image that is left out, or that is described and not there"""
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -59,6 +60,9 @@ def read_folder(folder: Path, prompt: str | None = None, share: tuple[int, int] 
     captions = {} if prompt is not None else _metadata(folder)
     rank, ranks = share
     own: list[Picture | str] = [_read(path, folder, prompt, captions) for path in files[rank::ranks]]
+    if rank == 0:
+        there = {path.relative_to(folder).as_posix() for path in files}
+        own += [f"{name}: {METADATA} describes it, and it is not there" for name in captions if name not in there]
     shares = [own]
     if ranks > 1:
         shares = [own] * ranks
@@ -81,7 +85,7 @@ def _listed(folder: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path, folder: Path, prompt: str | None, captions: dict[str, str]) -> Picture | str:
+def _read(path: Path, folder: Path, prompt: str | None, captions: dict[str, str | None]) -> Picture | str:
     name = path.relative_to(folder)
     try:
         caption = prompt if prompt is not None else _caption(path, name, captions)
@@ -91,9 +95,11 @@ def _read(path: Path, folder: Path, prompt: str | None, captions: dict[str, str]
         return f"{name}: {reason}"
 
 
-def _caption(path: Path, name: Path, captions: dict[str, str]) -> str:
+def _caption(path: Path, name: Path, captions: dict[str, str | None]) -> str:
     if name.as_posix() in captions:
         caption = captions[name.as_posix()]
+        if caption is None:
+            raise Unusable(f"its text in {METADATA} is null; describe it")
     else:
         beside = path.with_suffix(".txt")
         if not beside.is_file():
@@ -103,23 +109,28 @@ def _caption(path: Path, name: Path, captions: dict[str, str]) -> str:
         except ValueError:
             raise Unusable(f"{beside.name} is not UTF-8 text") from None
     caption = " ".join(caption.split())
+    if not is_text(caption):
+        raise Unusable("its caption holds half a character (a lone surrogate); write it anew")
     if not caption:
         raise Unusable("its caption is empty; describe it, or use --data.caption-dropout to train without captions")
     return caption
 
 
-def _metadata(folder: Path) -> dict[str, str]:
-    """file name -> caption of metadata.jsonl, of which there need not be one."""
+def _metadata(folder: Path) -> dict[str, str | None]:
+    """file name -> caption of metadata.jsonl, of which there need not be one; None where it says null."""
     path = folder / METADATA
     if not path.is_file():
         return {}
-    captions = {}
+    captions: dict[str, str | None] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-            captions[Path(entry["file_name"]).as_posix()] = str(entry["text"])
+            name, text = Path(entry["file_name"]).as_posix(), entry["text"]
+            if text is not None and not isinstance(text, str):
+                raise TypeError(text)
+            captions[name] = text
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f'{path}, line {number} is not {{"file_name": …, "text": …}}; correct it, or remove the file'

@@ -12,6 +12,7 @@ from apps.diffusion.data.encoding import Entry, encode_captions, encode_images, 
 from apps.diffusion.data.folder import ImageFolder, read_folder, report_refused
 from apps.diffusion.data.store import Store, fingerprint
 from apps.diffusion.pipeline import Pipeline
+from core.config import UserError
 from core.runtime import Runtime
 
 
@@ -32,7 +33,7 @@ def prepare(
             report_refused(folder)
     data = config.data
     step = pipeline.factor * 2 ** (len(pipeline.unet.config.block_out_channels) - 1)
-    sizes = bucket_sizes(data.resolution or pipeline.image_size, step)[: None if data.buckets else 1]
+    sizes = bucket_sizes(data.resolution or _side(pipeline), step)[: None if data.buckets else 1]
     store = Store(data.cache or config.out.parent / "cache")
     vae_print = fingerprint(pipeline.vae, dict(pipeline.vae.config))
     entries, wanted = entries_of(instance, sizes, data.crops, data.flip, vae_print)
@@ -51,15 +52,24 @@ def prepare(
     captions = [entry.caption for entry in (*entries, *class_entries, *held_entries)]
     captions += [*config.validation.prompts, config.validation.sampling.negative]
     text = _text(config, pipeline, captions, store, runtime)
-    draws = Draws(
-        pipeline.schedule.num_train_timesteps, pipeline.scaling_factor, config.noise.offset, data.caption_dropout
-    )
+    draws = Draws(pipeline.num_train_timesteps, pipeline.scaling_factor, config.noise.offset, data.caption_dropout)
     batches = LatentBatches(entries, store.__getitem__, text, data.global_batch, config.seed, draws, class_entries)
     if not held_entries:
         return batches, None
     calm = replace(draws, offset_noise=0.0, caption_dropout=0.0)
     rows = batches.global_batch  # which divides over the ranks
     return batches, LatentBatches(held_entries, store.__getitem__, text, rows, config.seed, calm)
+
+
+def _side(pipeline: Pipeline) -> int:
+    """Raises UserError for a model whose pictures are not square."""
+    height, width = pipeline.image_size
+    if height != width:
+        raise UserError(
+            f"the model's pictures are {width} x {height} pixels; give --data.resolution, the side of a square of the "
+            "area that images are to have"
+        )
+    return height
 
 
 def _folders(config: DiffusionConfig, share: tuple[int, int]) -> tuple[ImageFolder, ImageFolder | None]:

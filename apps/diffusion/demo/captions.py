@@ -27,6 +27,11 @@ GROUNDS: dict[str, Colour] = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 
+ANY_SHAPE = "shape"
+"""the word of captions that leave the shape open"""
+# Least distance of a colour from that of the ground, of 442 from black to white.
+_STANDS_OUT = 110.0
+
 SUBJECT_WORD = "sks"
 SUBJECT_COLOUR: Colour = (0, 165, 165)
 SUBJECT_CLASS = "star"
@@ -75,7 +80,7 @@ def subject_prompt(ground: str | None = None) -> str:
 
 def words() -> list[str]:
     """Every word that prompts may hold, for the tokenizer."""
-    return ["a", "an", "on", "of", "photo", "shape", "ground", SUBJECT_WORD, *SHAPES, *COLOURS, *GROUNDS]
+    return ["a", "an", "on", "of", "photo", ANY_SHAPE, "ground", SUBJECT_WORD, *SHAPES, *COLOURS, *GROUNDS]
 
 
 @dataclass(frozen=True)
@@ -137,3 +142,45 @@ def training_samples(seed: int, spread: Spread = ALIKE) -> Iterator[tuple[str, D
                 thing.shape, thing.colour if says_colour else None, thing.ground if says_ground else None
             )
             yield caption(open_thing), drawing_of(thing, rng, spread)
+
+
+# The same of the pictures that finish the training: a caption may leave the shape open too.
+_SAID_AT_LAST = {
+    (True, True, True): 0.62,
+    (True, True, False): 0.08,
+    (True, False, True): 0.12,
+    (True, False, False): 0.06,
+    (False, True, True): 0.06,
+    (False, False, True): 0.03,
+    (False, False, False): 0.03,
+}
+
+
+def finishing_samples(seed: int) -> Iterator[tuple[str, Drawing]]:
+    """Endless (caption, drawing), as `training_samples`, of what a caption leaves open more than the words can say.
+
+    A colour that is not said is any that stands out from the ground, so that the model knows colours which it has no
+    word for: what DreamBooth teaches then is a word and not a colour.
+    """
+    rng = np.random.default_rng([seed, 5])
+    known = [thing for thing in things() if not is_held_out(thing)]
+    said, share = list(_SAID_AT_LAST), list(_SAID_AT_LAST.values())
+    while True:
+        for index in rng.permutation(len(known)):
+            thing = known[index]
+            says_shape, says_colour, says_ground = said[rng.choice(len(said), p=share)]
+            open_thing = Thing(
+                thing.shape if says_shape else ANY_SHAPE,
+                thing.colour if says_colour else None,
+                thing.ground if says_ground else None,
+            )
+            drawing = drawing_of(thing, rng)
+            yield caption(open_thing), drawing if says_colour else replace(drawing, colour=_any_colour(drawing, rng))
+
+
+def _any_colour(drawing: Drawing, rng: np.random.Generator) -> Colour:
+    while True:
+        colour = rng.integers(0, 256, size=3)
+        if np.linalg.norm(colour - np.array(drawing.ground)) > _STANDS_OUT:
+            red, green, blue = colour.tolist()
+            return red, green, blue

@@ -11,7 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from apps.diffusion.demo.captions import LOOSE, SEEN_GROUNDS, drawing_of_subject, training_samples
+from apps.diffusion.demo.captions import (
+    LOOSE,
+    SEEN_GROUNDS,
+    drawing_of_subject,
+    finishing_samples,
+    training_samples,
+)
 from apps.diffusion.demo.drawing import OUTLINES, Drawing, draw
 from apps.diffusion.demo.sizes import PIXELS
 
@@ -19,6 +25,11 @@ from apps.diffusion.demo.sizes import PIXELS
 def write_training_folder(folder: Path, num_pictures: int, seed: int, size: int = PIXELS) -> Path:
     """`num_pictures` captioned pictures. The folder appears when it is whole; one that is there stays as it is."""
     return _write(folder, itertools.islice(training_samples(seed), num_pictures), size)
+
+
+def write_finishing_folder(folder: Path, num_pictures: int, seed: int, size: int = PIXELS) -> Path:
+    """The same of the pictures that finish the training."""
+    return _write(folder, itertools.islice(finishing_samples(seed), num_pictures), size)
 
 
 def write_subject_folder(folder: Path, seed: int = 0, size: int = PIXELS) -> Path:

@@ -1,8 +1,9 @@
 """What `diffusion pretrain --recipe tiny` starts from, made from a seed alone: pictures, and a pipeline to train.
 
 1. OUT/pictures: drawn, captioned pictures, as a user's folder has them.
-2. OUT/vae-run: the training run of the VAE.
-3. OUT/start: a diffusers folder with that VAE, the tokenizer, and a U-Net and a text encoder with their first values.
+2. OUT/last-pictures: half as many again, whose captions leave more open; the recipe `tiny_last` ends with them.
+3. OUT/vae-run: the training run of the VAE.
+4. OUT/start: a diffusers folder with that VAE, the tokenizer, and a U-Net and a text encoder with their first values.
 
 Each is skipped where it is there whole; the VAE's run goes on where it was stopped.
 """
@@ -15,7 +16,7 @@ import torch
 
 from apps.diffusion.demo.autoencoder import AutoencoderConfig, autoencoder, train_autoencoder
 from apps.diffusion.demo.captions import words
-from apps.diffusion.demo.pictures import write_training_folder
+from apps.diffusion.demo.pictures import write_finishing_folder, write_training_folder
 from apps.diffusion.demo.sizes import tiny_schedule, tiny_text_encoder, tiny_unet, write_tokenizer
 from apps.diffusion.pipeline import INDEX, Pipeline, save_pipeline
 from core.config import UserError, run_command
@@ -30,6 +31,7 @@ def prepare(out: Path, config: AutoencoderConfig, num_pictures: int = NUM_PICTUR
     config  the VAE's run; its folder becomes OUT/vae-run
     """
     pictures = write_training_folder(out / "pictures", num_pictures, config.seed)
+    write_finishing_folder(out / "last-pictures", num_pictures * 3 // 2, config.seed)
     start = out / "start"
     if not (start / INDEX).exists():
         vae, summary = train_autoencoder(replace(config, out=out / "vae-run", resume="auto"))

@@ -1,11 +1,19 @@
-"""A sheet that shows the subject's pictures, and for each prompt what was painted before and after."""
+"""A sheet that shows the subject's pictures, and for each prompt what was painted before and after.
+
+Under each picture stands what a viewer sees in it (`viewer.py`).
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-_SIDE, _GAP, _TEXT = 96, 4, 18
+from apps.diffusion.demo.pictures import as_pixels
+from apps.diffusion.demo.viewer import in_words, see
+
+SIDE = 160
+_GAP, _TEXT = 6, 20
+_ROW = SIDE + 2 * _TEXT + _GAP
 
 
 def before_and_after(
@@ -14,23 +22,28 @@ def before_and_after(
     """A row of the subject's pictures, then a row a prompt; each prompt has equally many pictures in both lists."""
     columns = len(before) // len(prompts)
     given = [Image.open(path) for path in sorted(subject.glob("*.png"))]
-    cell, row = _SIDE + _GAP, _SIDE + _GAP + _TEXT
-    sheet = Image.new("RGB", (2 * columns * cell + 5 * _GAP, (len(prompts) + 1) * row + _TEXT), "white")
-    pen = ImageDraw.Draw(sheet)
-    halves = (_GAP, columns * cell + 4 * _GAP)
-    _place(sheet, given, halves[0], _TEXT)
-    pen.text((_GAP, 2), "the pictures of the subject", "black", ImageFont.load_default(12))
-    for x, title in zip(halves, ("before", "after")):
-        pen.text((x, row + 2), title, "black", ImageFont.load_default(12))
+    half = columns * (SIDE + _GAP)
+    sheet = Image.new("RGB", (2 * half + 5 * _GAP, (len(prompts) + 1) * _ROW + _TEXT), "white")
+    lefts = (_GAP, half + 4 * _GAP)
+    _write(sheet, (lefts[0], 2), "the pictures of the subject", 15)
+    _place(sheet, given, lefts[0], 0)
+    for left, title in zip(lefts, ("before", "after")):
+        _write(sheet, (left, _ROW), title, 17)
     for index, prompt in enumerate(prompts):
-        top = (index + 1) * row + _TEXT
-        for x, pictures in zip(halves, (before, after)):
-            _place(sheet, pictures[index * columns : (index + 1) * columns], x, top)
-        pen.text((halves[0], top + _SIDE + 2), prompt, "black", ImageFont.load_default(12))
+        top = (index + 1) * _ROW + _TEXT
+        for left, pictures in zip(lefts, (before, after)):
+            _write(sheet, (left, top + 2), f'"{prompt}"', 13)
+            _place(sheet, pictures[index * columns : (index + 1) * columns], left, top)
     return sheet
 
 
 def _place(sheet: Image.Image, pictures: Sequence[Image.Image], left: int, top: int) -> None:
-    for index, picture in enumerate(pictures):
-        larger = picture.resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
-        sheet.paste(larger, (left + index * (_SIDE + _GAP), top))
+    """Pictures in a row, enlarged, each over what it is seen as; `top` is that of the line above them."""
+    for index, (picture, sight) in enumerate(zip(pictures, see(as_pixels(pictures)))):
+        x = left + index * (SIDE + _GAP)
+        sheet.paste(picture.resize((SIDE, SIDE), Image.Resampling.NEAREST), (x, top + _TEXT))
+        _write(sheet, (x, top + _TEXT + SIDE + 2), in_words(sight), 12)
+
+
+def _write(sheet: Image.Image, place: tuple[int, int], text: str, size: int) -> None:
+    ImageDraw.Draw(sheet).text(place, text, "black", ImageFont.load_default(size))

@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from apps.diffusion.initialise import begin_as_identity
-from apps.diffusion.noise import ScheduleConfig
+from apps.diffusion.noise import Schedule, schedule
 
 PIXELS = 32
 LATENT_CHANNELS, LATENT_SIZE = 4, 8
@@ -76,9 +76,9 @@ def tiny_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     return CLIPTextModel(config)
 
 
-def tiny_schedule() -> ScheduleConfig:
+def tiny_schedule() -> Schedule:
     """That of Stable Diffusion, with the velocity as the target: few steps of training go further with it."""
-    return ScheduleConfig(prediction_type="v_prediction")
+    return schedule(prediction_type="v_prediction")
 
 
 def learned_merges(words: Iterable[str]) -> list[tuple[str, str]]:

@@ -26,11 +26,13 @@ from torch import Tensor, nn
 
 from apps.diffusion.formats.ldm_names import CLIP, OPEN_CLIP, UNET, Names, stored_names, to_file
 from apps.diffusion.formats.topology import text_config, unet_config, vae_config
-from apps.diffusion.noise import Prediction, ScheduleConfig
+from apps.diffusion.noise import Prediction, Schedule, prediction_of
+from apps.diffusion.noise import schedule as stable_diffusion
 from apps.diffusion.pipeline import (
     Pipeline,
     build_meta,
     check_names,
+    check_schedule,
     contradiction,
     fill,
     has_quantized,
@@ -79,8 +81,8 @@ def load_single_file(
     if shape is None:
         schedule = _schedule(path, tensors, header, prediction_type, open_clip)
         shape = _shape_of(shapes, schedule, open_clip, path)
-    elif prediction_type not in (None, shape.schedule.prediction_type):
-        raise UserError(contradiction(path, shape.schedule.prediction_type, prediction_type))
+    elif prediction_type not in (None, prediction_of(shape.schedule)):
+        raise UserError(contradiction(path, prediction_of(shape.schedule), prediction_type))
     configs = {"unet": shape.unet, "vae": shape.vae, "text_encoder": shape.text_encoder}
     modules = {component: build_meta(component, config, path) for component, config in configs.items()}
     names = {
@@ -151,24 +153,24 @@ def _stored_shape(header: Mapping[str, str], path: Path) -> Shape | None:
         return None
     try:
         stored = json.loads(header[_CONFIG])
-        schedule = ScheduleConfig(**stored.pop("schedule"))
-        return Shape(**stored, schedule=schedule)
+        schedule = stable_diffusion(**stored.pop("schedule"))
+        return Shape(**stored, schedule=check_schedule(schedule, path))
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{path}: {_CONFIG} in its header describes no model ({error}); write the file again"
         ) from error
 
 
-def _shape_of(shapes: Mapping[str, tuple[int, ...]], schedule: ScheduleConfig, open_clip: bool, path: Path) -> Shape:
+def _shape_of(shapes: Mapping[str, tuple[int, ...]], schedule: Schedule, open_clip: bool, path: Path) -> Shape:
     unet, vae = unet_config(shapes, open_clip, path), vae_config(shapes, path)
-    if open_clip and schedule.prediction_type == "v_prediction":  # trained at 768 px; its attention overflows in fp16
+    if open_clip and prediction_of(schedule) == "v_prediction":  # trained at 768 px; its attention overflows in fp16
         unet, vae = unet | {"sample_size": 96, "upcast_attention": True}, vae | {"sample_size": 768}
     return Shape(unet, vae, text_config(shapes, open_clip, path), schedule)
 
 
 def _schedule(
     path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], told: Prediction | None, open_clip: bool
-) -> ScheduleConfig:
+) -> Schedule:
     """Raises UserError where nothing says what a v2 model predicts, and where the file says something else."""
     said = _said(path, tensors, header)
     if told and said and told != said:
@@ -179,7 +181,7 @@ def _schedule(
             f"{path} does not say what its U-Net predicts; give --prediction-type v_prediction (v2 and v2.1 at 768 px) "
             "or epsilon (v2-base at 512 px), of training --noise.prediction"
         )
-    return ScheduleConfig(prediction_type=predicts, rescale_betas_zero_snr="ztsnr" in tensors)
+    return stable_diffusion(prediction_type=predicts, rescale_betas_zero_snr="ztsnr" in tensors)
 
 
 def _said(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> Prediction | None:
@@ -279,15 +281,15 @@ def save_single_file(pipeline: Pipeline, path: str | Path, dtype: torch.dtype | 
 
 def _header(pipeline: Pipeline, open_clip: bool) -> dict[str, str]:
     predicts = {ours: theirs for theirs, ours in _SPEC_NAMES.items()}.get(pipeline.prediction_type)
-    size = pipeline.image_size
-    version = f"v2-{size}" + ("-v" if predicts == "v" else "") if open_clip else "v1"
+    height, width = pipeline.image_size
+    version = f"v2-{height}" + ("-v" if predicts == "v" else "") if open_clip else "v1"
     header = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.architecture": f"stable-diffusion-{version}",
         "modelspec.implementation": "https://github.com/huggingface/diffusers",
         "modelspec.title": "Stable Diffusion",
-        "modelspec.resolution": f"{size}x{size}",
+        "modelspec.resolution": f"{width}x{height}",
         _CONFIG: json.dumps(pipeline.configs()),
     }
     return header | ({_PREDICTS: predicts} if predicts else {})

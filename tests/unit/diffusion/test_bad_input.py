@@ -74,7 +74,7 @@ DRAW = ("sample", "--weights={folder}/weights", "--prompt=a dog")
 CASES: list[tuple[tuple[str, ...], str]] = [
     # a wrong folder
     ((*TRAIN, "--weights={folder}/pictures"), "holds no model_index.json; give a diffusers folder"),
-    ((*TRAIN, "--weights={folder}/weights-xl"), "is a StableDiffusionXLPipeline whose text_encoder is CLIPTextModelXL"),
+    ((*TRAIN, "--weights={folder}/weights-xl"), "is SDXL (StableDiffusionXLPipeline), which is not supported"),
     ((*TRAIN, "--weights={folder}/nowhere"), "nowhere does not exist"),
     ((*TRAIN, "--data.images={folder}/weights"), "holds no image; give a folder of images"),
     ((*TRAIN, "--data.images={folder}/nowhere"), "is no folder; give one that holds images"),
@@ -90,6 +90,9 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--data.prompt= "), "data.prompt is empty"),
     ((*DREAM, "--instance-prompt= "), "--instance-prompt is empty"),
     ((*DREAM, "--instance-prompt=sks", "--class-dir={folder}/c", "--class-prompt="), "--class-prompt is empty"),
+    # half a character
+    ((*DRAW, "--prompt=a \udcff dog"), "holds half a character (a lone surrogate); write it in UTF-8"),
+    ((*TRAIN, "--data.prompt=a \udcff dog"), "holds half a character (a lone surrogate); write it in UTF-8"),
     # a LoRA for another model
     ((*DRAW, "--lora={folder}/lora.safetensors"), "was made for another model: "),
     # a v-prediction checkpoint loaded as epsilon

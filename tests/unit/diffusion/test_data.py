@@ -116,6 +116,17 @@ def test_captions_beside_and_in_metadata_and_a_line_for_what_is_left_out(tmp_pat
     assert "left out: e.png: its caption is empty" in said
     assert "2 of 5 images" in said
     assert {p.caption for p in read_folder(tmp_path, "a photo").pictures} == {"a photo"}
+    lines += [{"file_name": "d.png", "text": None}, {"file_name": "gone.png", "text": "it went"}]
+    lines += [{"file_name": "e.png", "text": "half a \ud83d"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = read_folder(tmp_path)
+    assert {picture.caption for picture in found.pictures} == {"a red square", "b", "c"}
+    report_refused(found)
+    said = capsys.readouterr().out
+    assert "left out: d.png: its text in metadata.jsonl is null" in said
+    assert "left out: e.png: its caption holds half a character (a lone surrogate)" in said
+    assert "left out: gone.png: metadata.jsonl describes it, and it is not there" in said
+    assert "3 of 6 images" in said
     for folder, message in ((tmp_path / "none", "no folder"), (tmp_path / "sub" / "none", "no folder")):
         with pytest.raises(UserError, match=message):
             read_folder(folder)
@@ -125,9 +136,10 @@ def test_captions_beside_and_in_metadata_and_a_line_for_what_is_left_out(tmp_pat
     (tmp_path / "nothing" / "x.png").write_text("x")
     with pytest.raises(UserError, match=r"no image in .* can be used: x\.png"):
         read_folder(tmp_path / "nothing", "prompt")
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png"}')
-    with pytest.raises(UserError, match="line 1"):
-        read_folder(tmp_path)
+    for wrong in ('{"file_name": "a.png"}', '{"file_name": "a.png", "text": 5}'):
+        (tmp_path / "metadata.jsonl").write_text(wrong)
+        with pytest.raises(UserError, match="line 1"):
+            read_folder(tmp_path)
 
 
 def test_sizes_have_one_area_and_every_ratio() -> None:

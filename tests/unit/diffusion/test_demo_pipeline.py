@@ -12,7 +12,7 @@ from PIL import Image
 from apps.diffusion.demo import __main__ as demo
 from apps.diffusion.demo import autoencoder, captions, metrics, prepare, sizes
 from apps.diffusion.demo.detector import Detector
-from apps.diffusion.demo.sheet import before_and_after
+from apps.diffusion.demo.sheet import SIDE, before_and_after
 from apps.diffusion.generate import Sampling
 from apps.diffusion.pipeline import Pipeline, load_pipeline, save_pipeline
 from core.config import UserError
@@ -32,7 +32,7 @@ def test_training_starts_from_what_follows_from_a_seed(tmp_path: Path) -> None:
     _, again = prepare.prepare(tmp_path / "two", config, num_pictures=6)
     assert files == {path.relative_to(again): path.read_bytes() for path in again.rglob("*") if path.is_file()}
     pipeline = load_pipeline(start)
-    assert pipeline.image_size == sizes.PIXELS
+    assert pipeline.image_size == (sizes.PIXELS, sizes.PIXELS)
     assert pipeline.prediction_type == "v_prediction"
     # fp16 files of all three modules: a plain load makes them one format
     plain = StableDiffusionPipeline.from_pretrained(start, local_files_only=True)
@@ -72,11 +72,11 @@ def test_the_sheet_has_each_prompt_before_and_after(tmp_path: Path) -> None:
     after = [Image.new("RGB", (32, 32), colour) for colour in ("lime", "lime", "black", "black")]
     sheet = before_and_after(tmp_path / "subject", prompts, before, after)
     counts = {colour: count for count, colour in sheet.getcolors(1 << 16)}
-    area = 96 * 96
+    area = SIDE * SIDE
     assert counts[(0, 128, 128)] == area
     for colour in ((255, 0, 0), (0, 0, 255), (0, 255, 0)):
         assert counts[colour] == 2 * area
-    pixel = sheet.getpixel((20, (96 + 4 + 18) + 18 + 48))
+    pixel = sheet.getpixel((20, sheet.height // 3 + 20 + SIDE // 2))
     assert pytest.approx(pixel) == (255, 0, 0), "before stands at the left"
 
 
@@ -90,19 +90,23 @@ def test_the_demo_runs_from_pictures_to_figures(
     monkeypatch.setattr(demo, "train_detector", lambda vae, seed: Detector().eval())
     monkeypatch.setattr(demo, "SHOWN", (captions.subject_prompt("white"), "a red star on a white ground"))
     monkeypatch.setattr(metrics, "class_things", lambda repeats: [captions.Thing("star", "red", "white")] * repeats)
+    monkeypatch.setattr(metrics, "all_things", lambda: captions.things()[:4])
     paint = demo.painter
     monkeypatch.setattr(demo, "painter", lambda pipeline: paint(pipeline, Sampling(steps=2, guidance=1.0)))
     out = tmp_path / "out"
     options = ["--weights", str(weights), "--out", str(out), "--steps", "1", "--repeats", "1", "--class-images", "2"]
     assert demo.main(options) == 0
     summary = json.loads((out / "summary.json").read_text())
-    assert set(summary["before"]) == {"seen", "unseen", "leak", "class_attributes"}
-    assert Image.open(out / "before-after.png").size[0] > 8 * 96
+    assert {"seen", "unseen", "leak", "class_attributes", "things_seen"} < set(summary["before"])
+    assert set(summary["after"]["subject_seen"]) == set(captions.GROUNDS)
+    assert Image.open(out / "before-after.png").size[0] > 8 * SIDE
     assert len(list((out / "class").glob("*.png"))) == 2
     assert len(list((out / "subject").glob("*.png"))) == 4
     taught = load_pipeline(out / "pipeline")
     assert any(not torch.equal(a, b) for a, b in zip(taught.unet.parameters(), modules[0].parameters()))
-    assert "class drift" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "drift of everything, as seen" in said
+    assert "subject on black" in said
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "photo.png").touch()
     with pytest.raises(UserError, match="move it away, or give another --out"):

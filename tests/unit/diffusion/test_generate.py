@@ -40,14 +40,14 @@ def test_equals_the_pipeline_of_diffusers(v2):
     ours = narrow_pipeline(3, v2=v2)
     parts = ours.modules | {"tokenizer": ours.tokenizer, "safety_checker": None, "feature_extractor": None}
     theirs = StableDiffusionPipeline(
-        **parts, scheduler=DDIMScheduler.from_config(ours.schedule.to_json()), requires_safety_checker=False
+        **parts, scheduler=DDIMScheduler.from_config(dict(ours.schedule)), requires_safety_checker=False
     )
     theirs.set_progress_bar_config(disable=True)
     jobs = [Job("a red circle", 4), Job("a photo of a dog", 5)]
     noise = draw_noise((4, 8, 6), [torch.Generator().manual_seed(job.seed) for job in jobs])
     for name, scheduler in THEIRS.items():
         sampling = Sampling(name, 3, 4.0, 0.5, negative="star", height=64, width=48)
-        theirs.scheduler = scheduler.from_config(ours.schedule.to_json())
+        theirs.scheduler = scheduler.from_config(dict(ours.schedule))
         pictures = theirs(
             [job.prompt for job in jobs],
             negative_prompt=["star", "star"],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from apps.diffusion.noise import NoiseSchedule, ScheduleConfig, with_offset
+from apps.diffusion.noise import NoiseSchedule, schedule, with_offset, with_zero_terminal_snr
 from core.config import UserError
 
 F64 = torch.float64
@@ -20,7 +20,7 @@ IDS = ["scaled_linear", "linear", "squaredcos", "zero_terminal_snr"]
 
 def _pair(options: dict, prediction: str) -> tuple[NoiseSchedule, DDPMScheduler]:
     theirs = DDPMScheduler(**options, prediction_type=prediction)
-    return NoiseSchedule(ScheduleConfig.from_json(theirs.config)), theirs
+    return NoiseSchedule({**theirs.config, "_class_name": "DDPMScheduler"}), theirs
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=IDS)
@@ -78,7 +78,7 @@ def test_at_zero_snr_nothing_is_divided_by_it() -> None:
     epsilon.alphas_cumprod_T[-1] = 0.0
     assert epsilon.min_snr_weight(torch.tensor([999]), 5.0).item() == 1.0
     with pytest.raises(UserError, match="noise alone"):
-        NoiseSchedule(ScheduleConfig(rescale_betas_zero_snr=True))
+        NoiseSchedule(schedule(rescale_betas_zero_snr=True))
 
 
 def test_sixteen_bits_round_the_noisy_sample_and_not_the_levels() -> None:
@@ -94,3 +94,18 @@ def test_offset_noise_is_alike_in_a_channel() -> None:
     noise, offset = torch.zeros(2, 3, 4, 4), torch.randn(2, 3, 1, 1)
     shifted = with_offset(noise, offset, 0.1)
     assert torch.equal(shifted, (0.1 * offset).expand(2, 3, 4, 4))
+
+
+def test_zero_terminal_snr_is_a_field_of_the_folders_scheduler_or_makes_it_ddims() -> None:
+    euler = with_zero_terminal_snr({"_class_name": "EulerDiscreteScheduler", "prediction_type": "v_prediction"})
+    assert euler["_class_name"] == "EulerDiscreteScheduler"
+    pndm = with_zero_terminal_snr(schedule(_class_name="PNDMScheduler", prediction_type="v_prediction"))
+    assert pndm["_class_name"] == "DDIMScheduler"
+    for stored in (euler, pndm):
+        assert (stored["rescale_betas_zero_snr"], stored["timestep_spacing"]) == (True, "trailing")
+        assert NoiseSchedule(stored).snr(torch.tensor([999])).item() == 0.0
+    assert (pndm["beta_schedule"], pndm["beta_end"], pndm["prediction_type"]) == (
+        "scaled_linear",
+        0.012,
+        "v_prediction",
+    )

@@ -168,7 +168,7 @@ def test_files_of_others(written, tmp_path):
         tensors = {name.replace(f"{short}text_model.", short): tensor for name, tensor in load_file(file).items()}
         save_file(tensors | {"v_pred": torch.ones(()), "ztsnr": torch.ones(())}, path)
         loaded = load_single_file(path, folder)
-        assert loaded.schedule.rescale_betas_zero_snr
+        assert loaded.schedule["rescale_betas_zero_snr"]
         assert loaded.prediction_type == "v_prediction"
         _equal(loaded, pipeline)
 

@@ -106,9 +106,9 @@ def test_what_begins_anew_learns_another_noise(folder: Path, tmp_path: Path) -> 
     argv = _argv(folder, out, **options, data__global_batch=2, precision="fp32", save_precision="fp16", seed=1)
     assert pretrain.main([*argv, "--noise.zero-terminal-snr", "--data.no-buckets"]) == 0
     pipeline = load_pipeline(out)
-    assert pipeline.schedule.prediction_type == "v_prediction"
-    assert pipeline.schedule.rescale_betas_zero_snr
-    assert pipeline.schedule.timestep_spacing == "trailing"
+    assert pipeline.prediction_type == "v_prediction"
+    assert pipeline.schedule["rescale_betas_zero_snr"]
+    assert pipeline.schedule["timestep_spacing"] == "trailing"
     assert _weights(out)["conv_in.weight"].dtype == torch.float16
     start = load_pipeline(folder / "weights").unet
     assert (pipeline.unet.conv_in.weight - start.conv_in.weight).abs().max() > 0.05

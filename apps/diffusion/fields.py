@@ -1,0 +1,206 @@
+"""Every field of every configuration in a pipeline's folder: obeyed, or refused by name.
+
+A field is obeyed where diffusers' or transformers' own class, which the pipeline is built of, takes it and the forward
+that is run here does what it says. It is refused where this program would draw or train something else than the folder
+says: conditions that nobody supplies, flow matching, statistics of latents that Stable Diffusion's pipeline leaves out.
+A field that says nothing (null, false, zero, empty) is taken in any case, and one that nobody knows is refused.
+
+`FIELDS` is held complete against the signatures of the installed classes by a test.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from diffusers import __version__ as diffusers_version
+
+from apps.diffusion.noise import Prediction
+from core.config import UserError
+
+PIPELINES = (
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipelineLegacy",
+    "LatentConsistencyModelPipeline",
+    "LatentConsistencyModelImg2ImgPipeline",
+)
+"""of model_index.json: pipelines whose text-to-image half is Stable Diffusion's"""
+
+
+@dataclass(frozen=True)
+class Field:
+    """How a field is taken.
+
+    allowed  says of a value whether it is obeyed
+    instead  what a refusal says of the field
+    """
+
+    allowed: Callable[[Any], bool]
+    instead: str = ""
+
+
+OBEYED = Field(lambda value: True)
+"""the class takes it, or it describes the file and has no effect on what the module computes"""
+
+
+def only(*values: Any, instead: str) -> Field:
+    return Field(lambda value: value in values, instead)
+
+
+def nothing(instead: str) -> Field:
+    """Refused with any value that says something."""
+    return Field(lambda value: not value, instead)
+
+
+def _all(*names: str) -> dict[str, Field]:
+    return dict.fromkeys(names, OBEYED)
+
+
+_FLOW = "flow matching is not Stable Diffusion's noise"
+_CLASSES = "a U-Net that is conditioned on classes wants labels, and prompts have none"
+_ADDED = (
+    "it is given sizes, images or second texts beside the prompt, as SDXL is, and Stable Diffusion v1 and v2 are not"
+)
+_STATISTICS = "Stable Diffusion v1 and v2 scale latents by scaling_factor alone"
+
+UNET: dict[str, Field] = {
+    **_all(
+        "sample_size", "in_channels", "out_channels", "center_input_sample", "flip_sin_to_cos", "freq_shift",
+        "down_block_types", "mid_block_type", "up_block_types", "only_cross_attention", "block_out_channels",
+        "layers_per_block", "downsample_padding", "mid_block_scale_factor", "dropout", "act_fn", "norm_num_groups",
+        "norm_eps", "cross_attention_dim", "transformer_layers_per_block", "reverse_transformer_layers_per_block",
+        "attention_head_dim", "num_attention_heads", "use_linear_projection", "upcast_attention",
+        "resnet_time_scale_shift", "resnet_skip_time_act", "resnet_out_scale_factor", "time_embedding_type",
+        "time_embedding_dim", "time_embedding_act_fn", "timestep_post_act", "time_cond_proj_dim", "conv_in_kernel",
+        "conv_out_kernel", "mid_block_only_cross_attention", "cross_attention_norm", "addition_embed_type_num_heads",
+        "addition_time_embed_dim", "class_embeddings_concat", "projection_class_embeddings_input_dim",
+    ),
+    "encoder_hid_dim": nothing("the text's width is changed on the way, which Stable Diffusion v1 and v2 do not"),
+    "encoder_hid_dim_type": nothing("the U-Net reads something else than the prompt's text"),
+    "dual_cross_attention": nothing("the U-Net reads two texts, and a prompt is one"),
+    "class_embed_type": nothing(_CLASSES),
+    "num_class_embeds": nothing(_CLASSES),
+    "addition_embed_type": nothing(_ADDED),
+    "attention_type": only("default", instead="attention to boxes (GLIGEN) wants boxes, and prompts have none"),
+    # what diffusers' moving average writes beside them
+    **_all("decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"),
+}  # fmt: skip
+VAE: dict[str, Field] = {
+    **_all(
+        "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels", "layers_per_block",
+        "act_fn", "latent_channels", "norm_num_groups", "sample_size", "scaling_factor", "force_upcast",
+        "use_quant_conv", "use_post_quant_conv", "mid_block_add_attention",
+    ),
+    "shift_factor": nothing(_STATISTICS),
+    "latents_mean": nothing(_STATISTICS),
+    "latents_std": nothing(_STATISTICS),
+}  # fmt: skip
+TEXT_ENCODER: dict[str, Field] = {
+    **_all(
+        "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
+        "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
+        "initializer_factor", "pad_token_id", "bos_token_id", "eos_token_id",
+        # of the file, and of heads and of generation, which a text tower has not
+        "transformers_version", "dtype", "torch_dtype", "output_attentions", "output_hidden_states", "return_dict",
+        "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "dropout",
+        "tokenizer_class", "sep_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
+        "bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "cross_attention_hidden_size",
+        "add_cross_attention", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty", "finetuning_task", "is_decoder", "length_penalty", "max_length",
+        "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+        "prefix", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "task_specific_params",
+        "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_word_embeddings", "top_k", "top_p",
+        "torchscript", "typical_p", "use_bfloat16", "use_cache",
+    ),
+    "architectures": Field(
+        lambda value: not value or value == ["CLIPTextModel"], "Stable Diffusion v1 and v2 read CLIPTextModel"
+    ),
+    "model_type": only("clip_text_model", "clip", instead="Stable Diffusion v1 and v2 read a clip_text_model"),
+    "use_attention_mask": nothing("the text encoder of Stable Diffusion reads the padding too"),
+    "pruned_heads": nothing("heads are left out that the weights hold"),
+    "quantization_config": nothing("weights of another program's quantization are not read"),
+}  # fmt: skip
+SCHEDULER: dict[str, Field] = {
+    **_all(
+        "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "clip_sample",
+        "set_alpha_to_one", "steps_offset", "thresholding", "dynamic_thresholding_ratio", "clip_sample_range",
+        "sample_max_value", "timestep_spacing", "rescale_betas_zero_snr", "skip_prk_steps", "solver_order",
+        "algorithm_type", "solver_type", "lower_order_final", "euler_at_final", "use_karras_sigmas",
+        "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "final_sigmas_type", "lambda_min_clipped",
+        "predict_x0", "disable_corrector", "solver_p", "sigma_min", "sigma_max", "interpolation_type",
+        "timestep_type", "original_inference_steps", "timestep_scaling", "shift_terminal",
+        "flow_shift", "time_shift_type",  # of flow matching, which use_flow_sigmas and the prediction decide on
+    ),
+    "prediction_type": only(
+        *get_args(Prediction), instead=f"known are {', '.join(get_args(Prediction))} (flow matching is not)"
+    ),
+    "use_flow_sigmas": nothing(_FLOW),
+    "use_dynamic_shifting": nothing(_FLOW),
+    "variance_type": Field(
+        lambda value: value not in ("learned", "learned_range"), "the U-Nets of Stable Diffusion predict no variance"
+    ),
+    # of diffusers before 0.10
+    "tensor_format": only("pt", instead="tensors are torch's"),
+    "timestep_values": nothing("timesteps follow from the number of steps"),
+    "predict_epsilon": only(True, instead="say prediction_type sample instead"),
+}  # fmt: skip
+TOKENIZER: dict[str, Field] = {
+    **_all(
+        "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend", "bos_token",
+        "clean_up_tokenization_spaces", "eos_token", "errors", "extra_special_tokens", "is_local", "local_files_only",
+        "max_length", "model_input_names", "model_max_length", "model_specific_special_tokens", "name_or_path",
+        "pad_token", "padding_side", "processor_class", "special_tokens_map_file", "stride", "truncation_side",
+        "truncation_strategy", "unk_token", "use_fast", "vocab_size", "pad_to_multiple_of", "pad_token_type_id",
+    ),
+    "tokenizer_class": only("CLIPTokenizer", "CLIPTokenizerFast", instead="prompts are cut by a CLIPTokenizer"),
+    "do_lower_case": Field(lambda value: value is not False, "CLIP's tokenizer reads lower case"),
+    "auto_map": nothing("code in a folder is not run"),
+    "chat_template": nothing("prompts are no chats"),
+    "split_special_tokens": nothing("special tokens in a prompt are read as such"),
+}  # fmt: skip
+INDEX: dict[str, Field] = {
+    # components, whose classes `load_pipeline` compares; the safety checker is not run, as docs/diffusion.md says
+    **_all(
+        "unet", "vae", "text_encoder", "tokenizer", "scheduler", "safety_checker", "feature_extractor",
+        "image_encoder", "requires_safety_checker",
+    ),
+}  # fmt: skip
+FIELDS: dict[str, dict[str, Field]] = {
+    "unet": UNET,
+    "vae": VAE,
+    "text_encoder": TEXT_ENCODER,
+    "scheduler": SCHEDULER,
+    "tokenizer": TOKENIZER,
+    "model_index": INDEX,
+}
+"""configuration -> field -> how it is taken"""
+
+
+def check_fields(kind: str, config: Mapping[str, Any], origin: object) -> None:
+    """Raises UserError for a field of the configuration `kind` that is not obeyed.
+
+    Names that begin with an underscore are the library's notes on the file.
+    """
+    table = FIELDS[kind]
+    for name, value in config.items():
+        if name.startswith("_"):
+            continue
+        field = table.get(name)
+        if field is None:
+            if says_something(value):
+                raise UserError(
+                    f"{origin}: {name} is {_shown(value)}, a field that is not known (diffusers {diffusers_version}); "
+                    "Stable Diffusion v1 and v2 have none of that name"
+                )
+        elif not field.allowed(value):
+            raise UserError(f"{origin}: {name} is {_shown(value)}, which is not supported: {field.instead}")
+
+
+def says_something(value: Any) -> bool:
+    """Whether a component or a field is there: not null, false, zero, empty, nor [null, null]."""
+    return any(value) if isinstance(value, list) else bool(value)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}…"

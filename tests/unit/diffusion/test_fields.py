@@ -1,0 +1,152 @@
+"""Every field of a folder's configurations is obeyed or refused by name, and the table of them is complete."""
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig
+
+from apps.diffusion.__main__ import APP
+from apps.diffusion.fields import FIELDS, OBEYED, check_fields
+from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.noise import fields_of
+from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.samplers import CLASSES
+from core.config import UserError, run_command
+from tests.support.diffusion_training import tiny_pipeline, write_pictures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    torch.set_num_threads(1)
+    return save_pipeline(tiny_pipeline(), tmp_path_factory.mktemp("fields") / "weights")
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Path:
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def init_fields(kind: type) -> set[str]:
+    return set(inspect.signature(kind.__init__).parameters) - {"self", "args", "kwargs"}
+
+
+def test_the_table_is_complete() -> None:
+    """A new version of diffusers or transformers with a new field fails here, and not in a picture."""
+    text = {name for name in CLIPTextConfig().to_dict() if not name.startswith("_")}
+    schedulers = set().union(*(fields_of(getattr(diffusers, kind)) for kind in CLASSES.values()))
+    wanted = {
+        "unet": init_fields(UNet2DConditionModel),
+        "vae": init_fields(AutoencoderKL),
+        "text_encoder": text,
+        "scheduler": schedulers,
+        "model_index": init_fields(StableDiffusionPipeline),
+    }
+    for kind, names in wanted.items():
+        assert not names - set(FIELDS[kind]), f"fields of {kind} that nobody decided on"
+
+
+def test_what_is_refused_says_why_and_what_says_nothing_is_taken() -> None:
+    for kind, table in FIELDS.items():
+        for name, field in table.items():
+            assert (field is OBEYED) == (not field.instead), (kind, name)
+        check_fields(kind, {"_note": 1, "of_a_later_version": None, "and_another": False}, "it")
+        with pytest.raises(UserError, match="of_a_later_version is 'gated', a field that is not known"):
+            check_fields(kind, {"of_a_later_version": "gated"}, "it")
+
+
+REFUSED = [
+    ("unet/config.json", {"class_embed_type": "timestep"}, "class_embed_type is 'timestep'"),
+    ("unet/config.json", {"num_class_embeds": 4}, "num_class_embeds is 4"),
+    ("unet/config.json", {"dual_cross_attention": True}, "dual_cross_attention is True"),
+    ("unet/config.json", {"addition_embed_type": "text_time"}, "addition_embed_type is 'text_time'"),
+    ("unet/config.json", {"encoder_hid_dim_type": "image_proj"}, "encoder_hid_dim_type is 'image_proj'"),
+    ("unet/config.json", {"attention_type": "gated"}, "attention_type is 'gated'"),
+    ("unet/config.json", {"sample_size": [8, 8, 8]}, "sample_size is [8, 8, 8]; give a number of latents, or"),
+    ("vae/config.json", {"shift_factor": 0.1}, "shift_factor is 0.1"),
+    ("vae/config.json", {"latents_mean": [0.1, 0, 0, 0]}, "latents_mean is [0.1, 0, 0, 0]"),
+    ("text_encoder/config.json", {"use_attention_mask": True}, "use_attention_mask is True"),
+    ("text_encoder/config.json", {"architectures": ["CLIPTextModelWithProjection"]}, "architectures is"),
+    ("scheduler/scheduler_config.json", {"prediction_type": "flow_prediction"}, "prediction_type is 'flow_predict"),
+    ("scheduler/scheduler_config.json", {"use_flow_sigmas": True}, "use_flow_sigmas is True"),
+    ("scheduler/scheduler_config.json", {"_class_name": "FlowMatchEulerDiscreteScheduler"}, "is of FlowMatchEuler"),
+    ("scheduler/scheduler_config.json", {"variance_type": "learned_range"}, "variance_type is 'learned_range'"),
+    ("scheduler/scheduler_config.json", {"beta_schedule": "sigmoid"}, "refuses its scheduler_config.json"),
+    ("tokenizer/tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}, "auto_map is"),
+    ("tokenizer/tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"}, "tokenizer_class is 'T5Tokenizer'"),
+    ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "is SDXL (StableDiffusionXLPipeline)"),
+    ("model_index.json", {"_class_name": "AnimateDiffPipeline"}, "is a AnimateDiffPipeline"),
+    ("model_index.json", {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}, "is SDXL"),
+    ("model_index.json", {"controlnet": ["diffusers", "ControlNetModel"]}, "controlnet is ['diffusers', 'ControlNe"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_a_folder_that_would_draw_wrong_pictures_is_refused_in_one_line(copy, tmp_path, capsys, case) -> None:
+    file, changes, said = REFUSED[case]
+    edit(copy / file, **changes)
+    argv = ["sample", f"--weights={copy}", "--prompt=a dog", f"--out={tmp_path}/out"]
+    assert run_command(APP.dispatch, argv) == 2
+    line = capsys.readouterr().err.strip()
+    assert said in line, line
+    assert "\n" not in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_may_be_pairs_as_in_diffusers(copy) -> None:
+    edit(copy / "unet" / "config.json", sample_size=[6, 4])
+    pipeline = load_pipeline(copy)
+    [(_, picture)] = generate(pipeline, [Job("a dog", 0)], Sampling("ddim", 1))
+    assert picture.shape[1:] == (6 * pipeline.factor, 4 * pipeline.factor)
+    assert pipeline.image_size == picture.shape[1:]
+
+
+def test_a_u_net_that_is_told_its_guidance_draws_as_in_diffusers(tmp_path) -> None:
+    """LCM: no second evaluation without the prompt, and the guidance as an embedding."""
+    pipeline = tiny_pipeline()
+    config = {name: value for name, value in pipeline.unet.config.items() if name != "_use_default_values"}
+    unet = UNet2DConditionModel.from_config(config | {"time_cond_proj_dim": 32})
+    torch.nn.init.normal_(unet.time_embedding.cond_proj.weight)
+    pipeline.unet = unet.eval()
+    pipeline.schedule = {"_class_name": "LCMScheduler"}
+    folder = save_pipeline(pipeline, tmp_path / "lcm")
+    theirs = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    theirs.set_progress_bar_config(disable=True)
+    for guidance in (1.5, 8.0):
+        generator = [torch.Generator().manual_seed(3)]
+        wanted = theirs(
+            ["a dog"], num_inference_steps=2, guidance_scale=guidance, generator=generator, output_type="pt"
+        ).images[0]
+        [(_, found)] = generate(load_pipeline(folder), [Job("a dog", 3)], Sampling("model", 2, guidance))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    write_pictures(tmp_path / "pictures", 2)
+    argv = ["finetune", f"--weights={folder}", f"--data.images={tmp_path}/pictures", f"--out={tmp_path}/out"]
+    assert run_command(APP.dispatch, argv) == 2
+
+
+@pytest.mark.parametrize("end", ["safetensors.index.fp16.json", "fp16.safetensors.index.json"])
+def test_sharded_variants_are_whole(copy, end) -> None:
+    """`…safetensors.index.fp16.json` is what diffusers and transformers write for a variant in shards."""
+    for part, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        path = copy / part / f"{stem}.safetensors"
+        tensors = load_file(path)
+        names = sorted(tensors)
+        shards = {f"{stem}.fp16-{i + 1:05d}-of-00002.safetensors": names[i::2] for i in range(2)}
+        for file, held in shards.items():
+            save_file({name: tensors[name] for name in held}, path.with_name(file))
+        weight_map = {name: file for file, held in shards.items() for name in held}
+        (path.parent / f"{stem}.{end}").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        path.unlink()
+    found, wanted = load_pipeline(copy), tiny_pipeline()
+    for name, tensor in wanted.unet.state_dict().items():
+        assert torch.equal(found.unet.state_dict()[name], tensor)
