@@ -139,7 +139,7 @@ def _check_values(config: Any, default: Any, prefix: str = "") -> None:
             require_finite(name, one)
             if isinstance(one, int) and not -_WORD <= one < _WORD:
                 raise UserError(f"{name}={one}; that is too large, give a number below 2^63")
-        if item.name == "seed" and value is not None and value < 0:
+        if item.name == "seed" and isinstance(value, int) and value < 0:
             raise UserError(f"{name}={value}; give a number from 0 to below 2^63")
         if item.name == "device" and value != usual and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
             raise UserError(f"{name}={value}; the devices are cpu and cuda")

@@ -296,7 +296,7 @@ class TokenShards:
         raw = self._files[file].view(np.uint8)
         for number in range(start, stop):
             piece = raw[number * _CHECKED_BYTES : (number + 1) * _CHECKED_BYTES]
-            if zlib.crc32(piece) != self._checksums[file][number]:
+            if zlib.crc32(piece.data) != self._checksums[file][number]:
                 raise self._broken(
                     f"tokens-{file:05d}.bin is damaged: its {_CHECKED_BYTES // 1024} KiB from byte "
                     f"{number * _CHECKED_BYTES} on have another checksum than when they were written"
