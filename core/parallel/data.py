@@ -151,7 +151,7 @@ class DataParallel(ParallelModel):
         marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8).to(device_of(self.mesh))
         ranks = self.mesh if self._stage is None else self._stage
         if ranks.size() > 1:
-            dist.all_reduce(marks, dist.ReduceOp.MAX, group=None if self._stage is None else self._stage.get_group())
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=None if self._stage is None else self._stage.get_group())
         used, unused = ({n for n, mark in zip(self.masters, row, strict=True) if mark} for row in marks.tolist())
         if apart := used & unused & self._used_together():
             raise UserError(

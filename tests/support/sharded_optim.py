@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from core.checkpoint import CheckpointConfig, Checkpointer
 from core.comm.volume import count_volume
 from core.layout import Layout, full_tensor, layout_of, local, tag
+from core.mesh import derive_axes
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -74,7 +75,9 @@ class Case:
 
 @lru_cache
 def _mesh(world_size: int, *sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (world_size // math.prod(sizes), *sizes), mesh_dim_names=AXES)
+    mesh = init_device_mesh("cpu", (world_size // math.prod(sizes), *sizes), mesh_dim_names=AXES)
+    derive_axes(mesh)  # those that volumes are counted by
+    return mesh
 
 
 @lru_cache(maxsize=2048)
