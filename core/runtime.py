@@ -149,7 +149,7 @@ def pretended(num_ranks: int) -> Iterator[None]:
 def require_kind(device: str | None) -> None:
     """Raises UserError for what is no kind of device that ranks run on; which of a kind, their number says."""
     if device not in (None, "cpu", "cuda"):
-        raise UserError(f"device={device}; use cpu or cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
+        raise UserError(f"device={device}; the devices are cpu and cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
 
 
 def require_device(name: str) -> None:

@@ -203,7 +203,7 @@ def test_impossible_requests():
     for request, message in (
         (greedy("a", [], 1), "empty"),
         (greedy("a", [61], 1), "outside 0 … 60"),
-        (greedy("a", [1] * 15, 6), "15 tokens and max_tokens is 6; together they may be 20"),
+        (greedy("a", [1] * 15, 6), r"is 20 tokens\. However, you requested 21 tokens \(15 in the prompt\)"),
         (greedy("a", [1], 1, stop_ids=frozenset({99})), "token 99 is outside"),
         (greedy("a", [1], 1, stop_ids=everything, min_tokens=1), "every token ends"),
         (Request("a", (1,), 1, Sampling(logit_bias={-1: 1.0})), "token -1 is outside"),

@@ -22,7 +22,7 @@ def written(running, **body) -> str:
         assert status == 200, answer
         return answer["choices"][0]["text"]
     data = json.dumps(asked)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     status, _, answer = raw(running.port, f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
     assert status == 200, answer
     lines = [line[6:] for line in answer.decode().splitlines() if line.startswith("data: {")]

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_port_in_use_is_told_before_a_model_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "build_engine", lambda *options: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(serve, "build_engines", lambda *options: pytest.fail("weights were loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run_command(APP.dispatch, ["--model", str(folder), "--port", str(port)]) == 2
