@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from torch import Tensor
 
-from apps.diffusion.generate import Job, Sampling, draw_latents
+from apps.diffusion.generate import Job, Sampling, check_sampling, draw_latents
 from apps.diffusion.noise import fields_of
 from apps.diffusion.pipeline import Pipeline
 from apps.diffusion.samplers import CLASSES, MODEL, draw_noise
+from core.config import UserError
 
 F64 = torch.float64
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -124,3 +126,15 @@ def compare(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job])
     for step, (here, there) in enumerate(zip(seen, seen_there)):
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5, msg=lambda m, s=step: f"{case}, {s}: {m}")
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=lambda m: f"{case}: {m}")
+
+
+def compare_or_refuse(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job]) -> bool:
+    """Whether the case is drawn, and then alike; what is refused must fail, or not be finite, in diffusers too."""
+    try:
+        check_sampling(pipeline, sampling)
+    except UserError:
+        with pytest.raises(Exception):  # noqa: B017
+            assert theirs(pipeline, case, sampling, jobs)[1].isfinite().all()
+        return False
+    compare(pipeline, case, sampling, jobs)
+    return True

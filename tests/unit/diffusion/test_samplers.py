@@ -10,10 +10,12 @@ from apps.diffusion.noise import fields_of, own_scheduler, schedule
 from apps.diffusion.samplers import CLASSES, MODEL, SAMPLERS, Sampler, build_scheduler, draw_noise
 from core.config import UserError
 from tests.support.diffusion_training import tiny_pipeline
-from tests.support.schedules import Case, case, compare
+from tests.support.schedules import Case, case, compare, compare_or_refuse
 
 JOBS = [Job("a dog", 1), Job("a cat", 2)]
-SEEDS = (0, 1, 2, 4, 5, 6, 9, 10)
+SEEDS = range(16)
+REFUSED_SEEDS = (3, 7, 8, 12, 13)
+"""Of these diffusers' pipeline raises; the latents of 7 are not finite."""
 PREDICTS = {"dpm2": "v_prediction", "dpm2_a": "v_prediction", "heun": "v_prediction", "euler_a": "v_prediction"}
 """samplers of which diffusers' has no prediction of the sample"""
 # What a folder may say that the samplers of this program used to leave out.
@@ -61,7 +63,8 @@ def test_what_a_folder_says_is_obeyed(pipeline, what):
 def test_random_schedules_equal_the_pipeline_of_diffusers(pipeline, seed):
     drawn = case(seed)
     pipeline.schedule = drawn.stored
-    compare(pipeline, drawn, Sampling(drawn.name, drawn.steps, 3.0), JOBS)
+    is_drawn = compare_or_refuse(pipeline, drawn, Sampling(drawn.name, drawn.steps, 3.0), JOBS)
+    assert is_drawn == (seed not in REFUSED_SEEDS)
 
 
 def test_options_are_those_of_from_config(pipeline):

@@ -75,12 +75,12 @@ def test_a_run_leaves_a_pipeline_that_diffusers_loads(folder: Path, tmp_path: Pa
     assert len(moved) > 0.9 * len(list(ours.unet.parameters()))
     assert not torch.equal(ours.text_encoder.final_layer_norm.weight, before.text_encoder.final_layer_norm.weight)
     assert all(torch.equal(p, q) for p, q in zip(ours.vae.parameters(), before.vae.parameters()))
-    encoded = list((tmp_path / "cache").rglob("*.safetensors"))
+    encoded = list((tmp_path / "cache").rglob("*.tensor"))
     assert len(encoded) == 10  # five images, each mirrored too; no texts
     stamps = {path: path.stat().st_mtime_ns for path in encoded}
     with pytest.raises(UserError, match="already holds a run"):
         finetune.main([*_argv(folder, out, **options), "--train-text-encoder", "--data.flip"])
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")} == stamps
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.tensor")} == stamps
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
