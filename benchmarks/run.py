@@ -21,11 +21,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, beginning, result_of, show, write
 from core.config import UserError, run_command
@@ -149,10 +152,10 @@ def _quickly(commands: dict[str, list[str]]) -> list[str]:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     failed: list[str] = []
-    running: set[subprocess.Popen] = set()
-    with ThreadPoolExecutor(cores) as pool:
-        pending = {pool.submit(_ended, command, running): name for name, command in commands.items()}
-        for ended in _until_interrupted(as_completed(pending), pool, running):
+    processes = _Processes()
+    with ThreadPoolExecutor(cores) as pool, processes.killed_when_interrupted():
+        pending = {pool.submit(_ended, command, processes): name for name, command in commands.items()}
+        for ended in as_completed(pending):
             name, (code, said, taken_s) = pending[ended], ended.result()
             if code:
                 failed.append(name)
@@ -165,34 +168,60 @@ def _quickly(commands: dict[str, list[str]]) -> list[str]:
     return sorted(failed)
 
 
-def _until_interrupted(
-    ended: Iterator[Future], pool: ThreadPoolExecutor, running: set[subprocess.Popen]
-) -> Iterator[Future]:
-    try:
-        yield from ended
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in tuple(running):
-            os.killpg(process.pid, signal.SIGKILL)
-        raise
+class _Processes:
+    """Processes that run, each a session of its own.  Once they are killed, none starts."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+        self._killed = False
+        self._lock = threading.Lock()  # held while one starts: whoever kills sees it, or it does not start
+
+    @contextmanager
+    def killed_when_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._killed = True
+                for process in self._running:
+                    _kill(process)
+            raise
+
+    @contextmanager
+    def started(self, command: list[str], **options: Any) -> Iterator[subprocess.Popen]:
+        """A process for the length of the block.  Raises CancelledError when they are killed."""
+        with self._lock:
+            if self._killed:
+                raise CancelledError
+            process = subprocess.Popen(command, start_new_session=True, **options)
+            self._running.add(process)
+        with process:
+            try:
+                yield process
+            finally:
+                with self._lock:
+                    self._running.discard(process)
 
 
-def _ended(command: list[str], running: set[subprocess.Popen]) -> tuple[int, str, float]:
+def _kill(process: subprocess.Popen) -> None:
+    """With all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ended(command: list[str], processes: _Processes) -> tuple[int, str, float]:
     """Exit code, all that it said, and seconds. What does not end in time is killed, with all that it started."""
     began = time.monotonic()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     # One thread: the others have the other cores.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
-        running.add(process)
+    with processes.started(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
         try:
             said, _ = process.communicate(timeout=QUICK_LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             said, _ = process.communicate()
             said += f"\nnot done after {QUICK_LIMIT_S} s"
-        finally:
-            running.discard(process)
     return process.returncode, said, time.monotonic() - began
 
 

@@ -31,8 +31,11 @@ class Layer(NamedTuple):
 
 def pair_bytes(mesh: MeshConfig, rows: int, inner: int, outer: int, itemsize: int) -> Counts:
     """Two linear layers, x[rows, inner] -> [rows, outer] -> [rows, inner], without biases."""
+    if mesh.tp == 1:
+        return {}
+    agreed = used_bytes(2)
     if mesh.tp_mode == "1d":
-        return {("all_reduce", "tp"): 2 * rows * inner * itemsize} if mesh.tp > 1 else {}
+        return {("all_reduce", "tp"): 2 * rows * inner * itemsize + agreed}
     found: Elements = Counter()
     depth, side, _ = mesh.grid
     for inputs, outputs, swapped in ((inner, outer, False), (outer, inner, True)):
@@ -42,7 +45,12 @@ def pair_bytes(mesh: MeshConfig, rows: int, inner: int, outer: int, itemsize: in
             found += square_layer(side, rows // (depth * side), inputs, outputs, inputs // side, outputs // side)
             if depth > 1:
                 found["all_reduce", "tp_depth"] += inner * outer // side**2
-    return {key: itemsize * number for key, number in found.items() if number}
+    return {key: itemsize * number for key, number in found.items() if number} | {("all_reduce", "world"): agreed}
+
+
+def used_bytes(parameters: int) -> int:
+    """Of the message in which all ranks agree which parameters have a gradient: two marks of a byte each."""
+    return 2 * parameters
 
 
 def square_layer(side: int, rows: int, inputs: int, outputs: int, in_here: int, out_here: int) -> Elements:

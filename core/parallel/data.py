@@ -147,10 +147,11 @@ class DataParallel(ParallelModel):
 
         Raises UserError, on all of them, where some have one and some have none, and the message of it needs all.
         """
+        ranks = self.mesh if self._stage is None else self._stage
+        if ranks.size() == 1:
+            return set(self._used)
         own = [name in self._used for name in self.masters]
         marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8).to(device_of(self.mesh))
-        ranks = self.mesh if self._stage is None else self._stage
-        if ranks.size() > 1:
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=None if self._stage is None else self._stage.get_group())
         used, unused = ({n for n, mark in zip(self.masters, row, strict=True) if mark} for row in marks.tolist())
         if apart := used & unused & self._used_together():

@@ -98,7 +98,7 @@ def train(
     step: Callable[[nn.Module, int], Tensor] = lambda model, index: loss(model, batch(index)),
     **options: Any,
 ) -> Run:
-    """Train plainly (budget None) or under Gemini; unused parameters count as ones with a gradient of zero."""
+    """Train plainly (budget None) or under Gemini."""
     torch.manual_seed(0)
     model = make()
     if budget is None:
@@ -110,10 +110,6 @@ def train(
     for index in range(steps):
         value = step(model, index)
         value.backward()
-        if gemini is None:
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
         made.step()
         made.zero_grad()
         losses.append(float(value.detach()))

@@ -135,7 +135,8 @@ class Written:
                 self.finish[key] = event.finish
 
     def ids(self, name: str, index: int = 0) -> list[int]:
-        return [token.id for token in self.tokens[name, index]]
+        """Of the text, without the token that ended it."""
+        return [token.id for token in self.tokens[name, index] if not token.ends]
 
 
 def run(engine: Engine, requests: Iterable[Request] = ()) -> Written:

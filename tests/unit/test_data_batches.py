@@ -49,6 +49,7 @@ def predictions(batches: list[dict[str, torch.Tensor]]) -> list[tuple[int, int]]
     ]
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 3000), seed=st.integers(-5, 2**40), epoch=st.integers(0, 9))
 def test_shuffled_is_a_permutation(size, seed, epoch):
     order = shuffled(np.arange(size), size, seed, epoch)

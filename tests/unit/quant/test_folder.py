@@ -261,6 +261,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
         (lambda: description.write_text("{"), "cannot read"),
         (lambda: description.write_text("[]"), "is not a JSON object"),
         (lambda: describe(format=3), "has format 3; this version reads 2"),
+        (lambda: description.write_bytes(signed({"weights": {}})), "has format None; this version reads 2"),
         (lambda: describe(format=1), "has checksums, and says that it has format 1"),
         (lambda: describe(weights={"a": 1}), "does not describe quantized weights"),
         (lambda: with_weight(shape=[3, 4]), "and should be"),

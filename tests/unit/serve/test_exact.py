@@ -181,6 +181,7 @@ def test_ends():
     first = ids.index(end)
     ended = run(engine, [greedy("b", [5, 6], NEW, stop_ids=frozenset({end}))])
     assert ended.ids("b") == ids[:first]
+    assert [token.id for token in ended.tokens["b", 0] if token.ends] == [end]
     assert ended.finish["b", 0] == "stop"
     late = run(engine, [greedy("c", [5, 6], NEW, stop_ids=frozenset({end}), min_tokens=first + 2)])
     assert late.ids("c")[:first] == ids[:first]
