@@ -5,6 +5,7 @@ pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OU
 leaves its file instead. Validation pictures lie in validation/.
 """
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -57,11 +58,12 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     pipeline = starting_pipeline(config)
     schedule, model = NoiseSchedule(pipeline.schedule), denoiser(config, pipeline)
-    with start(config.device, config.seed) as runtime, open_run(config, runtime):
+    with start(config.device, config.seed) as runtime, ExitStack() as run_folder:
         mesh = runtime.mesh(config.mesh, config.zero)
         if isinstance(config, FinetuneConfig) and config.has_prior:
             draw_class_images(config, partial(load_weights, config), runtime)
         batches, heldout = prepare(config, pipeline, runtime)
+        run_folder.enter_context(open_run(config, runtime))
         data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
         optimizer = build_optimizer(config.optim, data.masters)
         host = "cpu" if config.average_on_host else None

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from apps.diffusion.demo import autoencoder, captions, detector, metrics, pictures, sizes
-from apps.diffusion.demo.captions import COLOURS, GROUNDS, SHAPES, Thing, caption
+from apps.diffusion.demo.captions import COLOURS, GROUNDS, SHAPES, SUBJECT_CLASS, Thing, caption
 from apps.diffusion.demo.drawing import OUTLINES, Drawing, draw
 from tests.support.drawn import PerfectVae, painter
 
@@ -163,7 +163,8 @@ def test_figures_tell_a_good_painter_from_bad_ones(trained: detector.Detector) -
     assert good.class_attributes.all_three > 0.9
     leaking = metrics.subject_figures(painter(stars_are_the_subject=True), trained, repeats=1, seed=0)
     assert leaking.leak > 0.9
-    assert metrics.drift_points(good, leaking) > 30
+    stars = [thing.shape == SUBJECT_CLASS for thing in metrics.all_things()]
+    assert metrics.drift_points(good, leaking) == pytest.approx(100 * sum(stars) / len(stars))
     ignorant = metrics.subject_figures(painter(knows_the_subject=False), trained, repeats=1, seed=0)
     assert max(ignorant.seen, ignorant.unseen) < 0.1
     assert abs(metrics.drift_points(good, ignorant)) < 1e-9

@@ -170,7 +170,7 @@ def test_the_command(folder, tmp_path, capsys):
         (["--prompt", "a", "--guidance", "-1"], "guidance is -1"),
         (["--prompt", "a", "--images", "0"], "images is 0"),
         (["--prompt", "a", "--seed", "-3"], "seed is -3"),
-        (["--prompt", "a", "--device", "tpu9"], "no device 'tpu9'"),
+        (["--prompt", "a", "--device", "tpu9"], "device=tpu9; the devices are cpu and cuda"),
         (["--prompt", "a", "--weights", "nowhere"], "nowhere holds no model_index.json"),
     ],
 )
