@@ -517,7 +517,7 @@ def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
     said = capsys.readouterr()
     assert code == 1
     assert "fell short" in said.err
-    first, out = (tmp_path / "runs" / name for name in ("fold_tiny", "fold_tiny_confidence"))
+    first, out = (tmp_path / "runs" / "demo-fold" / name for name in ("tiny", "tiny_confidence"))
     before, after = (load_file(run / "model" / "model.safetensors") for run in (first, out))
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed, "the second run taught nothing"
