@@ -119,6 +119,7 @@ def _ours(job: Job, out: Path) -> list[str]:
         "data.cache": out.with_name(f"{out.name}-cache"),
         "optim.lr": job.lr,
         "optim.schedule.shape": job.schedule,
+        **({} if job.schedule == "constant" else {"optim.schedule.final": 0}),
         "steps": job.steps,
         "precision": "bf16" if job.bf16 else "fp32",
         "checkpoint.every": 0,
