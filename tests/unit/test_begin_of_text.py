@@ -124,9 +124,7 @@ def test_a_text_that_ends_amid_a_character_shows_so(tokens, text):
     """What is shown while it is written adds up to what is written."""
     model = Decoder(DecoderConfig(vocab_size=257, dim=8, num_layers=1, num_heads=1, ffn_dim=8, max_length=16)).eval()
     following = dict(zip((0x3E, *tokens), tokens))
-    model.forward = lambda ids, *_: torch.tensor(  # type: ignore[method-assign]
-        np.eye(257)[[[following.get(int(ids[0, -1]), 0)]]]
-    )
+    model.forward = lambda ids, *_: torch.tensor(np.eye(257)[[[following.get(int(ids[0, -1]), 0)]]])
     shown: list[str] = []
     config = GenerateConfig(prompt=">", max_new_tokens=len(tokens), temperature=0)
     assert write(model, byte_tokenizer(), config, seed=0, show=shown.append) == text
