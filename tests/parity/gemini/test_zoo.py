@@ -76,10 +76,19 @@ def require_accounted(found: Run, is_tight: bool) -> None:
     if is_tight:
         messages = sum(message.nbytes for message in data.executor.transport.messages)  # between ranks
         assert tier.budget_bytes - messages <= data.planned.trace.model_bytes / 2
-        assert tier.num_evictions >= STEPS
-        # At least: what is not resident comes once and its gradients go once in each step.
-        away = [c for c in data.chunks if c.trainable and not c.resident]
-        assert found.gemini.moved_bytes >= STEPS * 2 * sum(c.own_bytes for c in away)
+        require_moved(found, STEPS)
+
+
+def require_moved(found: Run, num_steps: int) -> None:
+    """Half of what learns has its place on the host, and comes and goes in each step.
+
+    Evictions are not counted: the plan follows measured times, and where all that comes in goes with its gradients
+    nothing has to be evicted.
+    """
+    learning = [c for c in found.gemini.data.chunks if c.trainable]
+    away = sum(c.own_bytes for c in learning if not c.resident)
+    assert away >= sum(c.own_bytes for c in learning) / 2
+    assert found.gemini.moved_bytes >= num_steps * 2 * away  # values come at least once, gradients go once
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,7 +212,7 @@ def with_fsdp2(name: str) -> Run:
 def tight_in_bf16(name: str, doors: bool = False) -> Run:
     (tight, _), _ = budgets(run(name, 1 << 30, "bf16", steps=0), random.Random(name))
     found = run(name, tight, "bf16", MIXED_STEPS, doors)
-    assert found.gemini.data.tier.num_evictions >= MIXED_STEPS
+    require_moved(found, MIXED_STEPS)
     return found
 
 
