@@ -6,6 +6,7 @@ The whole tensors are drawn from a seed, so that every rank knows what each box 
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, inspect, read_full
 from core.config import UserError
 from core.layout import Layout, layout_of, local, tag
+from tests.support.checkpoints import flipped, flips
 from tests.support.ranks import Pool, RankFailure
+
+NUM_FLIPS = 100
 
 # name -> shape, dims that tp and then dp cut (None: replicated over that axis). Odd on purpose.
 TENSORS: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
@@ -156,6 +160,29 @@ def replicas(folder: Path) -> None:
     checkpointer.close()
 
 
+def load_what_is_damaged(folder: Path) -> int:
+    """Files of both ranks, one byte of one of them flipped at a time: every rank is told of each."""
+    mesh = mesh_of(1, 2)
+    checkpointer = Checkpointer(folder, CheckpointConfig(), mesh)
+    checkpointer.save(1, boxes(mesh, filled=True), {"a": 1}, {"rank": bytes([dist.get_rank()])})
+    checkpointer.wait()
+    files = sorted((folder / "step-00000001").iterdir())
+    assert {"__0_0.distcp", "__1_0.distcp", "rank-00001.safetensors"} <= {file.name for file in files}
+    for path, at, mask in flips(files, NUM_FLIPS, seed=0):
+        damage = flipped(path, at, mask) if dist.get_rank() == 0 else nullcontext()
+        dist.barrier()
+        with damage:
+            dist.barrier()
+            with pytest.raises(UserError, match=f"cannot load step 1 .*{path.name}"):
+                checkpointer.load(1, boxes(mesh, filled=False))
+            dist.barrier()
+    loaded = boxes(mesh, filled=False)
+    checkpointer.load(1, loaded)
+    assert as_expected(loaded, mesh)
+    checkpointer.close()
+    return len(files)
+
+
 def one_rank_is_killed(folder: Path) -> None:
     from core.checkpoint import checkpointer as module
 
@@ -209,6 +236,10 @@ def test_replicas_are_written_once_and_by_all(tmp_path, ranks):
     whole_bytes = 4 * 64 * 16000
     assert whole_bytes < sum(nbytes) < 1.01 * whole_bytes, "about 1 kB an item comes on top"
     assert max(nbytes) < 1.4 * whole_bytes / 4, "the largest item is 5/16 of the whole"
+
+
+def test_no_flipped_byte_in_any_file_of_two_ranks_is_accepted(tmp_path, ranks):
+    assert ranks(2).run(load_what_is_damaged, tmp_path / "checkpoints")[0] == 7
 
 
 def test_a_rank_killed_in_a_save_leaves_the_one_before(tmp_path):
