@@ -409,6 +409,7 @@ def _targets(size: Size, concurrency: int, measured: dict[str, dict[str, Number]
     ]
 
 
+# What each benchmark of serving measures; those of other loads and shapes add their own script.
 MEASURES = (
     "apps/serve/engine.py",
     "apps/serve/runner.py",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from benchmarks.result import Measured
 from benchmarks.run import Benchmark, Options, main
-from benchmarks.serving import Size, Turns, measured, sizes
+from benchmarks.serving import MEASURES, Size, Turns, measured, sizes
 from core.config import run_command
 from core.models import SHAPES
 
@@ -23,23 +23,7 @@ def measure(options: Options) -> Measured:
     return measured([size, replace(size, turns=(Turns(32, 40, 1),), apart=True)], options)
 
 
-MEASURES = (
-    "apps/serve/engine.py",
-    "apps/serve/runner.py",
-    "apps/serve/compiled.py",
-    "apps/serve/scheduler.py",
-    "apps/serve/pages.py",
-    "apps/serve/sampler.py",
-    "apps/serve/pace.py",
-    "core/models",
-    "core/nn",
-    "core/quant",
-    "core/kernels",
-    "benchmarks/serving.py",
-    "benchmarks/serving_peers.py",
-    "benchmarks/serving_bloom.py",
-)
-BENCHMARK = Benchmark("serving_bloom", "Serving BLOOM", measure, MEASURES)
+BENCHMARK = Benchmark("serving_bloom", "Serving BLOOM", measure, (*MEASURES, "benchmarks/serving_bloom.py"))
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="serving_bloom"), sys.argv[1:]))

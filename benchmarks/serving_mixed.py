@@ -34,7 +34,7 @@ from apps.serve.request import Delta, PromptDone, Request, Sampling
 from benchmarks.limits import SAME_BYTES, limit_of
 from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
-from benchmarks.serving import Contender, Size, contenders, engine_of, join_peers
+from benchmarks.serving import MEASURES, Contender, Size, contenders, engine_of, join_peers
 from core.config import run_command
 from core.models import SHAPES, Decoder
 from core.precision import bf16_units
@@ -223,23 +223,7 @@ def _ready(much: Amount, folder: Path, notes: list[str]) -> Found:
     return [row], [Target("3 s / until it listens", 1.0, 3 / taken_s)]
 
 
-MEASURES = (
-    "apps/serve/engine.py",
-    "apps/serve/runner.py",
-    "apps/serve/compiled.py",
-    "apps/serve/scheduler.py",
-    "apps/serve/pages.py",
-    "apps/serve/sampler.py",
-    "apps/serve/pace.py",
-    "core/models",
-    "core/nn",
-    "core/quant",
-    "core/kernels",
-    "benchmarks/serving.py",
-    "benchmarks/serving_peers.py",
-    "benchmarks/serving_mixed.py",
-)
-BENCHMARK = Benchmark("serving_mixed", "Serving a mixed load", measure, MEASURES)
+BENCHMARK = Benchmark("serving_mixed", "Serving a mixed load", measure, (*MEASURES, "benchmarks/serving_mixed.py"))
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="serving_mixed"), sys.argv[1:]))

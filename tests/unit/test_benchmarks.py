@@ -1,6 +1,5 @@
 """Benchmarks: what they are, what they write, and that a contender which does not train alike is not timed."""
 
-import ast
 import json
 import os
 import re
@@ -115,8 +114,7 @@ def test_a_benchmark_names_what_it_measures(name: str) -> None:
     """Files and folders that are there, its own and those of this package that it imports or starts among them."""
     path = ROOT / "benchmarks" / f"{name}.py"
     assert re.search(rf'^BENCHMARK = Benchmark\(\s*"{name}"', path.read_text(), re.MULTILINE)
-    (measures,) = re.findall(r"^MEASURES = (\(.*?^\))$", path.read_text(), re.DOTALL | re.MULTILINE)
-    named = ast.literal_eval(measures)
+    named = runner.load(name).measures
     assert [one for one in named if not (ROOT / one).exists()] == []
     assert any(one.startswith(("core/", "apps/")) for one in named)
     found = re.findall(r"benchmarks\.(\w+)", re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL))
