@@ -100,6 +100,7 @@ class Message(Body):
 
     name     for templates that tell it
     refusal  what an assistant said in the place of an answer
+    provider_specific_fields  litellm's, in the messages that it keeps: all null in those that it got from here
     """
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -110,6 +111,7 @@ class Message(Body):
     function_call: NoFunctionCall = None
     audio: NoAudio = None
     annotations: NoAnnotations = None
+    provider_specific_fields: dict[str, Any] | None = None
 
     @field_validator("content")
     @classmethod
@@ -122,6 +124,12 @@ class Message(Body):
         if not isinstance(content, str) and any(isinstance(part, RefusalPart) for part in content):
             raise PydanticCustomError("unsupported", "only an assistant's message has parts of type refusal")
         return content
+
+    @field_validator("provider_specific_fields")
+    @classmethod
+    def _says_nothing(cls, fields: dict[str, Any] | None) -> None:
+        if any(value is not None for value in (fields or {}).values()):
+            raise PydanticCustomError("unsupported", "this server reads none of them; leave it out")
 
     @field_validator("refusal")
     @classmethod

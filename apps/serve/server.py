@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -342,8 +343,9 @@ def _add_errors(app: FastAPI) -> None:
         param, message = _complaint(error)
         return _json(ApiError(400, f"{param}: {message}" if param else message, param=param).body, 400)
 
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return _json(ApiError(error.status_code, str(error.detail)).body, error.status_code, error.headers)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        what = _no_such_path(request) if error.status_code in (404, 405) else str(error.detail)
+        return _json(ApiError(error.status_code, what).body, error.status_code, error.headers)
 
     async def unexpected(_: Request, error: Exception) -> Response:
         log.error("unexpected %s", type(error).__name__, exc_info=error)
@@ -357,6 +359,13 @@ def _add_errors(app: FastAPI) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _no_such_path(request: Request) -> str:
+    """What clients of other parts of OpenAI's API read, such as those of /v1/embeddings."""
+    answered = (one for one in request.app.routes if isinstance(one, APIRoute) and one.include_in_schema)
+    known = ", ".join(f"{method} {one.path}" for one in answered for method in sorted(one.methods))
+    return f"this server has no {request.method} {request.url.path[:100]}; it answers {known}"
 
 
 def _complaint(error: RequestValidationError) -> tuple[str | None, str]:

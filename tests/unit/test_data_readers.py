@@ -60,6 +60,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
         ("x.jsonl.zst", zst(GOOD)),
         ("x.jsonl.zst", zst(GOOD[:9]) + zst(b"") + zst(GOOD[9:])),
     ],
+    ids=["plain", "gzip in two members", "zstandard", "zstandard in three frames"],
 )
 def test_jsonl_plain_and_compressed(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)

@@ -215,6 +215,7 @@ def test_the_servers_own_message_is_accepted(running: Running) -> None:
             {"role": "assistant", "content": message.content},
             {"role": "assistant", "content": [{"type": "text", "text": message.content}]},
             message.model_dump() | {"tool_calls": [], "annotations": [], "name": "Bot", "reasoning_content": None},
+            message.model_dump() | {"provider_specific_fields": {"refusal": None}},  # as litellm keeps it
         )
         again: Any = {"role": "user", "content": "And?"}
         answers = {
@@ -237,6 +238,13 @@ def test_the_servers_own_message_is_accepted(running: Running) -> None:
         ]
         told = [client.chat.completions.create(messages=[*said, form, again], **asked) for form in refused]
         assert len({answer.choices[0].message.content for answer in told}) == 1
+
+
+def test_fields_of_providers_that_say_something_are_refused(running: Running) -> None:
+    said = {"role": "assistant", "content": "x", "provider_specific_fields": {"thinking": "y"}}
+    answer = by_socket(running, CHAT, BASE[CHAT] | {"messages": [said]})
+    assert answer.error is not None
+    assert (answer.status, answer.error["param"]) == (400, "messages[0].provider_specific_fields")
 
 
 def test_obfuscation(running: Running) -> None:

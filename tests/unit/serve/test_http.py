@@ -454,9 +454,12 @@ def test_other_refusals(running):
     )
     assert post(running.port, "/v1/completions", {"prompt": "x"}, Content_Type="text/plain")[0] == 415
     assert get(running.port, "/v1/completions")[0] == 405
-    status, _, body = get(running.port, "/nothing")
+    status, _, answer = post(running.port, "/v1/embeddings", {"input": "x"})
     assert status == 404
-    assert "error" in json.loads(body)
+    said = answer["error"]["message"]
+    assert said.startswith("this server has no POST /v1/embeddings; it answers ")
+    assert "GET /v1/models, " in said
+    assert "POST /v1/chat/completions" in said
     assert get(running.port, "/page/../server.py")[0] == 404
     status, headers, _ = get(running.port, "/health", Origin="http://elsewhere")
     assert status == 200
