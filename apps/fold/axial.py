@@ -43,7 +43,7 @@ from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterPro
 from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention, Keys
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
-from apps.fold.subbatch.execute import as_the_model_has_it
+from apps.fold.subbatch.execute import as_the_model_has_it, replace_method
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.products import A, B, Product
 from apps.fold.subbatch.reading import PairNumbers
@@ -69,19 +69,19 @@ def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, Ho
         if run is not None:
             slot = "gather" if isinstance(module, InvariantPointAttention) else "forward"
             original = as_the_model_has_it(module, slot)
-            setattr(module, slot, partial(run, module, original, hows.get(name), axis))
+            replace_method(module, slot, partial(run, module, original, hows.get(name), axis))
     for module in model.modules():
         if isinstance(module, EvoformerBlock):
-            module.forward = partial(_block, module, type(module).forward.__get__(module), axis)
+            replace_method(module, "forward", partial(_block, module, type(module).forward.__get__(module), axis))
         if isinstance(module, EvoformerBlock | PairUpdates | TemplatePairEmbedder):
             _mark(module, axis)
-    model.nothing = partial(_nothing, model, axis)
-    model.embed_pairs = partial(_embed_pairs, model, hows.get("embed_pairs"), axis)
-    model.embed_msa = partial(_embed_msa, AlphaFold.embed_msa.__get__(model), axis)
-    model.trunk = partial(_trunk, AlphaFold.trunk.__get__(model), axis)
+    replace_method(model, "nothing", partial(_nothing, model, axis))
+    replace_method(model, "embed_pairs", partial(_embed_pairs, model, hows.get("embed_pairs"), axis))
+    replace_method(model, "embed_msa", partial(_embed_msa, AlphaFold.embed_msa.__get__(model), axis))
+    replace_method(model, "trunk", partial(_trunk, AlphaFold.trunk.__get__(model), axis))
     extra = model.extra_embedder
-    extra.forward = partial(_extra, type(extra).forward.__get__(extra), extra, axis)
-    model.heads.forward = partial(_heads, model.heads, axis)
+    replace_method(extra, "forward", partial(_extra, type(extra).forward.__get__(extra), extra, axis))
+    replace_method(model.heads, "forward", partial(_heads, model.heads, axis))
     embedder, structure = model.input_embedder, model.structure_module
     own = (embedder.left, embedder.right, embedder.position, model.recycling_embedder.distance)
     own += (model.recycling_embedder.pair_norm, structure.pair_norm, structure.attention.bias, structure.attention)

@@ -207,7 +207,7 @@ def _machine(device: argparse.Namespace, config: PretrainConfig) -> Machine | No
             raise UserError(
                 f"gpu={device.gpu} has no known {config.precision} peak; give A100, H100, H200, B200, L4, …"
             )
-    return peak and Machine(peak, device.bandwidth_gb_s * 1e9, device.utilisation)
+    return None if peak is None else Machine(peak, device.bandwidth_gb_s * 1e9, device.utilisation)
 
 
 def _describe(config: PretrainConfig) -> str:

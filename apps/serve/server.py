@@ -364,7 +364,7 @@ def _add_errors(app: FastAPI) -> None:
 def _no_such_path(request: Request) -> str:
     """What clients of other parts of OpenAI's API read, such as those of /v1/embeddings."""
     answered = (one for one in request.app.routes if isinstance(one, APIRoute) and one.include_in_schema)
-    known = ", ".join(f"{method} {one.path}" for one in answered for method in sorted(one.methods))
+    known = ", ".join(f"{method} {one.path}" for one in answered for method in sorted(one.methods or ()))
     return f"this server has no {request.method} {request.url.path[:100]}; it answers {known}"
 
 

@@ -9,6 +9,7 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -125,13 +126,14 @@ def _mmcif_residues(content: dict[str, list[str]], path: Path) -> dict[str, list
     Where several residues were seen in one place, as alternate locations, the one with the highest occupancy is taken.
     """
 
+    if "_atom_site.label_atom_id" not in content:
+        raise _unreadable(path, "it lacks _atom_site.label_atom_id")
+    atom_names = content["_atom_site.label_atom_id"]
+
     def column(*names: str, absent: str) -> list[str]:
         found = (content[f"_atom_site.{name}"] for name in names if f"_atom_site.{name}" in content)
         return next(found, [absent] * len(atom_names))
 
-    atom_names = content.get("_atom_site.label_atom_id")
-    if atom_names is None:
-        raise _unreadable(path, "it lacks _atom_site.label_atom_id")
     models = column("pdbx_PDB_model_num", absent="1")
     chains, part = column("auth_asym_id", "label_asym_id", absent="A"), column("label_asym_id", absent="A")
     numbers, codes = column("auth_seq_id", "label_seq_id", absent="?"), column("pdbx_PDB_ins_code", absent="?")
@@ -172,7 +174,8 @@ def _pdb_residues(path: Path) -> dict[str, list[_Residue]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = next(iter(PDBParser(QUIET=True).get_structure(path.stem, io.StringIO(text))), ())
+            read: Any = PDBParser(QUIET=True).get_structure(path.stem, io.StringIO(text))
+            model: Any = next(iter(read), ())
     except Exception as error:  # the parser raises whatever a damaged line leads to
         raise _unreadable(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     found: dict[str, list[_Residue]] = {}

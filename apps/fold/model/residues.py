@@ -25,7 +25,7 @@ _ATOM37 = """
 N CA C CB O CG CG1 CG2 OG OG1 SG CD CD1 CD2 ND1 ND2 OD1 OD2 SD CE CE1 CE2 CE3 NE NE1 NE2 OE1 OE2 CH2 NH1 NH2 OH CZ CZ2
 CZ3 NZ OXT
 """
-ATOM37 = _ATOM37.split()
+ATOM37: list[str] = [*_ATOM37.split()]
 N, CA, C, CB, O = range(5)  # of atom37; atom14 begins with N, CA, C, O, CB
 NUM_ATOM37, NUM_ATOM14 = 37, 14
 

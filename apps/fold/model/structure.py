@@ -8,13 +8,15 @@ Shapes: B batch, N residues, D = c_s, Z = c_z channels, H heads, K head size, P 
 
 import math
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.fold.model.config import StructureConfig
-from apps.fold.model.layers import Init, LayerNorm, Linear
+from apps.fold.model.layers import LayerNorm, Linear
 from apps.fold.model.rigid import Frames, rotation_from_quaternion, stack, turned_by
 from apps.fold.model.torsions import atoms_of_frames, frames_of_torsions
 from core.kernels.softmax import softmax
@@ -127,7 +129,7 @@ def _per_residue(frames: Frames, num_dims: int) -> Frames:
 def _squared_distances(q_BNHP3: Tensor, k_BNHP3: Tensor) -> Tensor:
     """[B, H, N, N], summed over points; by differences, since points lie far from the origin, near each other."""
     q, k = (x.transpose(1, 2).flatten(3) for x in (q_BNHP3, k_BNHP3))
-    return sum((q[:, :, :, None, x] - k[:, :, None, :, x]) ** 2 for x in range(q.shape[-1]))
+    return reduce(add, ((q[:, :, :, None, x] - k[:, :, None, :, x]) ** 2 for x in range(q.shape[-1])))
 
 
 class AngleResnet(nn.Module):
@@ -162,8 +164,8 @@ class StructureTransition(nn.Module):
 
     def __init__(self, dim: int, num_layers: int):
         super().__init__()
-        inits: list[Init] = ["relu"] * (num_layers - 1) + ["zero"]
-        self.layers = nn.ModuleList(Linear(dim, dim, init=init) for init in inits)
+        last = num_layers - 1
+        self.layers = nn.ModuleList(Linear(dim, dim, init="zero" if n == last else "relu") for n in range(num_layers))
 
     def forward(self, s_BND: Tensor) -> Tensor:
         x = s_BND

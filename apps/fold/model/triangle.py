@@ -3,6 +3,8 @@
 Shapes: B batch, N residues, Z = c_z channels, C channels of the product, H heads.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -52,12 +54,13 @@ class TriangleMultiplication(nn.Module):
 
     def forward(self, z_BNNZ: Tensor, mask_BNN: Tensor) -> Tensor:
         factor = self.dropout(z_BNNZ)
+        weights: dict[str, Any] = dict(self.named_parameters())
         update = triangle_multiply(
             z_BNNZ,
             mask_BNN,
             outgoing=self.outgoing,
             residual=z_BNNZ if factor is None else None,
-            **dict(self.named_parameters()),
+            **weights,
         )
         return update if factor is None else gated_residual(update, mask=factor, residual=z_BNNZ)
 

@@ -44,10 +44,8 @@ class Source:
 class Search(Protocol):
     """What is done once, by a process of a tool, and kept."""
 
-    @property
-    def suffix(self) -> str:
-        """Of the file that its result is kept in."""
-        ...
+    suffix: ClassVar[str]
+    """Of the file that its result is kept in."""
 
     def told(self) -> dict[str, Any]:
         """All that the result depends on."""

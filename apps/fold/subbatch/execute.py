@@ -62,6 +62,11 @@ def as_the_model_has_it(module: nn.Module, slot: str) -> Callable[..., object]:
     return module.__dict__.get("compiled", {}).get(slot) or getattr(type(module), slot).__get__(module)
 
 
+def replace_method(module: nn.Module, slot: str, run: Callable[..., object]) -> None:
+    """Let the module's method of that name be `run`, until `restore`; it takes what the method takes, by position."""
+    module.__dict__[slot] = run
+
+
 class _Sliced:
     """A wrapped method."""
 
@@ -76,21 +81,21 @@ def normalise_in_slices(model: nn.Module) -> None:
     """Let the structure module's attention normalise the slices of z that it reads: no normalised copy of z."""
     for module in model.modules():
         if isinstance(module, StructureModule):
-            module.attention.__dict__["normalise"] = type(module.pair_norm).forward.__get__(module.pair_norm)
-            module.pair_norm.forward = lambda z: z
+            replace_method(module.attention, "normalise", type(module.pair_norm).forward.__get__(module.pair_norm))
+            replace_method(module.pair_norm, "forward", lambda z: z)
 
 
 def restore(model: nn.Module) -> None:
     """The model as it was."""
     for module in model.modules():
         if isinstance(module, StructureModule):
-            module.pair_norm.__dict__.pop("forward", None)
-            module.attention.__dict__.pop("normalise", None)
+            vars(module.pair_norm).pop("forward", None)
+            vars(module.attention).pop("normalise", None)
         operation = OPERATIONS.get(type(module))
         if operation is not None:
-            module.__dict__.pop(operation.slot, None)
+            vars(module).pop(operation.slot, None)
         if isinstance(module, FoldingModel):
-            module.__dict__.pop("nothing", None)
+            vars(module).pop("nothing", None)
 
 
 def offload_pairs(model: nn.Module, empty: Callable[..., Tensor] | None = None) -> None:

@@ -36,7 +36,7 @@ from apps.fold.model.features import Features, TemplateFeatures
 from apps.fold.model.network import Network, network
 from apps.fold.model.structure import Structure
 from apps.fold.model.triangle import TriangleMultiplication
-from apps.fold.subbatch.execute import normalise_in_slices, offload_pairs, wrap
+from apps.fold.subbatch.execute import normalise_in_slices, offload_pairs, replace_method, wrap
 from apps.fold.subbatch.operations import Operation, Work, operations_of
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import Cuts, How, every, first_only
@@ -541,7 +541,7 @@ def without_masks(model: nn.Module) -> None:
     for module in model.modules():
         attend = getattr(module, "attend", None)
         if attend is not None:
-            module.attend = partial(_unmasked, attend)
+            replace_method(module, "attend", partial(_unmasked, attend))
 
 
 def _unmasked(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:

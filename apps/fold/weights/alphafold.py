@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -190,8 +191,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write aside, then rename: the file is never half there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.part")
+    by_name: dict[str, Any] = dict(arrays)
     with open(aside, "wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **by_name)
     os.replace(aside, path)
 
 

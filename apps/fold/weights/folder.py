@@ -53,7 +53,7 @@ def _from_json(kind: Any, value: Any, origin: str) -> Any:
     """A dataclass from what `as_json` made of it.  Raises UserError for other fields."""
     if isinstance(kind, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None)) if value is not None else type(None)
-    if not dataclasses.is_dataclass(kind):
+    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         return value
     names = {f.name for f in dataclasses.fields(kind)}
     if not isinstance(value, dict) or set(value) - names:
