@@ -10,7 +10,6 @@ import sys
 import tempfile
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from apps.fold.model.config import ModelConfig, preset
@@ -19,7 +18,7 @@ from apps.fold.subbatch import Job, least_bytes
 from apps.fold.weights.folder import save_folder
 from core.runtime import process_holding
 from tests.support.fold import random_parameters
-from tests.support.forkserver import context
+from tests.support.resident import in_child, rise_of
 
 _LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
@@ -60,14 +59,7 @@ def model() -> ModelConfig:
 
 def rise(size: Size, seed: int = 0) -> Rise:
     """Of a random sequence and alignment, in a child of its own."""
-    receiving, sending = context().Pipe(duplex=False)
-    child = context().Process(target=_measure, args=(size, seed, sending))
-    child.start()
-    sending.close()
-    try:
-        return receiving.recv()
-    finally:
-        child.join()
+    return in_child(_measured, size, seed)
 
 
 def random_size(seed: int) -> Size:
@@ -82,13 +74,13 @@ def least(residues: int, rows: int) -> int:
     return least_bytes(_job(residues, rows))
 
 
-def _measure(size: Size, seed: int, sending: Connection) -> None:
+def _measured(size: Size, seed: int) -> Rise:
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as name, redirect_stdout(io.StringIO()):
         folder = Path(name)
         save_folder(folder / "weights", model(), random_parameters(model()))
         _rise(folder, draw, Size(20, 3, 500_000_000))  # imports, and what libraries make at their first use
-        sending.send(_rise(folder, draw, size))
+        return _rise(folder, draw, size)
 
 
 def _job(residues: int, rows: int) -> Job:
@@ -102,16 +94,9 @@ def _rise(folder: Path, draw: random.Random, size: Size) -> Rise:
     others = ("".join(draw.choice((c, c, draw.choice(_LETTERS), "-")) for c in query) for _ in range(size.rows))
     (folder / "in.fasta").write_text(f">a\n{query}\n")
     (folder / "a.a3m").write_text("".join(f">r\n{row}\n" for row in (query, *others)))
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts
     arguments = (folder / "in.fasta", "--weights", folder / "weights", "--msa", folder, "--out", folder / "out")
-    code = main([*map(str, arguments), "--no-plots", "--overwrite", "--memory", f"{size.budget}B"])
-    return Rise(size, _resident("VmHWM") - before, code)
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    arguments = [*map(str, arguments), "--no-plots", "--overwrite", "--memory", f"{size.budget}B"]
+    return Rise(size, *rise_of(lambda: main(arguments)))
 
 
 if __name__ == "__main__":
