@@ -5,6 +5,7 @@ averaged weights as a folder that `fold predict --weights` takes.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -48,11 +49,12 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     of_weights, values = (None, None) if config.weights is None else read_alphafold(config.weights)
     model = model_config(config, of_weights)
-    with start(config.device, config.seed) as runtime, open_run(config, runtime):
+    with start(config.device, config.seed) as runtime, ExitStack() as run_folder:
         if config.compile:
             require_compiler(runtime.device)
         mesh = runtime.mesh(config.mesh, config.zero)
         chains, heldout = _datasets(config, runtime)
+        run_folder.enter_context(open_run(config, runtime))
         with torch.device("meta"):
             network = AlphaFold(model)
         if config.learns == "confidence":

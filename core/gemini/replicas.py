@@ -41,6 +41,7 @@ from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
 from core.precision import Precision
+from core.runtime import give_back_freed_memory
 
 DRAWN_STEPS = 2
 """Steps that are drawn beside the plan, the later over the earlier: by the second the optimizer has its state."""
@@ -93,6 +94,8 @@ class GeminiReplicas(DataParallel):
     def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
         """Each rank's rows, on the host, stand in for the parameters until they have values."""
         self._device = device_of(self.mesh)
+        if self._device.type == "cpu":  # a buffer that has left the account has left the process
+            give_back_freed_memory(self.tier.budget_bytes)
         self.shard = shard_axis(self.mesh) if self.zero else None
         given = {names[0]: (self.model.get_parameter(names[0]), names) for names in parameter_names(self.model)}
         rows = {name: self._rows_of(parameter) for name, (parameter, _) in given.items()}

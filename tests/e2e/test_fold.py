@@ -558,3 +558,14 @@ def test_train_refuses_in_one_line(tmp_path: Path, capsys, options: tuple[str, .
     assert code == 2
     assert said in err
     assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_leaves_no_run_where_no_chain_can_be_used(tmp_path: Path, capsys) -> None:
+    (tmp_path / "structures").mkdir()
+    (tmp_path / "structures" / "damaged.cif").write_text("data_nothing\n")
+    options = ("--recipe", "debug", "--data.structures", tmp_path / "structures", "--data.cache", tmp_path / "cache")
+    code, _, err = fold(capsys, "train", *options, "--out", tmp_path / "run")
+    assert code == 2
+    assert "no chain of" in err
+    assert not (tmp_path / "run").exists()

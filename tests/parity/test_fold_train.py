@@ -1,6 +1,6 @@
-"""n ranks train the structure predictor as one rank does: every ZeRO level, recycling, ragged rows, the average.
+"""n ranks train the structure predictor as one rank does: every ZeRO level, recycling, ragged rows, dropout.
 
-In fp64, without dropout (each rank draws its own). The module of a structure layer runs several times in a step. Adam's
+In fp64, and the average of the weights, too. The module of a structure layer runs several times in a step. Adam's
 epsilon is large: where all frames are alike the backbone's bias has a gradient of zero, and a small one would turn the
 noise of its rounding into steps.
 """
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from apps.fold.loss.total import LossConfig
 from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import ModelConfig
 from apps.fold.training.batches import BatchConfig, FoldBatches
 from apps.fold.training.config import FoldTrainConfig
 from apps.fold.training.initialise import initialise
@@ -28,7 +29,7 @@ from core.parallel.compose import parallelize
 from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.train import TrainState, num_rows, train_step
-from tests.support.fold import Chains, TemplateChains, small_model, small_template_model
+from tests.support.fold import Chains, TemplateChains, dropping, small_model, small_template_model
 from tests.support.training import LR, largest_difference, removed
 
 TOLERANCE = 1e-10
@@ -43,11 +44,17 @@ class Case:
     microbatch: int | None = None
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     templates: bool = False
+    dropout: bool = False
+
+    @property
+    def model(self) -> ModelConfig:
+        dry = small_template_model() if self.templates else small_model()
+        return replace(dropping(dry) if self.dropout else dry, num_recycles=1)
 
 
 def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Losses, displacements, the average and a validation, whole, on every rank."""
-    model = replace(small_template_model() if case.templates else small_model(), num_recycles=1)
+    model = case.model
     config = FoldTrainConfig(
         zero=case.zero,  # pyright: ignore[reportArgumentType]
         precision="fp64",
@@ -77,9 +84,11 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
         for step in range(STEPS):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
             losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
+        data.model.eval()
         evaluate = validation(chains, model, data, average, axis, torch.device("cpu"), torch.float64)  # pyright: ignore
         with torch.no_grad():
             figures = evaluate(data.model)
+        data.model.train()
     averages = {f"{name} average": full_tensor(part) - start[name] for name, part in average.tensors.items()}
     displacement = {n: full_tensor(m) - start[n] for n, m in data.masters.items()}
     return {
@@ -89,14 +98,14 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     }
 
 
-_REFERENCE: dict[bool, dict[str, Any]] = {}
+_REFERENCE: dict[ModelConfig, dict[str, Any]] = {}
 
 
 def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ()) -> tuple[float, str]:
-    if case.templates not in _REFERENCE:
-        _REFERENCE[case.templates] = ranks(1).run(run, Case(templates=case.templates))[0]
+    if case.model not in _REFERENCE:
+        _REFERENCE[case.model] = ranks(1).run(run, Case(templates=case.templates, dropout=case.dropout))[0]
     results = ranks(num_ranks).run(run, case, without)
-    return max(largest_difference(result, _REFERENCE[case.templates], STEPS) for result in results)
+    return max(largest_difference(result, _REFERENCE[case.model], STEPS) for result in results)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +119,8 @@ def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ())
         (2, Case(3, recompute=RecomputeConfig("full"))),
         (4, Case(1, mesh=HYBRID)),
         (2, Case(3, templates=True)),
+        (2, Case(0, microbatch=1, dropout=True)),
+        (2, Case(3, recompute=RecomputeConfig("full"), templates=True, dropout=True)),
     ],
     ids=[
         "1-zero3",
@@ -120,6 +131,8 @@ def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ())
         "2-zero3-recomputed",
         "4-hybrid",
         "2-zero3-templates",
+        "2-zero0-dropout",
+        "2-zero3-dropout",
     ],
 )
 def test_ranks_train_as_one(ranks, num_ranks: int, case: Case) -> None:

@@ -13,7 +13,7 @@ from apps.fold.features.entries import Entry
 from apps.fold.features.templates import Template
 from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import EvoformerConfig, ModelConfig, tiny
+from apps.fold.model.config import EvoformerConfig, ModelConfig, PairConfig, StructureConfig, tiny
 from apps.fold.model.features import Features
 from apps.fold.training.dataset import Example
 
@@ -85,18 +85,25 @@ def random_features(residues: int, *, rows: int, extra: int, templates: int, see
 
 def small_model() -> ModelConfig:
     """The tiny model as training takes it: no templates, no dropout, one draw of recycling more than none."""
-    model = tiny(templates=False)
+    return replace(_dropping(tiny(templates=False), 0.0, 0.0, 0.0), max_msa=5, max_extra_msa=4)
 
-    def dry(stack: EvoformerConfig) -> EvoformerConfig:
-        return replace(stack, msa_dropout=0.0, pair=replace(stack.pair, dropout=0.0))
 
+def dropping(model: ModelConfig) -> ModelConfig:
+    """The model with the paper's dropout."""
+    return _dropping(model, PairConfig().dropout, EvoformerConfig().msa_dropout, StructureConfig().dropout)
+
+
+def _dropping(model: ModelConfig, pair: float, msa: float, structure: float) -> ModelConfig:
+    def stack(config: EvoformerConfig) -> EvoformerConfig:
+        return replace(config, msa_dropout=msa, pair=replace(config.pair, dropout=pair))
+
+    templates = model.templates
     return replace(
         model,
-        evoformer=dry(model.evoformer),
-        extra=dry(model.extra),
-        structure=replace(model.structure, dropout=0.0),
-        max_msa=5,
-        max_extra_msa=4,
+        evoformer=stack(model.evoformer),
+        extra=stack(model.extra),
+        structure=replace(model.structure, dropout=structure),
+        templates=None if templates is None else replace(templates, pair=replace(templates.pair, dropout=pair)),
     )
 
 
@@ -144,10 +151,7 @@ class TemplateChains(Chains):
 
 def small_template_model() -> ModelConfig:
     """`small_model`, and it reads templates, at most 3."""
-    templates = tiny().templates
-    assert templates is not None
-    dry = replace(templates, pair=replace(templates.pair, dropout=0.0))
-    return replace(small_model(), templates=dry, max_msa=6, max_templates=3)
+    return replace(_dropping(tiny(), 0.0, 0.0, 0.0), max_msa=6, max_extra_msa=4, max_templates=3)
 
 
 def hhr_text(query: str, hits: list[tuple[str, str, str, int, int, float]]) -> str:

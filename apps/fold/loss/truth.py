@@ -104,6 +104,8 @@ def renamed(truth: Truth, predicted_BNA3: Tensor) -> Truth:
     """The truth with those symmetric side chains renamed that then suit the prediction better (algorithm 26).
 
     Better: distances to all atoms that are not ambiguous differ less. Frames of symmetric groups turn by pi about x.
+    Both names suit alike where a prediction is denser than the truth, as early in training, and all distances are too
+    short: then the names stay, whichever way the sums round.
     """
     aatype = truth.aatype_BN
     partner = table(_PARTNER, aatype)
@@ -128,7 +130,7 @@ def renamed(truth: Truth, predicted_BNA3: Tensor) -> Truth:
         -1,
     )
     better = torch.zeros_like(aatype, dtype=torch.bool)
-    better[row, place] = errors_K2[:, 1] < errors_K2[:, 0]
+    better[row, place] = errors_K2[:, 1] < (1 - torch.finfo(errors_K2.dtype).eps ** 0.5) * errors_K2[:, 0]
     periodic = table(residues.CHI_PI_PERIODIC, aatype, swapped.dtype)
     sign = 1 - 2 * torch.nn.functional.pad(periodic, (residues.CHI1, 0)) * better[..., None]
     turn = torch.stack([torch.ones_like(sign), sign, sign], -1)

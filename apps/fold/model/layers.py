@@ -63,21 +63,22 @@ class LayerNorm(nn.LayerNorm):
 class SharedDropout(nn.Module):
     """A factor for dropout that is the same along one dim (supplement, 1.11.6): dropout by rows or by columns.
 
+    torch's own module draws it, to which `core.parallel.draws` gives the masks of one rank.
+
     dim  the dim of x[.., X, Y, C] along which one draw is shared: -3 (by rows) or -2 (by columns)
     """
 
     def __init__(self, rate: float, dim: int = -3):
         super().__init__()
-        self.rate, self.dim = rate, dim
+        self.drop, self.dim = nn.Dropout(rate), dim
 
     def forward(self, x: Tensor) -> Tensor | None:
         """What an update of x's shape is to be multiplied by, [.., 1, Y, C] or [.., X, 1, C]; None: nothing."""
-        if not self.training or self.rate == 0:
+        if not self.training or self.drop.p == 0:
             return None
         shape = list(x.shape)
         shape[self.dim] = 1
-        keep = torch.rand(shape, device=x.device) >= self.rate
-        return keep.to(x.dtype) / (1 - self.rate)
+        return self.drop(x.new_ones(shape))
 
 
 class Transition(nn.Module):

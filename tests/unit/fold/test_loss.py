@@ -149,6 +149,19 @@ def test_symmetric_side_chains_are_renamed_to_suit() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_names_stay_where_both_suit_alike(dtype: torch.dtype) -> None:
+    """All predicted distances are too short: the errors of both names are the same, but for rounding."""
+    structures = [_structure(seed) for seed in range(8)]
+    truth = truth_of_atoms(
+        AATYPE.expand(8, -1),
+        torch.cat([_truth(structure).atom37_BN373 for structure in structures]).to(dtype),
+        torch.cat([_truth(structure).atom37_mask_BN37 for structure in structures]).to(dtype),
+    )
+    dense = 1e-3 * torch.cat([structure.atom14[-1] for structure in structures]).to(dtype)
+    assert torch.equal(renamed(truth, dense).atom14_BNA3, truth.atom14_BNA3)
+
+
 def test_symmetric_chi_may_be_turned_by_pi() -> None:
     structure = _structure()
     truth = _truth(structure)
