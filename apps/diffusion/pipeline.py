@@ -259,8 +259,9 @@ def load_pipeline(
         return load_single_file(folder, tokenizer, prediction_type, dtype)
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion")
-    check_index(read_json(folder / INDEX), folder)
-    schedule = read_schedule(folder)
+    index = read_json(folder / INDEX)
+    check_index(index, folder)
+    schedule = read_schedule(folder, index)
     if prediction_type not in (None, prediction_of(schedule)):
         raise UserError(contradiction(folder, prediction_of(schedule), prediction_type))
     return Pipeline(
@@ -294,11 +295,18 @@ def check_index(index: Mapping[str, Any], folder: Path) -> None:
     check_fields("model_index", index, folder / INDEX)
 
 
-def read_schedule(folder: Path) -> Schedule:
-    """The scheduler_config.json of a pipeline's folder.  Raises UserError for noise that is not Stable Diffusion's."""
+def read_schedule(folder: Path, index: Mapping[str, Any]) -> Schedule:
+    """The scheduler_config.json of a pipeline's folder, of the class that the folder's `index` names, as in diffusers.
+
+    Raises UserError for noise that is not Stable Diffusion's.
+    """
     path = folder / "scheduler" / "scheduler_config.json"
-    stored = read_json(path)
-    return check_schedule({"_class_name": "DDIMScheduler"} | stored, path)
+    stored = {"_class_name": "DDIMScheduler"} | read_json(path)
+    check_schedule(stored, path)
+    named = index.get("scheduler")
+    if not says_something(named):
+        return stored
+    return check_schedule(stored | {"_class_name": _class_of(named)}, folder / INDEX)
 
 
 def check_schedule(stored: Schedule, origin: object) -> Schedule:
