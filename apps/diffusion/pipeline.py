@@ -115,14 +115,21 @@ class Pipeline:
     def tokenize(self, prompts: Sequence[str]) -> Tensor:
         """Token ids int64 [B, L], cut and filled up to the tokenizer's length.
 
-        Raises UserError for what is no text.
+        Raises UserError for what is no text, and for a token that the text encoder has not.
         """
         for prompt in prompts:
             check_text(prompt)
         length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
-        return self.tokenizer(
+        ids_BL = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
         ).input_ids
+        largest, known = int(ids_BL.max()) if ids_BL.numel() else 0, self.text_encoder.config.vocab_size
+        if largest >= known:
+            raise UserError(
+                f"the tokenizer reads {self.tokenizer.convert_ids_to_tokens(largest)!r} in a prompt, as token "
+                f"{largest}, and the text encoder has {known} tokens; give both of one model, or leave the word out"
+            )
+        return ids_BL
 
     def encode_prompts(self, prompts: Sequence[str]) -> Tensor:
         """Text embeddings [B, L, D]: the last hidden state after its norm."""

@@ -159,6 +159,14 @@ def test_the_scheduler_is_of_the_class_that_the_index_names(copy) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+def test_a_word_that_the_text_encoder_has_not_is_named(copy) -> None:
+    edit(copy / "tokenizer" / "tokenizer_config.json", extra_special_tokens=["<new>"])
+    pipeline = load_pipeline(copy)
+    assert pipeline.encode_prompts(["a dog"]).isfinite().all()
+    with pytest.raises(UserError, match="reads '<new>' in a prompt"):
+        pipeline.encode_prompts(["a dog", "a <new> dog"])
+
+
 def test_sizes_may_be_pairs_as_in_diffusers(copy) -> None:
     edit(copy / "unet" / "config.json", sample_size=[6, 4])
     pipeline = load_pipeline(copy)
