@@ -154,6 +154,7 @@ class FinetuneConfig(DiffusionConfig):
             if value is not None and not value.strip():
                 raise UserError(f"--{name.replace('_', '-')} is empty; say what the images show")
             check_text(value or "")
+        check_text(self.class_sampling.negative)
         if self.instance_prompt is not None and self.instance_dir is None:
             raise UserError("--instance-prompt without --instance-dir; name the folder of the subject's images")
         for name in ("class_prompt", "class_prompts"):
