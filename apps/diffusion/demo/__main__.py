@@ -52,8 +52,8 @@ class DemoConfig:
     weights: Path = EMBEDDED
     """the pipeline to start from; one of coloured shapes, as the figures are about them"""
     out: Path = Path("runs/demo-diffusion")
-    steps: int = 600
-    lr: float = 3e-4
+    steps: int = 500
+    lr: float = 2.5e-4
     """of its first step; it falls to a tenth"""
     prior: bool = True
     """with class pictures (prior preservation); without them, see what they are for"""
@@ -120,6 +120,7 @@ def prior_options(config: DemoConfig) -> list[str]:
     return [
         *("--class-dir", str(config.out / "class"), "--class-prompts", str(prompts)),
         *("--num-class-images", str(config.class_images), "--class-sampling.guidance", "1"),
+        *("--class-sampling.steps", str(SAMPLING.steps)),
         *("--data.caption-dropout", str(CAPTION_DROPOUT)),
     ]
 
