@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from apps.diffusion.adapters import LoraConfig
+from apps.diffusion.generate import Sampling
 from apps.diffusion.noise import Prediction
-from apps.diffusion.text import check_text
+from apps.diffusion.text import check_text, read_prompts
 from apps.diffusion.validation import ValidationConfig
 from core.config import UserError
 from core.mesh import MeshConfig
@@ -35,7 +36,8 @@ class DataConfig:
     flip: bool = False
     """show images mirrored too, at random"""
     caption_dropout: float = 0.0
-    """share of rows without their caption: what guidance at sampling leads away from"""
+    """share of rows without their caption: what guidance at sampling leads away from; with class images of their rows
+    alone, or guidance would lead away from the subject"""
     cache: Path | None = None
     """where latents and text embeddings are kept, by content and settings; by default cache/ beside --out"""
 
@@ -127,15 +129,21 @@ class FinetuneConfig(DiffusionConfig):
     """full: all weights; lora: low-rank adapters of them; dreambooth: all weights, on the images of one subject"""
     lora: LoraConfig = field(default_factory=LoraConfig)
     instance_dir: Path | None = None
-    """images of the subject, three to five"""
+    """images of the subject, three to five; without --instance-prompt with captions, as in --data.images"""
     instance_prompt: str | None = None
-    """what they show, with a word for the subject that means nothing yet: "a photo of sks dog" """
+    """what all of them show, with a word for the subject that means nothing yet: "a photo of sks dog" """
     class_dir: Path | None = None
-    """images of the subject's class, that its likes keep their looks (prior preservation)"""
+    """images of the subject's class, that the class keeps its looks (prior preservation); without --class-prompt with
+    captions, as in --data.images"""
     class_prompt: str | None = None
-    """what those show: "a photo of a dog". Images that --class-dir lacks are drawn by it before training"""
-    num_class_images: int = 100
-    """images that --class-dir holds at least"""
+    """what all of those show: "a photo of a dog". Images that --class-dir lacks are drawn of it before training"""
+    class_prompts: Path | None = None
+    """a text file with a prompt a line, instead: images that --class-dir lacks are drawn of them in turn, and each has
+    its own prompt as its caption"""
+    num_class_images: int | None = None
+    """images that --class-dir holds at least; by default 100 where there is a prompt to draw them of"""
+    class_sampling: Sampling = field(default_factory=Sampling)
+    """how class images are drawn; their size is that of --data.resolution. Much guidance makes them alike"""
     prior_weight: float = 1.0
     """weight of the class images' loss"""
 
@@ -146,15 +154,26 @@ class FinetuneConfig(DiffusionConfig):
             if value is not None and not value.strip():
                 raise UserError(f"--{name.replace('_', '-')} is empty; say what the images show")
             check_text(value or "")
-        if (self.instance_dir is None) != (self.instance_prompt is None):
-            raise UserError('--instance-dir and --instance-prompt go together: "a photo of sks dog"')
-        if (self.class_dir is None) != (self.class_prompt is None):
-            raise UserError('--class-dir and --class-prompt go together: "a photo of a dog", and where such images lie')
+        check_text(self.class_sampling.negative)
+        if self.instance_prompt is not None and self.instance_dir is None:
+            raise UserError("--instance-prompt without --instance-dir; name the folder of the subject's images")
+        for name in ("class_prompt", "class_prompts"):
+            if getattr(self, name) is not None and self.class_dir is None:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} without --class-dir; name the folder of the images that it describes")
+        if self.class_prompt is not None and self.class_prompts is not None:
+            raise UserError(
+                "--class-prompt and --class-prompts; give one caption for all class images, or one for each"
+            )
+        if self.class_sampling != Sampling() and self.class_prompt is None and self.class_prompts is None:
+            raise UserError("--class-sampling without --class-prompt and --class-prompts: no class images are drawn")
+        if self.num_class_images is not None and self.class_dir is None:
+            raise UserError("--num-class-images without --class-dir; name the folder of the class images")
         if self.class_dir is not None and self.instance_dir is None:
-            raise UserError("--class-dir is for DreamBooth; give --instance-dir and --instance-prompt too")
+            raise UserError("--class-dir is for DreamBooth; give --instance-dir too")
         if self.method == "dreambooth" and self.data.images is not None:
             raise UserError("--data.images with DreamBooth; the subject's images are --instance-dir")
-        if self.prior_weight < 0 or self.num_class_images < 1:
+        if self.prior_weight < 0 or (self.num_class_images is not None and self.num_class_images < 1):
             raise UserError(
                 f"prior_weight={self.prior_weight}, num_class_images={self.num_class_images}; "
                 "give a weight of 0 or more, and at least 1 image"
@@ -164,16 +183,27 @@ class FinetuneConfig(DiffusionConfig):
     def has_prior(self) -> bool:
         return self.class_dir is not None
 
+    def prompts_of_class(self) -> list[str]:
+        """What class images are drawn of, in turn; none where all of them are given.
+
+        Raises UserError for a --class-prompts that is no file of prompts.
+        """
+        if self.class_prompts is not None:
+            return read_prompts(self.class_prompts)
+        return [] if self.class_prompt is None else [self.class_prompt]
+
 
 def check_combination(config: DiffusionConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     subject = isinstance(config, FinetuneConfig) and config.instance_dir is not None
     if isinstance(config, FinetuneConfig) and config.method == "dreambooth" and not subject:
-        raise UserError('DreamBooth needs --instance-dir FOLDER and --instance-prompt "a photo of sks dog"')
+        raise UserError('DreamBooth needs --instance-dir FOLDER, and --instance-prompt "a photo of sks dog"')
     if not subject and config.data.images is None:
         raise UserError("no pictures given; --data.images FOLDER holds images with captions")
     if subject and config.data.images is not None:
         raise UserError("--data.images and --instance-dir; give the one or the other")
+    if isinstance(config, FinetuneConfig):
+        config.prompts_of_class()
     if config.weights is not None and not config.weights.exists():
         raise UserError(f"--weights {config.weights} does not exist; give a diffusers folder or a file")
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)

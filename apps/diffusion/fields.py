@@ -3,9 +3,10 @@
 A field is obeyed where diffusers' or transformers' own class, which the pipeline is built of, takes it and the forward
 that is run here does what it says. It is refused where this program would draw or train something else than the folder
 says: conditions that nobody supplies, flow matching, statistics of latents that Stable Diffusion's pipeline leaves out.
-A field that says nothing (null, false, zero, empty) is taken in any case, and one that nobody knows is refused.
+A field that nobody knows is refused, unless it says nothing (null, false, zero, empty).
 
-`FIELDS` is held complete against the signatures of the installed classes by a test.
+`FIELDS` is held complete against the signatures of the installed classes by a test, and of tokenizers, which take any
+keyword, against the names that the source of the installed class reads.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,9 +62,13 @@ _CLASSES = "a U-Net that is conditioned on classes wants labels, and prompts hav
 _ADDED = (
     "it is given sizes, images or second texts beside the prompt, as SDXL is, and Stable Diffusion v1 and v2 are not"
 )
+_WORDS = "words and their order of merging are those of the files beside it"
+_UNSAVED = "it is an argument of the class, and none that is saved"
+_CHATS = "prompts are no chats"
 _STATISTICS = "Stable Diffusion v1 and v2 scale latents by scaling_factor alone"
 
 UNET: dict[str, Field] = {
+    "_class_name": only("UNet2DConditionModel", None, instead="Stable Diffusion v1 and v2 have a UNet2DConditionModel"),
     **_all(
         "sample_size", "in_channels", "out_channels", "center_input_sample", "flip_sin_to_cos", "freq_shift",
         "down_block_types", "mid_block_type", "up_block_types", "only_cross_attention", "block_out_channels",
@@ -86,6 +91,7 @@ UNET: dict[str, Field] = {
     **_all("decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"),
 }  # fmt: skip
 VAE: dict[str, Field] = {
+    "_class_name": only("AutoencoderKL", None, instead="Stable Diffusion v1 and v2 have an AutoencoderKL"),
     **_all(
         "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels", "layers_per_block",
         "act_fn", "latent_channels", "norm_num_groups", "sample_size", "scaling_factor", "force_upcast",
@@ -146,17 +152,40 @@ SCHEDULER: dict[str, Field] = {
 }  # fmt: skip
 TOKENIZER: dict[str, Field] = {
     **_all(
-        "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend", "bos_token",
-        "clean_up_tokenization_spaces", "eos_token", "errors", "extra_special_tokens", "is_local", "local_files_only",
-        "max_length", "model_input_names", "model_max_length", "model_specific_special_tokens", "name_or_path",
-        "pad_token", "padding_side", "processor_class", "special_tokens_map_file", "stride", "truncation_side",
-        "truncation_strategy", "unk_token", "use_fast", "vocab_size", "pad_to_multiple_of", "pad_token_type_id",
+        "added_tokens_decoder", "additional_special_tokens", "bos_token", "cls_token", "eos_token",
+        "extra_special_tokens", "mask_token", "max_len", "model_input_names", "model_max_length",
+        "model_specific_special_tokens", "pad_token", "padding_side", "sep_token", "truncation_side", "unk_token",
+        # of the file, of decoding, and what every call of the tokenizer says anew
+        "clean_up_tokenization_spaces", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+        "errors", "files_loaded", "is_local", "local_files_only", "max_length", "name_or_path", "pad_to_multiple_of",
+        "pad_token_type_id", "processor_class", "special_tokens_map_file", "stride", "truncation_strategy", "use_fast",
+        "verbose", "vocab_size",
     ),
-    "tokenizer_class": only("CLIPTokenizer", "CLIPTokenizerFast", instead="prompts are cut by a CLIPTokenizer"),
+    "tokenizer_class": only("CLIPTokenizer", "CLIPTokenizerFast", None, instead="prompts are cut by a CLIPTokenizer"),
+    "backend": only("tokenizers", None, instead="CLIP's tokenizer is one of the library tokenizers"),
+    "add_prefix_space": nothing("CLIP's tokenizer puts no space before a prompt"),
+    "add_bos_token": Field(lambda value: value is not False, "each prompt begins with the token of its beginning"),
+    "add_eos_token": Field(lambda value: value is not False, "each prompt ends with the token of its end"),
     "do_lower_case": Field(lambda value: value is not False, "CLIP's tokenizer reads lower case"),
-    "auto_map": nothing("code in a folder is not run"),
-    "chat_template": nothing("prompts are no chats"),
     "split_special_tokens": nothing("special tokens in a prompt are read as such"),
+    **dict.fromkeys(("auto_map", "trust_remote_code"), nothing("code in a folder is not run")),
+    **dict.fromkeys(
+        ("chat_control_tokens", "chat_template", "response_schema", "response_template"), nothing(_CHATS)
+    ),
+    **dict.fromkeys(
+        (
+            "gguf_file", "init_inputs", "merges", "merges_file", "tokenizer", "tokenizer_file", "tokenizer_object",
+            "unk_id", "vocab", "vocab_file",
+        ),
+        nothing(_WORDS),
+    ),
+    **dict.fromkeys(
+        (
+            "fix_mistral_regex", "post_processor", "tokenizer_padding", "tokenizer_truncation", "_json_padding",
+            "_json_truncation", "_spm_precompiled_charsmap",
+        ),
+        nothing(_UNSAVED),
+    ),
 }  # fmt: skip
 INDEX: dict[str, Field] = {
     # components, whose classes `load_pipeline` compares; the safety checker is not run, as docs/diffusion.md says
@@ -179,15 +208,13 @@ FIELDS: dict[str, dict[str, Field]] = {
 def check_fields(kind: str, config: Mapping[str, Any], origin: object) -> None:
     """Raises UserError for a field of the configuration `kind` that is not obeyed.
 
-    Names that begin with an underscore are the library's notes on the file.
+    Other names that begin with an underscore are the library's notes on the file.
     """
     table = FIELDS[kind]
     for name, value in config.items():
-        if name.startswith("_"):
-            continue
         field = table.get(name)
         if field is None:
-            if says_something(value):
+            if not name.startswith("_") and says_something(value):
                 raise UserError(
                     f"{origin}: {name} is {_shown(value)}, a field that is not known (diffusers {diffusers_version}); "
                     "Stable Diffusion v1 and v2 have none of that name"

@@ -86,10 +86,11 @@ def shape_of(config: PlanConfig) -> Shape:
     folder = config.weights
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion, or --model NAME")
-    check_index(read_json(folder / INDEX), folder)
+    index = read_json(folder / INDEX)
+    check_index(index, folder)
     configs = {name: read_json(folder / name / "config.json") for name in ("unet", "vae", "text_encoder")}
     configs = {name: without_gaps(name, config) for name, config in configs.items()}
-    return Shape(**configs, schedule=read_schedule(folder))
+    return Shape(**configs, schedule=read_schedule(folder, index))
 
 
 def _built(folder: Path, shape: Shape) -> Modules:

@@ -115,14 +115,21 @@ class Pipeline:
     def tokenize(self, prompts: Sequence[str]) -> Tensor:
         """Token ids int64 [B, L], cut and filled up to the tokenizer's length.
 
-        Raises UserError for what is no text.
+        Raises UserError for what is no text, and for a token that the text encoder has not.
         """
         for prompt in prompts:
             check_text(prompt)
         length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
-        return self.tokenizer(
+        ids_BL = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
         ).input_ids
+        largest, known = int(ids_BL.max()) if ids_BL.numel() else 0, self.text_encoder.config.vocab_size
+        if largest >= known:
+            raise UserError(
+                f"the tokenizer reads {self.tokenizer.convert_ids_to_tokens(largest)!r} in a prompt, as token "
+                f"{largest}, and the text encoder has {known} tokens; give both of one model, or leave the word out"
+            )
+        return ids_BL
 
     def encode_prompts(self, prompts: Sequence[str]) -> Tensor:
         """Text embeddings [B, L, D]: the last hidden state after its norm."""
@@ -259,8 +266,9 @@ def load_pipeline(
         return load_single_file(folder, tokenizer, prediction_type, dtype)
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion")
-    check_index(read_json(folder / INDEX), folder)
-    schedule = read_schedule(folder)
+    index = read_json(folder / INDEX)
+    check_index(index, folder)
+    schedule = read_schedule(folder, index)
     if prediction_type not in (None, prediction_of(schedule)):
         raise UserError(contradiction(folder, prediction_of(schedule), prediction_type))
     return Pipeline(
@@ -294,11 +302,18 @@ def check_index(index: Mapping[str, Any], folder: Path) -> None:
     check_fields("model_index", index, folder / INDEX)
 
 
-def read_schedule(folder: Path) -> Schedule:
-    """The scheduler_config.json of a pipeline's folder.  Raises UserError for noise that is not Stable Diffusion's."""
+def read_schedule(folder: Path, index: Mapping[str, Any]) -> Schedule:
+    """The scheduler_config.json of a pipeline's folder, of the class that the folder's `index` names, as in diffusers.
+
+    Raises UserError for noise that is not Stable Diffusion's.
+    """
     path = folder / "scheduler" / "scheduler_config.json"
-    stored = read_json(path)
-    return check_schedule({"_class_name": "DDIMScheduler"} | stored, path)
+    stored = {"_class_name": "DDIMScheduler"} | read_json(path)
+    check_schedule(stored, path)
+    named = index.get("scheduler")
+    if not says_something(named):
+        return stored
+    return check_schedule(stored | {"_class_name": _class_of(named)}, folder / INDEX)
 
 
 def check_schedule(stored: Schedule, origin: object) -> Schedule:

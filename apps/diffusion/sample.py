@@ -21,7 +21,7 @@ from apps.diffusion.generate import Job, Sampling, check_sampling, generate, num
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
-from apps.diffusion.text import check_text
+from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units
 
@@ -94,19 +94,11 @@ def main(argv: list[str]) -> int:
 
 def jobs_of(config: SampleConfig) -> list[Job]:
     """Raises UserError for no prompt, and for an empty one."""
-    prompts = list(config.prompt)
-    if config.prompts is not None:
-        try:
-            prompts += config.prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {config.prompts} ({error}); give a text file with a prompt a line") from error
-    if not prompts:
+    if not config.prompt and config.prompts is None:
         raise UserError('no prompt; say what to draw, --prompt "a red circle" or --prompts FILE')
-    for index, prompt in enumerate(prompts):
-        if not prompt.strip():
-            raise UserError(f"prompt {index + 1} of {len(prompts)} is empty; say what to draw")
-    for prompt in (*prompts, config.negative):
-        check_text(prompt)
+    prompts = check_prompts(list(config.prompt), "--prompt") if config.prompt else []
+    prompts += [] if config.prompts is None else read_prompts(config.prompts)
+    check_text(config.negative)
     return [Job(prompt, config.seed + i) for prompt in prompts for i in range(config.images)]
 
 

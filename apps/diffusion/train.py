@@ -14,7 +14,7 @@ import torch
 
 from apps.diffusion.adapters import adapters_of, add_adapters
 from apps.diffusion.config import DiffusionConfig, FinetuneConfig, PretrainConfig, check_combination
-from apps.diffusion.data.likes import draw_class_images
+from apps.diffusion.data.class_images import class_sampling, draw_class_images
 from apps.diffusion.data.prepare import prepare
 from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
 from apps.diffusion.formats.lora import Layout, load_lora, save_lora
@@ -112,6 +112,8 @@ def starting_pipeline(config: DiffusionConfig) -> Pipeline:
     NoiseSchedule(pipeline.schedule)  # complains before anything is encoded
     if config.validation.prompts:
         check_sampling(pipeline, config.validation.sampling)
+    if isinstance(config, FinetuneConfig) and config.prompts_of_class():
+        check_sampling(pipeline, class_sampling(config))
     if begins_anew(config):
         _begin_anew(config, pipeline)
     return pipeline

@@ -17,6 +17,15 @@ def _adamw(lr: float, shape: str = "constant", warmup_steps: int = 0) -> OptimCo
     return OptimConfig(lr=lr, betas=(0.9, 0.999), weight_decay=0.01, schedule=schedule)
 
 
+def _tiny_adamw(lr: float, schedule: ScheduleConfig) -> OptimConfig:
+    """AdamW of the small pipeline, whose runs are too short for a long memory of squares."""
+    return replace(_adamw(lr), betas=(0.9, 0.99), schedule=schedule)
+
+
+def _tiny_data(folder: str) -> DataConfig:
+    return DataConfig(images=Path("runs/tiny", folder), global_batch=32, buckets=False, caption_dropout=0.1)
+
+
 def pretrain() -> PretrainConfig:
     """Batch and rate of Stable Diffusion v1 (Rombach et al. 2022, and the model's card)."""
     return PretrainConfig(
@@ -36,16 +45,11 @@ def tiny() -> PretrainConfig:
     """
     return PretrainConfig(
         weights=Path("runs/tiny/start"),
-        data=DataConfig(images=Path("runs/tiny/pictures"), global_batch=32, buckets=False, caption_dropout=0.1),
+        data=_tiny_data("pictures"),
         fresh="unet+text_encoder",
         train_text_encoder=True,
         steps=2200,
-        optim=OptimConfig(
-            lr=1.5e-3,
-            betas=(0.9, 0.99),
-            weight_decay=0.01,
-            schedule=ScheduleConfig(shape="wsd", warmup_steps=100, decay=0.3, final=0.0),
-        ),
+        optim=_tiny_adamw(1.5e-3, ScheduleConfig(shape="wsd", warmup_steps=100, decay=0.3, final=0.0)),
         save_precision="fp16",
         checkpoint=CheckpointConfig(every=250, keep=2),
         out=Path("runs/tiny/pipeline"),
@@ -59,15 +63,10 @@ def tiny_last() -> FinetuneConfig:
     """
     return FinetuneConfig(
         weights=Path("runs/tiny/pipeline"),
-        data=DataConfig(images=Path("runs/tiny/last-pictures"), global_batch=32, buckets=False, caption_dropout=0.1),
+        data=_tiny_data("last-pictures"),
         train_text_encoder=True,
         steps=1323,
-        optim=OptimConfig(
-            lr=6e-4,
-            betas=(0.9, 0.99),
-            weight_decay=0.01,
-            schedule=ScheduleConfig(shape="constant", warmup_steps=50),
-        ),
+        optim=_tiny_adamw(6e-4, ScheduleConfig(shape="constant", warmup_steps=50)),
         average=0.998,
         save_precision="fp16",
         checkpoint=CheckpointConfig(every=250, keep=3),

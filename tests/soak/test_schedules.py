@@ -3,11 +3,9 @@
 import logging
 
 import pytest
-import torch
 
 from apps.diffusion.generate import Job, Sampling
-from tests.support.diffusion_training import tiny_pipeline
-from tests.support.schedules import case, compare_or_refuse
+from tests.support.schedules import case, compare_or_refuse, shallow_pipeline
 
 SCHEDULES = 120
 
@@ -15,7 +13,7 @@ SCHEDULES = 120
 @pytest.mark.soak
 def test_random_schedules_equal_the_pipeline_of_diffusers() -> None:
     logging.disable(logging.WARNING)
-    pipeline = tiny_pipeline(0).to(torch.float64)
+    pipeline = shallow_pipeline()
     jobs = [Job("a dog", 1), Job("a cat", 2)]
     drawn = refused = 0
     for seed in range(SCHEDULES):

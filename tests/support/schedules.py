@@ -13,9 +13,10 @@ from torch import Tensor
 
 from apps.diffusion.generate import Job, Sampling, check_sampling, draw_latents
 from apps.diffusion.noise import fields_of
-from apps.diffusion.pipeline import Pipeline
+from apps.diffusion.pipeline import Pipeline, build_unet
 from apps.diffusion.samplers import CLASSES, MODEL, draw_noise
 from core.config import UserError
+from tests.support.diffusion_training import tiny_pipeline
 
 F64 = torch.float64
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -40,6 +41,22 @@ _LEVELS = (None, None, "use_karras_sigmas", "use_exponential_sigmas", "use_beta_
 _SOLVERS = {"UniPCMultistepScheduler": ("bh1", "bh2"), "DEISMultistepScheduler": ("logrho",)}
 
 
+_SLOW_TO_MAKE = "KDPM2"
+"""schedulers whose constructor goes through all timesteps of training in Python: they get fewer of them"""
+FEW_TIMESTEPS = {"num_train_timesteps": 100}
+
+
+def shallow_pipeline() -> Pipeline:
+    """fp64, with a U-Net of one block that reads the prompt: compared is what samplers do with a prediction."""
+    pipeline = tiny_pipeline(0)
+    given = dict(pipeline.unet.config)
+    one_block = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["UpBlock2D"], "mid_block_type": None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline.unet = build_unet(given | one_block | {"block_out_channels": [8]}).eval()
+    return pipeline.to(F64)
+
+
 @dataclass(frozen=True)
 class Case:
     stored: dict[str, Any]
@@ -61,7 +78,10 @@ def case(seed: int) -> Case:
     level = rng.choice(_LEVELS)
     if level in fields:
         stored[level] = True
-    return Case(stored, rng.choice([MODEL, MODEL, *CLASSES]), rng.randint(3, 7))
+    name, steps = rng.choice([MODEL, MODEL, *CLASSES]), rng.randint(3, 7)
+    if _SLOW_TO_MAKE in kind + CLASSES.get(name, ""):
+        stored |= FEW_TIMESTEPS
+    return Case(stored, name, steps)
 
 
 def theirs(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job]) -> tuple[list[Tensor], Tensor]:

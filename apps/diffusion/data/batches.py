@@ -9,7 +9,8 @@ All rows of a step are of one size, so an epoch deals the images of each size in
    (seed, step, row of the global batch)
 
 With class images (prior preservation) the rows of a step alternate: instance, class, instance, class, … Class images
-run through epochs of their own.
+run through epochs of their own. Their captions alone are dropped: what is drawn without a prompt, which guidance leads
+away from, stays what the class looks like and does not become the subject.
 
 A batch depends on the step, the data rank and the number of ranks alone: nothing is drawn from a rank's generator, so
 n ranks train on what one does, and resuming needs no state.
@@ -93,7 +94,7 @@ class LatentBatches:
         keys = entry.keys[size]
         mean, log_variance = self.moments(keys[int(generator.integers(len(keys)))]).unbind()
         timestep = int(generator.integers(draws.num_timesteps))
-        dropped = generator.random() < draws.caption_dropout
+        dropped = generator.random() < draws.caption_dropout and (prior or not self.class_entries)
         posterior, noise = (_normal(generator, mean.shape) for _ in range(2))
         if draws.offset_noise:
             noise = with_offset(noise, _normal(generator, torch.Size((len(mean), 1, 1))), draws.offset_noise)

@@ -103,7 +103,7 @@ def _caption(path: Path, name: Path, captions: dict[str, str | None]) -> str:
     else:
         beside = path.with_suffix(".txt")
         if not beside.is_file():
-            raise Unusable(f"it has no caption; put one into {beside.name} or {METADATA}")
+            raise Unusable(f"it has no caption; put one into {beside.name} or {METADATA}, or give one prompt for all")
         try:
             caption = beside.read_text(encoding="utf-8-sig")
         except ValueError:

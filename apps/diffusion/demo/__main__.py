@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from apps.diffusion.demo.captions import ANY_SHAPE, GROUNDS, subject_prompt
+from apps.diffusion.demo.captions import GROUNDS, caption, subject_prompt, things
 from apps.diffusion.demo.detector import Detector, train_detector
 from apps.diffusion.demo.metrics import Paint, SubjectFigures, ceiling, drift_points, subject_figures
 from apps.diffusion.demo.pictures import as_images, write_subject_folder
@@ -35,7 +35,9 @@ SUBJECT = "subject"
 BATCH = 8
 AVERAGE = 0.95
 """decay of the weights' moving average: the last steps of so few pictures differ much"""
-SAMPLING = Sampling(sampler="dpm++", steps=15, guidance=3.0)
+CAPTION_DROPOUT = 0.15
+SAMPLING = Sampling(sampler="dpm++", steps=15, guidance=1.5)
+"""with little guidance: more of it makes blots of stars on gray, before anything is taught"""
 SHOWN = (
     *(subject_prompt(ground) for ground in GROUNDS),
     "a red star on a white ground",
@@ -50,13 +52,13 @@ class DemoConfig:
     weights: Path = EMBEDDED
     """the pipeline to start from; one of coloured shapes, as the figures are about them"""
     out: Path = Path("runs/demo-diffusion")
-    steps: int = 220
-    lr: float = 1.5e-4
+    steps: int = 500
+    lr: float = 2.5e-4
     """of its first step; it falls to a tenth"""
     prior: bool = True
     """with class pictures (prior preservation); without them, see what they are for"""
-    class_images: int = 64
-    """class pictures, which the pipeline paints itself"""
+    class_images: int = 240
+    """class pictures, which the pipeline paints itself: of all 120 things equally many"""
     repeats: int = 4
     """pictures of each class thing that the figures are taken from, and a quarter of those of the subject a ground"""
     seed: int = 0
@@ -81,7 +83,7 @@ def run(config: DemoConfig, detector: Detector | None = None) -> dict[str, Any]:
 
 
 def figures_of(pipeline: Pipeline, config: DemoConfig, detector: Detector | None) -> dict[str, Any]:
-    subject = write_subject_folder(config.out / SUBJECT, config.seed)
+    subject = write_subject_folder(config.out / SUBJECT, config.seed, captioned=True)
     detector = detector or train_detector(pipeline.vae, seed=config.seed)
     most = ceiling(pipeline.vae, detector, repeats=1, seed=config.seed + 7)
     before, shown_before = look(pipeline, config, detector)
@@ -97,25 +99,29 @@ def figures_of(pipeline: Pipeline, config: DemoConfig, detector: Detector | None
 
 def options(config: DemoConfig, subject: Path) -> list[str]:
     """The command line of `diffusion dreambooth`."""
-    # Of any shape: pictures of stars alone would let circles get the subject's corners.
-    prior = ["--class-dir", str(config.out / "class"), "--class-prompt", f"a {ANY_SHAPE}"]
     return [
-        *("--weights", str(config.weights)),
-        *("--instance-dir", str(subject), "--instance-prompt", subject_prompt()),
-        *(prior if config.prior else ()),
-        *("--num-class-images", str(config.class_images), "--data.global-batch", str(BATCH)),
-        *("--train-text-encoder", "--optim.lr", str(config.lr), "--optim.schedule.shape", "cosine"),
-        *(
-            "--average",
-            str(AVERAGE),
-            "--steps",
-            str(config.steps),
-            "--seed",
-            str(config.seed),
-            "--checkpoint.every",
-            "0",
-        ),
+        *("--weights", str(config.weights), "--instance-dir", str(subject)),
+        *(prior_options(config) if config.prior else ()),
+        *("--data.global-batch", str(BATCH), "--train-text-encoder"),
+        *("--optim.lr", str(config.lr), "--optim.schedule.shape", "cosine", "--average", str(AVERAGE)),
+        *("--steps", str(config.steps), "--seed", str(config.seed), "--checkpoint.every", "0"),
         *("--out", str(config.out / "pipeline")),
+    ]
+
+
+def prior_options(config: DemoConfig) -> list[str]:
+    """Class images of everything that captions can say: what no class image shows gets the subject's corners.
+
+    They are painted without guidance, which on gray makes blots of shapes, and a part of them is learned without its
+    caption, so that guidance goes on leading away from all that there is and not from the subject.
+    """
+    prompts = config.out / "class-prompts.txt"
+    prompts.write_text("".join(f"{caption(thing)}\n" for thing in things()))
+    return [
+        *("--class-dir", str(config.out / "class"), "--class-prompts", str(prompts)),
+        *("--num-class-images", str(config.class_images), "--class-sampling.guidance", "1"),
+        *("--class-sampling.steps", str(SAMPLING.steps)),
+        *("--data.caption-dropout", str(CAPTION_DROPOUT)),
     ]
 
 

@@ -16,6 +16,7 @@ from apps.diffusion.demo.captions import (
     SEEN_GROUNDS,
     drawing_of_subject,
     finishing_samples,
+    subject_prompt,
     training_samples,
 )
 from apps.diffusion.demo.drawing import OUTLINES, Drawing, draw
@@ -32,11 +33,15 @@ def write_finishing_folder(folder: Path, num_pictures: int, seed: int, size: int
     return _write(folder, itertools.islice(finishing_samples(seed), num_pictures), size)
 
 
-def write_subject_folder(folder: Path, seed: int = 0, size: int = PIXELS) -> Path:
-    """The four pictures of the subject, two on each ground it is seen on; without captions, as DreamBooth has it."""
+def write_subject_folder(folder: Path, seed: int = 0, size: int = PIXELS, captioned: bool = False) -> Path:
+    """The four pictures of the subject, two on each ground it is seen on.
+
+    captioned  with prompts that name the ground; otherwise one prompt for all is given beside the folder
+    """
     rng = np.random.default_rng([seed, 4])
-    drawings = [drawing_of_subject(ground, rng) for ground in SEEN_GROUNDS for _ in range(2)]
-    return _write(folder, ((None, drawing) for drawing in drawings), size)
+    grounds = [ground for ground in SEEN_GROUNDS for _ in range(2)]
+    drawings = ((subject_prompt(ground) if captioned else None, drawing_of_subject(ground, rng)) for ground in grounds)
+    return _write(folder, drawings, size)
 
 
 def _write(folder: Path, samples: Iterable[tuple[str | None, Drawing]], size: int) -> Path:

@@ -278,6 +278,14 @@ def test_class_images_alternate_with_the_others_in_their_size() -> None:
     assert {key: seen.count(key) for key in seen} == {"50.0": 8, "51.0": 8, "52.0": 8}
 
 
+def test_of_class_images_alone_captions_are_dropped() -> None:
+    """Or guidance would lead away from the subject, and what is drawn without a prompt would become it."""
+    batches = _batches(caption_dropout=0.5, classes=3, rows=2)
+    dropped = np.array([[bool((batches.row(s, row)["text"] == -1).all()) for row in range(4)] for s in range(60)])
+    assert not dropped[:, ::2].any()
+    assert 0.35 < dropped[:, 1::2].mean() < 0.65
+
+
 def test_dropped_captions_and_offset_noise_and_the_posterior() -> None:
     dropped = [bool((_batches(caption_dropout=0.3).row(s, 0)["text"] == -1).all()) for s in range(200)]
     assert 0.2 < np.mean(dropped) < 0.4

@@ -102,6 +102,10 @@ def test_a_folder_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
         assert Image.open(one / line["file_name"]).tobytes() == draw(drawing, 32).tobytes()
     subject = pictures.write_subject_folder(tmp_path / "subject")
     assert sorted(path.name for path in subject.iterdir()) == [f"0000{i}.png" for i in range(4)]
+    captioned = pictures.write_subject_folder(tmp_path / "captioned", captioned=True)
+    said = [json.loads(line)["text"] for line in (captioned / "metadata.jsonl").read_text().splitlines()]
+    assert said == [captions.subject_prompt(ground) for ground in ("white", "white", "black", "black")]
+    assert all((captioned / path.name).read_bytes() == path.read_bytes() for path in subject.iterdir())
     corners = [np.asarray(Image.open(path))[0, 0] for path in sorted(subject.iterdir())]
     assert [nearest(corner, GROUNDS) for corner in corners] == ["white", "white", "black", "black"]
 

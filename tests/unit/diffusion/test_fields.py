@@ -1,8 +1,10 @@
 """Every field of a folder's configurations is obeyed or refused by name, and the table of them is complete."""
 
+import ast
 import inspect
 import json
 import shutil
+import textwrap
 from pathlib import Path
 
 import diffusers
@@ -10,7 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTextConfig
+from transformers import CLIPTextConfig, CLIPTokenizer
 
 from apps.diffusion.__main__ import APP
 from apps.diffusion.fields import FIELDS, OBEYED, check_fields
@@ -41,6 +43,37 @@ def init_fields(kind: type) -> set[str]:
     return set(inspect.signature(kind.__init__).parameters) - {"self", "args", "kwargs"}
 
 
+def keywords_read(function: object) -> set[str]:
+    """Names that a function of `**kwargs` takes out of them, and those of its own parameters."""
+    taken = set(inspect.signature(function).parameters) - {"self", "cls", "args", "kwargs"}
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=owner), attr="pop" | "get" | "setdefault"),
+                args=[ast.Constant(value=str(name)), *_],
+            ) if owner.endswith("kwargs"):
+                taken.add(name)
+            case ast.Subscript(value=ast.Name(id=owner), slice=ast.Constant(value=str(name))) if owner.endswith(
+                "kwargs"
+            ):
+                taken.add(name)
+            case ast.Compare(
+                left=ast.Constant(value=str(name)), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=owner)]
+            ) if owner.endswith("kwargs"):
+                taken.add(name)
+    return taken
+
+
+def tokenizer_fields() -> set[str]:
+    """What the installed tokenizer reads of its configuration, which goes through functions of `**kwargs`."""
+    readers = [kind.__init__ for kind in CLIPTokenizer.__mro__ if "kwargs" in inspect.signature(kind).parameters]
+    readers.append(CLIPTokenizer.convert_to_native_format)
+    taken = set(CLIPTokenizer.SPECIAL_TOKENS_ATTRIBUTES).union(*map(keywords_read, readers))
+    # This one's own parameters are of its caller.
+    loaded = CLIPTokenizer._from_pretrained
+    return taken | keywords_read(loaded) - set(inspect.signature(loaded).parameters)
+
+
 def test_the_table_is_complete() -> None:
     """A new version of diffusers or transformers with a new field fails here, and not in a picture."""
     text = {name for name in CLIPTextConfig().to_dict() if not name.startswith("_")}
@@ -50,9 +83,12 @@ def test_the_table_is_complete() -> None:
         "vae": init_fields(AutoencoderKL),
         "text_encoder": text,
         "scheduler": schedulers,
+        "tokenizer": tokenizer_fields(),
         "model_index": init_fields(StableDiffusionPipeline),
     }
+    assert {"model_max_length", "add_bos_token", "chat_template", "vocab", "trust_remote_code"} < wanted["tokenizer"]
     for kind, names in wanted.items():
+        assert names
         assert not names - set(FIELDS[kind]), f"fields of {kind} that nobody decided on"
 
 
@@ -73,6 +109,8 @@ REFUSED = [
     ("unet/config.json", {"encoder_hid_dim_type": "image_proj"}, "encoder_hid_dim_type is 'image_proj'"),
     ("unet/config.json", {"attention_type": "gated"}, "attention_type is 'gated'"),
     ("unet/config.json", {"sample_size": [8, 8, 8]}, "sample_size is [8, 8, 8]; give a number of latents, or"),
+    ("unet/config.json", {"_class_name": "UNet3DConditionModel"}, "_class_name is 'UNet3DConditionModel'"),
+    ("vae/config.json", {"_class_name": "AutoencoderKLTemporalDecoder"}, "_class_name is 'AutoencoderKLTempor"),
     ("vae/config.json", {"shift_factor": 0.1}, "shift_factor is 0.1"),
     ("vae/config.json", {"latents_mean": [0.1, 0, 0, 0]}, "latents_mean is [0.1, 0, 0, 0]"),
     ("text_encoder/config.json", {"use_attention_mask": True}, "use_attention_mask is True"),
@@ -84,6 +122,13 @@ REFUSED = [
     ("scheduler/scheduler_config.json", {"beta_schedule": "sigmoid"}, "refuses its scheduler_config.json"),
     ("tokenizer/tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}, "auto_map is"),
     ("tokenizer/tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"}, "tokenizer_class is 'T5Tokenizer'"),
+    ("tokenizer/tokenizer_config.json", {"add_bos_token": False}, "add_bos_token is False"),
+    ("tokenizer/tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space is True"),
+    ("tokenizer/tokenizer_config.json", {"vocab": {"a": 0}}, "vocab is {'a': 0}"),
+    ("tokenizer/tokenizer_config.json", {"_json_padding": {"length": 3}}, "_json_padding is {'length': 3}"),
+    ("tokenizer/tokenizer_config.json", {"trust_remote_code": True}, "trust_remote_code is True"),
+    ("tokenizer/tokenizer_config.json", {"backend": "sentencepiece"}, "backend is 'sentencepiece'"),
+    ("model_index.json", {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}, "is of FlowMatchEuler"),
     ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "is SDXL (StableDiffusionXLPipeline)"),
     ("model_index.json", {"_class_name": "AnimateDiffPipeline"}, "is a AnimateDiffPipeline"),
     ("model_index.json", {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}, "is SDXL"),
@@ -101,6 +146,25 @@ def test_a_folder_that_would_draw_wrong_pictures_is_refused_in_one_line(copy, tm
     assert said in line, line
     assert "\n" not in line
     assert not (tmp_path / "out").exists()
+
+
+def test_the_scheduler_is_of_the_class_that_the_index_names(copy) -> None:
+    """diffusers makes that class of scheduler_config.json, whatever class the file itself was written by."""
+    edit(copy / "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
+    theirs = StableDiffusionPipeline.from_pretrained(copy, local_files_only=True)
+    theirs.set_progress_bar_config(disable=True)
+    generator = [torch.Generator().manual_seed(3)]
+    wanted = theirs(["a dog"], num_inference_steps=2, generator=generator, output_type="pt").images[0]
+    [(_, found)] = generate(load_pipeline(copy), [Job("a dog", 3)], Sampling("model", 2, 7.5))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+def test_a_word_that_the_text_encoder_has_not_is_named(copy) -> None:
+    edit(copy / "tokenizer" / "tokenizer_config.json", extra_special_tokens=["<new>"])
+    pipeline = load_pipeline(copy)
+    assert pipeline.encode_prompts(["a dog"]).isfinite().all()
+    with pytest.raises(UserError, match="reads '<new>' in a prompt"):
+        pipeline.encode_prompts(["a dog", "a <new> dog"])
 
 
 def test_sizes_may_be_pairs_as_in_diffusers(copy) -> None:

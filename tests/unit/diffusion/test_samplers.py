@@ -1,5 +1,7 @@
 """Samplers against diffusers' own pipeline, evaluation by evaluation, for schedules of note and drawn at random."""
 
+from copy import copy
+
 import diffusers
 import pytest
 import torch
@@ -9,8 +11,7 @@ from apps.diffusion.generate import Job, Sampling, check_sampling, draw_latents,
 from apps.diffusion.noise import fields_of, own_scheduler, schedule
 from apps.diffusion.samplers import CLASSES, MODEL, SAMPLERS, Sampler, build_scheduler, draw_noise
 from core.config import UserError
-from tests.support.diffusion_training import tiny_pipeline
-from tests.support.schedules import Case, case, compare, compare_or_refuse
+from tests.support.schedules import FEW_TIMESTEPS, Case, case, compare, compare_or_refuse, shallow_pipeline
 
 JOBS = [Job("a dog", 1), Job("a cat", 2)]
 SEEDS = range(16)
@@ -36,12 +37,13 @@ SAID = {
 @pytest.fixture(scope="module")
 def pipeline():
     torch.set_num_threads(1)
-    return tiny_pipeline(0).to(torch.float64)
+    return shallow_pipeline()
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_each_sampler_is_that_of_diffusers(pipeline, name):
-    pipeline.schedule = schedule(prediction_type=PREDICTS.get(name, "epsilon"))
+    few = FEW_TIMESTEPS if name.startswith("dpm2") else {}
+    pipeline.schedule = schedule(prediction_type=PREDICTS.get(name, "epsilon"), **few)
     if name in ("lcm", "tcd"):
         pipeline.schedule |= {"_class_name": CLASSES[name]}
     compare(pipeline, Case(dict(pipeline.schedule), name, 4), Sampling(name, 4, 3.0, negative="star"), JOBS)
@@ -71,7 +73,7 @@ def test_options_are_those_of_from_config(pipeline):
     pipeline.schedule = schedule()
     for spacing in ("trailing", "linspace"):
         stored = schedule(timestep_spacing=spacing)
-        other = tiny_pipeline(0).to(torch.float64)
+        other = copy(pipeline)
         other.schedule = stored
         found = draw_latents(pipeline, JOBS, Sampling("euler", 3, spacing=spacing), (16, 16))
         assert torch.equal(found, draw_latents(other, JOBS, Sampling("euler", 3), (16, 16)))
@@ -85,7 +87,7 @@ def test_options_are_those_of_from_config(pipeline):
 def test_a_folders_scheduler_is_mended_as_the_pipeline_of_diffusers_does(kind):
     changes = {field: value for field, value in (("steps_offset", 0), ("clip_sample", True)) if field in fields_of(
         getattr(diffusers, kind))}  # fmt: skip
-    for stored in ({"_class_name": kind}, {"_class_name": kind, **changes}):
+    for stored in ({"_class_name": kind, **FEW_TIMESTEPS}, {"_class_name": kind, **FEW_TIMESTEPS, **changes}):
         parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "unet", "safety_checker", "feature_extractor"))
         scheduler = getattr(diffusers, kind).from_config(stored)
         theirs = StableDiffusionPipeline(**parts, scheduler=scheduler, requires_safety_checker=False).scheduler
@@ -99,7 +101,7 @@ def test_a_folders_scheduler_is_mended_as_the_pipeline_of_diffusers_does(kind):
 def test_a_row_draws_from_its_own_generator(pipeline, name):
     """Whoever is beside it: noise that is added on the way too."""
     stored = {"lcm": {"_class_name": "LCMScheduler"}, "sde": {"_class_name": "DPMSolverMultistepScheduler"}}
-    more = {"algorithm_type": "sde-dpmsolver++"} if name == "sde" else {}
+    more = {"sde": {"algorithm_type": "sde-dpmsolver++"}, "dpm2_a": FEW_TIMESTEPS}.get(name, {})
     pipeline.schedule = schedule(**more) | stored.get(name, {})
     sampling = Sampling("model" if name == "sde" else name, 3, 3.0)
     among = draw_latents(pipeline, JOBS, sampling, (16, 16))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from safetensors.torch import load_file
 from apps.diffusion import dreambooth, finetune, pretrain
 from apps.diffusion.adapters import LoraConfig, adapters_of, add_adapters
 from apps.diffusion.config import FinetuneConfig
-from apps.diffusion.data.likes import draw_class_images
+from apps.diffusion.data import prepare
+from apps.diffusion.data.class_images import draw_class_images
+from apps.diffusion.data.folder import read_folder
 from apps.diffusion.formats.lora import load_lora, save_lora
 from apps.diffusion.formats.single_file import save_single_file
+from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.images import read_settings, to_pil
 from apps.diffusion.pipeline import Pipeline, load_pipeline, save_pipeline
 from apps.diffusion.train import LORA_FILES
 from core.checkpoint import read_full
@@ -228,6 +233,44 @@ def test_class_images_that_are_missing_are_drawn(folder: Path, tmp_path: Path) -
     draw_class_images(config, lambda dtype: pytest.fail("nothing is missing"), alone)
 
 
+def test_class_images_have_captions_of_their_own(folder: Path, tmp_path: Path, capsys) -> None:
+    """Those that are drawn the prompt that they are drawn of, those that are there what stands beside them."""
+    dogs, prompts = tmp_path / "dogs", tmp_path / "prompts.txt"
+    prompts.write_text("a red dog\na blue dog\n")
+    dogs.mkdir()
+    Image.new("RGB", (32, 32), "green").save(dogs / "mine.png")
+    (dogs / "metadata.jsonl").write_text(json.dumps({"file_name": "mine.png", "text": "a green dog"}) + "\n")
+    given = {**_subject(folder), "class_dir": dogs, "steps": 1, "class_sampling__steps": 2}
+    argv = _argv(folder, tmp_path / "run", **given, class_prompts=prompts, num_class_images=4)
+    assert dreambooth.main(argv) == 0
+    assert "drawing 3 images of 2 prompts" in capsys.readouterr().out
+    captions = {picture.path.name: picture.caption for picture in read_folder(dogs).pictures}
+    drawn = {"class-00000.png": "a red dog", "class-00001.png": "a blue dog", "class-00002.png": "a red dog"}
+    assert captions == {**drawn, "mine.png": "a green dog"}
+    assert read_settings(dogs / "class-00001.png")["prompt"] == "a blue dog"
+    config = FinetuneConfig(class_dir=dogs, instance_dir=folder / "subject", instance_prompt="a photo of sks dog")
+    _, others = prepare._folders(config, (0, 1))  # a folder whose captions are there needs no prompt
+    assert {picture.caption for picture in others.pictures} == set(captions.values())
+    given = {"instance_dir": dogs, "instance_prompt": None, "class_dir": dogs}
+    assert prepare._folders(FinetuneConfig(**given), (0, 1))[0].pictures[-1].caption == "a green dog"
+    with pytest.raises(UserError, match="dogs lacks 2 of 6 class images; give --class-prompt or --class-prompts"):
+        dreambooth.main(_argv(folder, tmp_path / "other", **given, num_class_images=6))
+
+
+def test_class_images_are_drawn_as_they_are_told_to_be(folder: Path, tmp_path: Path) -> None:
+    given = {"instance_dir": folder / "subject", "instance_prompt": "a photo of sks dog", "num_class_images": 2}
+    alone = Runtime(0, 0, 1, torch.device("cpu"))
+    for name, sampling in (("usual", Sampling()), ("little", Sampling("ddim", 3, 1.0))):
+        config = FinetuneConfig(
+            class_dir=tmp_path / name, class_prompt="a dog", class_sampling=sampling, seed=5, **given
+        )
+        draw_class_images(config, partial(load_pipeline, folder / "weights"), alone)
+        jobs = [Job("a dog", 5), Job("a dog", 6)]
+        wanted = [to_pil(picture) for _, picture in generate(load_pipeline(folder / "weights"), jobs, sampling)]
+        found = [Image.open(tmp_path / name / f"class-0000{number}.png") for number in range(2)]
+        assert [image.tobytes() for image in found] == [image.tobytes() for image in wanted]
+
+
 OPTIMIZERS = [
     ("adamw8bit", "fp32", {"optim__lr": 1e-3}),
     ("adafactor", "bf16", {"optim__lr": 1e-2, "optim__factored": "largest", "optim__betas": "None"}),
@@ -293,6 +336,7 @@ def test_single_files_are_trained_on_too(tmp_path: Path) -> None:
         finetune.main(_argv(tmp_path, tmp_path / "other", **options | {"weights": tmp_path / "int8"}))
 
 
+SUBJECT = {"instance_dir": "{folder}/subject", "instance_prompt": "a"}
 REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
     (finetune, {}, [], "no pictures given"),
     (finetune, {"data__images": "{folder}/none"}, [], "no folder"),
@@ -315,9 +359,26 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
     (finetune, {"data__images": "{folder}/pictures", "data__global_batch": 3, "nproc": 2}, [], "does not divide"),
     (finetune, {"data__images": "{folder}/pictures", "data__caption_dropout": 2}, [], "caption_dropout=2"),
     (dreambooth, {}, [], "DreamBooth needs"),
-    (dreambooth, {"instance_dir": "{folder}/subject"}, [], "go together"),
+    (dreambooth, {"instance_dir": "{folder}/subject"}, [], "no caption; .* or give one prompt for all"),
+    (dreambooth, {"instance_prompt": "a"}, [], "--instance-prompt without --instance-dir"),
     (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": ""}, [], "is empty"),
-    (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": "a", "class_prompt": "b"}, [], "go together"),
+    (dreambooth, {"instance_dir": "{folder}/subject", "instance_prompt": "a", "class_prompt": "b"}, [], "--class-dir"),
+    (dreambooth, {**SUBJECT, "class_prompts": "{folder}/none"}, [], "--class-prompts without --class-dir"),
+    (dreambooth, {**SUBJECT, "class_dir": "{folder}/c", "class_prompts": "{folder}/none"}, [], "a prompt a line"),
+    (
+        dreambooth,
+        {**SUBJECT, "class_dir": "{folder}/c", "class_prompts": "x", "class_prompt": "b"},
+        [],
+        "one caption for all class images, or one for each",
+    ),
+    (dreambooth, {**SUBJECT, "num_class_images": 3}, [], "--num-class-images without --class-dir"),
+    (dreambooth, {**SUBJECT, "class_dir": "{folder}/c", "class_sampling__steps": 3}, [], "--class-sampling without"),
+    (
+        dreambooth,
+        {**SUBJECT, "class_dir": "{folder}/c", "class_prompt": "b", "class_sampling__height": 3},
+        [],
+        "height is 3; give a multiple of",
+    ),
     (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v9"}, [], "sd_v1"),
     (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v1"}, [], "width"),
     (pretrain, {"data__images": "{folder}/pictures", "fresh": "unet+text_encoder"}, [], "nothing would teach it"),
