@@ -263,7 +263,7 @@ def warning(config: PretrainConfig, device_bytes: int, host_bytes: int) -> str |
 
 def _machine(config: PlanConfig) -> Machine | None:
     peak = _peak_flops(config)
-    return peak and Machine(peak, config.bandwidth_gb_s * 1e9, config.utilisation)
+    return None if peak is None else Machine(peak, config.bandwidth_gb_s * 1e9, config.utilisation)
 
 
 def _peak_flops(config: PlanConfig) -> float | None:

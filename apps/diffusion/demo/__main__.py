@@ -61,6 +61,10 @@ class DemoConfig:
     """pictures of each class thing that the figures are taken from, and a quarter of those of the subject a ground"""
     seed: int = 0
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        return {} if self.prior else {"class_images": "without class pictures; leave out --no-prior, or this"}
+
 
 def main(argv: list[str]) -> int:
     config = parse({"demo": DemoConfig}, argv, "python -m apps.diffusion.demo", default="demo")
@@ -99,11 +103,12 @@ def options(config: DemoConfig, subject: Path) -> list[str]:
     """The command line of `diffusion dreambooth`."""
     # Of any shape: pictures of stars alone would let circles get the subject's corners.
     prior = ["--class-dir", str(config.out / "class"), "--class-prompt", f"a {ANY_SHAPE}"]
+    prior += ["--num-class-images", str(config.class_images)]
     return [
         *("--weights", str(config.weights)),
         *("--instance-dir", str(subject), "--instance-prompt", subject_prompt()),
         *(prior if config.prior else ()),
-        *("--num-class-images", str(config.class_images), "--data.global-batch", str(BATCH)),
+        *("--data.global-batch", str(BATCH)),
         *("--train-text-encoder", "--optim.lr", str(config.lr), "--optim.schedule.shape", "cosine"),
         *(
             "--average",
