@@ -70,6 +70,12 @@ class Unread(Protocol):
         ...
 
 
+def typed(argv: list[str], config: Any) -> set[str]:
+    """Dotted names of the options that the user typed, of a config that `parse` made of them."""
+    options = _spelled_out(_take_recipe(argv, "")[1], config)
+    return {_option_name(option) for option in options if option.startswith("--")} & set(option_names(config))
+
+
 def _refuse_unread(config: Any, options: list[str], command: str) -> None:
     typed = {_option_name(option) for option in options if option.startswith("--")}
     for name, why in _unread(config):

@@ -121,10 +121,14 @@ class TrainConfig(ParallelConfig):
             )
 
     def unread(self) -> dict[str, str]:
-        if self.precision == "fp16":
-            return {}
-        why = f"with precision={self.precision}: only fp16 scales the loss; give --precision fp16"
-        return {f"loss_scale.{item.name}": why for item in fields(self.loss_scale)}
+        """See `core.config.Unread`."""
+        found = {}
+        if self.precision != "fp16":
+            why = f"with precision={self.precision}: only fp16 scales the loss; give --precision fp16"
+            found |= {f"loss_scale.{item.name}": why for item in fields(self.loss_scale)}
+        if self.gemini.budget is not None:
+            found["reduce_each"] = "with a budget: Gemini says itself when gradients are reduced; leave it out"
+        return found
 
     def _check_gemini(self) -> None:
         """Raises UserError for what Gemini does not go with."""

@@ -1,6 +1,6 @@
 """The options of `diffusion pretrain`, `finetune` and `dreambooth`: core's training run, a pipeline, pictures."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -103,6 +103,14 @@ class DiffusionConfig(TrainConfig):
         if self.average is not None and not 0 <= self.average < 1:
             raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
 
+    def unread(self) -> dict[str, str]:
+        found = super().unread()
+        if not self.validation.wanted:
+            found["evaluate_every"] = "and nothing is validated; give --validation.prompts or --validation.images"
+        if self.average is None:
+            found["average_on_host"] = "without an average; give --average, such as 0.9999"
+        return found
+
 
 @dataclass(frozen=True)
 class PretrainConfig(DiffusionConfig):
@@ -178,6 +186,21 @@ class FinetuneConfig(DiffusionConfig):
                 f"prior_weight={self.prior_weight}, num_class_images={self.num_class_images}; "
                 "give a weight of 0 or more, and at least 1 image"
             )
+
+    def unread(self) -> dict[str, str]:
+        found = super().unread()
+        names = [item.name for item in fields(LoraConfig)]
+        if self.method != "lora":
+            found |= {f"lora.{name}": f"with method={self.method}; give --method lora" for name in names}
+        elif self.lora.start is not None:
+            why = "with lora.start, whose layers, ranks and alphas are taken; leave it out"
+            found |= {f"lora.{name}": why for name in ("rank", "alpha", "targets")}
+        if not self.has_prior:
+            why = "without images of the class; give --class-dir and --class-prompt"
+            found |= dict.fromkeys(("num_class_images", "prior_weight"), why)
+        if self.instance_dir is not None:
+            found["data.prompt"] = "with --instance-dir, whose caption is --instance-prompt; leave it out"
+        return found
 
     @property
     def has_prior(self) -> bool:

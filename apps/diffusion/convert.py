@@ -40,6 +40,14 @@ class ConvertConfig:
     layout: Layout = "diffusers"
     """of a LoRA that is written"""
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.weights is not None:
+            names, why = ("tokenizer", "ema", "lora", "lora_scale"), "with --weights, where IN is a LoRA; leave it out"
+            return dict.fromkeys(names, why)
+        found = {"layout": "without --weights: a pipeline is written; give those of the pipeline that IN is a LoRA of"}
+        return found if self.lora else found | {"lora_scale": "without a LoRA; give --lora FILE, too"}
+
 
 def main(argv: list[str]) -> int:
     paths = argv[:2]

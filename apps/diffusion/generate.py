@@ -62,6 +62,12 @@ class Sampling:
                 "give a guidance of 0 or more (7.5 is usual) and a rescale of 0 to 1"
             )
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.guidance != 1.0:
+            return {}
+        return dict.fromkeys(("negative", "guidance_rescale"), "with guidance=1, which is none; give more, such as 7.5")
+
 
 @dataclass(frozen=True)
 class Job:

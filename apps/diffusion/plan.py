@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
-from apps.diffusion.plan_config import RECIPES, PlanConfig
-from core.config import UserError, parse
+from apps.diffusion.plan_config import RECIPES, WITHOUT_EFFECT, PlanConfig
+from core.config import UserError, parse, typed
 from core.runtime import gigabytes
 
 
@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     if found.said:
         console.print(found.said)
     console.print(_time(config, found))
+    if ignored := sorted(typed(argv, config) & set(WITHOUT_EFFECT)):
+        console.print(f"the plan is the same without {', '.join(f'--{name}' for name in ignored)}")
     if config.memory_gb is not None:
         _require_fit(config, found)
         console.print(f"fits {config.memory_gb:g} GB")

@@ -1,8 +1,9 @@
 """The options of `diffusion plan`: what is to be run, and on what."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -95,6 +96,29 @@ class PlanConfig:
         if gpu_peak_flops(self.gpu, COMPUTE_DTYPE[self.precision]) is None:
             raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.task == "sample":
+            names = ["average", "method", "train_text_encoder", "ranks", "zero", "bandwidth_gb_s"]
+            for group in ("lora", "recompute", "optim", "optim.schedule", "gemini"):
+                names += [f"{group}.{item.name}" for item in fields(attrgetter(group)(self))]
+            return dict.fromkeys(names, "with task=sample; give --task train") | self._of_weights()
+        found = dict.fromkeys(("guided", "scheme", "vae_tile"), "with task=train; give --task sample")
+        if self.method != "lora":
+            names = [f"lora.{item.name}" for item in fields(self.lora)]
+            found |= dict.fromkeys(names, f"with method={self.method}; give --method lora")
+        if self.lora.start is not None:
+            found["lora.start"] = "in a plan, which reads no file; give its --lora.rank and --lora.targets"
+        if self.gemini.budget is not None:
+            found["gemini.trace"] = "in a plan, which does not draw it; leave it out"
+            found["average"] = "with a budget, of which a plan does not know where the average lies; leave it out"
+        elif self.ranks == 1:
+            found["bandwidth_gb_s"] = "on one device without a budget: nothing is sent; give --ranks or --gemini.budget"
+        return found | self._of_weights()
+
+    def _of_weights(self) -> dict[str, str]:
+        return {} if self.weights is None else {"model": "beside --weights, whose shape is taken; leave it out"}
+
     @property
     def dtype(self) -> torch.dtype:
         return COMPUTE_DTYPE[self.precision]
@@ -113,6 +137,13 @@ class PlanConfig:
     @property
     def name(self) -> str:
         return self.model if self.weights is None else str(self.weights)
+
+
+WITHOUT_EFFECT = (
+    *("optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.warmup_steps", "optim.schedule.final"),
+    *("optim.schedule.scaling", "lora.layout"),
+)
+"""Options of a training run that its plan is the same without."""
 
 
 def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:

@@ -69,6 +69,9 @@ class SampleConfig(Sampling):
         if not 0 <= self.seed < 2**63 - self.images:
             raise UserError(f"seed is {self.seed}; give 0 or more, below 2^63")
 
+    def unread(self) -> dict[str, str]:
+        return super().unread() | ({} if self.lora else {"lora_scale": "without a LoRA; give --lora FILE, too"})
+
 
 def main(argv: list[str]) -> int:
     config = parse({"default": SampleConfig}, argv, "diffusion sample", default="default")

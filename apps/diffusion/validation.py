@@ -10,7 +10,7 @@ Shapes: B pictures, C latent channels, h x w latents.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -48,6 +48,13 @@ class ValidationConfig:
             raise UserError("one of --validation.prompts is empty; say what to draw")
         for prompt in (*self.prompts, self.sampling.negative):
             check_text(prompt)
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.prompts:
+            return {}
+        names = ["num_images", *(f"sampling.{item.name}" for item in fields(Sampling))]
+        return dict.fromkeys(names, "without prompts: no pictures are drawn; give --validation.prompts")
 
     @property
     def wanted(self) -> bool:

@@ -75,6 +75,21 @@ class MsaConfig:
             if getattr(self, name) <= 0:
                 raise UserError(f"{name}={getattr(self, name)}; give a positive number")
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        given = {
+            "databases": ("shards", "jackhmmer"),
+            "hhblits_databases": ("hhblits", "hhblits_e_value"),
+            "hhsearch_databases": ("hhsearch",),
+            "mmseqs_databases": ("mmseqs", "sensitivity"),
+        }
+        return {
+            name: f"without --{databases.replace('_', '-')}; give those, too"
+            for databases, names in given.items()
+            if not getattr(self, databases)
+            for name in names
+        } | ({} if self.databases or self.mmseqs_databases else {"e_value": "of jackhmmer and MMseqs2, without theirs"})
+
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when a record has no alignment; the others have theirs."""

@@ -110,6 +110,10 @@ class PredictConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}; give 1 or more")
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        return {} if self.templates else {"max_template_date": "without templates; give --templates FOLDER, too"}
+
 
 _NO_WEIGHTS = f"""no --weights: folding with demo-tiny, a toy that knows three proteins by heart.
 Its outputs are marked "{NOTE}".

@@ -44,6 +44,12 @@ class PretrainConfig(TrainConfig):
                 f"{self.model.max_length}; shorten the sequence or raise model.max_length"
             )
 
+    def unread(self) -> dict[str, str]:
+        found = super().unread()
+        if not self.data.heldout_fraction:
+            found["evaluate_every"] = "and nothing is held out; give --data.heldout_fraction"
+        return found
+
 
 @dataclass(frozen=True)
 class FinetuneConfig(PretrainConfig):

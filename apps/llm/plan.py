@@ -1,7 +1,9 @@
 """`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes."""
 
-import argparse
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from rich.table import Table
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.recipes import RECIPES
 from apps.llm.residency import estimate_residency
-from core.config import UserError, parse
+from core.config import UserError, parse, typed
 from core.estimate import (
     Machine,
     ModelShape,
@@ -34,12 +36,79 @@ UNKNOWN_FLOPS = 1e11
 """Of a device whose peak nobody knows: what is computed in a second."""
 
 
+@dataclass(frozen=True)
+class PlanConfig(PretrainConfig):
+    """Plan a training run: the options of `llm pretrain`, and the device that it is planned for."""
+
+    gpu: str | None = None
+    """a name such as A100 or H100, for the time of a step; by default this machine's device"""
+    memory_gb: float | None = None
+    """say whether the run fits a device of that size, and what would"""
+    bandwidth_gb_s: float = 25.0
+    """of the links between ranks, and with --gemini.budget to the host"""
+    memory_gb_s: float = 1000.0
+    """with --gemini.budget: what the device reads of its memory in a second"""
+    utilisation: float = 0.4
+    """of the device's peak, what is reached"""
+    timeline: Path | None = None
+    """with --mesh.pp: draw the stages' step to this PNG, with its bubble beside the published one"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("memory_gb", "bandwidth_gb_s", "memory_gb_s", "utilisation"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name}={value}; give a positive number")
+        if self.gpu is not None and _peak_flops(self) is None:
+            raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
+
+    def unread(self) -> dict[str, str]:
+        found = super().unread()
+        if _peak_flops(self) is None:
+            why = "and what this machine's device computes in a second is not known; give --gpu, such as A100"
+            found["utilisation"] = why
+            if self.gemini.budget is None:
+                found["bandwidth_gb_s"] = why
+        if self.gemini.budget is None:
+            found["memory_gb_s"] = "without a budget; give --gemini.budget"
+        if self.pipeline.cost != "estimated":
+            found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
+        return found
+
+
+WITHOUT_EFFECT = (
+    *("seed", "out", "resume", "device", "compile", "kernels", "hf", "hf_dtype", "hang_after", "evaluate_every"),
+    *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
+    *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),
+    *("data.suffixes", "data.tokenizer", "data.vocab_size", "data.mask_documents", "data.heldout_fraction"),
+    *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
+    *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
+)
+"""Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""
+WITH_GEMINI = ("compile", "data.mask_documents")
+"""Those of them that a plan with a budget depends on: it traces the step."""
+
+
+def _of_run(recipe: Callable[[], PretrainConfig]) -> PlanConfig:
+    config = recipe()
+    return PlanConfig(**{item.name: getattr(config, item.name) for item in fields(config)})
+
+
 def main(argv: list[str]) -> int:
-    device, options = _device_options(argv)
-    config = parse(RECIPES, options, "llm plan", default="debug")
+    config = parse({name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "llm plan", "debug")
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if config.gemini.budget is not None:
-        return _show_residency(config, device, console)
+    (_show if config.gemini.budget is None else _show_residency)(config, console)
+    if ignored := sorted(typed(argv, config) & without_effect(config)):
+        console.print(f"the plan is the same without {', '.join(f'--{name}' for name in ignored)}")
+    return 0
+
+
+def without_effect(config: PlanConfig) -> set[str]:
+    """Dotted names of the options that this plan does not depend on."""
+    return set(WITHOUT_EFFECT) - set(() if config.gemini.budget is None else WITH_GEMINI)
+
+
+def _show(config: PlanConfig, console: Console) -> None:
     run = run_shape(config)
     model = decoder_shape(config.model)
     memory = estimate_memory(model, run)
@@ -49,31 +118,46 @@ def main(argv: list[str]) -> int:
     console.print(table)
     if config.model.moe.num_experts:
         console.print(f"{model.num_matmul_parameters:,} parameters multiply a token")
-    machine = _machine(device, config)
+    machine = _machine(config)
     if machine is not None:
         time = estimate_time(model, run, machine)
+        whole_s = sum(
+            count * estimate_time(model, run_shape(config, rows), machine).step_s for count, rows in _stages(config)
+        )
         console.print(
             f"a step of {time.tokens:,} tokens: {time.step_s:.3g} s at {machine.utilisation:.0%} of the peak "
             f"({time.compute_s:.3g} s computing, {time.communication_s:.3g} s communicating), "
-            f"{time.tokens_per_s:,.0f} tokens/s, {config.steps:,} steps in {_duration(config.steps * time.step_s)}"
+            f"{time.tokens_per_s:,.0f} tokens/s, {_num_steps(config):,} steps in {_duration(whole_s)}"
         )
-    if device.timeline is not None:
-        console.print(draw_step(config, model, run, machine, device.timeline))
-    if device.memory_gb is not None:
-        require_fit(model, run, round(device.memory_gb * 1e9))
-        console.print(f"fits {device.memory_gb:g} GB")
-    return 0
+    if config.timeline is not None:
+        console.print(draw_step(config, model, run, machine, config.timeline))
+    if config.memory_gb is not None:
+        require_fit(model, run, round(config.memory_gb * 1e9))
+        console.print(f"fits {config.memory_gb:g} GB")
 
 
-def _show_residency(config: PretrainConfig, device: argparse.Namespace, console: Console) -> int:
+def _num_steps(config: PretrainConfig) -> int:
+    """Steps until the run ends, or is told to stop."""
+    return min(config.steps, config.stop_after or config.steps)
+
+
+def _stages(config: PretrainConfig) -> Iterator[tuple[int, int]]:
+    """(steps, rows of the global batch) of each stage of a batch that grows."""
+    stages, end = config.data.batch_size.stages, _num_steps(config)
+    for (first, rows), last in zip(stages, [*(first for first, _ in stages[1:]), end], strict=True):
+        if (count := min(last, end) - first) > 0:
+            yield count, rows
+
+
+def _show_residency(config: PlanConfig, console: Console) -> None:
     """What Gemini makes of the run in its budget."""
-    if device.timeline is not None or config.gemini.trace is not None:
-        option = "--timeline" if device.timeline is not None else "--gemini.trace"
+    if config.timeline is not None or config.gemini.trace is not None:
+        option = "--timeline" if config.timeline is not None else "--gemini.trace"
         raise UserError(f"{option} with gemini.budget={config.gemini.budget}: llm plan does not draw it; leave it out")
-    machine = _machine(device, config)
+    machine = _machine(config)
     flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
-    speed = Speed(flops_per_s, 1e9 * device.memory_gb_s)
-    found = estimate_residency(config, speed, 1e9 * device.bandwidth_gb_s)
+    speed = Speed(flops_per_s, 1e9 * config.memory_gb_s)
+    found = estimate_residency(config, speed, 1e9 * config.bandwidth_gb_s)
     parameters = decoder_shape(config.model).num_parameters()
     table = Table("per rank", "bytes", title=f"{parameters:,} parameters, {_describe(config)}")
     if found.messages_bytes:
@@ -83,22 +167,24 @@ def _show_residency(config: PretrainConfig, device: argparse.Namespace, console:
     table.add_row("on the host", gigabytes(found.plan.host_bytes))
     console.print(table)
     console.print(f"{found.plan.describe()}; the smallest budget is {gigabytes(found.least_bytes)}")
-    steps = run_shape(config).num_microbatches
+    most = run_shape(config).num_microbatches
     if machine is not None:
         each = max(seconds for what, seconds in found.plan.busy_s.items() if what != "host_update")
-        whole = found.plan.step_s + (steps - 1) * each
-        console.print(
-            f"{config.steps:,} steps of {steps} microbatch{'es' * (steps > 1)} in at least "
-            f"{_duration(config.steps * whole)}, messages between ranks left out"
+        whole = sum(
+            count * (found.plan.step_s + (run_shape(config, rows).num_microbatches - 1) * each)
+            for count, rows in _stages(config)
         )
-    if device.memory_gb is not None:
-        if found.device_bytes > 1e9 * device.memory_gb:
+        console.print(
+            f"{_num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
+            f"{_duration(whole)}, messages between ranks left out"
+        )
+    if config.memory_gb is not None:
+        if found.device_bytes > 1e9 * config.memory_gb:
             raise UserError(
-                f"the run needs {gigabytes(found.device_bytes)} per rank, the device has {device.memory_gb:g} GB; "
-                f"try --gemini.budget {device.memory_gb:g}GB"
+                f"the run needs {gigabytes(found.device_bytes)} per rank, the device has {config.memory_gb:g} GB; "
+                f"try --gemini.budget {config.memory_gb:g}GB"
             )
-        console.print(f"fits {device.memory_gb:g} GB")
-    return 0
+        console.print(f"fits {config.memory_gb:g} GB")
 
 
 def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine: Machine | None, png: Path) -> str:
@@ -114,10 +200,13 @@ def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine:
     )
 
 
-def run_shape(config: PretrainConfig) -> RunShape:
-    """How a run of this configuration cuts model and batch."""
+def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
+    """How a run of this configuration cuts model and batch.
+
+    rows  of the global batch; by default the full one
+    """
     mesh = check_combination(config)
-    microbatches = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
+    microbatches = config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
     assert mesh.dp_replicate is not None
     assert mesh.dp_shard is not None
     return RunShape(
@@ -172,42 +261,17 @@ def warning(config: PretrainConfig, device_bytes: int, host_bytes: int) -> str |
     return None
 
 
-def _device_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What only `plan` asks: about the device that the run is planned for."""
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    options.add_argument("--gpu")
-    options.add_argument("--memory_gb", "--memory-gb", type=float)
-    options.add_argument("--bandwidth_gb_s", "--bandwidth-gb-s", type=float, default=25.0)
-    options.add_argument("--memory_gb_s", "--memory-gb-s", type=float, default=1000.0)
-    options.add_argument("--utilisation", type=float, default=0.4)
-    options.add_argument("--timeline", type=Path)
-    if "-h" in argv or "--help" in argv:
-        print(
-            "llm plan [--gpu NAME] [--memory_gb N] [--bandwidth_gb_s 25] [--memory_gb_s 1000] [--utilisation 0.4] "
-            "[--timeline FILE.png] and the options of llm pretrain:\n"
-            "  --gpu  a name such as A100 or H100, for the time of a step; this machine's by default\n"
-            "  --memory_gb  say whether the run fits a device of that size, and what would\n"
-            "  --bandwidth_gb_s  of the links between ranks, and with --gemini.budget to the host\n"
-            "  --memory_gb_s  with --gemini.budget: what the device reads of its memory in a second\n"
-            "  --timeline  with --mesh.pp: draw the stages' step, with its bubble beside the published one\n"
-        )
-    try:
-        return options.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}; see llm plan --help") from None
+def _machine(config: PlanConfig) -> Machine | None:
+    peak = _peak_flops(config)
+    return None if peak is None else Machine(peak, config.bandwidth_gb_s * 1e9, config.utilisation)
 
 
-def _machine(device: argparse.Namespace, config: PretrainConfig) -> Machine | None:
+def _peak_flops(config: PlanConfig) -> float | None:
+    """Of the device that is planned for; None where nobody knows."""
     dtype = compute_dtype(config.precision)
-    if device.gpu is None:
-        peak = peak_flops("cuda" if torch.cuda.is_available() else "cpu", dtype)
-    else:
-        peak = gpu_peak_flops(device.gpu, dtype)
-        if peak is None:
-            raise UserError(
-                f"gpu={device.gpu} has no known {config.precision} peak; give A100, H100, H200, B200, L4, …"
-            )
-    return None if peak is None else Machine(peak, device.bandwidth_gb_s * 1e9, device.utilisation)
+    if config.gpu is None:
+        return peak_flops("cuda" if torch.cuda.is_available() else "cpu", dtype)
+    return gpu_peak_flops(config.gpu, dtype)
 
 
 def _describe(config: PretrainConfig) -> str:

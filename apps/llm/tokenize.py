@@ -1,11 +1,12 @@
 """`llm tokenize`: prepare a corpus once, so that runs on it start at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from apps.llm.corpus import DataConfig, prepare
 from apps.llm.pretrain import show_progress
 from core.config import parse
+from core.data import RampConfig
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,11 @@ class TokenizeConfig:
     data: DataConfig = field(default_factory=DataConfig)
     out: Path = Path("runs/corpora")
     """folder of tokenized corpora; runs in runs/… find them there"""
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        of_runs = ("sequence_length", "global_batch", "mask_documents", *(f"ramp.{f.name}" for f in fields(RampConfig)))
+        return {f"data.{name}": "of the runs, which cut the tokens into rows; leave it out" for name in of_runs}
 
 
 def main(argv: list[str]) -> int:

@@ -52,6 +52,12 @@ class BenchConfig:
             if not 1 <= low <= high:
                 raise UserError(f"{name} is {low} {high}; give the least, at least 1, and the most")
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        return (
+            {} if self.rate is None else {"clients": "with a rate, at which requests come by themselves; leave out one"}
+        )
+
 
 @dataclass(frozen=True)
 class Load:

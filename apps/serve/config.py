@@ -105,6 +105,15 @@ class ServeConfig(HttpConfig):
         if self.tp > 1 and len(self.model) > 1:
             raise UserError(f"{len(self.model)} models over tp={self.tp}; serve one, or start a server for each")
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        found = {}
+        if self.quantize != "int4":
+            found["group_size"] = f"with quantize={self.quantize}: only int4 has groups; give --quantize int4"
+        if self.api_key_file is not None:
+            found["allow_host"] = "with a key, which lets clients in under any name; leave out one of the two"
+        return found
+
     def scheme(self) -> Scheme | None:
         """How weights are to be quantized.  Raises UserError for a group size that there is not."""
         return None if self.quantize is None else Scheme(self.quantize, self.group_size)

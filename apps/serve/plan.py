@@ -73,10 +73,13 @@ class Found:
 def main(argv: list[str]) -> int:
     config = parse({"default": PlanConfig}, argv, "serve plan", default="default")
     name, model, folder = _chosen(config)
+    asked = formats(model, folder, config.group)
+    if config.group != PlanConfig.group and "int4" not in asked:
+        raise UserError(f"group={config.group}, and {name} is not planned in int4; leave it out")
     table = Table(
         "weights", "devices", "weights a device", "cache", "work", "together", title=_title(name, model, config)
     )
-    for weights, format in formats(model, folder, config.group).items():
+    for weights, format in asked.items():
         found = fewest(model, format, config)
         devices = "none suffices" if found.devices is None else str(found.devices)
         table.add_row(weights, devices, *map(gigabytes, (found.need.weights, found.pages, found.work, found.total)))

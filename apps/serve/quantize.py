@@ -52,6 +52,10 @@ class QuantizeConfig:
         if self.calibration and self.scheme != "int4":
             raise UserError(f"calibration is for int4, and {self.scheme} was asked for; leave calibration out")
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        return {} if self.calibration else {"calibration_tokens": "without a text; give --calibration FILE, too"}
+
 
 def main(argv: list[str]) -> int:
     folders = argv[:2]

@@ -45,7 +45,7 @@ _ZERO = 128
 _SMALLEST = 1e-30
 _ROWS = (4, 8, 16, 32, 64, 256)
 """for which the kernels are measured"""
-_MEASURED_CHANNELS, _MEASURED_BYTES, _ROUNDS = 4096, 4 << 20, 3
+_MEASURED_CHANNELS, _MEASURED_BYTES, _MEASURED_WEIGHTS, _ROUNDS = 4096, 4 << 20, 64, 3
 """of a weight, and of the weights that a kernel is measured on: several, for its own instructions are in a cache"""
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
 _EXACT_COLUMNS = 1024
@@ -266,7 +266,7 @@ def _measured(num_channels: int, num_columns: int, rows: int, has_form: bool, nu
         return names[0]
     codes_OI = torch.full((min(num_channels, _MEASURED_CHANNELS), num_columns), 5, dtype=torch.int8, device="cpu")
     q_RI = torch.full((rows, num_columns), _ZERO + 3, dtype=torch.uint8, device="cpu")
-    count = -(-_MEASURED_BYTES // codes_OI.nbytes)
+    count = min(-(-_MEASURED_BYTES // codes_OI.nbytes), _MEASURED_WEIGHTS)
     given = {name: [_given(codes_OI.clone(), name == "form") for _ in range(count)] for name in names}
     return fastest_from_memory({name: (partial(_KERNELS[name], q_RI), given[name]) for name in names}, _ROUNDS)
 

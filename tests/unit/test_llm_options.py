@@ -1,84 +1,113 @@
-"""Every option of `llm pretrain` is read by a run, or refused where a run would not read it."""
+"""Every option of the llm commands is read by a run, or refused where a run would not read it."""
+
+import re
 
 import pytest
 
-from apps.llm import pretrain
-from apps.llm.config import check_combination
+from apps.llm import plan
+from apps.llm.__main__ import APP
 from apps.llm.recipes import RECIPES
-from core.config import UserError, parse
-from tests.support.options import recorded, unread
+from core.config import UserError, option_names, parse
+from core.data import RampConfig
+from core.models.decoder import RopeScaling
+from tests.support.options import TRAINING, Probe, recorded
 
 BASE = ["--recipe", "debug", "--optim.schedule.warmup_steps", "0"]
-# What a run of one rank in fp32 on the standard library has no use for, with a value other than the default.
-REFUSED = {
+COMMANDS = {
+    "pretrain": ["--steps 2", "--steps 2 --gemini.budget 60MB"],
+    "finetune": ["--steps 1 --data.global_batch 2 --data.sequence_length 32"],
+    "evaluate": ["", "--split heldout"],
+    "generate": ["--max_new_tokens 2"],
+    "export": [""],
+    "tokenize": [""],
+    "plan": [
+        "",
+        "--gpu A100 --memory_gb 80",
+        "--gpu A100 --gemini.budget 60MB",
+        "--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --timeline TMP/step.png",
+    ],
+}
+"""command -> words of each of its modes"""
+VALUES = TRAINING | {
     "data.completion_field": "answer",
     "data.prompt_field": "question",
-    "data.ramp.increment": "2",
-    "data.ramp.steps": "2",
-    "data.vocab_size": "999",
-    "gemini.policy": "cpu",
-    "gemini.trace": "step.png",
-    "loss_scale.growth_interval": "7",
-    "loss_scale.initial": "128",
-    "loss_scale.minimum": "2",
-    "mesh.cp_ulysses": "2",
-    "mesh.tp_depth": "2",
-    "model.moe.balance_weight": "0.3",
-    "model.moe.capacity_factor": "3",
-    "model.moe.every": "2",
-    "model.moe.experts_per_token": "1",
-    "model.moe.jitter": "0.3",
+    "data.ramp.increment": 2,
+    "data.ramp.start": RampConfig(1, 2, 1),
+    "data.ramp.steps": 2,
+    "data.vocab_size": 999,
+    "model.rope_scaling": RopeScaling(),
+    "model.family": "opt",
     "model.moe.router": "switch",
+    "model.moe.experts_per_token": 1,
+    "model.moe.capacity_factor": 3.0,
+    "model.moe.balance_weight": 0.3,
+    "model.moe.every": 2,
+    "model.moe.jitter": 0.3,
     "model.moe.second_expert": "always",
-    "model.moe.z_weight": "0.3",
-    "model.rope_theta": "100",
-    "optim.beta1": "0.3",
-    "optim.beta2_decay": "-0.3",
-    "optim.convention": "paper",
-    "optim.d": "2",
-    "optim.eps2": "0.01",
-    "optim.factored": "largest",
-    "optim.max_norm": "3",
-    "optim.momentum": "0.3",
-    "optim.momentum_format": "bf16",
-    "optim.relative_step": "True",
-    "optim.scale_parameter": "True",
-    "optim.schedule.base_batch": "99",
-    "optim.schedule.decay": "0.5",
-    "optim.trust": "0.3",
-    "optim.warmup_init": "True",
-    "pipeline.chunks": "3",
-    "pipeline.cost": "measured",
-    "pipeline.microbatches": "3",
-    "pipeline.schedule": "gpipe",
-    "pipeline.split": "1 2",
-    "recompute.every": "2",
+    "model.moe.z_weight": 0.3,
 }
-ELSEWHERE = {"model.rope_scaling"}  # a group of its own, which needs rotary positions
 
 
-def check(name: str, value: str) -> None:
-    check_combination(parse(RECIPES, [*BASE, f"--{name}", *value.split()], "llm pretrain", default="debug"))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run."""
+    folder = tmp_path_factory.mktemp("llm") / "run"
+    assert APP.dispatch(["pretrain", *BASE, "--steps", "1", "--out", str(folder)]) == 0
+    return folder
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_option_that_the_run_would_not_read_is_refused_by_name(name):
-    said = "pipeline options" if name.startswith("pipeline.") else name.rpartition(".")[2]
-    with pytest.raises(UserError, match=said):
-        check(name, REFUSED[name])
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"def number_{number}():\n    return {number}\n" * 9)
+    return folder
+
+
+@pytest.mark.parametrize(("command", "mode"), [(c, mode) for c, modes in COMMANDS.items() for mode in modes])
+def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "pretrain": BASE,
+        "finetune": ["--source", str(run), "--data.path", str(texts), "--optim.schedule.warmup_steps", "0"],
+        "evaluate": ["--model", str(run), "--data.path", str(texts)],
+        "generate": ["--model", str(run)],
+        "export": ["--run", str(run), "--out", str(tmp_path / "hf")],
+        "tokenize": ["--data.path", str(texts), "--data.tokenizer", "byte"],
+        "plan": BASE,
+    }[command]
+    probe = Probe(APP.dispatch, [command, *given, *mode.replace("TMP", str(tmp_path)).split()], VALUES)
+    probe.told = plan.without_effect(probe.config()) if command == "plan" else ()
+    probe.check()
+
+
+def test_a_plan_says_what_it_is_the_same_without(capsys):
+    assert APP.dispatch(["plan", *BASE, "--seed", "3", "--no-compile", "data.path=stdlib"]) == 0
+    assert "the plan is the same without --compile, --data.path, --optim.schedule.warmup_steps, --seed\n" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--gemini.budget", "60MB"]])
+def test_a_plan_counts_the_steps_until_the_stop_and_the_smaller_batches_before(more, capsys):
+    words = ["plan", *BASE, "--gpu", "A100", *more, "--data.global_batch", "24", "--microbatch", "1"]
+
+    def seconds(*others):
+        assert APP.dispatch([*words, "--steps", "9000000", *others]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        number, unit = re.search(r"(?:steps in|at least) ([\d.,]+) (\w+)", printed).groups()
+        return float(number.replace(",", "")) * {"s": 1, "minutes": 60, "hours": 3600, "days": 86400}[unit]
+
+    whole = seconds()
+    assert seconds("--stop_after", "4500000") == pytest.approx(whole / 2, rel=0.05)
+    ramp = ("--data.ramp.start", "12", "--data.ramp.steps", "9000000", "--data.ramp.increment", "12")
+    assert 0.45 * whole < seconds(*ramp) < 0.7 * whole
 
 
 @pytest.mark.parametrize("option", ["format=jsonl", "text_field=body", "pairs", "suffixes=.txt"])
 def test_the_standard_library_is_read_as_it_is(option):
     with pytest.raises(UserError, match=rf"--data\.{option.partition('=')[0]} with data.path=stdlib"):
         parse(RECIPES, ["--recipe", "debug", "--data.path", "stdlib", f"--data.{option}"], "llm pretrain", "debug")
-
-
-def test_a_run_reads_every_other_option(tmp_path):
-    config = parse(RECIPES, BASE, "llm pretrain", default="debug")
-    with recorded(config) as read:
-        assert pretrain.main([*BASE, "--steps", "2", "--out", str(tmp_path / "run")]) == 0
-    assert set(unread(config, read)) - ELSEWHERE <= set(REFUSED)
 
 
 def test_what_a_recipe_gives_and_the_run_does_not_read_is_no_mistake():
@@ -97,4 +126,4 @@ def test_what_nobody_reads_is_seen():
         assert config.optim.name == "adamw"
         repr(config), config == config
     assert read == {"optim", "optim.name"}
-    assert "seed" in unread(config, read)
+    assert "seed" in option_names(config)

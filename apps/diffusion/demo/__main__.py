@@ -63,6 +63,10 @@ class DemoConfig:
     """pictures of each class thing that the figures are taken from, and a quarter of those of the subject a ground"""
     seed: int = 0
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        return {} if self.prior else {"class_images": "without class pictures; leave out --no-prior, or this"}
+
 
 def main(argv: list[str]) -> int:
     config = parse({"demo": DemoConfig}, argv, "python -m apps.diffusion.demo", default="demo")

@@ -63,8 +63,10 @@ def main(argv: list[str]) -> int:
     """Exit code 1 when what was learned falls short of what the demo is to show."""
     if argv[:1] == ["--run"] and len(argv) == 2:
         return show(Path(argv[1]))
-    out = parse(RECIPES, ["--recipe", "tiny", "--out", str(OUT), *argv], "python -m apps.fold.demo", default="tiny").out
+    given = ["--out", str(OUT), *argv]
+    out = parse(RECIPES, ["--recipe", "tiny", *given], "python -m apps.fold.demo", default="tiny").out
     first, second = out / "tiny", out / "tiny_confidence"
+    parse(RECIPES, ["--recipe", second.name, *given], "python -m apps.fold.demo", default="tiny")  # refused at once
     with made_anew(out):  # the demo shows a run from scratch
         for run, more in ((first, []), (second, ["--weights", str(first / "model")])):
             if code := train(["--recipe", run.name, *argv, *more, "--out", str(run)]):

@@ -86,6 +86,16 @@ class FoldTrainConfig(TrainConfig):
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}; give at least 1 row")
 
+    def unread(self) -> dict[str, str]:
+        found = super().unread()
+        if self.data.validation is None:
+            found["evaluate_every"] = "and nothing is held out; give --data.validation FOLDER"
+        if self.data.templates is None:
+            found["data.max_template_date"] = "without templates; give --data.templates FOLDER"
+        if self.weights is not None:
+            found["model"] = "with --weights, whose model is taken; leave it out"
+        return found
+
 
 def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None) -> ModelConfig:
     """The model of a run: that of its weights, or its preset, with the run's limits.

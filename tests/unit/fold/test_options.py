@@ -1,0 +1,34 @@
+"""Every option of the fold commands is read by a run, or refused where a run would not read it."""
+
+import pytest
+
+from apps.fold.__main__ import APP
+from apps.fold.demo import DEMO_WEIGHTS, STRUCTURES
+from tests.support.fold import GOLDEN
+from tests.support.options import TRAINING, Probe
+
+SEQUENCE = "TTCCPSIVARSNFNVCRLPG"
+COMMANDS = {
+    "predict": ["OUT/in.fasta --out OUT/out --num_recycles 0 --overwrite"],
+    "plan": ["--length 60", "--length 60 --nproc 2", "--length 60 --device cpu --memory 4GiB"],
+    "msa": ["OUT/in.fasta --databases OUT/db.fasta --out OUT/out"],
+    "train": ["--recipe debug --steps 1 --out OUT/run --device cpu --optim.schedule.warmup_steps 0"],
+    "evaluate": [f"--predicted {STRUCTURES}/1ejg.pdb --reference {STRUCTURES}/1ejg.pdb"],
+    "convert": [f"--source {DEMO_WEIGHTS} --out OUT/weights", f"--source {DEMO_WEIGHTS} --out OUT/weights.npz"],
+    "doctor": [f"--golden {GOLDEN}", f"--golden {GOLDEN} --limit 1e-2"],
+}
+"""command -> words of each of its modes"""
+# Read, as part of what is handed on, by runs that have no use for them.
+ALSO = {"predict": ["max_template_date"], "train": ["data.max_template_date"]}
+VALUES = TRAINING | {"max_template_date": "2018-04-30", "data.max_template_date": "2018-04-30"}
+
+
+@pytest.mark.parametrize(("command", "mode"), [(c, mode) for c, modes in COMMANDS.items() for mode in modes])
+def test_an_option_is_obeyed_or_refused(command, mode, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.fasta").write_text(f">one\n{SEQUENCE}\n")
+    (tmp_path / "out" / "one").mkdir(parents=True)
+    (tmp_path / "db.fasta").write_text(f">a\n{SEQUENCE}\n>b\n{SEQUENCE[::-1]}\n")
+    words = mode.replace("OUT", str(tmp_path)).split()
+    given = ["--model", str(DEMO_WEIGHTS)] if command == "plan" else []
+    Probe(APP.dispatch, [command, *words, *given], VALUES, ALSO.get(command, ()), notes=["_key"]).check()
