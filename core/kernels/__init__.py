@@ -6,8 +6,8 @@
     compile.py    `make kernels`: every kernel for four chips, without a GPU
 
 On a GPU a public function runs its kernel, elsewhere its reference; tests, ahead-of-time compilation and the benchmark
-are generated from the SPECs. For CPUs llvm.py makes loops, of which vnni.py and paged_loops.py hold some. This package
-imports torch, triton and, when a loop is made, llvmlite, and nothing of ours.
+are generated from the SPECs. For CPUs llvm.py makes loops, of which vnni.py, paged_loops.py and attention_loops.py hold
+some. This package imports torch, triton and, when a loop is made, llvmlite, and nothing of ours.
 """
 
 import importlib

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from core.kernels import attention_loops
 from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
@@ -55,7 +56,8 @@ def attention(
     mask    [B, S], nonzero where a key is visible
     slopes  [H] of ALiBi: slope * (key position - query position) is added; constants
 
-    Raises ValueError when shapes do not fit together. On a CPU this is torch's scaled_dot_product_attention.
+    Raises ValueError when shapes do not fit together. On a CPU this is torch's scaled_dot_product_attention, but in 16
+    bits, for a gradient, `attention_loops` where that offers it, which has no second derivative.
     """
     _validate(q, k, v, window, bias, mask, slopes)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -155,6 +157,9 @@ def _dot_product(
     B, L, H, _ = q.shape
     S = k.shape[1]
     causal = (left, right, offset, L) == (None, 0, 0, S) and bias is None and mask is None and slopes is None
+    everything_seen = (left, right, slopes) == (None, None, None)
+    if everything_seen and _records(q, k, v, bias) and attention_loops.offered(q, k, v, bias):
+        return attention_loops.attend(q, k, v, scale, bias, mask)
     if _is_shared(bias, q, k, v, left, right, slopes):
         assert bias is not None
         return (_recorded if _records(q, k, v, bias) else _with_shared_bias)(q, k, v, scale, bias, mask)
@@ -199,13 +204,14 @@ def _is_shared(
         return False
     if not _records(q, k, v, bias):
         return True
-    # Torch's operator is more exact in 16 bits; and keys that the bias hides might leave a query without any.
+    # In 16 bits scores would be rounded, which neither torch's operator nor attention_loops do; and keys that the bias
+    # hides might leave a query without any.
     plain = q.dtype in (torch.float32, torch.float64) and not q.is_meta and k.shape[2] == q.shape[2]
     return plain and bias.requires_grad and not bool((bias == -math.inf).any())
 
 
-def _records(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _records(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _recorded(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,7 +11,9 @@ Arguments are 64-bit integers: addresses and numbers. A kernel works on the item
 """
 
 import ctypes
+import math
 import platform
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +25,11 @@ import torch
 Value = Any
 """of llvmlite's, which has no types"""
 Build = Callable[["Code", "Sequence[Value]", Value, Value], None]
+# exp(x) = 2^n exp(r), n the nearest to x / ln 2; ln 2 in two parts, so that r is exact (Cody and Waite), and a
+# polynomial of exp over |r| <= ln 2 / 2: Taylor's to r^7, at most 5e-9 off.
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_LOWEST = -87.0
+"""exp of less is below fp32's normal numbers"""
 
 
 @cache
@@ -78,6 +85,17 @@ def openmp() -> ctypes.CDLL | None:
 def num_workers() -> int:
     """Threads that a kernel may run on."""
     return torch.get_num_threads() if openmp() is not None else 1
+
+
+@cache
+def bits_of(number: float) -> int:
+    """Of its fp32: how a kernel is given a number that is not whole."""
+    return struct.unpack("i", struct.pack("f", number))[0]
+
+
+def on_all_threads() -> bool:
+    """Not where torch has threads that kernels cannot use: its own operators may be the faster ones then."""
+    return available() and num_workers() == torch.get_num_threads()
 
 
 class Code:
@@ -147,6 +165,33 @@ class Code:
         none = b.fcmp_unordered("uno", values, values)
         kept = b.select(none, self.filled(self.i32, count, 0x7FC00000), nearest)
         return b.trunc(b.lshr(kept, upper), self.vector(self.i16, count))
+
+    def to_fp16(self, values: Value) -> Value:
+        """The nearest, as 16 bits."""
+        halves = self.build.fptrunc(values, self.vector(self.types.HalfType(), values.type.count))
+        return self.build.bitcast(halves, self.vector(self.i16, values.type.count))
+
+    def larger_of(self, x: Value, y: Value) -> Value:
+        """Place by place, of vectors in fp32."""
+        return self.build.select(self.build.fcmp_ordered(">", x, y), x, y)
+
+    def exp(self, x: Value) -> Value:
+        """Of vectors of numbers up to 0; 0 below the lowest, and what is no number stays none."""
+        b, floats, count = self.build, x.type, x.type.count
+        words = self.vector(self.i32, count)
+
+        def constant(value: float) -> Value:
+            return self.filled(self.f32, count, value)
+
+        kept = b.fcmp_unordered(">", x, constant(_LOWEST))
+        x = b.select(kept, x, constant(_LOWEST))
+        n = self.nearest(b.fmul(x, constant(math.log2(math.e))))
+        r = self.fma(n, constant(-_LN2_LOW), self.fma(n, constant(-_LN2_HIGH), x))
+        power = constant(1 / math.factorial(7))
+        for degree in range(6, -1, -1):
+            power = self.fma(power, r, constant(1 / math.factorial(degree)))
+        exponent = b.shl(b.add(b.fptosi(n, words), self.filled(self.i32, count, 127)), self.filled(self.i32, count, 23))
+        return b.select(kept, b.fmul(power, b.bitcast(exponent, floats)), constant(0.0))
 
     def joined(self, values: Sequence[Value]) -> Value:
         """Numbers as a vector."""

@@ -14,7 +14,6 @@ Shapes: T tokens, N of them queries; J heads of keys and values, G = H / J; K he
 """
 
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.kernels.llvm import Code, Kernel, Value, available, num_workers
+from core.kernels.llvm import Code, Kernel, Value, bits_of, num_workers, on_all_threads
 
 _LANES, _TOGETHER = 16, 4
 """numbers of a vector; keys whose scores are summed up together"""
@@ -35,23 +34,13 @@ _GIVEN = (torch.float32, torch.bfloat16, torch.float16)
 _LINE_BYTES = 64
 _PER_STEP, _SMALLEST_SCALED = 1 / 127, 1e-30
 """as `core.kernels.paged_attention` rounds to int8"""
-# exp(x) = 2^n exp(r), n the nearest to x / ln 2; ln 2 in two parts, so that r is exact (Cody and Waite), and a
-# polynomial of exp over |r| <= ln 2 / 2: Taylor's to r^7, at most 5e-9 off.
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_LOWEST = -87.0
-"""exp of less is below fp32's normal numbers"""
 
 
 def offered(x: Tensor, pages: Tensor) -> bool:
     """Whether queries (or new keys and values) of this format and these pages are taken here."""
     formats = x.dtype in _GIVEN and pages.dtype in _FORMATS
     there = x.device.type == "cpu" and pages.is_contiguous() and not isinstance(x, FakeTensor)
-    return formats and there and _on_all_threads()
-
-
-def _on_all_threads() -> bool:
-    """Not where torch has threads that loops cannot use: its attention may be the faster one then."""
-    return available() and num_workers() == torch.get_num_threads()
+    return formats and there and on_all_threads()
 
 
 def one_query_attention(
@@ -75,21 +64,15 @@ def one_query_attention(
     room = -(-longest // _LANES) * _LANES + _LANES
     weights = torch.empty(num_workers() * heads * room, dtype=torch.float32, device="cpu")
     given = (q_THK, k_pages, v_pages, k_scales, v_scales, page_table, queries_N3, slopes_H, o_THK, weights)
-    sizes = (q_THK.stride(0), page_table.shape[1], page_size, kv_heads, room, _bits(scale))
+    sizes = (q_THK.stride(0), page_table.shape[1], page_size, kv_heads, room, bits_of(scale))
     kernel(len(queries_N3) * kv_heads, *map(_address, given), *sizes)
     return o_THK
-
-
-@cache
-def _bits(number: float) -> int:
-    """Of its fp32."""
-    return struct.unpack("i", struct.pack("f", number))[0]
 
 
 def longest_apart(pages: Tensor) -> int:
     """Tokens of a sequence whose queries, a prompt's, are about as fast one by one as by torch's attention of them
     together, and much faster where only a few come at a time: keys in 32 bits leave the nearest cache sooner."""
-    if not _on_all_threads() or pages.dtype not in _FORMATS:
+    if not on_all_threads() or pages.dtype not in _FORMATS:
         return 0
     return 256 if pages.dtype == torch.float32 else 2048
 
@@ -211,11 +194,11 @@ def _attention(head_size: int, group: int, queries_as: str, pages: str, has_slop
             with code.loop(number(0), length, number(_LANES), [lowest]) as turn:
                 there = code.first_of(b.sub(length, turn.at), _LANES)
                 scores = b.select(there, code.load(rooms, code.f32, _LANES, *start, turn.at), lowest)
-                turn.values = [_larger(code, turn.values[0], scores)]
-            most = code.spread(code.sum(turn.values[0], lambda x, y: _larger(code, x, y)), _LANES)
+                turn.values = [code.larger_of(turn.values[0], scores)]
+            most = code.spread(code.sum(turn.values[0], code.larger_of), _LANES)
             with code.loop(number(0), length, number(_LANES), [zeros]) as turn:
                 there = code.first_of(b.sub(length, turn.at), _LANES)
-                weight = _exp(code, b.fsub(code.load(rooms, code.f32, _LANES, *start, turn.at), most))
+                weight = code.exp(b.fsub(code.load(rooms, code.f32, _LANES, *start, turn.at), most))
                 weight = b.select(there, weight, zeros)
                 code.store(weight, rooms, code.f32, *start, turn.at)
                 turn.values = [b.fadd(turn.values[0], weight)]
@@ -301,28 +284,6 @@ def _as_fp32(code: Code, kind: str, start: Value, place: Sequence[Value], mask: 
     return code.from_bf16(halves)
 
 
-def _larger(code: Code, x: Value, y: Value) -> Value:
-    return code.build.select(code.build.fcmp_ordered(">", x, y), x, y)
-
-
-def _exp(code: Code, x: Value) -> Value:
-    """Of numbers up to 0; 0 below the lowest, and what is no number stays none."""
-    b, floats, words = code.build, x.type, code.vector(code.i32, _LANES)
-
-    def constant(value: float) -> Value:
-        return code.filled(code.f32, _LANES, value)
-
-    kept = b.fcmp_unordered(">", x, constant(_LOWEST))
-    x = b.select(kept, x, constant(_LOWEST))
-    n = code.nearest(b.fmul(x, constant(math.log2(math.e))))
-    r = code.fma(n, constant(-_LN2_LOW), code.fma(n, constant(-_LN2_HIGH), x))
-    power = constant(1 / math.factorial(7))
-    for degree in range(6, -1, -1):
-        power = code.fma(power, r, constant(1 / math.factorial(degree)))
-    exponent = b.shl(b.add(b.fptosi(n, words), code.filled(code.i32, _LANES, 127)), code.filled(code.i32, _LANES, 23))
-    return b.select(kept, b.fmul(power, b.bitcast(exponent, floats)), constant(0.0))
-
-
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -369,8 +330,8 @@ def _scale_of(code: Code, parts: Sequence[Value]) -> Value:
     b = code.build
     largest = code.filled(code.f32, _LANES, 0)
     for part in parts:
-        largest = _larger(code, code.call(f"llvm.fabs.v{_LANES}f32", part.type, part), largest)
-    most = code.sum(largest, lambda x, y: _larger(code, x, y))
+        largest = code.larger_of(code.call(f"llvm.fabs.v{_LANES}f32", part.type, part), largest)
+    most = code.sum(largest, code.larger_of)
     smallest, step, one = (code.types.Constant(code.f32, number) for number in (_SMALLEST_SCALED, _PER_STEP, 1.0))
     return b.select(b.fcmp_ordered(">", most, smallest), b.fmul(most, step), one)
 
@@ -382,6 +343,5 @@ def _rounded(code: Code, kind: str, values: Value) -> Value:
     if kind == "i8":
         return b.fptosi(values, code.vector(code.i8, count))
     if kind == "f16":
-        halves = b.fptrunc(values, code.vector(code.types.HalfType(), count))
-        return b.bitcast(halves, code.vector(code.i16, count))
+        return code.to_fp16(values)
     return code.to_bf16(values)

@@ -111,11 +111,11 @@ def test_it_is_what_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_loops, "one_query_attention", lambda *a, **o: calls.append(len(a[4])) or real(*a, **o))
     paged_attention(q, **given)
     assert calls == [3]
-    monkeypatch.setattr(paged_loops, "available", lambda: False)
+    monkeypatch.setattr(paged_loops, "on_all_threads", lambda: False)
     torch.testing.assert_close(paged_attention(q, **given), reference(q, **given), rtol=0, atol=0)
     assert calls == [3]
     monkeypatch.undo()
-    monkeypatch.setattr(paged_loops, "num_workers", lambda: 1)
+    monkeypatch.setattr(llvm, "num_workers", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert not paged_loops.offered(q, given["k_pages"])
     assert paged_loops.longest_apart(given["k_pages"]) == 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from apps.fold.model import heads
 from apps.fold.model.alphafold import AlphaFold
@@ -16,6 +17,7 @@ from apps.fold.model.msa import ColumnAttention, OuterProductMean, RowAttentionW
 from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
+from benchmarks.evoformer import as_written, blocks_of, forward_backward, inputs_of
 from core.config import UserError
 from core.kernels import triangle
 from core.kernels.operator import INSTALLED, forced
@@ -304,3 +306,17 @@ def test_presets() -> None:
     for name in ("model_6", "model_1_multimer_v3", "multimer"):
         with pytest.raises(UserError, match=name):
             preset(name)
+
+
+def test_a_block_in_16_bits_allocates_no_more_in_a_step_than_plain_operators() -> None:
+    """Forward and backward on a CPU: all bytes that any operator asks for, those freed at once among them."""
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    inputs = inputs_of(8, 32, cpu, dtype)
+    asked_for = []
+    for blocks in (blocks_of(1, cpu, dtype), as_written(blocks_of(1, cpu, dtype))):
+        forward_backward(blocks, inputs)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            forward_backward(blocks, inputs)
+        asked_for.append(sum(max(0, event.self_cpu_memory_usage) for event in seen.events()))
+    ours, plain = asked_for
+    assert ours <= plain
