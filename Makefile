@@ -1,6 +1,10 @@
 # Everything runs inside .venv, which the first call makes and later calls reuse.
 PYTHON ?= python3
 BIN := .venv/bin
+# What takes longest is said at the end, so that it is seen when it comes in.
+PYTEST := $(BIN)/python -m pytest -q --durations 20 --durations-min 2
+# Two at a time: a process of tests waits for much of its time.
+TWO := --numprocesses 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -21,26 +25,25 @@ check: install
 	$(BIN)/ruff check --quiet .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/unit
+	$(PYTEST) $(TWO) tests/unit
 
 interpret: install
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
 kernels: interpret
 	$(BIN)/python -m core.kernels.compile
 
 parity: install
-	$(BIN)/python -m pytest -q tests/parity
+	$(PYTEST) tests/parity
 
-# Most of a command's time is one process that starts, so two commands at a time.
 e2e: install
-	$(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal tests/e2e
+	$(PYTEST) $(TWO) tests/e2e
 
 # Every benchmark in its quick form, so that none rots; it measures nothing and writes no result.
 benchmarks: install
 	$(BIN)/python -m benchmarks.run --quick
 
-# The first two are one process each, so they share the machine; parity starts ranks enough to fill it.
+# Kernels are one process that never waits, beside the first; parity starts ranks enough to fill the machine.
 test: install
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
 	$(MAKE) --no-print-directory parity
