@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 Config = TypeVar("Config")
 
@@ -37,7 +37,8 @@ class UserError(ValueError):
 def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command: str, default: str) -> Config:
     """The recipe named by --recipe (else `default`), changed by the options that follow.
 
-    Raises UserError for an unknown recipe or option and for an ill-typed value; prints the help and exits for --help.
+    Raises UserError for an unknown recipe or option and for an ill-typed value. --help and --help-all print the options
+    and exit; where the config's class has an `ESSENTIAL`, --help shows these.
     """
     import tyro
 
@@ -46,9 +47,11 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
         raise UserError(f"no recipe '{name}'{_nearest(name, recipes)}; the recipes are {', '.join(recipes)}")
     config = recipes[name]()
     options = _spelled_out(options, config)
-    if "-h" in options or "--help" in options:
-        recipe_line = f"--recipe NAME gives the defaults, here {name}; the recipes are {', '.join(recipes)}"
-        tyro.cli(type(config), default=config, args=["--help"], prog=command, description=recipe_line)
+    if {"-h", "--help", "--help-all", "--help_all"} & set(options):
+        about = f"--recipe NAME gives the defaults, here {name}; the recipes are {', '.join(recipes)}"
+        _print_help(
+            config, command, about if len(recipes) > 1 else "", "--help-all" in [o.replace("_", "-") for o in options]
+        )
     _check_names(options, config, command)
     complaint = io.StringIO()
     try:
@@ -58,6 +61,44 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
         raise UserError(_one_line(complaint.getvalue(), command)) from None
     _check_values(found, config)
     _refuse_unread(found, options, command)
+    return found
+
+
+class Essential(Protocol):
+    """A configuration with more options than most people need."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]]
+    """Dotted names of those that they do, in the order in which --help shows them."""
+
+
+def _print_help(config: Any, command: str, about: str, everything: bool) -> None:
+    """Exits."""
+    import tyro
+
+    essential: tuple[str, ...] = () if everything else getattr(type(config), "ESSENTIAL", ())
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed if essential else sys.stdout), contextlib.suppress(SystemExit):
+        tyro.cli(type(config), default=config, args=["--help"], prog=command, description=about)
+    if essential:
+        described = _described(printed.getvalue())
+        print(f"usage: {command} [--option value …]\n\n{about}\n")
+        for name in essential:
+            print("\n".join(described[name]))
+        print(f"\n{command} --help-all lists {sum(name not in essential for name in option_names(config))} more")
+    raise SystemExit(0)
+
+
+def _described(text: str) -> dict[str, list[str]]:
+    """option -> its lines in a parser's help."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        inside = line[1:].rstrip()  # blanks stand in the place of the box, because the text goes to no terminal
+        if start := re.match(r" (?:-\w, )?--([\w.-]+)", inside):
+            found[start[1].replace("-", "_")] = lines = []
+        elif not inside.startswith("  "):
+            lines = []  # a border or a title: what follows belongs to no option
+        lines.append(inside)
     return found
 
 
@@ -80,7 +121,7 @@ def _refuse_unread(config: Any, options: list[str], command: str) -> None:
     typed = {_option_name(option) for option in options if option.startswith("--")}
     for name, why in _unread(config):
         if name in typed:
-            raise UserError(f"--{name} {why}; see {command} --help")
+            raise UserError(f"--{name} {why}; see {command} --help-all")
 
 
 def _unread(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -128,10 +169,10 @@ def _check_names(options: list[str], config: Any, command: str) -> None:
         may_be_value = before.startswith("--") and "=" not in before  # as in --out a=b
         is_option = option.startswith("--") or ("=" in option and not may_be_value)
         if is_option and name not in names and name.replace("no_", "", 1) not in names:
-            raise UserError(
-                f"{command} has no option {option.partition('=')[0]}{_nearest(name, names, '--')}; "
-                f"the options are --recipe {' '.join('--' + n for n in names)}"
-            )
+            near = [n for n in names if n.startswith(f"{name}.") or n.endswith(f".{name}")]
+            near = near[:3] or difflib.get_close_matches(name, [*names, "recipe"], n=3, cutoff=0.5)
+            meant = f", did you mean {' or '.join(f'--{one}' for one in near)}?" if near else ""
+            raise UserError(f"{command} has no option {option.partition('=')[0]}{meant}; see {command} --help-all")
 
 
 def _check_values(config: Any, default: Any, prefix: str = "") -> None:
@@ -157,9 +198,9 @@ def require_finite(name: str, value: Any) -> None:
         raise UserError(f"{name}={value}; give a finite number")
 
 
-def _nearest(name: str, known: Any, prefix: str = "") -> str:
+def _nearest(name: str, known: Any) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f", did you mean {prefix}{close[0]}?" if close else ""
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def _one_line(complaint: str, command: str) -> str:
@@ -175,7 +216,7 @@ def _one_line(complaint: str, command: str) -> str:
             paragraphs.append([])
     _title, *rest = (" ".join(p) for p in paragraphs if p)
     said = "; ".join(rest)
-    return f"{said.rstrip('.')}; see {command} --help"
+    return f"{said.rstrip('.')}; see {command} --help-all"
 
 
 def option_names(config: Any, prefix: str = "") -> Iterator[str]:

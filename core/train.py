@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,12 @@ class LogConfig:
 @dataclass(frozen=True)
 class TrainConfig(ParallelConfig):
     """A training run: how the model runs (see ParallelConfig), on which mesh, for how long, and what is kept of it."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("steps", "out", "resume", "seed", "device", "precision", "microbatch", "optim.name", "optim.lr"),
+        *("optim.schedule.warmup_steps", "checkpoint.every", "evaluate_every", "compile", "recompute.mode"),
+        *("zero", "mesh.tp", "mesh.pp", "mesh.cp", "gemini.budget"),
+    )
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
     steps: int = 1000

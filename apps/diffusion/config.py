@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.generate import Sampling
@@ -75,6 +75,13 @@ class NoiseConfig:
 class DiffusionConfig(TrainConfig):
     """Train a Stable Diffusion pipeline; what all commands have."""
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("weights", "data.images", "data.global_batch", "data.resolution", "train_text_encoder", "average"),
+        *("validation.prompts", "validation.images"),
+        *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")),
+        "nproc",
+    )
+
     weights: Path | None = None
     """the pipeline to start from, a diffusers folder or a single-file checkpoint; by default the one that comes with
     this program"""
@@ -133,6 +140,11 @@ class PretrainConfig(DiffusionConfig):
 class FinetuneConfig(DiffusionConfig):
     """Go on training a pipeline that exists, on captioned images or on one subject."""
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("instance_dir", "instance_prompt", "class_dir", "class_prompt", "method", "lora.rank"),
+        *DiffusionConfig.ESSENTIAL,
+    )
+
     method: Method = "full"
     """full: all weights; lora: low-rank adapters of them; dreambooth: all weights, on the images of one subject"""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -173,10 +185,6 @@ class FinetuneConfig(DiffusionConfig):
             raise UserError(
                 "--class-prompt and --class-prompts; give one caption for all class images, or one for each"
             )
-        if self.class_sampling != Sampling() and self.class_prompt is None and self.class_prompts is None:
-            raise UserError("--class-sampling without --class-prompt and --class-prompts: no class images are drawn")
-        if self.num_class_images is not None and self.class_dir is None:
-            raise UserError("--num-class-images without --class-dir; name the folder of the class images")
         if self.class_dir is not None and self.instance_dir is None:
             raise UserError("--class-dir is for DreamBooth; give --instance-dir too")
         if self.method == "dreambooth" and self.data.images is not None:
@@ -198,6 +206,9 @@ class FinetuneConfig(DiffusionConfig):
         if not self.has_prior:
             why = "without images of the class; give --class-dir and --class-prompt"
             found |= dict.fromkeys(("num_class_images", "prior_weight"), why)
+        if self.class_prompt is None and self.class_prompts is None:
+            why = "without --class-prompt and --class-prompts: no class images are drawn; give one of them"
+            found |= {f"class_sampling.{item.name}": why for item in fields(Sampling)}
         if self.instance_dir is not None:
             found["data.prompt"] = "with --instance-dir, whose caption is --instance-prompt; leave it out"
         return found

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -26,6 +26,11 @@ from core.precision import COMPUTE_DTYPE, master_dtype
 @dataclass(frozen=True)
 class PlanConfig:
     """What is to be run, and on what."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("task", "model", "weights", "batch", "pixels", "steps", "precision", "scheme", "method", "lora.rank"),
+        *("train_text_encoder", "optim.name", "recompute.mode", "ranks", "zero", "gemini.budget", "gpu", "memory_gb"),
+    )
 
     task: Literal["sample", "train"] = "sample"
     model: str = "sd_v1"

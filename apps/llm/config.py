@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from apps.llm.corpus import DataConfig
 from apps.llm.export import ExportDtype
@@ -18,6 +19,12 @@ from core.train import TrainConfig
 @dataclass(frozen=True)
 class PretrainConfig(TrainConfig):
     """Train a decoder on a corpus."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("data.path", "data.tokenizer", "data.sequence_length", "data.global_batch"),
+        *TrainConfig.ESSENTIAL,
+        *("mesh.ep", "nproc"),
+    )
 
     model: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(vocab_size=257, dim=64, num_layers=16, num_heads=8, ffn_dim=256)
@@ -54,6 +61,8 @@ class PretrainConfig(TrainConfig):
 @dataclass(frozen=True)
 class FinetuneConfig(PretrainConfig):
     """Go on training a model that exists: a Hugging Face folder, or a run folder of `llm pretrain`."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("source", "data.pairs", *PretrainConfig.ESSENTIAL)
 
     source: Path = Path()
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from rich.console import Console
@@ -39,6 +40,12 @@ UNKNOWN_FLOPS = 1e11
 @dataclass(frozen=True)
 class PlanConfig(PretrainConfig):
     """Plan a training run: the options of `llm pretrain`, and the device that it is planned for."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("gpu", "memory_gb", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
+        *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
+        *("gemini.budget", "nproc"),
+    )
 
     gpu: str | None = None
     """a name such as A100 or H100, for the time of a step; by default this machine's device"""

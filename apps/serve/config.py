@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from core.config import UserError
 from core.quant import Scheme
@@ -84,6 +84,11 @@ class HttpConfig:
 @dataclass(frozen=True)
 class ServeConfig(HttpConfig):
     """Serve models over HTTP."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "host", "port", "api_key_file", "device", "tp", "quantize", "engine.precision"),
+        *("engine.page_dtype", "engine.kv_gb", "engine.max_running", "engine.max_length"),
+    )
 
     model: tuple[Path, ...] = ()
     """folders to serve: Hugging Face's, or runs of llm pretrain; the first is the default"""

@@ -3,10 +3,11 @@
 import gc
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -67,10 +68,12 @@ def test_options_change_the_recipe(argv: str, expected: Run) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("--stpes 3", "llm pretrain has no option --stpes, did you mean --steps?; the options are --recipe --steps"),
-        ("stpes=3", "llm pretrain has no option stpes, did you mean --steps?; the options are --recipe --steps"),
+        ("--stpes 3", "llm pretrain has no option --stpes, did you mean --steps"),
+        ("stpes=3", "llm pretrain has no option stpes, did you mean --steps"),
+        ("--recipes debug", "no option --recipes, did you mean --recipe?"),
         ("--optim.betas 0.8 0.9 xx=3", "llm pretrain has no option xx"),
-        ("--optim 3", "no option --optim, did you mean --optim.lr?"),
+        ("--optim 3", "no option --optim, did you mean --optim.lr or --optim.betas or --optim.clip_norm?"),
+        ("--lr 3", "no option --lr, did you mean --optim.lr?"),
         ("--recipe debgu", "no recipe 'debgu', did you mean debug?; the recipes are debug, gpt2_124m"),
         ("--recipe", "no recipe ''; the recipes are debug, gpt2_124m"),
         ("--steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
@@ -100,6 +103,28 @@ def test_help_names_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> N
     assert "--optim.lr" in said
     assert "0.0006" in said
     assert "debug, gpt2_124m" in " ".join(said.split())
+
+
+@dataclass(frozen=True)
+class Crowded(Run):
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("optim.lr", "steps")
+
+
+def test_help_shows_what_most_people_need(capsys: pytest.CaptureFixture[str]) -> None:
+    """In its order, with what each is and its default; --help-all shows everything."""
+    for asked, shown in (
+        ("--help", ["optim.lr", "steps"]),
+        ("--help-all", list(option_names(Run()))),
+    ):
+        with pytest.raises(SystemExit) as leaves:
+            parse({"crowded": Crowded}, ["--optim.clip-norm", "2", asked], "llm pretrain", default="crowded")
+        assert leaves.value.code == 0
+        said = capsys.readouterr().out
+        found = re.findall(r"^. --([a-z][\w.-]+)|^ --([a-z][\w.-]+)", said, re.MULTILINE)
+        assert [(boxed or plain).replace("-", "_") for boxed, plain in found] == shown
+        assert ("--help-all lists 6 more" in said) == (asked == "--help")
+    (lr,) = [line for line in said.splitlines() if "--optim.lr" in line]
+    assert "FLOAT" in lr
 
 
 def test_option_names_are_dotted() -> None:

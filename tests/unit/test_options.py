@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from core.config import UserError
+from core.config import UserError, option_names
 from tests.support.options import options_of
 from tests.unit import test_llm_options
 from tests.unit.diffusion import test_options as diffusion
@@ -27,6 +27,9 @@ def test_every_command_that_takes_options_has_a_case(name):
     taking = {command for command in app.commands if options_of(app.dispatch, [command, "--help"]) is not None}
     assert taking | set(bare) == set(CASES[name])
     assert all(CASES[name].values())
+    for command in taking:
+        config = options_of(app.dispatch, [command, "--help"])
+        assert set(getattr(config, "ESSENTIAL", ())) <= set(option_names(config))
     for command in set(app.commands) - taking:
         with pytest.raises(UserError, match="takes no options"):
             app.dispatch([command, "--seed", "1"])

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
@@ -51,6 +51,11 @@ class DataConfig(BatchConfig):
 @dataclass(frozen=True)
 class FoldTrainConfig(TrainConfig):
     """Train the structure predictor on experimental structures."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("data.structures", "data.alignments", "data.templates", "data.validation", "data.crop", "data.global_batch"),
+        *("weights", "average", *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")), "nproc"),
+    )
 
     model: str = "model_3_ptm"
     """a preset (fold recipes; model_1 and model_2 read templates), demo, debug, debug_templates; of weights: theirs"""

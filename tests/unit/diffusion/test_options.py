@@ -17,7 +17,7 @@ SUBJECT = "--instance-dir DIR/subject --instance-prompt sks"
 COMMANDS = {
     "pretrain": ["", "--fresh nothing"],
     "finetune": ["", "--method lora", "--method lora --lora.start DIR/lora.safetensors"],
-    "dreambooth": [SUBJECT, f"{SUBJECT} --class-dir DIR/likes --class-prompt dog --num-class-images 3"],
+    "dreambooth": [SUBJECT, f"{SUBJECT} --class-dir OUT/likes --class-prompt dog --num-class-images 3"],
     "sample": ["", "--sampler ddim --guidance 1"],
     "convert": [
         "DIR/weights OUT/converted",
@@ -54,7 +54,6 @@ def folder(tmp_path_factory):
     save_lora(adapters_of(adapted), folder / "lora.safetensors", "diffusers", torch.float32)
     write_pictures(folder / "pictures", 3)
     write_pictures(folder / "subject", 2, captions=False)
-    write_pictures(folder / "likes", 3, captions=False)
     return folder
 
 

@@ -373,8 +373,13 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
         [],
         "one caption for all class images, or one for each",
     ),
-    (dreambooth, {**SUBJECT, "num_class_images": 3}, [], "--num-class-images without --class-dir"),
-    (dreambooth, {**SUBJECT, "class_dir": "{folder}/c", "class_sampling__steps": 3}, [], "--class-sampling without"),
+    (dreambooth, {**SUBJECT, "num_class_images": 3}, [], "--num_class_images without images of the class"),
+    (
+        dreambooth,
+        {**SUBJECT, "class_dir": "{folder}/c", "class_sampling__steps": 3},
+        [],
+        "class_sampling.steps without",
+    ),
     (
         dreambooth,
         {**SUBJECT, "class_dir": "{folder}/c", "class_prompt": "b", "class_sampling__height": 3},
