@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What takes longest is said at the end, so that it is seen when it comes in.
 PYTEST := $(BIN)/python -m pytest -q --durations 20 --durations-min 2
-# Two at a time: a process of tests waits for much of its time.
+# Two processes of tests: each waits for much of its time, for ranks and commands that start.
 TWO := --numprocesses 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -34,7 +34,7 @@ kernels: interpret
 	$(BIN)/python -m core.kernels.compile
 
 parity: install
-	$(PYTEST) tests/parity
+	$(PYTEST) $(TWO) tests/parity
 
 e2e: install
 	$(PYTEST) $(TWO) tests/e2e
@@ -43,7 +43,7 @@ e2e: install
 benchmarks: install
 	$(BIN)/python -m benchmarks.run --quick
 
-# Kernels are one process that never waits, beside the first; parity starts ranks enough to fill the machine.
+# Kernels, which never wait, share the machine with what waits.
 test: install
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
 	$(MAKE) --no-print-directory parity

@@ -168,7 +168,9 @@ def load_what_is_damaged(folder: Path) -> int:
     checkpointer.wait()
     files = sorted((folder / "step-00000001").iterdir())
     assert {"__0_0.distcp", "__1_0.distcp", "rank-00001.safetensors"} <= {file.name for file in files}
-    for path, at, mask in flips(files, NUM_FLIPS, seed=0):
+    drawn = list(flips(files, NUM_FLIPS, seed=0))
+    dist.barrier()  # sizes are looked at before rank 0 writes
+    for path, at, mask in drawn:
         damage = flipped(path, at, mask) if dist.get_rank() == 0 else nullcontext()
         dist.barrier()
         with damage:
