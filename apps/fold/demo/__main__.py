@@ -36,6 +36,7 @@ from apps.fold.weights.folder import load_folder, read_note, save_folder
 from core.config import UserError, parse, run_command
 from core.run_folder import made_anew
 
+NAME = "python -m apps.fold.demo"
 OUT = Path("runs/demo-fold")
 TRAINED, UNTRAINED = "trained", "untrained"
 LEAST_LDDT, LEAST_CORRELATION = 0.8, 0.6
@@ -63,15 +64,23 @@ def main(argv: list[str]) -> int:
     """Exit code 1 when what was learned falls short of what the demo is to show."""
     if argv[:1] == ["--run"] and len(argv) == 2:
         return show(Path(argv[1]))
-    given = ["--out", str(OUT), *argv]
-    out = parse(RECIPES, ["--recipe", "tiny", *given], "python -m apps.fold.demo", default="tiny").out
+    out = parse(RECIPES, ["--recipe", "tiny", "--out", str(OUT), *argv], NAME, default="tiny").out
     first, second = out / "tiny", out / "tiny_confidence"
-    parse(RECIPES, ["--recipe", second.name, *given], "python -m apps.fold.demo", default="tiny")  # refused at once
+    given = {first: argv, second: [*_without_model(argv), "--weights", str(first / "model")]}
+    parse(
+        RECIPES, ["--recipe", second.name, *given[second]], NAME, default="tiny"
+    )  # before the first one trains
     with made_anew(out):  # the demo shows a run from scratch
-        for run, more in ((first, []), (second, ["--weights", str(first / "model")])):
-            if code := train(["--recipe", run.name, *argv, *more, "--out", str(run)]):
+        for run, options in given.items():
+            if code := train(["--recipe", run.name, *options, "--out", str(run)]):
                 return code
         return show(second, first)
+
+
+def _without_model(argv: list[str]) -> list[str]:
+    """The second run's model is that of the first one's weights."""
+    behind = [False, *(word == "--model" for word in argv)]
+    return [word for word, is_value in zip(argv, behind) if not is_value and word.partition("=")[0] != "--model"]
 
 
 def show(out: Path, *before: Path) -> int:
