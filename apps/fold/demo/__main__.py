@@ -67,9 +67,7 @@ def main(argv: list[str]) -> int:
     out = parse(RECIPES, ["--recipe", "tiny", "--out", str(OUT), *argv], NAME, default="tiny").out
     first, second = out / "tiny", out / "tiny_confidence"
     given = {first: argv, second: [*_without_model(argv), "--weights", str(first / "model")]}
-    parse(
-        RECIPES, ["--recipe", second.name, *given[second]], NAME, default="tiny"
-    )  # before the first one trains
+    parse(RECIPES, ["--recipe", second.name, *given[second]], NAME, default="tiny")  # before the first one trains
     with made_anew(out):  # the demo shows a run from scratch
         for run, options in given.items():
             if code := train(["--recipe", run.name, *options, "--out", str(run)]):
