@@ -10,18 +10,18 @@ is accepted and changes nothing, as their processors do not look at it.
 Shapes: B pictures, L positions, M positions of what is attended to, D channels, N heads of all pictures, K of a head.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-from torch import Tensor, nn
+from diffusers.models.attention_processor import AttnProcessor2_0
+from torch import Tensor
 
 from core.config import UserError
 
 AttentionName = Literal["flash", "sliced"]
 
 
-def set_attention(module: nn.Module, name: AttentionName, heads_at_once: int = 1) -> None:
+def set_attention(module: Any, name: AttentionName, heads_at_once: int = 1) -> None:
     """Give every attention of a U-Net or a VAE its processor.
 
     heads_at_once  sliced: heads, counted over all pictures, whose scores are there together
@@ -41,7 +41,7 @@ class SlicedAttention:
 
     def __call__(
         self,
-        attn: Attention,
+        attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,

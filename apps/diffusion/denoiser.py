@@ -6,14 +6,14 @@ Shapes: B rows, C latent channels, h x w latents, L tokens, D width of the text 
 from collections.abc import Callable, Mapping
 
 import torch
-from diffusers import Transformer2DModel, UNet2DConditionModel
+from diffusers import Transformer2DModel
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
-from transformers import CLIPTextModel
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
+from apps.diffusion.modules import TextEncoder, UNet
 from apps.diffusion.noise import NoiseSchedule
 from core.layout import layout_of, local
 from core.parallel.plan import set_parameter
@@ -24,9 +24,7 @@ _BLOCKS = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D, CLIPEnco
 class Denoiser(nn.Module):
     """One call a step, so that whoever gathers, hooks or compiles weights sees both modules in use."""
 
-    def __init__(
-        self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel | None = None, channels_last: bool = False
-    ):
+    def __init__(self, unet: UNet, text_encoder: TextEncoder | None = None, channels_last: bool = False):
         super().__init__()
         self.unet, self.text_encoder = unet, text_encoder
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format

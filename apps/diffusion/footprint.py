@@ -25,6 +25,7 @@ from apps.diffusion.adapters import add_adapters
 from apps.diffusion.attention import set_attention
 from apps.diffusion.denoiser import Denoiser, Objective
 from apps.diffusion.generate import guide
+from apps.diffusion.modules import VAE
 from apps.diffusion.noise import NoiseSchedule
 from apps.diffusion.pipeline import INDEX, build_meta, check_index, read_schedule, sides_of, without_gaps
 from apps.diffusion.plan_config import PlanConfig
@@ -131,9 +132,12 @@ def _sampling(config: PlanConfig, shape: Shape, modules: Modules) -> Footprint:
         x_BChw, text_BLD = torch.empty(latents), torch.empty(rows, _length(shape), width, dtype=dtype)
         seen = x_BChw.to(dtype).repeat(rows // config.batch, 1, 1, 1)
         predicted = unet(seen, 500.0, encoder_hidden_states=text_BLD, return_dict=False)[0].float()
-        return guide(*predicted.chunk(2), 7.5, 0.0) if config.guided else predicted
+        if not config.guided:
+            return predicted
+        without, with_prompt = predicted.chunk(2)
+        return guide(without, with_prompt, 7.5, 0.0)
 
-    def decode(vae: nn.Module) -> Tensor:
+    def decode(vae: VAE) -> Tensor:
         x_BChw = torch.empty(latents)
         return vae.decode(x_BChw[:1].to(dtype)).sample
 
@@ -265,7 +269,7 @@ def _held(
             )
 
 
-def _buckets(sizes: Mapping[str, int]) -> list[list[str]]:
+def _buckets(sizes: dict[str, int]) -> list[list[str]]:
     """Parameters as `core.parallel.data` puts their gradients into messages."""
     buckets: list[list[str]] = []
     room = 0

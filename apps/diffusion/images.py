@@ -51,7 +51,8 @@ def save_png(picture: Image.Image, path: Path, settings: Mapping[str, Any] | Non
 def read_settings(path: Path) -> dict[str, Any]:
     """What `save_png` was given; empty for other pictures."""
     with Image.open(path) as picture:
-        return json.loads(picture.text["megalith"]) if "megalith" in getattr(picture, "text", {}) else {}
+        text = getattr(picture, "text", {})
+        return json.loads(text["megalith"]) if "megalith" in text else {}
 
 
 _NAMES = {"steps": "Steps", "sampler": "Sampler", "guidance": "CFG scale", "seed": "Seed", "size": "Size"}

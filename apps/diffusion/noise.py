@@ -94,8 +94,8 @@ def with_zero_terminal_snr(stored: Schedule) -> dict[str, Any]:
     kind = getattr(diffusers, stored["_class_name"])
     if changes.keys() <= fields_of(kind):
         return {**stored, **changes}
-    plain = diffusers.DDIMScheduler.from_config(own_scheduler(stored).config, **changes).config
-    return {name: value for name, value in plain.items() if name != "_use_default_values"}
+    plain: Any = diffusers.DDIMScheduler.from_config(own_scheduler(stored).config, **changes)
+    return {name: value for name, value in plain.config.items() if name != "_use_default_values"}
 
 
 def fields_of(kind: type) -> set[str]:
@@ -120,7 +120,7 @@ class NoiseSchedule:
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fields of the sampler that noise does not need
-            self._scheduler = DDPMScheduler.from_config(own_scheduler(stored).config)
+            self._scheduler: Any = DDPMScheduler.from_config(own_scheduler(stored).config)
         self.alphas_cumprod_T = self._scheduler.alphas_cumprod.double()
 
     def __len__(self) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from apps.diffusion.fields import PIPELINES, check_fields, says_something
+from apps.diffusion.modules import VAE, TextEncoder, UNet
 from apps.diffusion.noise import Prediction, Schedule, first_line, own_scheduler, prediction_of
 from apps.diffusion.samplers import CLASSES
 from apps.diffusion.text import check_text
@@ -57,9 +58,9 @@ _FORMER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn
 class Pipeline:
     """What makes pictures of prompts. The modules may be changed, cast, quantized or moved as any module."""
 
-    unet: UNet2DConditionModel
-    vae: AutoencoderKL
-    text_encoder: CLIPTextModel
+    unet: UNet
+    vae: VAE
+    text_encoder: TextEncoder
     tokenizer: CLIPTokenizer
     schedule: Schedule
     """the scheduler_config.json, as it is read and written"""
@@ -98,7 +99,7 @@ class Pipeline:
         return height * self.factor, width * self.factor
 
     @property
-    def modules(self) -> dict[str, nn.Module]:
+    def modules(self) -> dict[str, Any]:
         return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
 
     def configs(self) -> dict[str, Any]:
@@ -166,15 +167,15 @@ def sides_of(sample_size: Any) -> tuple[int, int]:
 # --- modules from their configurations --------------------------------------------------------------------------------
 
 
-def build_unet(config: Mapping[str, Any]) -> UNet2DConditionModel:
+def build_unet(config: Mapping[str, Any]) -> UNet:
     return UNet2DConditionModel.from_config(dict(config))
 
 
-def build_vae(config: Mapping[str, Any]) -> AutoencoderKL:
+def build_vae(config: Mapping[str, Any]) -> VAE:
     return AutoencoderKL.from_config(dict(config))
 
 
-def build_text_encoder(config: Mapping[str, Any]) -> CLIPTextModel:
+def build_text_encoder(config: Mapping[str, Any]) -> TextEncoder:
     return CLIPTextModel(CLIPTextConfig.from_dict(dict(config)))
 
 
@@ -471,7 +472,7 @@ def _put(aside: Path, out: Path) -> None:
     os.replace(aside / INDEX, out / INDEX)
 
 
-def _save_module(component: str, module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_module(component: str, module: Any, folder: Path, dtype: torch.dtype | None) -> None:
     folder.mkdir()
     if has_quantized(module):
         save_quantized(module, folder)

@@ -108,7 +108,7 @@ class PlanConfig:
             for group in ("lora", "recompute", "optim", "optim.schedule", "gemini"):
                 names += [f"{group}.{item.name}" for item in fields(attrgetter(group)(self))]
             return dict.fromkeys(names, "with task=sample; give --task train") | self._of_weights()
-        found = dict.fromkeys(("guided", "scheme", "vae_tile"), "with task=train; give --task sample")
+        found: dict[str, str] = dict.fromkeys(("guided", "scheme", "vae_tile"), "with task=train; give --task sample")
         if self.method != "lora":
             names = [f"lora.{item.name}" for item in fields(self.lora)]
             found |= dict.fromkeys(names, f"with method={self.method}; give --method lora")

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from apps.diffusion.noise import Schedule, schedule
 
-Modules = dict[str, nn.Module]
+Modules = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKL
 from torch import Tensor
-from transformers import CLIPTextModel
 
 from apps.diffusion.data.buckets import Size, Variant, lay, nearest, variants
 from apps.diffusion.data.folder import ImageFolder, Picture
 from apps.diffusion.data.images import read_image
 from apps.diffusion.data.store import Store, fingerprint, key_of
+from apps.diffusion.modules import VAE, TextEncoder
 
 Share = tuple[int, int]
 """(rank, ranks) that encode together"""
@@ -60,7 +59,7 @@ def entries_of(
 
 @torch.no_grad()
 def encode_images(
-    wanted: Sequence[tuple[Picture, Variant, str]], vae: AutoencoderKL, store: Store, share: Share, progress: "Progress"
+    wanted: Sequence[tuple[Picture, Variant, str]], vae: VAE, store: Store, share: Share, progress: "Progress"
 ) -> None:
     """Put the moments (mean, log variance) [2, C, h, w] of what is wanted into the store, where they are not there."""
     device = next(vae.parameters()).device
@@ -80,7 +79,7 @@ def encode_images(
 def encode_captions(
     captions: Iterable[str],
     tokenize: Callable[[Sequence[str]], Tensor],
-    text_encoder: CLIPTextModel,
+    text_encoder: TextEncoder,
     store: Store,
     share: Share,
     progress: "Progress",

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +29,7 @@ from apps.diffusion.demo.captions import (
 )
 from apps.diffusion.demo.drawing import Drawing
 from apps.diffusion.demo.pictures import pixels_of
+from apps.diffusion.modules import VAE
 
 _ATTRIBUTES = ("shape", "colour", "ground")
 _SIZES = (len(SHAPES), len(COLOURS), len(GROUNDS))
@@ -77,21 +77,21 @@ class Detector(nn.Module):
 
     @torch.no_grad()
     def look(self, pixels_B3HW: Tensor) -> Seen:
-        *attributes, subject_B1 = self(pixels_B3HW)
-        return Seen(*(logits.argmax(1) for logits in attributes), subject_B1[:, 0].sigmoid())
+        shape, colour, ground, subject_B1 = self(pixels_B3HW)
+        return Seen(shape.argmax(1), colour.argmax(1), ground.argmax(1), subject_B1[:, 0].sigmoid())
 
 
 def labels_of(wanted: Sequence[Thing], subject: bool = False) -> Labels:
     """The labels that pictures of these things should get."""
     columns = (SHAPES, tuple(COLOURS), tuple(GROUNDS))
-    indices = [
+    shape, colour, ground = (
         torch.tensor([words.index(word) if (word := getattr(thing, name)) else _OPEN for thing in wanted])
         for name, words in zip(_ATTRIBUTES, columns)
-    ]
-    return Labels(*indices, torch.full((len(wanted),), float(subject)))
+    )
+    return Labels(shape, colour, ground, torch.full((len(wanted),), float(subject)))
 
 
-def train_detector(vae: AutoencoderKL, *, seed: int = 0, num_pictures: int = 3600, epochs: int = 10) -> Detector:
+def train_detector(vae: VAE, *, seed: int = 0, num_pictures: int = 3600, epochs: int = 10) -> Detector:
     """A detector that depends on the VAE and the seed alone."""
     drawings, labels = examples(num_pictures, seed)
     pixels_N3HW = reconstruct(vae, pixels_of(drawings))

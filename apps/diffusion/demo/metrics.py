@@ -17,7 +17,6 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor
 
 from apps.diffusion.demo.autoencoder import psnr_db, reconstruct
@@ -38,6 +37,7 @@ from apps.diffusion.demo.captions import (
 from apps.diffusion.demo.detector import Detector, labels_of
 from apps.diffusion.demo.pictures import pixels_of
 from apps.diffusion.demo.viewer import SUBJECT_COLOUR_NAME, SUBJECT_SHAPE, Sight, most_seen, see
+from apps.diffusion.modules import VAE
 
 Paint = Callable[[Sequence[str], int], Tensor]
 """(prompts, seed) -> pictures [B, 3, 32, 32] from -1 to 1; picture b depends on prompt b, b and the seed alone"""
@@ -160,7 +160,7 @@ def drift_points(before: SubjectFigures, after: SubjectFigures) -> float:
     return 100 * (before.things_seen.all_three - after.things_seen.all_three)
 
 
-def ceiling(vae: AutoencoderKL, detector: Detector, *, repeats: int, seed: int) -> dict[str, float]:
+def ceiling(vae: VAE, detector: Detector, *, repeats: int, seed: int) -> dict[str, float]:
     """The figures of drawn pictures, none of which the detector was trained on, after the VAE."""
     rng = np.random.default_rng([seed, 3])
     wanted = [thing for thing in things() for _ in range(repeats)]

@@ -10,12 +10,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from tokenizers import pre_tokenizers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from apps.diffusion.initialise import begin_as_identity
+from apps.diffusion.modules import VAE, TextEncoder, UNet
 from apps.diffusion.noise import Schedule, schedule
 
 PIXELS = 32
@@ -25,9 +27,10 @@ _WIDTH = 64
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 
-def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKL:
+def tiny_vae(scaling_factor: float = 1.0) -> VAE:
     """[B, 3, 32, 32] <-> [B, 4, 8, 8]"""
-    vae = AutoencoderKL(
+    make_vae: Any = AutoencoderKL  # whose widths are annotated as one number
+    vae = make_vae(
         block_out_channels=(16, 32, 64),
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -43,7 +46,7 @@ def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKL:
     return vae
 
 
-def tiny_unet() -> UNet2DConditionModel:
+def tiny_unet() -> UNet:
     unet = UNet2DConditionModel(
         sample_size=LATENT_SIZE,
         in_channels=LATENT_CHANNELS,
@@ -60,7 +63,7 @@ def tiny_unet() -> UNet2DConditionModel:
     return unet
 
 
-def tiny_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+def tiny_text_encoder(tokenizer: Any) -> TextEncoder:
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=_WIDTH,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from apps.diffusion.formats.ldm_names import CLIP, OPEN_CLIP, UNET, Names, stored_names, to_file
 from apps.diffusion.formats.topology import text_config, unet_config, vae_config
@@ -200,7 +200,7 @@ def _said(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) 
 
 
 def _check(
-    path: Path, modules: Mapping[str, nn.Module], names: Mapping[str, Names], shapes: Mapping[str, tuple[int, ...]]
+    path: Path, modules: Mapping[str, Any], names: Mapping[str, Names], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Every key is used exactly once, or known not to be."""
     expected: dict[str, tuple[int, ...]] = {}
