@@ -34,12 +34,8 @@ from apps.diffusion.demo.metrics import drift_points, subject_figures
 from apps.diffusion.demo.pictures import as_images, write_subject_folder
 from apps.diffusion.demo.sizes import PIXELS
 from apps.diffusion.generate import Sampling
-from apps.diffusion.pipeline import (
-    EMBEDDED,
-    Pipeline,
-    load_pipeline,
-    save_pipeline,
-)
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline, save_pipeline
 from apps.diffusion.shapes import SD_V1, Shape
 from benchmarks.dreambooth_run import PROFILED, WARM_UP
 from benchmarks.result import ROOT, Measured, Number, Row, Target, versions

@@ -30,15 +30,8 @@ from apps.diffusion.demo.captions import words
 from apps.diffusion.demo.sizes import write_tokenizer
 from apps.diffusion.footprint import footprint, int8_bytes
 from apps.diffusion.generate import Job, Sampling, generate
-from apps.diffusion.pipeline import (
-    EMBEDDED,
-    Pipeline,
-    build_text_encoder,
-    build_unet,
-    build_vae,
-    load_pipeline,
-    save_pipeline,
-)
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, build_vae, save_pipeline
 from apps.diffusion.plan_config import RECIPES, PlanConfig
 from apps.diffusion.samplers import draw_noise
 from apps.diffusion.shapes import SD_V1, Shape, meta_modules

@@ -20,7 +20,8 @@ from apps.diffusion.demo.__main__ import run as demo
 from apps.diffusion.demo.detector import Detector, train_detector
 from apps.diffusion.demo.metrics import Attributes, ceiling, pipeline_attributes
 from apps.diffusion.generate import Sampling
-from apps.diffusion.pipeline import EMBEDDED, load_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import EMBEDDED
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command

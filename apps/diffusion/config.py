@@ -8,7 +8,6 @@ from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.generate import Sampling
 from apps.diffusion.noise import Prediction
 from apps.diffusion.text import check_text, read_prompts
-from apps.diffusion.validation import ValidationConfig
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.runtime import ranks_of
@@ -69,6 +68,38 @@ class NoiseConfig:
             raise UserError(f"noise.min_snr={self.min_snr}; give a positive number such as 5, or None for none")
         if not 0 <= self.offset <= 1:
             raise UserError(f"noise.offset={self.offset}; give a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """What is looked at every --evaluate-every steps, and at the end."""
+
+    prompts: tuple[str, ...] = ()
+    """pictures of these go into a grid"""
+    num_images: int = 4
+    """of each prompt"""
+    sampling: Sampling = field(default_factory=Sampling)
+    images: Path | None = None
+    """a folder of images with captions, held out: their loss is validation_loss"""
+
+    def __post_init__(self) -> None:
+        if self.num_images < 1:
+            raise UserError(f"validation.num_images={self.num_images}; give at least 1")
+        if any(not prompt.strip() for prompt in self.prompts):
+            raise UserError("one of --validation.prompts is empty; say what to draw")
+        for prompt in (*self.prompts, self.sampling.negative):
+            check_text(prompt)
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.prompts:
+            return {}
+        names = ["num_images", *(f"sampling.{item.name}" for item in fields(Sampling))]
+        return dict.fromkeys(names, "without prompts: no pictures are drawn; give --validation.prompts")
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.prompts) or self.images is not None
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch
 
 from apps.diffusion.formats.lora import Layout, load_lora, merge_lora, save_lora
 from apps.diffusion.formats.single_file import load_single_file, save_single_file
+from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import Prediction
-from apps.diffusion.pipeline import Pipeline, check_free, load_pipeline, save_pipeline
+from apps.diffusion.pipeline import Pipeline, check_free, save_pipeline
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE
 

@@ -1,8 +1,8 @@
 """A Stable Diffusion pipeline: three modules as diffusers and transformers have them, a tokenizer, a noise schedule.
 
-`load_pipeline` reads a diffusers folder or a single file; nothing comes from a network, and nothing in a file is
-executed (safetensors only). `save_pipeline` writes a folder that `StableDiffusionPipeline.from_pretrained` loads, aside
-and renamed when whole.
+`load_pipeline` (loading.py) reads a diffusers folder or a single file; nothing comes from a network, and nothing in a
+file is executed (safetensors only). `save_pipeline` writes a folder that `StableDiffusionPipeline.from_pretrained`
+loads, aside and renamed when whole.
 
 transformers 5 names the text encoder's tensors without the prefix `text_model.` that every checkpoint before it has.
 Folders are read with or without, and written with it, which transformers 4 and 5 both load.
@@ -246,25 +246,10 @@ def some(names: Sequence[str]) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def load_pipeline(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    prediction_type: Prediction | None = None,
-    tokenizer: str | Path | None = None,
+def load_folder(
+    folder: Path, dtype: torch.dtype, prediction_type: Prediction | None, tokenizer: str | Path | None
 ) -> Pipeline:
-    """The pipeline of a diffusers folder or a single-file checkpoint, its modules in eval mode on the CPU.
-
-    prediction_type  what the U-Net predicts, for files that do not say it
-    tokenizer        folder of one, for single files, which hold none
-
-    Raises UserError for a path of something else, of another model than Stable Diffusion v1 or v2, for one that is
-    incomplete or truncated, for parts that do not fit each other, and where the path contradicts `prediction_type`.
-    """
-    folder = Path(path)
-    if folder.is_file() or folder.suffix == ".safetensors":
-        from apps.diffusion.formats.single_file import load_single_file
-
-        return load_single_file(folder, tokenizer, prediction_type, dtype)
+    """Of a diffusers folder; see `apps.diffusion.loading.load_pipeline`."""
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion")
     index = read_json(folder / INDEX)

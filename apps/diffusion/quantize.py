@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import Prediction
-from apps.diffusion.pipeline import Pipeline, check_free, load_pipeline, save_pipeline
+from apps.diffusion.pipeline import Pipeline, check_free, save_pipeline
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE
 from core.quant import quantize, stored_bytes

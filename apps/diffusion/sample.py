@@ -19,8 +19,9 @@ from apps.diffusion.attention import AttentionName, set_attention
 from apps.diffusion.formats.lora import load_lora, merge_lora
 from apps.diffusion.generate import Job, Sampling, check_sampling, generate, num_evaluations, picture_size
 from apps.diffusion.images import grid, save_png, to_pil
+from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import Prediction
-from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units

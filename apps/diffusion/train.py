@@ -20,16 +20,9 @@ from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
 from apps.diffusion.formats.lora import Layout, load_lora, save_lora
 from apps.diffusion.generate import check_sampling
 from apps.diffusion.initialise import begin_as_identity
+from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import NoiseSchedule, Schedule, prediction_of, with_zero_terminal_snr
-from apps.diffusion.pipeline import (
-    EMBEDDED,
-    Pipeline,
-    build_text_encoder,
-    build_unet,
-    has_quantized,
-    load_pipeline,
-    save_pipeline,
-)
+from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, has_quantized, save_pipeline
 from apps.diffusion.shapes import SHAPES
 from apps.diffusion.validation import Validation
 from core.checkpoint import read_full

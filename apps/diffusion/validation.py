@@ -10,55 +10,22 @@ Shapes: B pictures, C latent channels, h x w latents.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from apps.diffusion.config import ValidationConfig
 from apps.diffusion.data.batches import LatentBatches
 from apps.diffusion.denoiser import Objective
-from apps.diffusion.generate import Sampling, decode, is_guided, picture_size, run_sampler
+from apps.diffusion.generate import decode, is_guided, picture_size, run_sampler
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.pipeline import Pipeline
-from apps.diffusion.text import check_text
-from core.config import UserError
 from core.mesh import data_axis
 from core.optim.average import WeightAverage
 from core.parallel.parallel_model import ParallelModel
-
-
-@dataclass(frozen=True)
-class ValidationConfig:
-    """What is looked at every --evaluate-every steps, and at the end."""
-
-    prompts: tuple[str, ...] = ()
-    """pictures of these go into a grid"""
-    num_images: int = 4
-    """of each prompt"""
-    sampling: Sampling = field(default_factory=Sampling)
-    images: Path | None = None
-    """a folder of images with captions, held out: their loss is validation_loss"""
-
-    def __post_init__(self) -> None:
-        if self.num_images < 1:
-            raise UserError(f"validation.num_images={self.num_images}; give at least 1")
-        if any(not prompt.strip() for prompt in self.prompts):
-            raise UserError("one of --validation.prompts is empty; say what to draw")
-        for prompt in (*self.prompts, self.sampling.negative):
-            check_text(prompt)
-
-    def unread(self) -> dict[str, str]:
-        """See `core.config.Unread`."""
-        if self.prompts:
-            return {}
-        names = ["num_images", *(f"sampling.{item.name}" for item in fields(Sampling))]
-        return dict.fromkeys(names, "without prompts: no pictures are drawn; give --validation.prompts")
-
-    @property
-    def wanted(self) -> bool:
-        return bool(self.prompts) or self.images is not None
 
 
 @dataclass

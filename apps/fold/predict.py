@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.compiled import compile_operations
-from apps.fold.demo import DEMO_WEIGHTS, NOTE
 from apps.fold.features.sequences import SUMMARY, Record, read_fasta
 from apps.fold.features.templates import Allowed
 from apps.fold.model.alphafold import AlphaFold
@@ -44,6 +43,7 @@ from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_su
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
+from apps.fold.toy import DEMO_WEIGHTS, NOTE
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
 from apps.fold.weights.source import build, identify, read_weights

@@ -11,7 +11,8 @@ from apps.diffusion.demo.captions import caption, subject_prompt, things
 from apps.diffusion.demo.detector import train_detector
 from apps.diffusion.demo.metrics import attributes
 from apps.diffusion.demo.pictures import as_pixels, write_subject_folder
-from apps.diffusion.pipeline import EMBEDDED, load_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import EMBEDDED
 from tests.support.command import run
 
 RIGHT = 0.9

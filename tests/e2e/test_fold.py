@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from apps.fold.__main__ import APP
-from apps.fold.demo import DEMO_WEIGHTS, HELDOUT, NOTE, STRUCTURES
 from apps.fold.demo.__main__ import main as demo
 from apps.fold.features.entries import read_entries
 from apps.fold.features.msa import features_of
@@ -21,6 +20,7 @@ from apps.fold.model.config import tiny
 from apps.fold.predict import _predict
 from apps.fold.predict import main as predict
 from apps.fold.score import compare, corresponding
+from apps.fold.toy import DEMO_WEIGHTS, HELDOUT, NOTE, STRUCTURES
 from apps.fold.weights.folder import save_folder
 from core.config import run_command
 from tests.support import esmfold

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from apps.fold.demo import HELDOUT, STRUCTURES
 from apps.fold.features.entries import read_entries
+from apps.fold.toy import HELDOUT, STRUCTURES
 from tests.support.fold import hhr_text
 
 FILE = Path(__file__).parents[1] / "data" / "fold" / "original_features.npz"

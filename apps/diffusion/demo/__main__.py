@@ -27,7 +27,8 @@ from apps.diffusion.demo.pictures import as_images, write_subject_folder
 from apps.diffusion.demo.sheet import before_and_after
 from apps.diffusion.dreambooth import main as dreambooth
 from apps.diffusion.generate import Job, Sampling, generate
-from apps.diffusion.pipeline import EMBEDDED, Pipeline, load_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from core.config import UserError, parse, run_command
 from core.run_folder import made_anew
 

@@ -22,13 +22,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from apps.fold.demo import HELDOUT, STRUCTURES
 from apps.fold.features.entries import read_entries
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.predict import main as predict
 from apps.fold.score import compare, corresponding, superpose
+from apps.fold.toy import HELDOUT, STRUCTURES
 from apps.fold.train import main as train
 from apps.fold.training.initialise import initialise
 from apps.fold.training.recipes import RECIPES

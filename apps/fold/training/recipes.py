@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from apps.fold.demo import HELDOUT, NOTE, STRUCTURES
 from apps.fold.loss.total import LossConfig, fine_tuning
+from apps.fold.toy import HELDOUT, NOTE, STRUCTURES
 from apps.fold.training.config import DataConfig, FoldTrainConfig
 from core.checkpoint import CheckpointConfig
 from core.optim.build import OptimConfig

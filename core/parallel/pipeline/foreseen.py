@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from core.mesh import host_group
-from core.parallel.pipeline.schedule import Action, Kind
+from core.parallel.pipeline.schedule import Action, Kind, Schedule
 from core.parallel.pipeline.shapes import (
     Form,
     Parcel,
@@ -30,10 +31,22 @@ from core.parallel.pipeline.shapes import (
     no_description,
     read_description,
 )
-from core.parallel.pipeline.stages import Carried, StageEnd, check_activation
+from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
 
-if TYPE_CHECKING:
-    from core.parallel.pipeline.run import Pipeline
+
+class PlacedPipeline(Protocol):
+    """What has to be known of a pipeline (`run.Pipeline`): who has which stage, and who does what when.
+
+    rank   of this process among the pipeline's
+    ranks  in the world, of each of these
+    """
+
+    stages: Stages
+    mesh: DeviceMesh
+    rank: int
+    ranks: list[int]
+
+    def schedule(self, num_microbatches: int) -> Schedule: ...
 
 
 @dataclass
@@ -57,7 +70,7 @@ class ForeseenStep:
     where another rank's did; when it ends all ranks have heard all that was said.
     """
 
-    def __init__(self, pipeline: Pipeline, losses: Sequence[Callable[[nn.Module], Tensor]]):
+    def __init__(self, pipeline: PlacedPipeline, losses: Sequence[Callable[[nn.Module], Tensor]]):
         self.pipeline, self.losses = pipeline, losses
         self.stages = pipeline.stages
 

@@ -14,7 +14,8 @@ from apps.diffusion.demo import autoencoder, captions, metrics, prepare, sizes
 from apps.diffusion.demo.detector import Detector
 from apps.diffusion.demo.sheet import SIDE, before_and_after
 from apps.diffusion.generate import Sampling
-from apps.diffusion.pipeline import Pipeline, load_pipeline, save_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import Pipeline, save_pipeline
 from core.config import UserError
 
 MOST_BYTES = 6_000_000

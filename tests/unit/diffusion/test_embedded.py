@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.demo import captions, sizes
 from apps.diffusion.images import read_settings
-from apps.diffusion.pipeline import EMBEDDED, load_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import EMBEDDED
 from apps.diffusion.sample import main as sample
 from apps.diffusion.train import weights_of
 

@@ -17,8 +17,9 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 from apps.diffusion.__main__ import APP
 from apps.diffusion.fields import FIELDS, OBEYED, check_fields
 from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import fields_of
-from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.samplers import CLASSES
 from core.config import UserError, run_command
 from tests.support.diffusion_training import tiny_pipeline, write_pictures

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from apps.diffusion import convert
 from apps.diffusion.formats.lora import Pair, load_lora, merge_lora, save_lora
-from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import save_pipeline
 from core.config import UserError
 from core.quant import quantize
 from tests.support.diffusion import narrow_pipeline

@@ -9,7 +9,8 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.shapes import SHAPES, meta_modules
 from core.config import UserError
 from tests.support.diffusion import narrow_pipeline

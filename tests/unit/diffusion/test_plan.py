@@ -172,7 +172,7 @@ def test_recipes_are_planned_as_they_run():
 def test_the_plan_counts_what_sampling_allocates(folder):
     """The narrow U-Net on meta, and on the CPU under an account, with attention in slices."""
     from apps.diffusion.attention import set_attention
-    from apps.diffusion.pipeline import load_pipeline
+    from apps.diffusion.loading import load_pipeline
 
     planned = footprint(
         PlanConfig(weights=folder / "narrow", precision="fp32", attention="sliced", batch=2, pixels=128, guided=False)

@@ -9,7 +9,8 @@ from apps.diffusion import quantize as command
 from apps.diffusion import sample
 from apps.diffusion.formats.single_file import save_single_file
 from apps.diffusion.generate import Job, Sampling, generate
-from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.shapes import SHAPES, meta_modules
 from core.config import UserError
 from core.quant import QuantizedWeight, quantize, stored_bytes

@@ -13,7 +13,8 @@ from apps.diffusion import convert
 from apps.diffusion.formats.ldm_names import stored_names
 from apps.diffusion.formats.single_file import load_single_file, save_single_file
 from apps.diffusion.formats.topology import text_config, unet_config, vae_config
-from apps.diffusion.pipeline import load_pipeline, save_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.shapes import SD_V1, SD_V2_BASE, meta_modules
 from core.config import UserError
 from tests.support.diffusion import narrow_pipeline

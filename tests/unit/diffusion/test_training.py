@@ -23,7 +23,8 @@ from apps.diffusion.formats.lora import load_lora, save_lora
 from apps.diffusion.formats.single_file import save_single_file
 from apps.diffusion.generate import Job, Sampling, generate
 from apps.diffusion.images import read_settings, to_pil
-from apps.diffusion.pipeline import Pipeline, load_pipeline, save_pipeline
+from apps.diffusion.loading import load_pipeline
+from apps.diffusion.pipeline import Pipeline, save_pipeline
 from apps.diffusion.train import LORA_FILES
 from core.checkpoint import read_full
 from core.config import UserError

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apps.fold.demo import HELDOUT
 from apps.fold.features.alignment import check_query, read_alignment
 from apps.fold.features.entries import read_entries
 from apps.fold.features.hhr import check_hits, read_hhr
@@ -14,6 +13,7 @@ from apps.fold.features.templates import features_of_templates, templates_of_hit
 from apps.fold.model import residues
 from apps.fold.msa import main
 from apps.fold.search.hhblits import Hhblits, open_profiles, rows_of, version
+from apps.fold.toy import HELDOUT
 from core.config import UserError
 from tests.support.hhsuite import HAS_HHSUITE, LETTERS, database, family, like
 

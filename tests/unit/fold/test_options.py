@@ -3,7 +3,7 @@
 import pytest
 
 from apps.fold.__main__ import APP
-from apps.fold.demo import DEMO_WEIGHTS, STRUCTURES
+from apps.fold.toy import DEMO_WEIGHTS, STRUCTURES
 from tests.support.fold import GOLDEN
 from tests.support.options import TRAINING, Probe
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apps.fold.demo import HELDOUT, STRUCTURES
 from apps.fold.features.alignment import check_query, merge, read_alignment, single_sequence
 from apps.fold.features.hhr import read_hhr
 from apps.fold.features.msa import Draw, features_of, num_centres, true_letters
 from apps.fold.features.templates import features_of_templates, templates_of_hits
 from apps.fold.model.config import preset
+from apps.fold.toy import HELDOUT, STRUCTURES
 from tests.support.original_features import FILE, LIMITS
 
 ROUNDING = 2e-7  # of fp32 numbers up to 1, computed in another order

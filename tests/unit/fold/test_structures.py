@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from apps.fold.demo import STRUCTURES
 from apps.fold.features.entries import read_entries
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.features.templates import align, features_of_templates, read_templates, structure_of
@@ -20,6 +19,7 @@ from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_o
 from apps.fold.output.confidence import Folded
 from apps.fold.output.files import write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
+from apps.fold.toy import STRUCTURES
 from apps.fold.training.dataset import structure_files
 from core.config import UserError
 

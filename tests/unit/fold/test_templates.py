@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from apps.fold.demo import HELDOUT, STRUCTURES
 from apps.fold.features import templates
 from apps.fold.features.entries import read_entries
 from apps.fold.features.hhr import TemplateHit, check_hits, read_hhr
@@ -21,6 +20,7 @@ from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import tiny
 from apps.fold.search.kalign import align_by_kalign, has_kalign
 from apps.fold.targets import find_target
+from apps.fold.toy import HELDOUT, STRUCTURES
 from apps.fold.training.batches import BatchConfig, FoldBatches, iterations_of, stacked, templates_of
 from apps.fold.training.config import FoldTrainConfig, model_config
 from apps.fold.training.dataset import Example, Selection, beside, load, prepare

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from apps.fold.demo import DEMO_WEIGHTS, NOTE
 from apps.fold.features.alignment import Alignment, single_sequence
 from apps.fold.features.entries import read_entries
 from apps.fold.loss.total import LossConfig
 from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
+from apps.fold.toy import DEMO_WEIGHTS, NOTE
 from apps.fold.training.batches import BatchConfig, FoldBatches, delete_blocks, shuffled_sequence, stacked
 from apps.fold.training.config import FoldTrainConfig, model_config
 from apps.fold.training.dataset import Example, Selection, _load, beside, load, prepare

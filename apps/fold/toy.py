@@ -1,0 +1,13 @@
+"""PDB entries that the package carries, as the archive gives them (CC0), and a toy that has learned them by heart.
+
+demo/structures/  1UBI, 1EJG and 1A8O, to learn from
+demo/heldout/     1A7G, held out
+demo/demo-tiny/   what `fold train --recipe tiny`, then tiny_confidence made of them; `fold predict` takes it by default
+"""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "demo"
+STRUCTURES, HELDOUT, DEMO_WEIGHTS = FOLDER / "structures", FOLDER / "heldout", FOLDER / "demo-tiny"
+NOTE = "not for science"
+"""what its predictions are marked with"""
