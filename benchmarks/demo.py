@@ -24,7 +24,7 @@ _UNITS = {
 }
 
 
-QUICK = ("--steps=2", "--model.dim=32", "--model.ffn_dim=32", "--model.num_layers=1", "--nproc=1")
+QUICK = ("--steps=2", "--model.dim=32", "--model.ffn-dim=32", "--model.num-layers=1", "--nproc=1")
 
 
 def measure(options: Options) -> Measured:

@@ -47,8 +47,8 @@ from core.quant import QuantizedWeight, Scheme, pack, quantize, quantize_folder,
 from core.runtime import keep_freed_memory
 
 FAMILIES = {
-    "OPT": ("--model.family=opt", "--model.position_offset=2", "--model.activation=relu"),
-    "BLOOM": ("--model.family=bloom", "--model.positions=alibi", "--model.embedding_norm"),
+    "OPT": ("--model.family=opt", "--model.position-offset=2", "--model.activation=relu"),
+    "BLOOM": ("--model.family=bloom", "--model.positions=alibi", "--model.embedding-norm"),
 }
 FACTOR, FRACTION, SEED = 100.0, 0.02, 0
 EVERYTHING = {"embeddings": True, "head": True}
@@ -70,9 +70,9 @@ class Size:
 
 
 QUICK = Size(
-    "debug", ("--steps=5", "--model.ffn_dim=256", "--model.num_layers=2"), 8, replace(SHAPES["debug"], num_layers=2)
+    "debug", ("--steps=5", "--model.ffn-dim=256", "--model.num-layers=2"), 8, replace(SHAPES["debug"], num_layers=2)
 )
-_SMALL = ("--model.dim=192", "--model.ffn_dim=768", "--model.vocab_size=2048", "--data.vocab_size=2048")
+_SMALL = ("--model.dim=192", "--model.ffn-dim=768", "--model.vocab-size=2048", "--data.vocab-size=2048")
 USUAL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=120"), 64, SHAPES["opt_125m"])
 FULL = Size("demo", (*_SMALL, "--precision=fp32", "--steps=1000"), 256, SHAPES["opt_125m"])
 

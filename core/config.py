@@ -1,8 +1,9 @@
 """Frozen dataclasses are the configuration; recipes are functions that return one; the command line derives from both.
 
 `parse(recipes, argv, command)` turns `--recipe NAME --field.sub value …` into one frozen dataclass: the recipe gives
-the defaults, and every field is an option. Options are spelled --mesh.tp_mode or --mesh.tp-mode, with a space or `=`
-before the value, and `field=value` without dashes works too.
+the defaults, and every field is an option. Options are spelled --mesh.tp-mode, with a space or `=` before the value,
+and `mesh.tp-mode=2d` works too. What was spelled or called otherwise in the version before is taken with a line that
+says so (`Renamed`).
 
 Whatever the user got wrong is a `UserError`: one line that says what was given, what is allowed and what to do.
 `run_command` prints it and returns exit code 2.
@@ -17,6 +18,7 @@ import gc
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -46,19 +48,18 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
     if name not in recipes:
         raise UserError(f"no recipe '{name}'{_nearest(name, recipes)}; the recipes are {', '.join(recipes)}")
     config = recipes[name]()
-    options = _spelled_out(options, config)
-    if {"-h", "--help", "--help-all", "--help_all"} & set(options):
+    options, notes = _spelled_out(options, config)
+    if {"-h", "--help", "--help-all"} & set(options):
         about = f"--recipe NAME gives the defaults, here {name}; the recipes are {', '.join(recipes)}"
-        _print_help(
-            config, command, about if len(recipes) > 1 else "", "--help-all" in [o.replace("_", "-") for o in options]
-        )
+        _print_help(config, command, about if len(recipes) > 1 else "", "--help-all" in options)
     _check_names(options, config, command)
+    _tell(notes)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             found = tyro.cli(type(config), default=config, args=options, prog=command)
     except SystemExit:
-        raise UserError(_one_line(complaint.getvalue(), command)) from None
+        raise UserError(_one_line(_as_called(complaint.getvalue(), config), command)) from None
     _check_values(found, config)
     _refuse_unread(found, options, command)
     return found
@@ -77,13 +78,16 @@ def _print_help(config: Any, command: str, about: str, everything: bool) -> None
 
     essential: tuple[str, ...] = () if everything else getattr(type(config), "ESSENTIAL", ())
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed if essential else sys.stdout), contextlib.suppress(SystemExit):
+    captured = bool(essential or _called(config))
+    with contextlib.redirect_stdout(printed if captured else sys.stdout), contextlib.suppress(SystemExit):
         tyro.cli(type(config), default=config, args=["--help"], prog=command, description=about)
+    if captured and not essential:
+        print(_as_called(printed.getvalue(), config), end="")
     if essential:
         described = _described(printed.getvalue())
         print(f"usage: {command} [--option value …]\n\n{about}\n")
         for name in essential:
-            print("\n".join(described[name]))
+            print(_as_called("\n".join(described[name]), config))
         print(f"\n{command} --help-all lists {sum(name not in essential for name in option_names(config))} more")
     raise SystemExit(0)
 
@@ -111,9 +115,41 @@ class Unread(Protocol):
         ...
 
 
+class Renamed(Protocol):
+    """A configuration of which some options were called otherwise in the version before."""
+
+    RENAMED: ClassVar[Mapping[str, str]]
+    """former name -> name, or name=UNIT where a number is to get its unit: {"memory_gb": "memory=GB"}"""
+
+
+class Called(Protocol):
+    """A configuration of which some fields cannot be called as their options."""
+
+    CALLED: ClassVar[Mapping[str, str]]
+    """field -> option: {"source": "model"} beside a field `model` with options of its own"""
+
+
+def option(name: str, config: Any = None) -> str:
+    """--mesh.tp-mode of mesh.tp_mode, of a configuration with this field."""
+    return "--" + _called(config).get(name, name).replace("_", "-")
+
+
+def _called(config: Any) -> Mapping[str, str]:
+    return getattr(type(config), "CALLED", {})
+
+
+def _as_called(text: str, config: Any) -> str:
+    """What the parser printed, with the options' own names, the right border of its box where it was."""
+    for name, called in _called(config).items():
+        lines = [re.sub(rf"--{name}(?=[ '])", f"--{called}", line) for line in text.split("\n")]
+        widths = map(len, text.split("\n"))
+        text = "\n".join(f"{new[:-1]}{' ' * (width - len(new))}{new[-1:]}" for new, width in zip(lines, widths))
+    return text
+
+
 def typed(argv: list[str], config: Any) -> set[str]:
-    """Dotted names of the options that the user typed, of a config that `parse` made of them."""
-    options = _spelled_out(_take_recipe(argv, "")[1], config)
+    """Dotted names of the fields whose options the user typed, of a config that `parse` made of them."""
+    options, _ = _spelled_out(_take_recipe(argv, "")[1], config)
     return {_option_name(option) for option in options if option.startswith("--")} & set(option_names(config))
 
 
@@ -121,7 +157,7 @@ def _refuse_unread(config: Any, options: list[str], command: str) -> None:
     typed = {_option_name(option) for option in options if option.startswith("--")}
     for name, why in _unread(config):
         if name in typed:
-            raise UserError(f"--{name} {why}; see {command} --help-all")
+            raise UserError(f"{option(name, config)} {why}; see {command} --help-all")
 
 
 def _unread(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -152,27 +188,73 @@ def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:
     return name, rest
 
 
-def _spelled_out(options: list[str], config: Any) -> list[str]:
-    """`field=value` gets its dashes, and a bare --resume its value."""
-    names = set(option_names(config))
-    spelled = [f"--{o}" if "=" in o and o.partition("=")[0].replace("-", "_") in names else o for o in options]
-    for index, option in enumerate(spelled):
-        if option == "--resume" and (index + 1 == len(spelled) or spelled[index + 1].startswith("--")):
+def _spelled_out(options: list[str], config: Any) -> tuple[list[str], list[str]]:
+    """The options as the parser takes them, and a line for each spelling and name of the version before.
+
+    `field=value` gets its dashes, and a bare --resume its value.  Raises UserError for an option under two names.
+    """
+    fields = {called: name for name, called in _called(config).items()}
+    names, renamed = {*option_names(config), *fields}, dict(_renamed(config))
+    given = {_option_name(o) for o in options if o.startswith("--")}
+    spelled, notes, unit = [], [], ""
+    for word in options:
+        name, equals, value = word.removeprefix("--").partition("=")
+        field = name.replace("-", "_")
+        if not word.startswith("--") and not (equals and (field in names or field in renamed)):
+            spelled.append(f"{word}{unit}")
+            unit = ""
+            continue
+        unit = ""
+        if "_" in name:
+            notes.append(f"--{name} is spelled {option(name)} now; underscores go with the next version")
+        if field in renamed:
+            now, _, unit = renamed[field].partition("=")
+            if now in given:
+                raise UserError(f"{option(now)} and {option(field)}, its former name; give {option(now)} alone")
+            notes.append(f"{option(field)} is called {option(now)} now; the former name goes with the next version")
+            field = now
+        name = fields.get(field, field).replace("_", "-")
+        spelled.append(f"--{name}={value}{unit}" if equals else f"--{name}")
+        unit = "" if equals else unit
+    for index, word in enumerate(spelled):
+        if word == "--resume" and (index + 1 == len(spelled) or spelled[index + 1].startswith("--")):
             spelled[index] = "--resume=auto"
-    return spelled
+    return spelled, notes
+
+
+def _renamed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(former name, name) of the options of a dataclass instance, dotted; see `Renamed`."""
+    yield from ((f"{prefix}{old}", f"{prefix}{new}") for old, new in getattr(type(config), "RENAMED", {}).items())
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _renamed(value, f"{prefix}{item.name}.")
+
+
+def _tell(notes: list[str]) -> None:
+    """Once: the process that launched this rank, or another rank, has told them already."""
+    if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:
+        for note in dict.fromkeys(notes):
+            print(f"note: {note}", file=sys.stderr)
+
+
+LAUNCHER = "MEGALITH_LAUNCHER"
+"""the environment's name of the process whose command line this rank was given; see `core.runtime.launch`"""
 
 
 def _check_names(options: list[str], config: Any, command: str) -> None:
-    names = list(option_names(config))
-    for before, option in zip(["", *options], options):
-        name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+    called = _called(config)
+    names = [called.get(name, name) for name in option_names(config)]
+    known = {*names, *called}  # under their fields' names they come from `_spelled_out`
+    for before, word in zip(["", *options], options):
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         may_be_value = before.startswith("--") and "=" not in before  # as in --out a=b
-        is_option = option.startswith("--") or ("=" in option and not may_be_value)
-        if is_option and name not in names and name.replace("no_", "", 1) not in names:
+        is_option = word.startswith("--") or ("=" in word and not may_be_value)
+        if is_option and name not in known and name.replace("no_", "", 1) not in known:
             near = [n for n in names if n.startswith(f"{name}.") or n.endswith(f".{name}")]
             near = near[:3] or difflib.get_close_matches(name, [*names, "recipe"], n=3, cutoff=0.5)
-            meant = f", did you mean {' or '.join(f'--{one}' for one in near)}?" if near else ""
-            raise UserError(f"{command} has no option {option.partition('=')[0]}{meant}; see {command} --help-all")
+            meant = f", did you mean {' or '.join(map(option, near))}?" if near else ""
+            raise UserError(f"{command} has no option {word.partition('=')[0]}{meant}; see {command} --help-all")
 
 
 def _check_values(config: Any, default: Any, prefix: str = "") -> None:
@@ -188,8 +270,8 @@ def _check_values(config: Any, default: Any, prefix: str = "") -> None:
                 raise UserError(f"{name}={one}; that is too large, give a number below 2^63")
         if item.name == "seed" and isinstance(value, int) and value < 0:
             raise UserError(f"{name}={value}; give a number from 0 to below 2^63")
-        if item.name == "device" and value != usual and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
-            raise UserError(f"{name}={value}; the devices are cpu and cuda")
+        if item.name == "device" and value != usual and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+            raise UserError(f"{name}={value}; the devices are cpu and cuda, or auto for CUDA where there is one")
 
 
 def require_finite(name: str, value: Any) -> None:
@@ -251,6 +333,14 @@ def size_in_bytes(text: str | float, option: str, bare: Literal["", "GiB"] = "")
         number = "24, which is GiB" if bare else "4096"
         raise UserError(f"{option}={text}: that is no size; give one such as 10GiB, 800MB or {number}")
     return size
+
+
+def in_words(num_bytes: float) -> str:
+    """`1.5 GiB`: a size to be read, three digits."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:#.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def as_json(config: Any) -> Any:

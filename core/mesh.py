@@ -76,7 +76,7 @@ class MeshConfig:
         if self.ep > 1 and self.tp_mode != "1d":
             raise UserError(
                 f"mesh.ep={self.ep} with tp_mode={self.tp_mode}: {self.tp_mode} tensor parallelism does not cut "
-                "experts; use --mesh.tp_mode 1d, or mesh.ep=1 and a model without experts"
+                "experts; use --mesh.tp-mode 1d, or mesh.ep=1 and a model without experts"
             )
         self._check_grid()
 
@@ -85,14 +85,14 @@ class MeshConfig:
         if self.tp_depth != 1 and self.tp_mode != "2.5d":
             raise UserError(
                 f"mesh.tp_depth={self.tp_depth} with tp_mode={self.tp_mode}: only 2.5d has a depth; "
-                f"use --mesh.tp_mode 2.5d, or mesh.tp_depth=1"
+                f"use --mesh.tp-mode 2.5d, or mesh.tp_depth=1"
             )
         if self.tp_mode == "1d":
             return
         if self.cp != 1:
             raise UserError(
                 f"mesh.cp={self.cp} with tp_mode={self.tp_mode}: context parallelism cuts the sequence that "
-                f"{self.tp_mode} tensor parallelism keeps whole on a rank; use --mesh.tp_mode 1d, or mesh.cp=1"
+                f"{self.tp_mode} tensor parallelism keeps whole on a rank; use --mesh.tp-mode 1d, or mesh.cp=1"
             )
         sizes = [math.prod(_grid(self.tp_mode, n, self.tp_depth)) for n in range(1, self.tp + 2)]
         if self.tp not in sizes:
@@ -100,7 +100,7 @@ class MeshConfig:
             nearest = sorted({max(n for n in (1, *sizes) if n <= self.tp), min(n for n in sizes if n > self.tp)} - {1})
             raise UserError(
                 f"mesh.tp={self.tp} with tp_mode={self.tp_mode}: the ranks must be {form}; "
-                f"use mesh.tp={' or '.join(map(str, nearest))}, or --mesh.tp_mode 1d"
+                f"use mesh.tp={' or '.join(map(str, nearest))}, or --mesh.tp-mode 1d"
             )
 
     @property

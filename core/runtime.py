@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.config import UserError, in_one_line
+from core.config import LAUNCHER, UserError, in_one_line
 from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.rank import end_with
@@ -81,18 +82,16 @@ def leads() -> bool:
 
 
 @contextmanager
-def start(device: str | None = None, seed: int = 0, timeout_s: float = 1800.0) -> Iterator[Runtime]:
+def start(device: str = "auto", seed: int = 0, timeout_s: float = 1800.0) -> Iterator[Runtime]:
     """Join the process group (NCCL on CUDA, gloo elsewhere) for the length of the block, and leave it at the end.
 
-    device  "cpu", "cuda" or None: CUDA where there is one.
+    device  "cpu", "cuda" or "auto", see `device_kind`.
     Under torchrun or `launch` the ranks find each other through the environment; alone, a group of one rank.
     A process group that exists already is used and left as it is.
     An exception that leaves the block on one of several ranks is printed before the others notice, and ends them all
     within seconds (`core.watch`).
     """
-    require_kind(device)
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    require_device(kind)
+    kind = device_kind(device)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -146,16 +145,28 @@ def pretended(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def require_kind(device: str | None) -> None:
+def require_kind(device: str) -> None:
     """Raises UserError for what is no kind of device that ranks run on; which of a kind, their number says."""
-    if device not in (None, "cpu", "cuda"):
-        raise UserError(f"device={device}; the devices are cpu and cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={device}; the devices are auto, cpu and cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
 
 
-def require_device(name: str) -> None:
-    """Raises UserError for a CUDA device that torch does not see."""
+def device_kind(name: str) -> Literal["cpu", "cuda"]:
+    """cpu or cuda, of auto CUDA where there is one.  Raises UserError for another, and for one that torch does not see.
+
+    name  of what ranks run on
+    """
+    require_kind(name)
+    return "cuda" if device_of(name).type == "cuda" else "cpu"
+
+
+def device_of(name: str) -> torch.device:
+    """The device that auto, cpu, cuda or cuda:N names.  Raises UserError for a CUDA device that torch does not see."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device={name}, and torch sees no CUDA device; use --device cpu")
+    return torch.device(name)
 
 
 def join(kind: str, timeout_s: float = 1800.0) -> None:
@@ -312,7 +323,7 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def device_bytes(device: str | None, num_local_ranks: int) -> int:
+def device_bytes(device: str, num_local_ranks: int) -> int:
     """Memory that one rank may use: its GPU's, or an equal share of what this machine has free."""
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
@@ -344,6 +355,7 @@ def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
         max_restarts=0,
         monitor_interval=0.2,
     )
+    os.environ[LAUNCHER] = str(os.getpid())  # which the ranks inherit
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "core.rank", str(os.getpid()), module, *arguments)
     except ChildFailedError as error:
@@ -353,6 +365,8 @@ def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
         return first.exitcode if first.exitcode > 0 else 1
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    finally:
+        del os.environ[LAUNCHER]
     return 0
 
 

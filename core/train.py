@@ -96,8 +96,8 @@ class TrainConfig(ParallelConfig):
     evaluate_every: int = 0
     """steps between evaluations on held-out data; 0: only at the end"""
     log: LogConfig = field(default_factory=LogConfig)
-    device: str | None = None
-    """cpu or cuda; None: CUDA where there is one"""
+    device: str = "auto"
+    """cpu or cuda; auto: CUDA where there is one"""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
     """train in a given amount of device memory: model data that does not fit lives on the host"""
 
@@ -113,7 +113,7 @@ class TrainConfig(ParallelConfig):
         if self.compile and self.mesh.tp_mode != "1d":
             raise UserError(
                 f"compile with mesh.tp_mode={self.mesh.tp_mode}: torch.compile does not trace the messages inside its "
-                "products; leave --compile out, or use --mesh.tp_mode 1d"
+                "products; leave --compile out, or use --mesh.tp-mode 1d"
             )
         if self.gemini.budget is not None:
             self._check_gemini()

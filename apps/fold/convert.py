@@ -1,7 +1,9 @@
 """`fold convert`: weights of AlphaFold, OpenFold or our own, as a folder of ours or as AlphaFold's npz."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from apps.fold.weights.alphafold import arrays_of, write_npz
 from apps.fold.weights.folder import read_note, save_folder
@@ -11,7 +13,9 @@ from core.config import UserError, parse
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    source: Path | None = None
+    RENAMED: ClassVar[Mapping[str, str]] = {"source": "model"}
+
+    model: Path | None = None
     """params_model_*.npz of AlphaFold, a .pt of OpenFold, or a folder of `fold convert`"""
     out: Path | None = None
     """a folder, or a name that ends in .npz"""
@@ -19,13 +23,13 @@ class ConvertConfig:
 
 def main(argv: list[str]) -> int:
     config = parse({"default": ConvertConfig}, argv, "fold convert", default="default")
-    if config.source is None or config.out is None:
-        raise UserError("fold convert needs both --source WEIGHTS and --out FOLDER (or --out NAME.npz)")
-    model, parameters = read_alphafold(config.source)
+    if config.model is None or config.out is None:
+        raise UserError("fold convert needs both --model WEIGHTS and --out FOLDER (or --out NAME.npz)")
+    model, parameters = read_alphafold(config.model)
     if config.out.suffix == ".npz":
         write_npz(config.out, arrays_of(parameters, model))
     else:
-        save_folder(config.out, model, parameters, read_note(config.source))
+        save_folder(config.out, model, parameters, read_note(config.model))
     count = sum(value.numel() for value in parameters.values())
     print(f"{config.out}: {len(parameters)} parameters, {count:,} numbers")
     return 0

@@ -1,6 +1,6 @@
 """`fold doctor`: does this installation compute what the original code computed?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,13 +10,15 @@ from rich.table import Table
 from apps.fold.golden import compare, examine
 from core.config import UserError, parse
 from core.precision import compute_dtype
+from core.runtime import device_kind
 
 
 @dataclass(frozen=True)
 class DoctorConfig:
     golden: Path | None = None
     """a folder with params.npz, batch.npz, out.npz and config.json of a run of the original code"""
-    device: str = "cpu"
+    device: str = "auto"
+    """cpu or cuda; auto: CUDA where there is one"""
     limit: float | None = None
     """the largest relative difference from the original in fp32 that passes; by default what rounding makes of this
     run, as our own fp32 beside our own fp64 has it"""
@@ -31,6 +33,7 @@ def main(argv: list[str]) -> int:
     config = parse({"default": DoctorConfig}, argv, "fold doctor", default="default")
     if config.golden is None:
         raise UserError("fold doctor needs a golden run; give --golden DIR (docs/fold.md says what it holds)")
+    config = replace(config, device=device_kind(config.device))
     sick = _by_rounding(config) if config.limit is None else _by_limit(config, config.limit)
     within = "what rounding explains" if config.limit is None else f"{config.limit:g}"
     verdict = f"differs beyond {within}: {', '.join(sick)}" if sick else f"equal within {within}"

@@ -9,13 +9,13 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from apps.fold.model.config import ESMFoldConfig, ModelConfig, preset
+from apps.fold.model.config import PRESETS, ESMFoldConfig, ModelConfig, preset
 from apps.fold.shares import Absent, plan_shares, rank_bytes
 from apps.fold.subbatch import Job, Plan, free_bytes, least_bytes, longest, plan_subbatches
 from apps.fold.weights.source import read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.precision import Precision, compute_dtype
-from core.runtime import process_holding, tensors_within
+from core.runtime import device_kind, process_holding, tensors_within
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class PlanConfig:
     """rows of the extra MSA; by default all that the model takes"""
     templates: int = 0
     num_recycles: int | None = None
-    precision: Precision = "bf16"
-    device: Literal["cpu", "cuda"] = "cuda"
-    """the kind of device that is planned for; it need not be here"""
+    precision: Precision = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """the kind of device that is planned for, which need not be here; auto: CUDA where there is one"""
     memory: str | None = None
     """of the device, with --nproc of each rank's, such as 40GiB (40 alone is GiB); by default what a CPU has free here
     (each rank a part of it), and 80 GiB for a GPU"""
@@ -51,6 +51,10 @@ class PlanConfig:
             if value is not None and value < 0:
                 raise UserError(f"{name}={value}; give 0 or more")
 
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        return device_kind("auto") if self.device == "auto" else self.device
+
 
 def main(argv: list[str]) -> int:
     config = parse({"default": PlanConfig}, argv, "fold plan", default="default")
@@ -58,11 +62,11 @@ def main(argv: list[str]) -> int:
     of_ranks = "" if config.nproc == 1 else f" for each of {config.nproc} ranks"
     print(
         f"{config.model}, {job.rows} + {job.extra} rows, {job.templates} templates, {config.precision}, "
-        f"{config.device}, {budget / 2**30:.1f} GiB{of_ranks}"
+        f"{config.kind}, {budget / 2**30:.1f} GiB{of_ranks}"
     )
     if config.nproc > 1:
         return _show_shares(job, budget, config)
-    of_process = config.device == "cpu"
+    of_process = config.kind == "cpu"
     longest_found = longest(job, tensors_within(budget) if of_process else budget)
     print(f"longest sequence: {longest_found:,} residues, with their pairs on the device")
     if config.length is not None:
@@ -77,7 +81,7 @@ def _show_shares(job: Job, budget: int, config: PlanConfig) -> int:
     if isinstance(job.config, ESMFoldConfig):
         raise UserError(f"{config.model} is ESMFold, which one rank predicts; leave out --nproc")
     axis = Absent(config.nproc)
-    shares = plan_shares(job, budget, axis, of_process=config.device == "cpu")
+    shares = plan_shares(job, budget, axis, of_process=config.kind == "cpu")
     table = Table("operation", "of a rank's rows")
     for name, how in shares.items():
         table.add_row(name, str(how))
@@ -107,19 +111,21 @@ def _job(config: PlanConfig, length: int) -> Job:
         model.max_extra_msa if config.extra_rows is None else config.extra_rows,
         config.templates,
         compute_dtype(config.precision),
-        config.device,
+        config.kind,
         model.num_recycles + 1,
     )
 
 
 def _model(name: str) -> ModelConfig:
-    return read_weights(Path(name))[0] if Path(name).exists() else preset(name)
+    if name not in PRESETS and not Path(name).exists():
+        raise UserError(f"model={name}: there are no such weights, and the presets are {', '.join(PRESETS)}")
+    return preset(name) if name in PRESETS else read_weights(Path(name))[0]
 
 
 def _budget(config: PlanConfig) -> int:
     if config.memory is not None:
         return size_in_bytes(config.memory, "memory", "GiB")
-    return free_bytes("cpu") // config.nproc if config.device == "cpu" else 80 * 2**30
+    return free_bytes("cpu") // config.nproc if config.kind == "cpu" else 80 * 2**30
 
 
 def _show(job: Job, plan: Plan, least: int) -> None:

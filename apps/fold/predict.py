@@ -11,11 +11,11 @@ import csv
 import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from core.config import UserError, parse, size_in_bytes
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
 from core.runtime import (
+    device_kind,
     give_back_freed_memory,
     keep_freed_memory,
     launch,
@@ -64,9 +65,11 @@ from core.runtime import (
 
 @dataclass(frozen=True)
 class PredictConfig:
+    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+
     input: Path | None = None
     """a FASTA file; `fold predict IN.fasta` means the same"""
-    weights: tuple[Path, ...] = ()
+    model: tuple[Path, ...] = ()
     """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`, of ESMFold as
     transformers has them; none: demo-tiny, a toy that the package carries"""
     out: Path = Path("folded")
@@ -84,7 +87,8 @@ class PredictConfig:
     num_seeds: int = 1
     """predictions of each model, with the seeds from --seed on"""
     precision: Precision = "fp32"
-    device: str = "cpu"
+    device: str = "auto"
+    """cpu or cuda; auto: CUDA where there is one"""
     memory: str | None = None
     """what a prediction may take on each rank's device, such as 24GiB (24 alone is GiB); by default what that has free
     (on a CPU, which the ranks of a machine share, a rank's part of it)"""
@@ -115,9 +119,9 @@ class PredictConfig:
         return {} if self.templates else {"max_template_date": "without templates; give --templates FOLDER, too"}
 
 
-_NO_WEIGHTS = f"""no --weights: folding with demo-tiny, a toy that knows three proteins by heart.
+_NO_WEIGHTS = f"""no --model: folding with demo-tiny, a toy that knows three proteins by heart.
 Its outputs are marked "{NOTE}".
-For real predictions give --weights one or more of
+For real predictions give --model one or more of
   params_model_N.npz or params_model_N_ptm.npz, N from 1 to 5, as they lie in AlphaFold's archive:
     https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar (CC BY 4.0)
   OpenFold's finetuning_*.pt: https://huggingface.co/nz/OpenFold (CC BY 4.0)
@@ -156,9 +160,10 @@ def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         argv = ["--input", *argv]
     config = parse({"default": PredictConfig}, argv, "fold predict", default="default")
+    config = replace(config, device=device_kind(config.device))
     if config.input is None:
-        raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --weights W --out DIR")
-    for path in config.weights if max(config.nproc, world_size()) > 1 else ():
+        raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --model W --out DIR")
+    for path in config.model if max(config.nproc, world_size()) > 1 else ():
         if path.is_dir() and is_esmfold(path):
             raise UserError(f"{path} holds ESMFold, which one rank predicts; leave out --nproc, or torchrun")
     if config.nproc > 1 and not launched():
@@ -190,15 +195,15 @@ def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
     records, refused = read_fasta(config.input, proteins=config.proteins)
     if (config.out / SUMMARY).is_dir():
         raise UserError(f"{config.out / SUMMARY} is a folder, where the summary goes; give another --out")
-    if not config.weights:
-        config = replace(config, weights=(DEMO_WEIGHTS,))
+    if not config.model:
+        config = replace(config, model=(DEMO_WEIGHTS,))
         if leads():
             print(_NO_WEIGHTS, file=sys.stderr)
     outcomes = {one.number: Outcome(one.name, 0, f"refused: {one.reason}") for one in refused}
     for one in refused:
         if leads():
             print(f"error: {config.input}, {one}", file=sys.stderr)
-    models = [_load(path, config, axis) for path in config.weights] if records else []
+    models = [_load(path, config, axis) for path in config.model] if records else []
     config.out.mkdir(parents=True, exist_ok=True)
     with _progress() as progress:
         task = progress.add_task("folding", total=len(records))

@@ -1,7 +1,7 @@
 """`fold train`: config -> mesh -> model on meta -> materialise -> optimizer -> chains -> fit.
 
 What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), and model/, the
-averaged weights as a folder that `fold predict --weights` takes.
+averaged weights as a folder that `fold predict --model` takes.
 """
 
 from collections.abc import Callable, Mapping

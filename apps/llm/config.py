@@ -1,5 +1,6 @@
 """The configuration of the llm commands: the training run of core.train, plus a decoder and a corpus."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -54,7 +55,7 @@ class PretrainConfig(TrainConfig):
     def unread(self) -> dict[str, str]:
         found = super().unread()
         if not self.data.heldout_fraction:
-            found["evaluate_every"] = "and nothing is held out; give --data.heldout_fraction"
+            found["evaluate_every"] = "and nothing is held out; give --data.heldout-fraction"
         return found
 
 
@@ -63,12 +64,14 @@ class FinetuneConfig(PretrainConfig):
     """Go on training a model that exists: a Hugging Face folder, or a run folder of `llm pretrain`."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("source", "data.pairs", *PretrainConfig.ESSENTIAL)
+    CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
+    RENAMED: ClassVar[Mapping[str, str]] = {"source": "model"}
 
     source: Path = Path()
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""
 
     def unread(self) -> dict[str, str]:
-        return {**super().unread(), "data.vocab_size": "beside --source, whose tokenizer is taken; leave it out"}
+        return {**super().unread(), "data.vocab_size": "beside --model, whose tokenizer is taken; leave it out"}
 
 
 def check_combination(config: PretrainConfig) -> MeshConfig:
@@ -102,6 +105,6 @@ def check_divides(batch: int, ranks: int) -> None:
     if batch % ranks:
         divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
         raise UserError(
-            f"a global batch of {batch} rows (--data.global_batch, --data.ramp) does not divide over {ranks} "
+            f"a global batch of {batch} rows (--data.global-batch, --data.ramp) does not divide over {ranks} "
             f"data-parallel ranks; use one of {{{divisors}}} ranks, or a batch that is a multiple of {ranks}"
         )

@@ -82,16 +82,16 @@ class DataConfig:
                 raise UserError(f"--data.{name} is {getattr(self, name)}; it must be at least 1")
         _ = self.batch_size  # refuses a ramp that does not lead to it
         if not 0 <= self.heldout_fraction < 1:
-            raise UserError(f"--data.heldout_fraction is {self.heldout_fraction}; it must be in [0, 1)")
+            raise UserError(f"--data.heldout-fraction is {self.heldout_fraction}; it must be in [0, 1)")
         if self.tokenizer == "bpe" and self.vocab_size <= NUM_BYTES:
-            raise UserError(f"--data.vocab_size is {self.vocab_size}; a bpe needs at least {NUM_BYTES + 1}")
+            raise UserError(f"--data.vocab-size is {self.vocab_size}; a bpe needs at least {NUM_BYTES + 1}")
 
     def unread(self) -> dict[str, str]:
         found = {}
         if self.tokenizer != "bpe":
             found["vocab_size"] = f"with data.tokenizer={self.tokenizer}, which has its own; give --data.tokenizer bpe"
         if self.pairs:
-            found["text_field"] = "with data.pairs; give --data.prompt_field and --data.completion_field"
+            found["text_field"] = "with data.pairs; give --data.prompt-field and --data.completion-field"
         else:
             found |= dict.fromkeys(("prompt_field", "completion_field"), "without pairs; give --data.pairs")
         if self.path == STDLIB:
@@ -229,7 +229,7 @@ def _check_train(train: TokenShards, config: DataConfig) -> None:
     if not train.num_documents:
         raise UserError(
             f"every document of {config.path} falls into the held-out split; "
-            "give more documents or --data.heldout_fraction 0"
+            "give more documents or --data.heldout-fraction 0"
         )
 
 

@@ -26,7 +26,7 @@ from apps.llm.generate import GenerateConfig, write
 from apps.llm.model import find_model
 from apps.llm.pretrain import main as pretrain
 from apps.llm.recipes import RECIPES, demo
-from core.config import UserError, parse, run_command
+from core.config import UserError, in_words, parse, run_command
 from core.metrics import compression_baselines
 from core.precision import Precision, bf16_units
 from core.run_folder import made_anew
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     if not config.hf or config.stop_after or not config.data.heldout_fraction:
         raise UserError(
             "the demo shows held-out bits per byte and a sample from the Hugging Face folder of a whole run; leave out "
-            "--no-hf, --stop-after and --data.heldout_fraction 0, or use llm pretrain --recipe demo"
+            "--no-hf, --stop-after and --data.heldout-fraction 0, or use llm pretrain --recipe demo"
         )
     with made_anew(config.out):  # the demo always shows a run from scratch
         return trained_and_shown(config, given, argv)
@@ -117,7 +117,7 @@ def show(summary: dict, folder: Path) -> None:
     table.add_row("training", done)
     table.add_row("throughput", f"{summary['tokens_per_s']:,.0f} tokens/s")
     table.add_row("MFU", f"{summary['mfu']:.0%} of what this machine's matrix products reach")
-    table.add_row("peak memory", f"{summary['device_peak_bytes'] / 1e6:,.0f} MB of tensors a rank")
+    table.add_row("peak memory", f"{in_words(summary['device_peak_bytes'])} of tensors a rank")
     table.add_row("loss curve", str(folder / "loss.png"))
     table.add_row("metrics", str(folder / "metrics.jsonl"))
     table.add_row("Hugging Face folder", str(folder / "hf"))

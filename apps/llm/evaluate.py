@@ -14,7 +14,7 @@ from core.config import UserError, parse
 from core.data import EvalBatches, RampConfig
 from core.metrics import bits_per_byte
 from core.precision import Precision, compute_dtype
-from core.runtime import require_device
+from core.runtime import device_of
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class EvaluateConfig:
     precision: Precision = "fp32"
     out: Path | None = None
     """also write the figures to this JSON file"""
-    device: str = "cpu"
+    device: str = "auto"
+    """cpu, cuda, cuda:N; auto: CUDA where there is one"""
 
     def unread(self) -> dict[str, str]:
         found = {"data.vocab_size": "beside --model, whose tokenizer is taken; leave it out"}
-        found |= {f"data.ramp.{item.name}": "in an evaluation; give --data.global_batch" for item in fields(RampConfig)}
+        found |= {f"data.ramp.{item.name}": "in an evaluation; give --data.global-batch" for item in fields(RampConfig)}
         if self.split == "all":
             found["data.heldout_fraction"] = "with split=all, which holds nothing out; give --split heldout or train"
         return found
@@ -51,9 +52,9 @@ def main(argv: list[str]) -> int:
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Every token of the split is predicted once, from at most sequence_length tokens before it."""
-    require_device(config.device)
+    device = device_of(config.device)
     source = find_model(config.model)
-    model = source.load(compute_dtype(config.precision), config.device)
+    model = source.load(compute_dtype(config.precision), device)
     tokenizer = config.data.tokenizer if config.data.tokenizer != "bpe" else str(source.tokenizer_folder)
     fraction = 0.0 if config.split == "all" else config.data.heldout_fraction
     length = config.data.sequence_length
@@ -69,7 +70,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     total = 0.0
     with torch.inference_mode():
         for step in range(batches.num_batches):
-            batch = {k: v.to(config.device) for k, v in batches.batch(step, 0, 1).items()}
+            batch = {k: v.to(device) for k, v in batches.batch(step, 0, 1).items()}
             total += float(summed_loss(model, batch))
     loss = total / batches.num_targets
     return {

@@ -1,8 +1,9 @@
 """`llm export`: a run's checkpoint as a Hugging Face folder that `transformers` loads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import ClassVar, Literal, cast, get_args
 
 import torch
 
@@ -20,7 +21,9 @@ ExportDtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class ExportConfig:
-    run: Path = Path()
+    RENAMED: ClassVar[Mapping[str, str]] = {"run": "model"}
+
+    model: Path = Path()
     """the run folder of `llm pretrain` or `llm finetune`; its latest checkpoint is taken"""
     out: Path | None = None
     """where the folder is written; by default hf/ in the run folder"""
@@ -30,7 +33,7 @@ class ExportConfig:
 
 def main(argv: list[str]) -> int:
     config = parse({"default": ExportConfig}, argv, "llm export", default="default")
-    print(export(config.run, config.out or config.run / "hf", config.dtype))
+    print(export(config.model, config.out or config.model / "hf", config.dtype))
     return 0
 
 

@@ -1,6 +1,6 @@
 """`llm finetune`: go on training a model that exists, on text or on prompt/completion pairs.
 
-The same loop, mesh and options as `llm pretrain`; the model's shape, its weights and its tokenizer come from --source.
+The same loop, mesh and options as `llm pretrain`; the model's shape, its weights and its tokenizer come from --model.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ _DEFAULTS = FinetuneConfig(
 def main(argv: list[str]) -> int:
     config = parse({"default": lambda: _DEFAULTS}, argv, "llm finetune", default="default")
     if config.source == Path():
-        raise UserError("no --source given; it is the folder of the model to go on from (Hugging Face, or a run)")
+        raise UserError("no --model given; it is the folder of the model to go on from (Hugging Face, or a run)")
     source = find_model(config.source)
     _refuse_shape(config.model)
     tokenizer = config.data.tokenizer if config.data.tokenizer != "bpe" else str(source.tokenizer_folder)
@@ -35,6 +35,6 @@ def main(argv: list[str]) -> int:
 
 
 def _refuse_shape(given: DecoderConfig) -> None:
-    """A shape beside --source would be ignored, so it is refused."""
+    """A shape beside --model would be ignored, so it is refused."""
     if given != _DEFAULTS.model:
-        raise UserError("model.* options beside --source: the shape is that of the source; leave them out")
+        raise UserError("model.* options beside --model: the shape is that of the folder; leave them out")

@@ -13,7 +13,7 @@ from core.config import UserError, parse
 from core.models import generate
 from core.models.decoder import Decoder
 from core.precision import Precision, compute_dtype
-from core.runtime import require_device
+from core.runtime import device_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class GenerateConfig:
     seed: int = 0
     num_samples: int = 1
     precision: Precision = "fp32"
-    device: str = "cpu"
+    device: str = "auto"
+    """cpu, cuda, cuda:N; auto: CUDA where there is one"""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.num_samples < 1:
@@ -43,9 +44,8 @@ class GenerateConfig:
 
 def main(argv: list[str]) -> int:
     config = parse({"default": GenerateConfig}, argv, "llm generate", default="default")
-    require_device(config.device)
     source = find_model(config.model)
-    model = source.load(compute_dtype(config.precision), config.device)
+    model = source.load(compute_dtype(config.precision), device_of(config.device))
     tokenizer = source.tokenizer()
     for sample in range(config.num_samples):
         if config.num_samples > 1:
@@ -75,7 +75,7 @@ def write(
             show(text[len(shown) :])
             shown = text
 
-    ids_BL = torch.tensor([prompt], device=config.device)
+    ids_BL = torch.tensor([prompt], device=next(model.parameters()).device)
     with torch.inference_mode():
         generate(
             model,

@@ -31,7 +31,7 @@ class Source:
     config: DecoderConfig
     is_run: bool
 
-    def load(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
+    def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
         """The whole model in this process, in eval mode."""
         if not self.is_run:
             return load_pretrained(self.folder, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.table import Table
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.recipes import RECIPES
 from apps.llm.residency import estimate_residency
-from core.config import UserError, parse, typed
+from core.config import UserError, in_words, parse, size_in_bytes, typed
 from core.estimate import (
     Machine,
     ModelShape,
@@ -31,7 +31,6 @@ from core.gemini.tracer import Speed
 from core.metrics import peak_flops
 from core.metrics.throughput import gpu_peak_flops
 from core.precision import compute_dtype
-from core.runtime import gigabytes
 
 UNKNOWN_FLOPS = 1e11
 """Of a device whose peak nobody knows: what is computed in a second."""
@@ -42,15 +41,17 @@ class PlanConfig(PretrainConfig):
     """Plan a training run: the options of `llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("gpu", "memory_gb", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
+        *("gpu", "memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
         *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
         *("gemini.budget", "nproc"),
     )
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB"}
+
     gpu: str | None = None
     """a name such as A100 or H100, for the time of a step; by default this machine's device"""
-    memory_gb: float | None = None
-    """say whether the run fits a device of that size, and what would"""
+    memory: str | None = None
+    """say whether the run fits a device of that size, such as 24GiB (24 alone is GiB), and what would"""
     bandwidth_gb_s: float = 25.0
     """of the links between ranks, and with --gemini.budget to the host"""
     memory_gb_s: float = 1000.0
@@ -62,10 +63,12 @@ class PlanConfig(PretrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("memory_gb", "bandwidth_gb_s", "memory_gb_s", "utilisation"):
+        for name in ("bandwidth_gb_s", "memory_gb_s", "utilisation"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"{name}={value}; give a positive number")
+        if self.memory is not None:
+            size_in_bytes(self.memory, "memory", "GiB")
         if self.gpu is not None and _peak_flops(self) is None:
             raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
 
@@ -138,9 +141,9 @@ def _show(config: PlanConfig, console: Console) -> None:
         )
     if config.timeline is not None:
         console.print(draw_step(config, model, run, machine, config.timeline))
-    if config.memory_gb is not None:
-        require_fit(model, run, round(config.memory_gb * 1e9))
-        console.print(f"fits {config.memory_gb:g} GB")
+    if config.memory is not None:
+        require_fit(model, run, size_in_bytes(config.memory, "memory", "GiB"))
+        console.print(f"fits {in_words(size_in_bytes(config.memory, 'memory', 'GiB'))}")
 
 
 def _num_steps(config: PretrainConfig) -> int:
@@ -168,12 +171,12 @@ def _show_residency(config: PlanConfig, console: Console) -> None:
     parameters = decoder_shape(config.model).num_parameters()
     table = Table("per rank", "bytes", title=f"{parameters:,} parameters, {_describe(config)}")
     if found.messages_bytes:
-        table.add_row("messages between ranks", gigabytes(found.messages_bytes))
-    table.add_row("fullest moment of Gemini's plan", gigabytes(found.plan.device_peak_bytes))
-    table.add_row("on the device", gigabytes(found.device_bytes))
-    table.add_row("on the host", gigabytes(found.plan.host_bytes))
+        table.add_row("messages between ranks", in_words(found.messages_bytes))
+    table.add_row("fullest moment of Gemini's plan", in_words(found.plan.device_peak_bytes))
+    table.add_row("on the device", in_words(found.device_bytes))
+    table.add_row("on the host", in_words(found.plan.host_bytes))
     console.print(table)
-    console.print(f"{found.plan.describe()}; the smallest budget is {gigabytes(found.least_bytes)}")
+    console.print(f"{found.plan.describe()}; the smallest budget is {in_words(found.least_bytes)}")
     most = run_shape(config).num_microbatches
     if machine is not None:
         each = max(seconds for what, seconds in found.plan.busy_s.items() if what != "host_update")
@@ -185,13 +188,15 @@ def _show_residency(config: PlanConfig, console: Console) -> None:
             f"{_num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
             f"{_duration(whole)}, messages between ranks left out"
         )
-    if config.memory_gb is not None:
-        if found.device_bytes > 1e9 * config.memory_gb:
+    if config.memory is not None:
+        size = size_in_bytes(config.memory, "memory", "GiB")
+        words = in_words(size)
+        if found.device_bytes > size:
             raise UserError(
-                f"the run needs {gigabytes(found.device_bytes)} per rank, the device has {config.memory_gb:g} GB; "
-                f"try --gemini.budget {config.memory_gb:g}GB"
+                f"the run needs {in_words(found.device_bytes)} per rank, the device has {words}; "
+                f"try --gemini.budget {words.replace(' ', '')}"
             )
-        console.print(f"fits {config.memory_gb:g} GB")
+        console.print(f"fits {words}")
 
 
 def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine: Machine | None, png: Path) -> str:
@@ -254,7 +259,7 @@ def warning(config: PretrainConfig, device_bytes: int, host_bytes: int) -> str |
     budget = parse_bytes(config.gemini.budget)
     if budget > device_bytes:
         return (
-            f"gemini.budget={config.gemini.budget} and the device has {gigabytes(device_bytes)} for a rank; give at "
+            f"gemini.budget={config.gemini.budget} and the device has {in_words(device_bytes)} for a rank; give at "
             "most that"
         )
     found = estimate_memory(model, run)
@@ -262,8 +267,8 @@ def warning(config: PretrainConfig, device_bytes: int, host_bytes: int) -> str |
     away = max(0, data - (budget if device_bytes != host_bytes else 0))
     if away > host_bytes:
         return (
-            f"{gigabytes(away)} of parameters, gradients and optimizer state a rank are more than the host's "
-            f"{gigabytes(host_bytes)}; take more ranks with --zero 3, --optim.name adafactor, or a smaller model"
+            f"{in_words(away)} of parameters, gradients and optimizer state a rank are more than the host's "
+            f"{in_words(host_bytes)}; take more ranks with --zero 3, --optim.name adafactor, or a smaller model"
         )
     return None
 

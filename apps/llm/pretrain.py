@@ -16,7 +16,7 @@ from apps.llm.export import export
 from apps.llm.loss import num_targets, summed_loss, token_loss
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
-from core.config import UserError, as_json, parse
+from core.config import UserError, as_json, in_words, parse
 from core.data import Batches, EvalBatches, PairBatches, TokenBatches
 from core.estimate import decoder_shape, stage_costs
 from core.mesh import data_axis
@@ -129,7 +129,7 @@ def check_vocabulary(config: PretrainConfig, corpus: Corpus) -> None:
     if corpus.tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.tokenizer.vocab_size} tokens and the model {config.model.vocab_size} rows; "
-            f"use --model.vocab_size {corpus.tokenizer.vocab_size} or more, or a smaller data.vocab_size"
+            f"use --model.vocab-size {corpus.tokenizer.vocab_size} or more, or a smaller data.vocab_size"
         )
 
 
@@ -191,4 +191,4 @@ def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
 def show_progress(what: str, num_bytes: int) -> None:
     if sys.stdout.isatty() and leads():
         width = shutil.get_terminal_size().columns - 1
-        print(f"\r{what}: {num_bytes / 1e6:,.1f} MB"[:width].ljust(width), end="\r", flush=True)
+        print(f"\r{what}: {in_words(num_bytes)}"[:width].ljust(width), end="\r", flush=True)

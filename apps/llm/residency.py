@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.loss import token_loss
-from core.config import UserError
+from core.config import UserError, in_words
 from core.estimate.residency import GeminiEstimate, described_bandwidth, estimate_gemini
 from core.gemini.tier import parse_bytes
 from core.gemini.tracer import Speed, trace_step
@@ -14,7 +14,7 @@ from core.models.decoder import Decoder
 from core.models.plan import context_parallel_plan, tensor_parallel_plan
 from core.parallel.compose import cut
 from core.precision import compute_dtype, master_dtype
-from core.runtime import device_bytes, gigabytes, pretended
+from core.runtime import device_bytes, pretended
 
 
 def estimate_residency(config: PretrainConfig, speed: Speed, link_bytes_per_s: float) -> GeminiEstimate:
@@ -37,7 +37,7 @@ def estimate_residency(config: PretrainConfig, speed: Speed, link_bytes_per_s: f
     num_bytes = sum(p.numel() for p in model.parameters()) * compute_dtype(config.precision).itemsize
     if config.model.moe.num_experts and num_bytes > device_bytes("cpu", 4):
         raise UserError(
-            f"{given}: routers look at values, so the step is run on drawn ones, which take {gigabytes(num_bytes)}, "
+            f"{given}: routers look at values, so the step is run on drawn ones, which take {in_words(num_bytes)}, "
             "more than this machine has to spare; plan a smaller model, or leave the budget out"
         )
     sizes = mesh_config.sizes()

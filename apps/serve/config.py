@@ -1,10 +1,11 @@
 """The configuration of the serve commands."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from core.config import UserError
+from core.config import UserError, size_in_bytes
 from core.quant import Scheme
 from core.quant.scheme import SchemeName
 
@@ -15,14 +16,16 @@ PageDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 class EngineConfig:
     """How a model runs."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"kv_gb": "cache=GB"}
+
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """format of weights and activations; auto: that of the folder"""
     page_dtype: PageDtype = "auto"
     """format of the cache; auto: that of the activations"""
     page_size: int = 16
     """tokens of a page of the cache"""
-    kv_gb: float | None = None
-    """memory for the cache of a model on a rank, in GB; by default a share of what is free"""
+    cache: str | None = None
+    """memory for the cache of a model on a rank, such as 4GiB (4 alone is GiB); by default a share of what is free"""
     max_running: int = 64
     """sequences at once"""
     max_batch_tokens: int = 2048
@@ -40,8 +43,8 @@ class EngineConfig:
     """compute by one graph of torch.compile, which takes up to a minute at the start; for CPUs with a C++ compiler"""
 
     def __post_init__(self) -> None:
-        if self.kv_gb is not None and self.kv_gb <= 0:
-            raise UserError(f"kv_gb is {self.kv_gb}; give a positive number of GB")
+        if self.cache is not None:
+            size_in_bytes(self.cache, "engine.cache", "GiB")
         if self.stretch <= 1:
             raise UserError(f"stretch is {self.stretch}; prompts take time beside those who write, so give more than 1")
         if self.max_length is not None and self.max_length < 2:
@@ -51,6 +54,8 @@ class EngineConfig:
 @dataclass(frozen=True)
 class HttpConfig:
     """What a client may do."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"max_body_bytes": "max_body=B"}
 
     host: str = "127.0.0.1"
     """address to listen on; 0.0.0.0 for all"""
@@ -68,17 +73,18 @@ class HttpConfig:
     """longest time of a request, waiting included"""
     drain_s: float = 30.0
     """after SIGTERM, time for requests that have begun"""
-    max_body_bytes: int = 4 << 20
-    """largest request body"""
+    max_body: str = "4MiB"
+    """largest request body, such as 4MiB"""
     max_choices: int = 128
     """texts that one request may ask for"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise UserError(f"port {self.port}; ports are 1 to 65535, 0 takes a free one")
-        for name in ("max_queue", "timeout_s", "max_body_bytes", "max_choices"):
+        for name in ("max_queue", "timeout_s", "max_choices"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be positive")
+        size_in_bytes(self.max_body, "max_body")
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class ServeConfig(HttpConfig):
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("model", "host", "port", "api_key_file", "device", "tp", "quantize", "engine.precision"),
-        *("engine.page_dtype", "engine.kv_gb", "engine.max_running", "engine.max_length"),
+        *("engine.page_dtype", "engine.cache", "engine.max_running", "engine.max_length"),
     )
 
     model: tuple[Path, ...] = ()
@@ -98,8 +104,8 @@ class ServeConfig(HttpConfig):
     """int4: weights that share a scale, 32, 64 or 128"""
     tp: int = 1
     """ranks over which the model is cut"""
-    device: str | None = None
-    """cpu or cuda; by default CUDA where there is one"""
+    device: str = "auto"
+    """cpu or cuda; auto: CUDA where there is one"""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:

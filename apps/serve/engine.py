@@ -66,7 +66,9 @@ class Engine:
         # One page more than a sequence needs: a page that is copied is held while its copy is made.
         self.max_length = min(max_length, (num_pages - 1) * limits.page_size)
         if self.max_length < 2:
-            raise UserError(f"{num_pages} pages of {limits.page_size} tokens hold no sequence; give more by --kv_gb")
+            raise UserError(
+                f"{num_pages} pages of {limits.page_size} tokens hold no sequence; give more by --engine.cache"
+            )
         self.counts = Counts()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []

@@ -65,7 +65,7 @@ class Guard:
         name = host if host.isascii() and host.isprintable() and len(host) < 256 else "this host"
         raise ApiError(
             403,
-            f"this server does not answer for {name}; call it by its address, or start it with --allow_host NAME",
+            f"this server does not answer for {name}; call it by its address, or start it with --allow-host NAME",
             code="host_not_allowed",
         )
 

@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.config import UserError
+from core.config import UserError, in_words
 from core.models import Decoder, DecoderConfig, stored_dtype
 from core.quant import Scheme, is_quantized
 from core.quant.choose import choose
 from core.quant.folder import described_weights, parameter_dtype, weight_bytes
-from core.runtime import gigabytes
 
 # Of the memory that is left when weights, forms and steps have theirs: for pages, where nothing is said.
 _SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -232,14 +231,14 @@ def share_out(asked: Sequence[Asked], free: int, device: str) -> list[Room]:
 
 def _too_much(asked: Sequence[Asked], free: int) -> str:
     parts = [
-        f"{one.name} {gigabytes(one.need.weights)} for its weights, {gigabytes((one.pages or 0) * one.need.page)} for "
-        f"pages and {gigabytes(one.need.work)} for a step"
+        f"{one.name} {in_words(one.need.weights)} for its weights, {in_words((one.pages or 0) * one.need.page)} for "
+        f"pages and {in_words(one.need.work)} for a step"
         for one in asked
     ]
     return (
-        f"memory does not suffice: {gigabytes(free)} are free on a rank, and {', '.join(parts)} are needed there; "
-        "serve over more ranks with --tp, in fewer bits with --quantize, or with less --engine.kv_gb or "
-        "--engine.max_batch_tokens"
+        f"memory does not suffice: {in_words(free)} are free on a rank, and {', '.join(parts)} are needed there; "
+        "serve over more ranks with --tp, in fewer bits with --quantize, or with less --engine.cache or "
+        "--engine.max-batch-tokens"
     )
 
 

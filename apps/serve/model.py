@@ -16,7 +16,7 @@ from apps.serve.pace import Pace
 from apps.serve.runner import PAGE_DTYPES, Runner
 from apps.serve.scheduler import Limits
 from apps.serve.text import Text, load_text
-from core.config import UserError
+from core.config import UserError, size_in_bytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
 from core.nn.packing import pack_linear
 from core.precision import compute_dtype
@@ -110,7 +110,7 @@ def _plan(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | 
     if is_quantized(source.folder) and ranks == 1:
         needed = replace(needed, forms=0)  # the first form is the mapped file, and leaves memory
     usable = config.max_running * (limits.pages(max_length) + 1)
-    kv_bytes = None if config.kv_gb is None else int(config.kv_gb * 1e9)
+    kv_bytes = None if config.cache is None else size_in_bytes(config.cache, "engine.cache", "GiB")
     return _Plan(format, limits, max_length, Asked(source.name, needed, usable, kv_bytes))
 
 

@@ -6,8 +6,10 @@ served whole, on one device.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from rich.console import Console
@@ -15,10 +17,9 @@ from rich.table import Table
 
 from apps.serve.memory import Format, Load, Need, folder_format, has_weights, need, quantized_format
 from apps.serve.model import find_source
-from core.config import UserError, parse
+from core.config import UserError, in_words, parse, size_in_bytes
 from core.models import SHAPES, DecoderConfig
 from core.quant import Scheme, is_quantized
-from core.runtime import gigabytes
 
 # The runtime's own: CUDA context, libraries' workspaces.
 _RUNTIME_BYTES = 1 << 30
@@ -28,12 +29,14 @@ _RUNTIME_BYTES = 1 << 30
 class PlanConfig:
     """Devices that a model needs."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB"}
+
     model: Path | None = None
     """a folder, of which config.json is read and, if its weights are there, their headers"""
     shape: str | None = None
     """or a published shape, such as bloom_176b or opt_175b"""
-    memory_gb: float = 24.0
-    """memory of a device"""
+    memory: str = "24GiB"
+    """of a device (24 alone is GiB)"""
     sequences: int = 8
     """served at once"""
     length: int = 2048
@@ -44,9 +47,15 @@ class PlanConfig:
     """weights that share a scale in int4"""
 
     def __post_init__(self) -> None:
-        for name in ("memory_gb", "sequences", "length", "batch_tokens", "group"):
+        for name in ("sequences", "length", "batch_tokens", "group"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be positive")
+
+        size_in_bytes(self.memory, "memory", "GiB")
+
+    @property
+    def memory_bytes(self) -> int:
+        return size_in_bytes(self.memory, "memory", "GiB")
 
     @property
     def load(self) -> Load:
@@ -82,14 +91,14 @@ def main(argv: list[str]) -> int:
     for weights, format in asked.items():
         found = fewest(model, format, config)
         devices = "none suffices" if found.devices is None else str(found.devices)
-        table.add_row(weights, devices, *map(gigabytes, (found.need.weights, found.pages, found.work, found.total)))
+        table.add_row(weights, devices, *map(in_words, (found.need.weights, found.pages, found.work, found.total)))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     return 0
 
 
 def _title(name: str, model: DecoderConfig, config: PlanConfig) -> str:
     served = f"{config.sequences} sequences of {config.length} tokens"
-    return f"{name}: {model.num_parameters():,} parameters, {served}, devices of {config.memory_gb:g} GB"
+    return f"{name}: {model.num_parameters():,} parameters, {served}, devices of {in_words(config.memory_bytes)}"
 
 
 def _chosen(config: PlanConfig) -> tuple[str, DecoderConfig, Path | None]:
@@ -127,7 +136,7 @@ def fewest(model: DecoderConfig, format: Format, config: PlanConfig) -> Found:
     for count in ranks if not model.moe.num_experts else [1]:
         needed = need(model, format, config.load, count)
         found = Found(count, needed, config.load.pages * needed.page)
-        if found.total <= config.memory_gb * 1e9:
+        if found.total <= config.memory_bytes:
             return found
     assert found is not None
     return Found(None, found.need, found.pages)

@@ -12,14 +12,14 @@ from torch import Tensor
 from apps.serve.memory import available_bytes
 from apps.serve.model import Source, check_vocabulary, find_source
 from apps.serve.text import load_text
-from core.config import UserError, parse
+from core.config import UserError, in_words, parse
 from core.data import Faults
 from core.data import Source as Documents
 from core.models import load_pretrained
 from core.quant import Scheme, is_quantized, quantize, quantize_folder, save_quantized
 from core.quant.folder import check_target
 from core.quant.scheme import SchemeName
-from core.runtime import gigabytes, keep_freed_memory
+from core.runtime import keep_freed_memory
 
 _BATCH_TOKENS, _LENGTH = 2048, 512
 """Of calibration: tokens of a batch, and of a sequence at most."""
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         _calibrated(source, target, scheme, config, options)
     else:
         quantize_folder(source.folder, target, scheme, **options)
-    print(f"{target}: {gigabytes(_weight_bytes(source.folder))} of weights in {gigabytes(_weight_bytes(target))}")
+    print(f"{target}: {in_words(_weight_bytes(source.folder))} of weights in {in_words(_weight_bytes(target))}")
     return 0
 
 
@@ -84,7 +84,7 @@ def _calibrated(source: Source, target: Path, scheme: Scheme, config: QuantizeCo
     needed, there = 4 * source.config.num_parameters(), available_bytes()
     if needed > there:
         raise UserError(
-            f"calibration holds the weights of {source.name} in fp32, {gigabytes(needed)}, and {gigabytes(there)} "
+            f"calibration holds the weights of {source.name} in fp32, {in_words(needed)}, and {in_words(there)} "
             "are free; leave it out, or calibrate where there is more memory"
         )
     keep_freed_memory()
@@ -115,12 +115,12 @@ def _batches(source: Source, path: Path, num_tokens: int) -> Iterator[Tensor]:
 
 
 def _show(name: str, num_bytes: int) -> None:
-    print(f"\r{gigabytes(num_bytes):>10}  {name:60.60}", end="", file=sys.stderr, flush=True)
+    print(f"\r{in_words(num_bytes):>10}  {name:60.60}", end="", file=sys.stderr, flush=True)
 
 
 def _list(name: str, num_bytes: int) -> None:
     """Calibration takes minutes: each weight a line."""
-    print(f"{gigabytes(num_bytes):>10}  {name}", file=sys.stderr, flush=True)
+    print(f"{in_words(num_bytes):>10}  {name}", file=sys.stderr, flush=True)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -138,7 +138,7 @@ class Runner:
                 for a in attentions
             ]
         except (RuntimeError, MemoryError) as error:
-            raise UserError(f"no memory for {num_pages} pages of the cache; give less by --kv_gb") from error
+            raise UserError(f"no memory for {num_pages} pages of the cache; give less by --engine.cache") from error
         for attention, pages in zip(attentions, self.pages, strict=True):
             attention.attend = pages
         self.graph: Graph | None = None

@@ -19,10 +19,10 @@ from apps.serve.metrics import Metrics
 from apps.serve.model import Source, build_engines, find_source
 from apps.serve.server import Server, build_app, read_key
 from apps.serve.wire import Protocol
-from core.config import UserError, parse
+from core.config import UserError, in_words, parse
 from core.mesh import MeshConfig
 from core.quant import stored_bytes
-from core.runtime import gigabytes, launch, launched, start
+from core.runtime import launch, launched, start
 
 log = logging.getLogger("serve")
 
@@ -142,7 +142,7 @@ def _announce(server: Server, listener: "uvicorn.Server") -> None:
         log.info(
             "%s: weights %s a rank, computed in %s; %d pages of %d tokens, prompt and text up to %d tokens",
             name,
-            gigabytes(stored_bytes(engine.runner.model)),
+            in_words(stored_bytes(engine.runner.model)),
             str(engine.runner.dtype).removeprefix("torch."),
             engine.pages.num_pages,
             engine.limits.page_size,

@@ -36,7 +36,7 @@ from apps.serve.loop import EngineLoop, Overloaded, Unavailable
 from apps.serve.metrics import Metrics
 from apps.serve.template import MAX_PROCESSES
 from apps.serve.tickets import EngineFailed, Ticket
-from core.config import UserError
+from core.config import UserError, size_in_bytes
 
 log = logging.getLogger("serve")
 Result = TypeVar("Result")
@@ -257,7 +257,9 @@ def build_app(server: Server) -> FastAPI:
     app = FastAPI(title="Megalith serve", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     config = server.config
     hosts = (config.host, *config.allow_host)
-    app.add_middleware(Guard, key=read_key(config), hosts=hosts, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(
+        Guard, key=read_key(config), hosts=hosts, max_body_bytes=size_in_bytes(config.max_body, "max_body")
+    )
     if server.config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(server.config.cors_origins), allow_methods=["*"], allow_headers=["*"]

@@ -206,7 +206,7 @@ class PairBatches:
                 f"{self.num_too_long} of {len(lengths)} pairs in {shards.folder} are longer than a sequence of "
                 f"{sequence_length} tokens (the longest has {lengths.max()}, the first is number "
                 f"{int((lengths > sequence_length).argmax()) + 1}); use longer sequences, or leave them out with "
-                "--data.on_error skip"
+                "--data.on-error skip"
             )
         spans = [
             (start, length) for start, length in zip(starts.tolist(), lengths.tolist()) if length <= sequence_length

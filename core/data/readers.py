@@ -26,7 +26,7 @@ from core.config import UserError
 
 FORMATS = ("auto", "text", "jsonl", "parquet", "datasets")
 _JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
-_SKIP_HINT = "or count and skip what is broken with --data.on_error skip"
+_SKIP_HINT = "or count and skip what is broken with --data.on-error skip"
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _document(record: dict[str, Any], name: str, where: str, source: Source, fau
             return None
         if not isinstance(value, str):
             what = f"{where}: field {field!r} is {type(value).__name__}, not a string"
-            faults.report("wrong type", what, "make it a string, or name another field with --data.text_field")
+            faults.report("wrong type", what, "make it a string, or name another field with --data.text-field")
             return None
         try:
             num_bytes = len(value.encode())

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from core.config import UserError
+from core.config import UserError, in_words
 from core.estimate.pipeline import StagesOf, run_schedule, stages_of
 from core.estimate.shape import ModelShape, RunShape, Weight
 from core.kernels.cross_entropy import cut
@@ -39,7 +39,6 @@ from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.schedule import Kind, most_in_flight
 from core.precision import compute_dtype
-from core.runtime import gigabytes
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,13 @@ class MemoryEstimate:
     def table(self) -> list[tuple[str, str]]:
         """Rows (kind, size) to print."""
         kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
-        rows = [(kind, gigabytes(getattr(self, f"{kind}_bytes"))) for kind in kinds]
+        rows = [(kind, in_words(getattr(self, f"{kind}_bytes"))) for kind in kinds]
         peak_phase = max(self.phases, key=lambda phase: self.phases[phase])
-        return [*rows, ("sum", gigabytes(self.total_bytes)), (f"peak ({peak_phase})", gigabytes(self.peak_bytes))]
+        return [
+            *rows,
+            ("sum", in_words(self.total_bytes)),
+            (f"peak ({peak_phase})", in_words(self.peak_bytes)),
+        ]
 
 
 def estimate_memory(model: ModelShape, run: RunShape) -> MemoryEstimate:
@@ -87,12 +90,12 @@ def require_fit(model: ModelShape, run: RunShape, device_bytes: int) -> MemoryEs
     if estimate.peak_bytes <= device_bytes:
         return estimate
     fitting = [
-        f"{option} ({gigabytes(peak)})"
+        f"{option} ({in_words(peak)})"
         for option, changed in _single_changes(model, run)
         if (peak := estimate_memory(model, changed).peak_bytes) <= device_bytes
     ]
     advice = f"try {' or '.join(fitting)}" if fitting else "no single change suffices: combine --zero 3 with --mesh.tp"
-    needs, has = gigabytes(estimate.peak_bytes), gigabytes(device_bytes)
+    needs, has = in_words(estimate.peak_bytes), in_words(device_bytes)
     raise UserError(f"the run needs {needs} per rank, the device has {has}; {advice}")
 
 

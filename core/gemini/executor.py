@@ -13,13 +13,13 @@ in which some gradients stand already can go, too: they are reduced early.
 
 from collections.abc import Iterable, Sequence
 
-from core.config import UserError
+from core.config import UserError, in_words
 from core.gemini.chunk import Chunk
 from core.gemini.gauge import Gauge
 from core.gemini.schedule import Schedule
 from core.gemini.states import FREE
 from core.gemini.streams import Streams
-from core.gemini.tier import DeviceTier, in_words
+from core.gemini.tier import DeviceTier
 from core.gemini.trace import MomentKind
 from core.gemini.transport import Transport
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from core.config import UserError
+from core.config import UserError, in_words
 from core.gemini.chunk import Chunk, Member
 from core.gemini.config import GeminiConfig
 from core.gemini.executor import Executor
@@ -31,7 +31,7 @@ from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
 from core.gemini.streams import Streams
-from core.gemini.tier import DeviceTier, in_words, parse_bytes
+from core.gemini.tier import DeviceTier, parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag

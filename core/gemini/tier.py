@@ -12,14 +12,6 @@ def parse_bytes(text: str | int) -> int:
     return size_in_bytes(text, "gemini.budget")
 
 
-def in_words(num_bytes: float) -> str:
-    """`1.5 GiB`: a size to be read, three digits."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
 class OverBudget(RuntimeError):
     """More was put on the device than its budget allows: a fault of whoever decides what goes there."""
 

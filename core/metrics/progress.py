@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from core.config import in_words
+
 _LINE_INTERVAL_S = 15.0
 _NUM_LINES = 20
 _NUM_RECENT_STEPS = 32
@@ -26,10 +28,6 @@ _NUM_RECENT_STEPS = 32
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _bytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 # Figures shown when the row has them, in this order: key -> label and format.
@@ -40,7 +38,7 @@ _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "grad_norm": ("grad norm", "{:.2f}".format),
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "mfu": ("MFU", _percent),
-    "memory_bytes": ("memory", _bytes),
+    "memory_bytes": ("memory", in_words),
     "skipped_steps": ("skipped", "{:d}".format),
 }
 

@@ -35,7 +35,7 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
         "project_out": config.embedding_size != config.dim,
     }
     if mode != "1d" and config.moe.num_experts:
-        raise UserError(f"tp_mode={mode} does not cut experts; use --mesh.tp_mode 1d, or a model without them")
+        raise UserError(f"tp_mode={mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them")
     plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
 
@@ -60,7 +60,7 @@ def check_experts_of(config: DecoderConfig, mesh: MeshConfig) -> None:
         expert.check_experts(config.moe.num_experts, mesh.ep)
     if config.moe.num_experts and mesh.tp_mode != "1d":
         raise UserError(
-            f"mesh.tp_mode={mesh.tp_mode} does not cut experts; use --mesh.tp_mode 1d, or a model without them"
+            f"mesh.tp_mode={mesh.tp_mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them"
         )
 
 

@@ -286,7 +286,7 @@ class Draws:
         if self._is_grid and self._tensor_ranks > 1:
             raise UserError(
                 f"{name} is a dropout, and on a grid of tensor parallelism it is not known what part of the whole it "
-                "is given; set its p to 0, or use --mesh.tp_mode 1d"
+                "is given; set its p to 0, or use --mesh.tp-mode 1d"
             )
         if self._tensor_ranks > 1:
             raise UserError(

@@ -39,7 +39,7 @@ def test_experts_learn_on_any_mesh_what_one_rank_learns(tmp_path: Path) -> None:
     with torch.no_grad():
         ours = load_pretrained(tmp_path / "moving" / "hf", dtype=torch.float32)(ids)
         torch.testing.assert_close(ours, theirs(ids).logits, rtol=1e-4, atol=1e-4)
-    written = llm("generate", "--model", tmp_path / "one", "--prompt", "import ", "--max_new_tokens", 4)
+    written = llm("generate", "--model", tmp_path / "one", "--prompt", "import ", "--max-new-tokens", 4)
     assert written.startswith("import ")
 
 
@@ -47,20 +47,20 @@ def test_what_transformers_has_no_class_for_keeps_its_own_names(capsys, tmp_path
     run = tmp_path / "run"
     said = llm(
         *("pretrain", "--recipe", "debug", "--steps", 2, "--data.cache", tmp_path / "corpora", "--out", run),
-        *("--model.num_layers", 2, "--model.moe.num_experts", 4, "--model.moe.router", "switch"),
-        *("--model.moe.z_weight", 0.001, "--microbatch", 12),
+        *("--model.num-layers", 2, "--model.moe.num-experts", 4, "--model.moe.router", "switch"),
+        *("--model.moe.z-weight", 0.001, "--microbatch", 12),
     )
     assert "none: transformers has no architecture of these experts" in said
     assert "no architecture" in refusal(capsys, "export", "--run", run)
     text = tmp_path / "text.txt"
     text.write_text("import os\n" * 200)
-    llm("evaluate", "--model", run, "--data.path", text, "--data.sequence_length", 32, "--out", tmp_path / "figures")
+    llm("evaluate", "--model", run, "--data.path", text, "--data.sequence-length", 32, "--out", tmp_path / "figures")
     assert 0 < json.loads((tmp_path / "figures").read_text())["bits_per_byte"] < 9
 
 
 def test_plan_knows_experts() -> None:
     cluster = ("--nproc", 64, "--gpu", "H100", "--zero", 3, "--mesh.ep", 8)
-    planned = llm("plan", "--recipe", "mixtral_8x7b", *cluster, "--data.global_batch", 128)
+    planned = llm("plan", "--recipe", "mixtral_8x7b", *cluster, "--data.global-batch", 128)
     assert "46,702,792,704 parameters" in planned
     assert "12,748,587,008" in planned  # multiply a token: two experts a layer, and the router
     assert "tokens/s" in planned
@@ -73,7 +73,7 @@ def test_plan_knows_experts() -> None:
         (("--recipe", "debug_moe", "--mesh.ep", 2), ("ep=2", "1 rank of dp_replicate", "{1}")),
         (("--recipe", "debug_moe", "--nproc", 6, "--mesh.ep", 4, "--zero", 3), ("6 ranks of dp_shard", "{1, 2, 3, 6}")),
         (("--recipe", "debug_moe", "--nproc", 12, "--mesh.ep", 12), ("8 experts", "ep=12", "{1, 2, 4, 8}")),
-        (("--recipe", "debug_moe", "--nproc", 4, "--mesh.tp", 4, "--mesh.tp_mode", "2d"), ("experts", "1d")),
+        (("--recipe", "debug_moe", "--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d"), ("experts", "1d")),
         (("--recipe", "debug_moe", "--nproc", 2, "--mesh.ep", 2, "--optim.name", "muon"), ("muon", "mesh.ep=1")),
         (("--model.moe.router", "switch"), ("no experts", "moe.num_experts")),
     ],

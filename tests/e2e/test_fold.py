@@ -69,7 +69,7 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     (tmp_path / "in.fasta").write_text(FASTA)
     (tmp_path / "msa").mkdir()
     (tmp_path / "msa" / "short.a3m").write_text(">short\nMKTAYWC\n>a\nMK-AYWC\n>b\nMRTaaAYFC\n")
-    options = ("--weights", weights, "--out", tmp_path / "out", "--msa", tmp_path / "msa", "--num-seeds", 2)
+    options = ("--model", weights, "--out", tmp_path / "out", "--msa", tmp_path / "msa", "--num-seeds", 2)
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2, err
     assert re.search(r"record 3 \(bad\): letter '7' at position 3", err)
@@ -131,7 +131,7 @@ def test_each_prediction_is_written_when_it_is_there_and_a_stopped_run_goes_on(
 ) -> None:
     """The third prediction is stopped: two are on the disk, and the next run makes the last ones only."""
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
-    options = ("--weights", weights, "--no-plots", "--num-seeds", 4, "--out")
+    options = ("--model", weights, "--no-plots", "--num-seeds", 4, "--out")
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "whole")
     assert code == 0, err
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole" / "a").iterdir()}
@@ -174,7 +174,7 @@ def test_records_named_like_files_of_ours_or_of_the_user(tmp_path: Path, weights
     (tmp_path / "in.fasta").write_text(">summary.csv\nMKTAYWC\n>notes.txt\nMKTAYWC\n>b\nMKTAYWCA\n>-rf\nMKT\n")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    options = ("--weights", weights, "--no-plots", "--overwrite", "--out", tmp_path / "out")
+    options = ("--model", weights, "--no-plots", "--overwrite", "--out", tmp_path / "out")
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2
     assert err.count("error:") == 1
@@ -185,7 +185,7 @@ def test_records_named_like_files_of_ours_or_of_the_user(tmp_path: Path, weights
     with open(tmp_path / "out" / "summary.csv") as file:
         assert [row["status"][:6] for row in csv.DictReader(file)] == ["folded", "failed", "folded", "folded"]
     (tmp_path / "other" / "summary.csv").mkdir(parents=True)
-    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", weights, "--out", tmp_path / "other")
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--model", weights, "--out", tmp_path / "other")
     assert code == 2
     assert "summary.csv is a folder" in err
 
@@ -195,17 +195,17 @@ def test_what_other_weights_folded_is_not_taken_for_done(tmp_path: Path, capsys)
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
     options = ("--no-plots", "--out", tmp_path / "out")
     save_folder(tmp_path / "model", tiny(), random_parameters(tiny()))
-    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", tmp_path / "model", *options)
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--model", tmp_path / "model", *options)
     assert code == 0, err
     (tmp_path / "moved").mkdir()
     (tmp_path / "model").rename(tmp_path / "moved" / "model")
-    code, said, _ = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", tmp_path / "moved" / "model", *options)
+    code, said, _ = fold(capsys, "predict", tmp_path / "in.fasta", "--model", tmp_path / "moved" / "model", *options)
     assert code == 0
     assert "a: done before" in said
     parameters = random_parameters(tiny())
     parameters["heads.plddt.norm.weight"] += 1
     save_folder(tmp_path / "model", tiny(), parameters)
-    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", tmp_path / "model", *options)
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--model", tmp_path / "model", *options)
     assert code == 2
     assert "done before" not in said
     assert "stems from other options or files; give --overwrite" in err
@@ -220,7 +220,7 @@ def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Pa
         code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--distogram", "--out", tmp_path / "out")
     assert code == 0, err
     kept.assert_called_once_with()
-    for words in ("params_model_N_ptm.npz", "alphafold_params_2022-12-06.tar", "--weights", NOTE):
+    for words in ("params_model_N_ptm.npz", "alphafold_params_2022-12-06.tar", "--model", NOTE):
         assert words in err
     assert said.count(f"demo-tiny ({NOTE})") >= 4
     assert (tmp_path / "out" / "summary.csv").read_text().count(NOTE) == 4
@@ -250,7 +250,7 @@ def test_esmfold_from_its_folder(tmp_path: Path, capsys) -> None:
     folder = esmfold.save(tmp_path / "esmfold")
     (tmp_path / "in.fasta").write_text(FASTA)
     (tmp_path / "short.a3m").write_text(">short\nMKTAYWC\n>a\nMK-AYWC\n")
-    options = ("--weights", folder, "--out", tmp_path / "out", "--msa", tmp_path)
+    options = ("--model", folder, "--out", tmp_path / "out", "--msa", tmp_path)
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2, err
     assert err.count("error:") == 2
@@ -265,13 +265,13 @@ def test_esmfold_from_its_folder(tmp_path: Path, capsys) -> None:
     assert code == 0
     assert "blocks.*.sequence_to_pair" in said
     for command in (
-        ("convert", "--source", folder, "--out", tmp_path / "ours"),
-        ("train", "--recipe", "debug", "--weights", folder, "--out", tmp_path / "run"),
+        ("convert", "--model", folder, "--out", tmp_path / "ours"),
+        ("train", "--recipe", "debug", "--model", folder, "--out", tmp_path / "run"),
     ):
         code, _, err = fold(capsys, *command)
         assert code == 2
         assert "holds ESMFold" in err
-    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--weights", folder, "--nproc", 2)
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--model", folder, "--nproc", 2)
     assert code == 2
     assert "which one rank predicts" in err
 
@@ -284,7 +284,7 @@ def test_an_alignment_or_template_that_does_not_fit_stops_only_its_record(
     (tmp_path / "msa" / "a.a3m").write_text(">a\nMKTAYWV\n")
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "b.cif").write_text("nonsense")
-    options = ("--weights", weights, "--out", tmp_path / "out", "--no-plots", "--no-pdb")
+    options = ("--model", weights, "--out", tmp_path / "out", "--no-plots", "--no-pdb")
     options += ("--msa", tmp_path / "msa", "--templates", tmp_path / "templates")
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2
@@ -300,7 +300,7 @@ def test_a_sequence_that_does_not_fit_is_refused_and_the_others_are_folded(
 ) -> None:
     """Before its features are made, which alone may be more than there is."""
     (tmp_path / "in.fasta").write_text(">huge\n" + "MKTAYWCAAG" * 6000 + "\n>small\nMKTAYWC\n")
-    options = ("--weights", weights, "--out", tmp_path / "out", "--no-plots", "--memory", 0.5)
+    options = ("--model", weights, "--out", tmp_path / "out", "--no-plots", "--memory", 0.5)
     with patch("apps.fold.targets.features_of", side_effect=features_of) as made:
         code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2
@@ -315,7 +315,7 @@ def test_a_sequence_that_does_not_fit_is_refused_and_the_others_are_folded(
 def test_predict_within_a_budget(tmp_path: Path, weights: Path, capsys) -> None:
     """As much memory as it needs at least, and the same structure."""
     (tmp_path / "in.fasta").write_text(">a\n" + "MKTAYWCAAG" * 4 + "\n")
-    options = ("--weights", weights, "--no-plots", "--out")
+    options = ("--model", weights, "--no-plots", "--out")
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "free")
     assert code == 0, err
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "tight", "--memory", 0.0001)
@@ -335,7 +335,7 @@ def test_half_precision_predicts_alike(tmp_path: Path, weights: Path, capsys) ->
     (tmp_path / "in.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
     said = {}
     for precision in ("fp32", "bf16", "fp16"):
-        options = ("--weights", weights, "--no-plots", "--precision", precision, "--out", tmp_path / precision)
+        options = ("--model", weights, "--no-plots", "--precision", precision, "--out", tmp_path / precision)
         code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
         assert code == 0, err
         said[precision] = json.loads((tmp_path / precision / "a" / "ranking.json").read_text())["predictions"][0]
@@ -348,7 +348,7 @@ def test_a_prediction_that_is_not_finite_is_a_failure_and_leaves_nothing(tmp_pat
     parameters["structure_module.single_norm.weight"][3] = float("nan")
     save_folder(tmp_path / "sick", tiny(), parameters)
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
-    options = ("--weights", tmp_path / "sick", "--no-plots", "--out", tmp_path / "out")
+    options = ("--model", tmp_path / "sick", "--no-plots", "--out", tmp_path / "out")
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2
     assert "record 1 (a): sick, seed 0: what it predicts in fp32 is not finite; give" in err
@@ -382,10 +382,10 @@ def test_plan(capsys) -> None:
 
 
 def test_convert(tmp_path: Path, capsys) -> None:
-    code, said, _ = fold(capsys, "convert", "--source", GOLDEN / "params.npz", "--out", tmp_path / "ours")
+    code, said, _ = fold(capsys, "convert", "--model", GOLDEN / "params.npz", "--out", tmp_path / "ours")
     assert code == 0
     assert "numbers" in said
-    code, _, _ = fold(capsys, "convert", "--source", tmp_path / "ours", "--out", tmp_path / "back.npz")
+    code, _, _ = fold(capsys, "convert", "--model", tmp_path / "ours", "--out", tmp_path / "back.npz")
     assert code == 0
     with np.load(GOLDEN / "params.npz") as before, np.load(tmp_path / "back.npz") as after:
         assert all(before[name].tobytes() == after[name].tobytes() for name in before.files)
@@ -403,21 +403,21 @@ def test_recipes(capsys) -> None:
         (("predikt",), ("predikt", "predict")),
         (("predict",), ("FASTA",)),
         (("predict", "none.fasta"), ("none.fasta",)),
-        (("predict", "in.fasta", "--weights", "w", "--num-seeds", 0), ("num_seeds=0",)),
-        (("predict", "in.fasta", "--wieghts", "w"), ("--wieghts", "--weights")),
-        (("predict", "none.fasta", "--weights", "w"), ("none.fasta",)),
+        (("predict", "in.fasta", "--model", "w", "--num-seeds", 0), ("num_seeds=0",)),
+        (("predict", "in.fasta", "--wieghts", "w"), ("--wieghts", "--model")),
+        (("predict", "none.fasta", "--model", "w"), ("none.fasta",)),
         (("doctor",), ("--golden",)),
         (("doctor", "--golden", "/nowhere"), ("/nowhere",)),
         (("doctor", "--golden", GOLDEN, "--limit", "nan"), ("limit=nan", "1e-5")),
-        (("convert", "--source", "/nowhere.npz", "--out", "x"), ("/nowhere.npz",)),
-        (("convert",), ("--source",)),
+        (("convert", "--model", "/nowhere.npz", "--out", "x"), ("/nowhere.npz",)),
+        (("convert",), ("--model",)),
         (("recipes", "--all"), ("--all",)),
         (("evaluate",), ("--predicted", "--reference")),
         (("evaluate", "--predicted", "/nowhere.cif", "--reference", "/nowhere.pdb"), ("/nowhere.cif",)),
-        (("predict", "in.fasta", "--weights", "w", "--memory", 0), ("memory=0: that is no size", "10GiB")),
-        (("predict", "in.fasta", "--weights", "w", "--memory", "much"), ("memory=much: that is no size", "10GiB")),
+        (("predict", "in.fasta", "--model", "w", "--memory", 0), ("memory=0: that is no size", "10GiB")),
+        (("predict", "in.fasta", "--model", "w", "--memory", "much"), ("memory=much: that is no size", "10GiB")),
         (("plan", "--memory", "-1"), ("memory=-1: that is no size", "10GiB")),
-        (("predict", "in.fasta", "--weights", "w", "--max-template-date", "May"), ("'May' is no date", "2018-04-30")),
+        (("predict", "in.fasta", "--model", "w", "--max-template-date", "May"), ("'May' is no date", "2018-04-30")),
         (("plan", "--length", 0), ("length=0",)),
         (("plan", "--nproc", 2), ("--length 10000",)),
         (("plan", "--model", "model_9"), ("model_9", "model_1")),
@@ -467,11 +467,11 @@ def test_train_stop_resume_and_fold_with_what_was_learned(tmp_path: Path, capsys
     assert summary(parts)["validation_lddt_ca"] == summary(whole)["validation_lddt_ca"]
 
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
-    options = ("--weights", whole / "model", "--out", tmp_path / "folded", "--no-plots")
+    options = ("--model", whole / "model", "--out", tmp_path / "folded", "--no-plots")
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 0, err
     assert "not for science" not in (tmp_path / "folded" / "a" / "rank_1.cif").read_text()
-    options = ("--recipe", "debug", "--weights", whole / "model", "--steps", 1, "--out", tmp_path / "tuned")
+    options = ("--recipe", "debug", "--model", whole / "model", "--steps", 1, "--out", tmp_path / "tuned")
     code, _, err = fold(capsys, "train", *options, "--data.cache", tmp_path / "cache")
     assert code == 0, err
 
@@ -496,7 +496,7 @@ def test_train_with_templates_and_fold_with_them(tmp_path: Path, capsys) -> None
     assert "1 of them have templates" in said
 
     (tmp_path / "in.fasta").write_text(f">1a7g_E\n{query}\n>other\nMKTAYWC\n")
-    options = ("--weights", tmp_path / "run" / "model", "--no-plots", "--msa", folders["alignments"])
+    options = ("--model", tmp_path / "run" / "model", "--no-plots", "--msa", folders["alignments"])
     plddt = []
     for name, more in (("with", ("--templates", folders["mmcifs"])), ("without", ())):
         code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, *more, "--out", tmp_path / name)
@@ -550,7 +550,7 @@ def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
         (("--recipe", "debug", "--model", "debug_templates", "--data.templates", "nowhere"), "no folder of templates"),
         (("--recipe", "debug", "--model", "modle"), "modle"),
         (("--recipe", "debug", "--average", "1.5"), "average=1.5"),
-        (("--recipe", "debug", "--learns", "confidence"), "give --weights"),
+        (("--recipe", "debug", "--learns", "confidence"), "give --model"),
     ],
 )
 def test_train_refuses_in_one_line(tmp_path: Path, capsys, options: tuple[str, ...], said: str) -> None:

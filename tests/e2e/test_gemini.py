@@ -15,9 +15,9 @@ from tests.support.command import summary
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
 
 COMMANDS = {
-    "llm pretrain": (LLM, "pretrain", "--recipe", "debug", "--model.num_layers", 4, "--data.global_batch", 4),
-    "diffusion finetune": (DIFFUSION, "finetune", "--data.global_batch", 2),
-    "diffusion pretrain": (DIFFUSION, "pretrain", "--data.global_batch", 2, "--precision", "fp32"),
+    "llm pretrain": (LLM, "pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4),
+    "diffusion finetune": (DIFFUSION, "finetune", "--data.global-batch", 2),
+    "diffusion pretrain": (DIFFUSION, "pretrain", "--data.global-batch", 2, "--precision", "fp32"),
     "fold train": (FOLD, "train", "--recipe", "debug"),
 }
 

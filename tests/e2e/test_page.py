@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folders = [small_model(root / name, seed, **shape) for seed, name in enumerate(("one", "two", "taught"))]
     config = folders[2] / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
-    with served(*folders, engine=replace(ENGINE, kv_gb=0.01)) as server:
+    with served(*folders, engine=replace(ENGINE, cache="10MB")) as server:
         yield server
 
 

@@ -9,7 +9,7 @@ from tests.support.command import run
 MESHES = {
     "one rank": ["--recompute.mode", "full"],
     "sharded": ["--nproc", 2, "--zero", 3],
-    "tensor parallel, ragged": ["--nproc", 2, "--mesh.tp", 2, "--model.ffn_dim", 93],
+    "tensor parallel, ragged": ["--nproc", 2, "--mesh.tp", 2, "--model.ffn-dim", 93],
     "context parallel, bf16": ["--nproc", 2, "--mesh.cp", 2, "--precision", "bf16"],
 }
 LEAST = re.compile(r"give at least ([\d.]+ \w+)")
@@ -17,7 +17,7 @@ LEAST = re.compile(r"give at least ([\d.]+ \w+)")
 
 @pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
 def test_the_smallest_budget_is_that_of_the_run(options, tmp_path):
-    words = ["--recipe", "debug", "--model.num_layers", 2, *options, "--gemini.budget"]
+    words = ["--recipe", "debug", "--model.num-layers", 2, *options, "--gemini.budget"]
     planned = run("-m", "apps.llm", "plan", *words, "100KB")
     assert planned.returncode == 2
     [least] = LEAST.findall(planned.stderr)
@@ -34,7 +34,7 @@ def test_what_is_not_foreseen_is_refused_by_name(tmp_path):
         (["--mesh.pp", 2, "--nproc", 2], "mesh.pp=2: a stage's step"),
         (["--timeline", tmp_path / "step.png"], "--timeline with gemini.budget"),
         (["--gemini.trace", tmp_path / "step.png"], "--gemini.trace with gemini.budget"),
-        (["--model.moe.num_experts", 8, "--model.dim", 16384, "--model.ffn_dim", 65536], "routers look at values"),
+        (["--model.moe.num-experts", 8, "--model.dim", 16384, "--model.ffn-dim", 65536], "routers look at values"),
     ):
         refused = run("-m", "apps.llm", *words, *options)
         assert refused.returncode == 2

@@ -82,7 +82,7 @@ def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:
         ("--nproc", 3),
         ("--nproc", 4, "--mesh.tp", 2, "--zero", 1),
         ("--nproc", 4, "--mesh.tp", 2, "--zero", 3, "--microbatch", 5),
-        ("--nproc", 4, "--mesh.dp_replicate", 2, "--zero", 2, "--recompute.mode", "full"),
+        ("--nproc", 4, "--mesh.dp-replicate", 2, "--zero", 2, "--recompute.mode", "full"),
     ],
     ids=lambda options: " ".join(map(str, options)),
 )
@@ -95,7 +95,7 @@ def test_any_mesh_sees_what_one_rank_sees(one_rank: Path, pretrain, tmp_path: Pa
 def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_rank: Path, pretrain, tmp_path: Path):
     """A ring of three, whose parts of 32 tokens are ragged; then heads exchanged by two, each of them two of tp."""
     out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 5, "--nproc", 3, "--mesh.cp", 3, "--zero", 2)
-    exchange = ("--mesh.cp", 2, "--mesh.cp_mode", "ulysses", "--mesh.tp", 2)
+    exchange = ("--mesh.cp", 2, "--mesh.cp-mode", "ulysses", "--mesh.tp", 2)
     pretrain(out, "--steps", 10, "--resume", "--nproc", 4, "--zero", 3, *exchange)
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
@@ -153,11 +153,11 @@ def test_resume_on_the_same_mesh_is_exact_and_on_others_close(one_rank: Path, pr
 
 def test_every_form_of_tensor_parallelism_goes_on_where_another_stopped(pretrain, tmp_path: Path) -> None:
     """2D on 2 x 2, then 3D on 2 x 2 x 2, then 2.5D on 1 x 1 x 2; evaluated and exported."""
-    short = ("--steps", 4, "--model.num_layers", 2)
+    short = ("--steps", 4, "--model.num-layers", 2)
     one = pretrain(tmp_path / "one", *short)
-    out = pretrain(tmp_path / "run", *short, "--stop-after", 2, "--nproc", 4, "--mesh.tp", 4, "--mesh.tp_mode", "2d")
-    pretrain(out, *short, "--stop-after", 3, "--resume", "--nproc", 8, "--mesh.tp", 8, "--mesh.tp_mode", "3d")
-    tesseract = ("--mesh.tp", 2, "--mesh.tp_mode", "2.5d", "--mesh.tp_depth", 2)
+    out = pretrain(tmp_path / "run", *short, "--stop-after", 2, "--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d")
+    pretrain(out, *short, "--stop-after", 3, "--resume", "--nproc", 8, "--mesh.tp", 8, "--mesh.tp-mode", "3d")
+    tesseract = ("--mesh.tp", 2, "--mesh.tp-mode", "2.5d", "--mesh.tp-depth", 2)
     pretrain(out, *short, "--resume", "--nproc", 2, *tesseract)
     assert losses(out) == pytest.approx(losses(one), rel=1e-9)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one)["heldout_bits_per_byte"], rel=1e-9)
@@ -214,7 +214,7 @@ def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_pa
 
 
 def test_fp16_counts_skipped_steps(pretrain, tmp_path: Path) -> None:
-    out = pretrain(tmp_path / "run", "--steps", 6, "--precision", "fp16", "--loss_scale.initial", 1e8)
+    out = pretrain(tmp_path / "run", "--steps", 6, "--precision", "fp16", "--loss-scale.initial", 1e8)
     assert summary(out)["skipped_steps"] > 0
     assert metrics(out)[-1]["loss_scale"] < 1e8
 
@@ -224,13 +224,13 @@ def test_evaluate_generate_export_and_finetune(one_rank: Path, tmp_path: Path) -
     text.write_text("import os\n\n\ndef main():\n    return os.getcwd()\n" * 20)
     figures = tmp_path / "figures.json"
     for model in (one_rank, one_rank / "hf"):
-        llm("evaluate", "--model", model, "--data.path", text, "--data.sequence_length", 32, "--out", figures)
+        llm("evaluate", "--model", model, "--data.path", text, "--data.sequence-length", 32, "--out", figures)
         bits = json.loads(figures.read_text())["bits_per_byte"]
         assert 0 < bits < 8
-    written = llm("generate", "--model", one_rank, "--prompt", "import ", "--max_new_tokens", 12, "--temperature", 0)
+    written = llm("generate", "--model", one_rank, "--prompt", "import ", "--max-new-tokens", 12, "--temperature", 0)
     assert written.startswith("import ")
     assert written == llm(
-        "generate", "--model", one_rank / "hf", "--prompt", "import ", "--max_new_tokens", 12, "--temperature", 0
+        "generate", "--model", one_rank / "hf", "--prompt", "import ", "--max-new-tokens", 12, "--temperature", 0
     )
     llm("export", "--run", one_rank, "--out", tmp_path / "hf16", "--dtype", "bf16")
     assert (tmp_path / "hf16" / "model.safetensors").stat().st_size < 0.6 * (
@@ -242,7 +242,7 @@ def test_evaluate_generate_export_and_finetune(one_rank: Path, tmp_path: Path) -
     for source in (one_rank, one_rank / "hf"):
         tuned = tmp_path / f"tuned-{source.name}"
         llm(
-            *("finetune", "--source", source, "--data.path", pairs, "--data.pairs", "--data.sequence_length", 32),
+            *("finetune", "--model", source, "--data.path", pairs, "--data.pairs", "--data.sequence-length", 32),
             *("--steps", 8, "--optim.lr", 3e-3, "--nproc", 2, "--zero", 3, "--out", tuned),
         )
         assert losses(tuned)[-1] < 0.9 * losses(tuned)[0]

@@ -31,12 +31,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--recipe", "gpt2_125m"), ("gpt2_125m", "gpt2_124m")),
         (("--nproc", 3, "--mesh.tp", 3), ("8 heads", "tp=3", "{1, 2, 4, 8}")),
         (("--mesh.tp", 2), ("tp=2", "1 is running", "--nproc 2")),
-        (("--nproc", 4, "--mesh.tp", 2, "--mesh.dp_shard", 4, "--zero", 2), ("8 ranks", "4 are running")),
+        (("--nproc", 4, "--mesh.tp", 2, "--mesh.dp-shard", 4, "--zero", 2), ("8 ranks", "4 are running")),
         (("--nproc", 5), ("24", "5 data-parallel ranks")),
         (("--optim.name", "adam"), ("'adam'", "'adafactor'", "'sm3'")),
         (("--optim.name", "lars", "--optim.betas", 0.9, 0.95), ("lars has no option betas", "momentum", "trust")),
         (("--optim.name", "adafactor", "--optim.d", 0.5), ("adafactor: d=0.5", ">= 1")),
-        (("--mesh.dp_shard", 2), ("zero=0", "--zero")),
+        (("--mesh.dp-shard", 2), ("zero=0", "--zero")),
         (("--mesh.pp", 2), ("pp=2", "1 is running", "--nproc 2")),
         (("--nproc", 17, "--mesh.pp", 17), ("17 stages", "16 blocks", "mesh.pp=16")),
         (("--nproc", 12, "--mesh.pp", 12, "--pipeline.schedule", "zbv"), ("24 stages", "mesh.pp=8")),
@@ -45,34 +45,34 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--nproc", 4, "--mesh.pp", 2, "--zero", 3, "--pipeline.schedule", "zb-h1"), ("zero=3", "1f1b", "--zero 2")),
         (("--nproc", 2, "--mesh.pp", 2, "--microbatch", 2, "--pipeline.microbatches", 4), ("give one of them",)),
         (("--pipeline.schedule", "zbv"), ("mesh.pp=1", "--mesh.pp 2")),
-        (("--nproc", 6, "--mesh.tp", 6, "--mesh.tp_mode", "2d"), ("square", "mesh.tp=4 or 9")),
-        (("--nproc", 8, "--mesh.tp", 8, "--mesh.tp_mode", "2.5d"), ("square", "tp_depth=1", "mesh.tp=4 or 9")),
-        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp_mode", "3d"), ("cube", "mesh.tp=8")),
-        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp_mode", "2d", "--compile"), ("--compile", "1d")),
-        (("--nproc", 25, "--mesh.tp", 25, "--mesh.tp_mode", "2d"), ("8 key/value heads", "tp_col=5", "at most 4")),
-        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp_mode", "2d", "--optim.name", "muon"), ("muon", "mesh.tp=1")),
+        (("--nproc", 6, "--mesh.tp", 6, "--mesh.tp-mode", "2d"), ("square", "mesh.tp=4 or 9")),
+        (("--nproc", 8, "--mesh.tp", 8, "--mesh.tp-mode", "2.5d"), ("square", "tp_depth=1", "mesh.tp=4 or 9")),
+        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "3d"), ("cube", "mesh.tp=8")),
+        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d", "--compile"), ("--compile", "1d")),
+        (("--nproc", 25, "--mesh.tp", 25, "--mesh.tp-mode", "2d"), ("8 key/value heads", "tp_col=5", "at most 4")),
+        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d", "--optim.name", "muon"), ("muon", "mesh.tp=1")),
         (("--mesh.cp", 2), ("cp=2", "1 is running", "--nproc 2")),
         (("--nproc", 40, "--mesh.cp", 40), ("32 tokens", "cp=40", "smaller cp")),
-        (("--nproc", 12, "--mesh.cp", 12, "--mesh.cp_mode", "ulysses"), ("8 heads", "12 ranks", "cp_mode=ring")),
-        (("--nproc", 4, "--mesh.cp", 4, "--mesh.cp_mode", "mixed"), ("cp_ulysses=1", "divides cp")),
+        (("--nproc", 12, "--mesh.cp", 12, "--mesh.cp-mode", "ulysses"), ("8 heads", "12 ranks", "cp_mode=ring")),
+        (("--nproc", 4, "--mesh.cp", 4, "--mesh.cp-mode", "mixed"), ("cp_ulysses=1", "divides cp")),
         *((("--optim.lr", value), ("optim.lr", value, "finite")) for value in ("nan", "inf", "-inf")),
         *((("--optim.eps", value), ("optim.eps", value, "finite")) for value in ("nan", "inf")),
-        *((("--optim.clip_norm", value), ("optim.clip_norm", value, "finite")) for value in ("nan", "inf")),
-        *((("--optim.weight_decay", value), ("optim.weight_decay", value, "finite")) for value in ("nan", "inf")),
+        *((("--optim.clip-norm", value), ("optim.clip_norm", value, "finite")) for value in ("nan", "inf")),
+        *((("--optim.weight-decay", value), ("optim.weight_decay", value, "finite")) for value in ("nan", "inf")),
         (("--optim.betas", "0.9", "nan"), ("optim.betas", "nan", "finite")),
         (("--optim.schedule.final", "nan"), ("final=nan", "0 <= final <= 1")),
-        *((("--model.norm_eps", value), ("norm_eps", value, "1e-5")) for value in ("nan", "inf", "-1e-05")),
+        *((("--model.norm-eps", value), ("norm_eps", value, "1e-5")) for value in ("nan", "inf", "-1e-05")),
         (("--seed", "12345678901234567890123"), ("seed=12345678901234567890123", "2^63")),
         (("--seed", -1), ("seed=-1", "from 0")),
         (("--steps", 10**23), ("steps=1000", "2^63")),
-        (("--loss_scale.initial", 0), ("loss_scale.initial=0", "positive")),
-        (("--loss_scale.growth_interval", 0), ("loss_scale.growth_interval=0", "at least 1")),
-        (("--loss_scale.minimum", -1), ("loss_scale.minimum=-1", "positive")),
+        (("--loss-scale.initial", 0), ("loss_scale.initial=0", "positive")),
+        (("--loss-scale.growth-interval", 0), ("loss_scale.growth_interval=0", "at least 1")),
+        (("--loss-scale.minimum", -1), ("loss_scale.minimum=-1", "positive")),
         (("--device", "tpu"), ("device=tpu", "cpu and cuda")),
         (("--device", "cuda:1"), ("device=cuda:1", "CUDA_VISIBLE_DEVICES")),
         (("--data.path", "/does/not/exist"), ("/does/not/exist",)),
-        (("--data.sequence_length", 100000), ("100000", "128")),
-        (("--data.tokenizer", "bpe", "--data.vocab_size", 1000), ("1000", "257")),
+        (("--data.sequence-length", 100000), ("100000", "128")),
+        (("--data.tokenizer", "bpe", "--data.vocab-size", 1000), ("1000", "257")),
     ],
 )
 def test_options(capsys, tmp_path: Path, options: tuple, expected: tuple) -> None:
@@ -84,7 +84,7 @@ def test_options(capsys, tmp_path: Path, options: tuple, expected: tuple) -> Non
 def test_commands(capsys) -> None:
     assert "pretrain" in refusal(capsys, "pretran")
     assert "config.json" in refusal(capsys, "generate", "--model", "/nowhere")
-    assert "--source" in refusal(capsys, "finetune")
+    assert "--model" in refusal(capsys, "finetune")
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate"])
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_of_one_rank(tmp_path: Path)
 def test_bad_text(capsys, tmp_path: Path, content: bytes, expected: tuple) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(content)
-    options = ("--data.path", text, "--data.suffixes", ".txt", "--data.heldout_fraction", 0)
+    options = ("--data.path", text, "--data.suffixes", ".txt", "--data.heldout-fraction", 0)
     said = refusal(capsys, "pretrain", "--out", tmp_path / "run", *options)
     for word in expected:
         assert word in said
@@ -132,11 +132,11 @@ def test_bad_text(capsys, tmp_path: Path, content: bytes, expected: tuple) -> No
 def test_a_broken_record_is_named_or_skipped_and_counted(capsys, tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
     records.write_text('{"text": "a fine text, and long enough"}\n{"txt": "misspelled"}\n' * 3)
-    options = ("--data.path", records, "--data.heldout_fraction", 0, "--data.cache", tmp_path / "corpora")
+    options = ("--data.path", records, "--data.heldout-fraction", 0, "--data.cache", tmp_path / "corpora")
     said = refusal(capsys, "pretrain", "--data.suffixes", ".jsonl", "--out", tmp_path / "run", *options)
     assert "records.jsonl" in said
     assert "2" in said
-    printed = llm("tokenize", *options, "--data.tokenizer", "byte", "--data.on_error", "skip", "--out", tmp_path)
+    printed = llm("tokenize", *options, "--data.tokenizer", "byte", "--data.on-error", "skip", "--out", tmp_path)
     assert "skipped 3 records: 3 missing field" in printed
 
 

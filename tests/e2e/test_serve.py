@@ -21,7 +21,7 @@ from tests.unit.serve.test_http import CHAT
 @contextmanager
 def command(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, int]]:
     """`serve --model FOLDER OPTIONS`: the process and its port. Ended afterwards."""
-    options = ("--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01", "--device", "cpu", *options)
+    options = ("--model", str(folder), "--port", "0", "--engine.cache", "10MB", "--device", "cpu", *options)
     process = subprocess.Popen(
         [sys.executable, "-m", "apps.serve", *options],
         cwd=ROOT,
@@ -71,7 +71,7 @@ def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int
     assert figures["refused"] == 0
     assert figures["tokens_per_s"] > 0
 
-    chat = [sys.executable, "-m", "apps.serve", "chat", "--url", url, "--max_tokens", "8", "--temperature", "0"]
+    chat = [sys.executable, "-m", "apps.serve", "chat", "--url", url, "--max-tokens", "8", "--temperature", "0"]
     talked = subprocess.run(
         chat, cwd=ROOT, env=ENVIRONMENT, input=b"Hello\nAgain\n", capture_output=True, timeout=HANGS_S, check=False
     )
@@ -116,7 +116,7 @@ def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     folder = small_model(tmp_path / "tiny")
-    command = [sys.executable, str(script), "--model", str(folder), "--port", "0", "--engine.kv_gb", "0.01"]
+    command = [sys.executable, str(script), "--model", str(folder), "--port", "0", "--engine.cache", "10MB"]
     process = subprocess.Popen(
         [*command, "--device", "cpu"], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,

@@ -94,7 +94,7 @@ def _rise(folder: Path, draw: random.Random, size: Size) -> Rise:
     others = ("".join(draw.choice((c, c, draw.choice(_LETTERS), "-")) for c in query) for _ in range(size.rows))
     (folder / "in.fasta").write_text(f">a\n{query}\n")
     (folder / "a.a3m").write_text("".join(f">r\n{row}\n" for row in (query, *others)))
-    arguments = (folder / "in.fasta", "--weights", folder / "weights", "--msa", folder, "--out", folder / "out")
+    arguments = (folder / "in.fasta", "--model", folder / "weights", "--msa", folder, "--out", folder / "out")
     arguments = [*map(str, arguments), "--no-plots", "--overwrite", "--memory", f"{size.budget}B"]
     return Rise(size, *rise_of(lambda: main(arguments)))
 

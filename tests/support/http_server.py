@@ -25,7 +25,7 @@ from tests.unit.models.test_pretrained import random_decoder
 
 HANGS_S = 240.0
 """What takes longer hangs, on however slow a machine; less than a test may take, so that the test says what hangs."""
-ENGINE = EngineConfig(page_size=8, kv_gb=0.002, max_running=4, max_batch_tokens=256, prefill_chunk=64)
+ENGINE = EngineConfig(page_size=8, cache="2MB", max_running=4, max_batch_tokens=256, prefill_chunk=64)
 
 
 def small_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

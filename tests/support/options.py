@@ -20,7 +20,7 @@ from unittest import mock
 
 import tyro
 
-from core.config import UserError, option_names
+from core.config import UserError, option, option_names
 
 TRAINING: dict[str, Any] = {
     "gemini.policy": "cpu",
@@ -206,10 +206,13 @@ class Probe:
     def check(self) -> None:
         """Raises AssertionError for options that are neither read nor told, nor refused by name."""
         config, not_read = self.config(), self.not_read()
-        wrong = [f"--{name}, which is read, is told to be without effect" for name in set(self.told) - set(not_read)]
+        wrong = [
+            f"{option(name, config)}, which is read, is told to be without effect"
+            for name in set(self.told) - set(not_read)
+        ]
         for name in sorted({*not_read, *self.also} - set(self.told)):
             if (said := self._typed(config, name)) is not None:
-                wrong.append(f"--{name} {said}")
+                wrong.append(f"{option(name, config)} {said}")
         assert not wrong, "\n".join(["neither obeyed nor refused:", *wrong])
 
     def _typed(self, config: Any, name: str) -> str | None:
@@ -224,12 +227,14 @@ class Probe:
 
         try:
             with _parsing(give):
-                code = self.main([*self.argv, f"--{name}={value}"])
+                code = self.main([*self.argv, f"{option(name, config)}={value}"])
         except UserError as error:
             said = str(error)
             last = name.rpartition(".")[2]
-            named = last in said.replace("-", "_") or (name.startswith("pipeline.") and "pipeline options" in said)
-            if said.startswith(f"--{name} ") or (by_hand and named):
+            spoken = said.replace("-", "_")
+            named = last in spoken or f"--{option(name, config)}".replace("-", "_").strip("_") in spoken
+            named = named or (name.startswith("pipeline.") and "pipeline options" in said)
+            if said.startswith(f"{option(name, config)} ") or (by_hand and named):
                 return None
             return f"{value}: {said}"
         return f"{value}: exit code {code or 0}"

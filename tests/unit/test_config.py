@@ -5,13 +5,14 @@ import io
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 
-from core.config import UserError, as_json, importing, option_names, parse, run_command, size_in_bytes
+from core.config import LAUNCHER, UserError, as_json, importing, option_names, parse, run_command, size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def parsed(*argv: str) -> Run:
         ("--recipe gpt2_124m", Run(steps=600_000, optim=Rate(lr=6e-4))),
         ("recipe=gpt2_124m --steps 5", Run(steps=5, optim=Rate(lr=6e-4))),
         ("--steps 5 --recipe=gpt2_124m", Run(steps=5, optim=Rate(lr=6e-4))),
-        ("--optim.clip_norm None", Run(optim=Rate(clip_norm=None))),
+        ("--optim.clip-norm None", Run(optim=Rate(clip_norm=None))),
         ("--optim.clip-norm=2", Run(optim=Rate(clip_norm=2.0))),
         ("optim.clip_norm=2 --optim.betas 0.8 0.9", Run(optim=Rate(betas=(0.8, 0.9), clip_norm=2.0))),
         ("--quick", Run(quick=True)),
@@ -72,7 +73,7 @@ def test_options_change_the_recipe(argv: str, expected: Run) -> None:
         ("stpes=3", "llm pretrain has no option stpes, did you mean --steps"),
         ("--recipes debug", "no option --recipes, did you mean --recipe?"),
         ("--optim.betas 0.8 0.9 xx=3", "llm pretrain has no option xx"),
-        ("--optim 3", "no option --optim, did you mean --optim.lr or --optim.betas or --optim.clip_norm?"),
+        ("--optim 3", "no option --optim, did you mean --optim.lr or --optim.betas or --optim.clip-norm?"),
         ("--lr 3", "no option --lr, did you mean --optim.lr?"),
         ("--recipe debgu", "no recipe 'debgu', did you mean debug?; the recipes are debug, gpt2_124m"),
         ("--recipe", "no recipe ''; the recipes are debug, gpt2_124m"),
@@ -93,6 +94,92 @@ def test_a_mistake_gets_one_line(argv, says, encoding, capsys, monkeypatch) -> N
     assert "\n" not in str(refusal.value)
     assert not any(part in str(refusal.value) for part in ("│", "─", "----", "; ;"))
     assert capsys.readouterr().err == ""
+
+
+@dataclass(frozen=True)
+class Cache:
+    RENAMED: ClassVar[Mapping[str, str]] = {"kv_gb": "size=GB"}
+
+    size: str | None = None
+
+
+@dataclass(frozen=True)
+class Tune:
+    """An option --model beside --model.dim; it was called --source, and the cache's size was a number."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"source": "model", "hidden": "model.dim"}
+    CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
+
+    @dataclass(frozen=True)
+    class Shape:
+        dim: int = 8
+
+    source: Path = Path()
+    """the folder to go on from"""
+    model: Shape = field(default_factory=Shape)
+    cache: Cache = field(default_factory=Cache)
+    stop_after: int | None = None
+
+    def unread(self) -> dict[str, str]:
+        return {"source": "in vain"} if self.source == Path("vain") else {}
+
+
+def tuned(*argv: str) -> Tune:
+    return parse({"default": Tune}, list(argv), "llm finetune", default="default")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected", "notes"),
+    [
+        ("--model a", Tune(Path("a")), []),
+        ("--model=a --model.dim 4", Tune(Path("a"), Tune.Shape(4)), []),
+        ("model=a model.dim=4", Tune(Path("a"), Tune.Shape(4)), []),
+        ("--source a", Tune(Path("a")), ["--source is called --model now"]),
+        (
+            "--source=a --hidden 4",
+            Tune(Path("a"), Tune.Shape(4)),
+            ["--source is", "--hidden is called --model.dim now"],
+        ),
+        ("--cache.size 4GiB", Tune(cache=Cache("4GiB")), []),
+        ("--cache.kv-gb 4", Tune(cache=Cache("4GB")), ["--cache.kv-gb is called --cache.size now"]),
+        ("cache.kv-gb=0.5", Tune(cache=Cache("0.5GB")), ["--cache.kv-gb is called --cache.size now"]),
+        ("--stop_after 3", Tune(stop_after=3), ["--stop_after is spelled --stop-after now"]),
+        ("stop_after=3", Tune(stop_after=3), ["--stop_after is spelled --stop-after now"]),
+    ],
+)
+def test_former_names_and_spellings_are_told(argv, expected, notes, capsys, monkeypatch) -> None:
+    assert tuned(*argv.split()) == expected
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"note: {note}") for line, note in zip(said, notes, strict=True)] == [True] * len(notes)
+    monkeypatch.setenv("RANK", "1")  # one of several says it
+    tuned(*argv.split())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(LAUNCHER, "1")  # who launched this rank has said it
+    tuned(*argv.split())
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--model a --source b", "--model and --source, its former name; give --model alone"),
+        ("--modle a", "llm finetune has no option --modle, did you mean --model"),
+        ("--model", "Missing value for argument '--model'. Expected 1"),
+        ("--model vain", "--model in vain; see llm finetune --help-all"),
+    ],
+)
+def test_mistakes_speak_of_options_as_they_are_called(argv: str, says: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        tuned(*argv.split())
+    assert says in str(refusal.value)
+
+
+def test_help_shows_options_as_they_are_called(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tuned("--help-all")
+    said = capsys.readouterr().out
+    assert "--model PATH" in said
+    assert "--source" not in said
 
 
 def test_help_names_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def test_no_train_documents(tmp_path):
     name = next(f"{i}.txt" for i in range(1000) if split_of(f"{i}.txt", 0.1) == "heldout")
     (tmp_path / name).write_text("alone")
     config = DataConfig(path=str(tmp_path / name), tokenizer="byte", heldout_fraction=0.1)
-    with pytest.raises(UserError, match=r"every document .* held-out split; .*--data.heldout_fraction 0"):
+    with pytest.raises(UserError, match=r"every document .* held-out split; .*--data.heldout-fraction 0"):
         prepare(config, tmp_path / "cache")
     assert prepare(replace(config, heldout_fraction=0), tmp_path / "cache").train.num_documents == 1
 
@@ -179,11 +179,11 @@ def test_the_standard_library_is_there_without_its_tests():
     ("wrong", "message"),
     [
         ({"path": ""}, "--data.path is empty"),
-        ({"sequence_length": 0}, "--data.sequence_length is 0; it must be at least 1"),
-        ({"global_batch": -1}, "--data.global_batch is -1"),
-        ({"heldout_fraction": 1.0}, r"--data.heldout_fraction is 1.0; it must be in \[0, 1\)"),
+        ({"sequence_length": 0}, "--data.sequence-length is 0; it must be at least 1"),
+        ({"global_batch": -1}, "--data.global-batch is -1"),
+        ({"heldout_fraction": 1.0}, r"--data.heldout-fraction is 1.0; it must be in \[0, 1\)"),
         ({"heldout_fraction": float("nan")}, "heldout_fraction is nan"),
-        ({"vocab_size": 256}, "--data.vocab_size is 256; a bpe needs at least 257"),
+        ({"vocab_size": 256}, "--data.vocab-size is 256; a bpe needs at least 257"),
     ],
 )
 def test_impossible_options(wrong, message):

@@ -88,7 +88,7 @@ def test_parquet_and_datasets_folders(tmp_path):
     assert read(tmp_path / "d", text_field="body")[0] == [Document("1", "one"), Document("3", "trois é")]
     for folder in ("p", "d"):
         with pytest.raises(
-            UserError, match=r"record 1 has no field 'text' \(its fields: body, id\).*--data.text_field"
+            UserError, match=r"record 1 has no field 'text' \(its fields: body, id\).*--data.text-field"
         ):
             read(tmp_path / folder)
         with pytest.raises(UserError, match="record 1: field 'id' is int, not a string"):
@@ -135,7 +135,7 @@ def test_pairs(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(jsonl({"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "b"}))
     documents, _ = read(tmp_path, pairs=True)
     assert documents == [Document("x.jsonl:1", "4", "2+2="), Document("x.jsonl:2", "b", "")]
-    with pytest.raises(UserError, match=r"no field 'question' .*--data.prompt_field"):
+    with pytest.raises(UserError, match=r"no field 'question' .*--data.prompt-field"):
         read(tmp_path, pairs=True, prompt_field="question")
     (tmp_path / "t.txt").write_text("x")
     with pytest.raises(UserError, match="plain text and holds no pairs"):
@@ -163,7 +163,7 @@ def test_a_bad_record_is_named_or_skipped(tmp_path, name):
     with pytest.raises(UserError) as caught:
         read(tmp_path, max_record_bytes=LIMIT)
     assert f"x.jsonl: {message}" in str(caught.value) or message in str(caught.value)
-    assert "--data.on_error skip" in str(caught.value)
+    assert "--data.on-error skip" in str(caught.value)
     assert "\n" not in str(caught.value)
     documents, faults = read(tmp_path, on_error="skip", max_record_bytes=LIMIT)
     assert [(document.name, document.text) for document in documents] == [

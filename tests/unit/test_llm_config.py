@@ -42,7 +42,7 @@ def test_every_stage_of_a_growing_batch_has_to_divide() -> None:
     growing = replace(debug, nproc=8, data=replace(debug.data, ramp=RampConfig(start=8, steps=4)))
     assert check_combination(growing).data_ranks == 8
     growing = replace(growing, data=replace(debug.data, ramp=RampConfig(start=8, steps=4, increment=4)))
-    with pytest.raises(UserError, match=r"batch of 12 rows \(--data.global_batch, --data.ramp\).* over 8 .*{1, 2, 3, "):
+    with pytest.raises(UserError, match=r"batch of 12 rows \(--data.global-batch, --data.ramp\).* over 8 .*{1, 2, 3, "):
         check_combination(growing)
 
 

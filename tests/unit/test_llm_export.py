@@ -13,8 +13,8 @@ from core.models import load_pretrained
 from core.train import checkpoint_path
 
 OPTIONS = (
-    "--device cpu --steps 1 --data.tokenizer byte --data.global_batch 2 --data.sequence_length 16 --model.dim 16 "
-    "--model.num_layers 1 --model.num_heads 2 --model.ffn_dim 16 --data.heldout_fraction 0"
+    "--device cpu --steps 1 --data.tokenizer byte --data.global-batch 2 --data.sequence-length 16 --model.dim 16 "
+    "--model.num-layers 1 --model.num-heads 2 --model.ffn-dim 16 --data.heldout-fraction 0"
 )
 
 
@@ -42,7 +42,7 @@ def formats(folder: Path) -> tuple[torch.dtype, set[str]]:
     [("bf16", None, "bfloat16"), ("fp32", None, "float32"), ("fp64", None, "float32"), ("bf16", "fp32", "float32")],
 )
 def test_a_run_is_exported_in_its_format(text, tmp_path, precision, asked, written):
-    out = run(text, tmp_path / "run", "--precision", precision, *(() if asked is None else ("--hf_dtype", asked)))
+    out = run(text, tmp_path / "run", "--precision", precision, *(() if asked is None else ("--hf-dtype", asked)))
     assert formats(out / "hf") == (getattr(torch, written), {written})
     masters = [t for name, t in inspect(checkpoint_path(out)).tensors.items() if name.startswith("model/")]
     assert {t.dtype for t in masters} == {torch.float64 if precision == "fp64" else torch.float32}
@@ -63,4 +63,4 @@ def test_export_takes_the_format_as_an_option(text, tmp_path):
 
 def test_a_format_without_a_folder_is_refused(text, tmp_path):
     with pytest.raises(UserError, match="hf_dtype=bf16 without a folder"):
-        run(text, tmp_path / "run", "--no-hf", "--hf_dtype", "bf16")
+        run(text, tmp_path / "run", "--no-hf", "--hf-dtype", "bf16")

@@ -12,17 +12,17 @@ from core.data import RampConfig
 from core.models.decoder import RopeScaling
 from tests.support.options import TRAINING, Probe, recorded
 
-BASE = ["--recipe", "debug", "--optim.schedule.warmup_steps", "0"]
+BASE = ["--recipe", "debug", "--optim.schedule.warmup-steps", "0"]
 COMMANDS = {
     "pretrain": ["--steps 2", "--steps 2 --gemini.budget 60MB"],
-    "finetune": ["--steps 1 --data.global_batch 2 --data.sequence_length 32"],
+    "finetune": ["--steps 1 --data.global-batch 2 --data.sequence-length 32"],
     "evaluate": ["", "--split heldout"],
-    "generate": ["--max_new_tokens 2"],
+    "generate": ["--max-new-tokens 2"],
     "export": [""],
     "tokenize": [""],
     "plan": [
         "",
-        "--gpu A100 --memory_gb 80",
+        "--gpu A100 --memory 80GiB",
         "--gpu A100 --gemini.budget 60MB",
         "--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --timeline TMP/step.png",
     ],
@@ -69,7 +69,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     given = {
         "pretrain": BASE,
-        "finetune": ["--source", str(run), "--data.path", str(texts), "--optim.schedule.warmup_steps", "0"],
+        "finetune": ["--model", str(run), "--data.path", str(texts), "--optim.schedule.warmup-steps", "0"],
         "evaluate": ["--model", str(run), "--data.path", str(texts)],
         "generate": ["--model", str(run)],
         "export": ["--run", str(run), "--out", str(tmp_path / "hf")],
@@ -83,14 +83,14 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
 
 def test_a_plan_says_what_it_is_the_same_without(capsys):
     assert APP.dispatch(["plan", *BASE, "--seed", "3", "--no-compile", "data.path=stdlib"]) == 0
-    assert "the plan is the same without --compile, --data.path, --optim.schedule.warmup_steps, --seed\n" in (
+    assert "the plan is the same without --compile, --data.path, --optim.schedule.warmup-steps, --seed\n" in (
         capsys.readouterr().out
     )
 
 
 @pytest.mark.parametrize("more", [[], ["--gemini.budget", "60MB"]])
 def test_a_plan_counts_the_steps_until_the_stop_and_the_smaller_batches_before(more, capsys):
-    words = ["plan", *BASE, "--gpu", "A100", *more, "--data.global_batch", "24", "--microbatch", "1"]
+    words = ["plan", *BASE, "--gpu", "A100", *more, "--data.global-batch", "24", "--microbatch", "1"]
 
     def seconds(*others):
         assert APP.dispatch([*words, "--steps", "9000000", *others]) == 0
@@ -99,7 +99,7 @@ def test_a_plan_counts_the_steps_until_the_stop_and_the_smaller_batches_before(m
         return float(number.replace(",", "")) * {"s": 1, "minutes": 60, "hours": 3600, "days": 86400}[unit]
 
     whole = seconds()
-    assert seconds("--stop_after", "4500000") == pytest.approx(whole / 2, rel=0.05)
+    assert seconds("--stop-after", "4500000") == pytest.approx(whole / 2, rel=0.05)
     ramp = ("--data.ramp.start", "12", "--data.ramp.steps", "9000000", "--data.ramp.increment", "12")
     assert 0.45 * whole < seconds(*ramp) < 0.7 * whole
 

@@ -60,7 +60,7 @@ def test_refusals_say_what_would_work(mesh: MeshConfig, world_size: int, zero, s
         ({"tp": 0}, "mesh.tp=0: an axis has at least 1 rank"),
         ({"dp_shard": -2}, "mesh.dp_shard=-2"),
         ({"tp": 6, "tp_mode": "2d"}, "mesh.tp=6 with tp_mode=2d: the ranks must be a square; use mesh.tp=4 or 9, or"),
-        ({"tp": 2, "tp_mode": "2d"}, "the ranks must be a square; use mesh.tp=4, or --mesh.tp_mode 1d"),
+        ({"tp": 2, "tp_mode": "2d"}, "the ranks must be a square; use mesh.tp=4, or --mesh.tp-mode 1d"),
         (
             {"tp": 6, "tp_mode": "2.5d", "tp_depth": 2},
             "mesh.tp=6 with tp_mode=2.5d: the ranks must be a square times tp_depth=2; use mesh.tp=2 or 8",
@@ -68,7 +68,7 @@ def test_refusals_say_what_would_work(mesh: MeshConfig, world_size: int, zero, s
         ({"tp": 9, "tp_mode": "3d"}, "mesh.tp=9 with tp_mode=3d: the ranks must be a cube; use mesh.tp=8 or 27"),
         (
             {"tp": 8, "tp_mode": "3d", "tp_depth": 2},
-            "only 2.5d has a depth; use --mesh.tp_mode 2.5d, or mesh.tp_depth=1",
+            "only 2.5d has a depth; use --mesh.tp-mode 2.5d, or mesh.tp_depth=1",
         ),
     ],
 )

@@ -335,7 +335,7 @@ def test_values_are_checked_before_anything_runs(name: Any, options: dict[str, A
 
 
 def test_options_come_from_the_command_line() -> None:
-    argv = "--name adafactor --lr 0.01 --beta1 0.9 --momentum_format 8bit --relative_step False --convention paper"
+    argv = "--name adafactor --lr 0.01 --beta1 0.9 --momentum-format 8bit --relative-step False --convention paper"
     config = parse({"r": OptimConfig}, argv.split(), "command", "r")
     optimizer = build_optimizer(config, {"w": torch.zeros(3, 3)})
     group = optimizer.param_groups[0]

@@ -164,7 +164,7 @@ def test_the_demo_reads_where_it_wrote(tmp_path: Path, monkeypatch: pytest.Monke
     assert {path.parts[0] for path in Path().iterdir()} == {out.parts[0]}
 
 
-@pytest.mark.parametrize("options", [["--no-hf"], ["--stop-after", "3"], ["--data.heldout_fraction", "0"]])
+@pytest.mark.parametrize("options", [["--no-hf"], ["--stop-after", "3"], ["--data.heldout-fraction", "0"]])
 def test_the_demo_refuses_what_it_could_not_show_after_training(options: list[str]) -> None:
     with pytest.raises(UserError, match="leave out --no-hf, --stop-after"):
         llm_demo.main(options)

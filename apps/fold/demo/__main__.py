@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         return show(Path(argv[1]))
     out = parse(RECIPES, ["--recipe", "tiny", "--out", str(OUT), *argv], NAME, default="tiny").out
     first, second = out / "tiny", out / "tiny_confidence"
-    given = {first: argv, second: [*_without_model(argv), "--weights", str(first / "model")]}
+    given = {first: argv, second: [*_without_model(argv), "--model", str(first / "model")]}
     parse(RECIPES, ["--recipe", second.name, *given[second]], NAME, default="tiny")  # before the first one trains
     with made_anew(out):  # the demo shows a run from scratch
         for run, options in given.items():
@@ -96,7 +96,7 @@ def show(out: Path, *before: Path) -> int:
     shown = {}
     for name, weights in ((TRAINED, out / "model"), (UNTRAINED, out / UNTRAINED)):
         folders = out / "folded" / name
-        if predict([str(fasta), "--weights", str(weights), "--out", str(folders), "--overwrite"]):
+        if predict([str(fasta), "--model", str(weights), "--out", str(folders), "--overwrite"]):
             raise UserError(f"the demo's sequences were not folded with {weights}; what was wrong stands above")
         shown[name] = [beside(folders / path.stem / "rank_1.cif", path, memorised) for path, memorised in files]
     figures = figures_of(shown[TRAINED], shown[UNTRAINED])

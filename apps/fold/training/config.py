@@ -1,12 +1,13 @@
 """The options of `fold train`: the training run of core.train, plus a model, chains and a loss."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
-from apps.fold.model.config import ModelConfig, demo, preset, tiny
+from apps.fold.model.config import PRESETS, ModelConfig, demo, preset, tiny
 from apps.fold.training.batches import BatchConfig
 from apps.fold.training.dataset import Selection
 from core.config import UserError
@@ -54,17 +55,18 @@ class FoldTrainConfig(TrainConfig):
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("data.structures", "data.alignments", "data.templates", "data.validation", "data.crop", "data.global_batch"),
-        *("weights", "average", *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")), "nproc"),
+        *("model", "average", *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")), "nproc"),
     )
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+
     model: str = "model_3_ptm"
-    """a preset (fold recipes; model_1 and model_2 read templates), demo, debug, debug_templates; of weights: theirs"""
-    weights: Path | None = None
-    """start from these (npz, .pt, or a folder of `fold convert` or of a run); without: from --seed"""
+    """a preset (fold recipes; model_1 and model_2 read templates), demo, debug or debug_templates, which starts from
+    --seed; or the weights to start from: npz, .pt, or a folder of `fold convert` or of a run"""
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learns: Literal["all", "confidence"] = "all"
-    """what of the model; confidence: the heads of pLDDT and PAE alone, of given --weights that stay as they are"""
+    """what of the model; confidence: the heads of pLDDT and PAE alone, of weights by --model that stay as they are"""
     average: float | None = 0.999
     """decay of the moving average of the weights, which validates and predicts; None: no average"""
     num_recycles: int | None = None
@@ -85,7 +87,10 @@ class FoldTrainConfig(TrainConfig):
         if self.average is not None and not 0 <= self.average < 1:
             raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
         if self.learns == "confidence" and self.weights is None:
-            raise UserError("learns=confidence teaches the confidence heads of given weights; give --weights")
+            raise UserError(
+                "learns=confidence teaches the confidence heads of given weights, and "
+                f"model={self.model} has none; give --model FILE or FOLDER"
+            )
         for name in ("max_msa", "max_extra_msa"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -97,9 +102,17 @@ class FoldTrainConfig(TrainConfig):
             found["evaluate_every"] = "and nothing is held out; give --data.validation FOLDER"
         if self.data.templates is None:
             found["data.max_template_date"] = "without templates; give --data.templates FOLDER"
-        if self.weights is not None:
-            found["model"] = "with --weights, whose model is taken; leave it out"
         return found
+
+    @property
+    def weights(self) -> Path | None:
+        """What the run starts from; None of a preset.  Raises UserError for weights that are not there."""
+        if self.model in _OWN_MODELS or self.model in PRESETS:
+            return None
+        if not Path(self.model).exists():
+            known = ", ".join([*_OWN_MODELS, *PRESETS])
+            raise UserError(f"model={self.model}: there are no such weights, and the presets are {known}")
+        return Path(self.model)
 
 
 def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None) -> ModelConfig:

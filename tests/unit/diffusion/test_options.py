@@ -63,7 +63,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, folder, tmp_path, monkeyp
     words = mode.replace("DIR", str(folder)).replace("OUT", str(tmp_path)).split()
     weights = ["--weights", str(folder / "weights"), "--out", str(tmp_path / "out")]
     pictures = ["--data.images", str(folder / "pictures")]
-    training = [*CPU, *weights, "--steps", "1", "--data.global_batch", "2", "--optim.schedule.warmup_steps", "0"]
+    training = [*CPU, *weights, "--steps", "1", "--data.global-batch", "2", "--optim.schedule.warmup-steps", "0"]
     given = {
         "pretrain": [*training, *pictures],
         "finetune": [*training, *pictures],

@@ -131,7 +131,7 @@ def test_gemini_fits_a_step_into_its_budget(folder):
 
 
 def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
-    argv = ["--weights", folder / "narrow", "--data.images", folder / "pictures", "--data.global_batch", 4]
+    argv = ["--weights", folder / "narrow", "--data.images", folder / "pictures", "--data.global-batch", 4]
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--steps", 2, "--checkpoint.every", 0, "--average", 0.9]
     argv += ["--train-text-encoder", "--recompute.mode", "full", "--log.no-tensorboard"]
     assert finetune.main([str(word) for word in argv]) == 0
@@ -147,7 +147,7 @@ def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
         folder / "narrow",
         "--data.images",
         folder / "pictures",
-        "--data.global_batch",
+        "--data.global-batch",
         4,
         "--steps",
         2,

@@ -374,7 +374,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
         [],
         "one caption for all class images, or one for each",
     ),
-    (dreambooth, {**SUBJECT, "num_class_images": 3}, [], "--num_class_images without images of the class"),
+    (dreambooth, {**SUBJECT, "num_class_images": 3}, [], "--num-class-images without images of the class"),
     (
         dreambooth,
         {**SUBJECT, "class_dir": "{folder}/c", "class_sampling__steps": 3},

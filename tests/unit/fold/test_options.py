@@ -9,12 +9,12 @@ from tests.support.options import TRAINING, Probe
 
 SEQUENCE = "TTCCPSIVARSNFNVCRLPG"
 COMMANDS = {
-    "predict": ["OUT/in.fasta --out OUT/out --num_recycles 0 --overwrite"],
+    "predict": ["OUT/in.fasta --out OUT/out --num-recycles 0 --overwrite"],
     "plan": ["--length 60", "--length 60 --nproc 2", "--length 60 --device cpu --memory 4GiB"],
     "msa": ["OUT/in.fasta --databases OUT/db.fasta --out OUT/out"],
-    "train": ["--recipe debug --steps 1 --out OUT/run --device cpu --optim.schedule.warmup_steps 0"],
+    "train": ["--recipe debug --steps 1 --out OUT/run --device cpu --optim.schedule.warmup-steps 0"],
     "evaluate": [f"--predicted {STRUCTURES}/1ejg.pdb --reference {STRUCTURES}/1ejg.pdb"],
-    "convert": [f"--source {DEMO_WEIGHTS} --out OUT/weights", f"--source {DEMO_WEIGHTS} --out OUT/weights.npz"],
+    "convert": [f"--model {DEMO_WEIGHTS} --out OUT/weights", f"--model {DEMO_WEIGHTS} --out OUT/weights.npz"],
     "doctor": [f"--golden {GOLDEN}", f"--golden {GOLDEN} --limit 1e-2"],
 }
 """command -> words of each of its modes"""

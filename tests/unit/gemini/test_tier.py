@@ -2,8 +2,8 @@
 
 import pytest
 
-from core.config import UserError
-from core.gemini.tier import DeviceTier, OverBudget, in_words, parse_bytes
+from core.config import UserError, in_words
+from core.gemini.tier import DeviceTier, OverBudget, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,10 @@ def refusal(capsys, *arguments):
 
 def test_plan_of_the_published_cases():
     """BLOOM-176B: 352 GB in fp16; in int8 half of that, which eight devices of 24 GB hold, the published case."""
-    bloom, config = SHAPES["bloom_176b"], PlanConfig(shape="bloom_176b", sequences=1, length=1024, batch_tokens=512)
+    bloom = SHAPES["bloom_176b"]
+    config = PlanConfig(shape="bloom_176b", memory="24GB", sequences=1, length=1024, batch_tokens=512)
     asked = formats(bloom)
-    whole = {name: fewest(bloom, format, replace(config, memory_gb=1e4)).need.weights for name, format in asked.items()}
+    whole = {name: fewest(bloom, format, replace(config, memory="10TB")).need.weights for name, format in asked.items()}
     assert whole["fp16"] == pytest.approx(352.5e9, rel=0.01)
     assert whole["int8"] == pytest.approx(0.5 * whole["fp16"], rel=0.005)
     assert whole["int4"] == pytest.approx((4 + 24 / 64) / 16 * whole["fp16"], rel=0.005)  # bf16 scales, 8-bit zeros
@@ -40,9 +41,9 @@ def test_plan_of_the_published_cases():
     assert (found["fp16"].devices, found["int8"].devices, found["int4"].devices) == (16, 8, 7)
     assert found["int8"].total < 24e9
     opt = SHAPES["opt_175b"]
-    config = PlanConfig(shape="opt_175b", memory_gb=80, sequences=1)
+    config = PlanConfig(shape="opt_175b", memory="80GB", sequences=1)
     assert fewest(opt, formats(opt)["int8"], config).devices == 3
-    assert fewest(bloom, asked["fp16"], PlanConfig(shape="bloom_176b", memory_gb=1)).devices is None
+    assert fewest(bloom, asked["fp16"], PlanConfig(shape="bloom_176b", memory="1GB")).devices is None
 
 
 def test_pages_of_the_plan():
@@ -110,10 +111,10 @@ def test_refusals(capsys, tmp_path):
     assert "over tp=2" in refusal(capsys, "--model", model, model, "--tp", 2)
     assert "did you mean --port or" in refusal(capsys, "--model", model, "--prot", 1)
     assert "port 70000" in refusal(capsys, "--model", model, "--port", 70000)
-    assert "cannot read the key" in refusal(capsys, "--model", model, "--api_key_file", "/nowhere")
-    assert "give at least 65" in refusal(capsys, "--model", model, "--engine.max_batch_tokens", 3)
-    assert "hold no sequence" in refusal(capsys, "--model", model, "--engine.kv_gb", 0.00001)
-    assert "positions for 512" in refusal(capsys, "--model", model, "--engine.max_length", 1000)
+    assert "cannot read the key" in refusal(capsys, "--model", model, "--api-key-file", "/nowhere")
+    assert "give at least 65" in refusal(capsys, "--model", model, "--engine.max-batch-tokens", 3)
+    assert "hold no sequence" in refusal(capsys, "--model", model, "--engine.cache", "10KB")
+    assert "positions for 512" in refusal(capsys, "--model", model, "--engine.max-length", 1000)
     assert "no address" in refusal(capsys, "bench", "--url", "nonsense")
     assert "no answer from http://127.0.0.1:9" in refusal(capsys, "bench", "--url", "http://127.0.0.1:9")
     assert "one of --model DIR and --shape" in refusal(capsys, "plan")

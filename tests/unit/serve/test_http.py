@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(folders):
-    with served(*folders, max_queue=64, timeout_s=PATIENCE_S, max_body_bytes=200_000, max_choices=16) as server:
+    with served(*folders, max_queue=64, timeout_s=PATIENCE_S, max_body="200KB", max_choices=16) as server:
         yield server
 
 

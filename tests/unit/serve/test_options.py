@@ -65,7 +65,7 @@ def answered(monkeypatch):
 
 
 COMMANDS = {
-    "serve": ["", "--quantize int8", "--quantize int4", "--api_key_file KEY"],
+    "serve": ["", "--quantize int8", "--quantize int4", "--api-key-file KEY"],
     "quantize": ["", "--scheme w8a8", "--scheme llm.int8", "--scheme int4", "--scheme int4 --calibration TEXT"],
     "plan": ["--model DIR", "--model QUANTIZED", "--shape gpt2_124m"],
     "chat": [""],
@@ -76,7 +76,7 @@ VALUES = {"allow_host": ("other",), "clients": 2, "group": 32, "group_size": 32,
 # Read, as part of what is handed on, by runs that have no use for them.
 ALSO = {
     "serve --quantize int8": ["group_size"],
-    "serve --api_key_file KEY": ["allow_host"],
+    "serve --api-key-file KEY": ["allow_host"],
     "bench --rate 9": ["clients"],
     "plan --model QUANTIZED": ["group"],
     "quantize": ["group_size", "symmetric", "threshold"],
@@ -93,7 +93,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, folder, text, tmp_path, a
     names = {"DIR": folder, "TEXT": text, "KEY": tmp_path / "key", "QUANTIZED": tmp_path / "quantized"}
     words = [str(names.get(word, word)) for word in mode.split()]
     before = {
-        "serve": ["--model", str(folder), "--port", "0", "--device", "cpu", "--engine.kv_gb", "0.001"],
+        "serve": ["--model", str(folder), "--port", "0", "--device", "cpu", "--engine.cache", "1MB"],
         "quantize": ["quantize", str(folder), str(tmp_path / "out")],
     }.get(command, [command])
     Probe(APP.dispatch, [*before, *words], VALUES, ALSO.get(f"{command} {mode}".strip(), ())).check()

@@ -49,7 +49,7 @@ def test_calibrated_by_text(tmp_path, capsys, monkeypatch):
     text.write_text("the quick brown fox jumps over the lazy dog, and so on. " * 40)
     few.write_text("too few")
     source = find_source(folder)
-    options = ["--scheme", "int4", "--calibration_tokens", str(3 * source.config.max_length - 1), "--calibration"]
+    options = ["--scheme", "int4", "--calibration-tokens", str(3 * source.config.max_length - 1), "--calibration"]
     for name, given in (("plain", []), ("calibrated", [*options, str(text)])):
         command = ["quantize", str(folder), str(tmp_path / name), *(given or ["--scheme", "int4"])]
         assert run_command(APP.dispatch, command) == 0
@@ -76,7 +76,7 @@ def test_calibrated_by_text(tmp_path, capsys, monkeypatch):
         ([*options, str(few)], "calibration needs"),
         ([*options, str(tmp_path / "nowhere")], "nowhere"),
         (["--calibration", str(text)], "calibration is for int4, and int8 was asked for"),
-        ([*options[:2], "--calibration_tokens", "0"], "calibration_tokens=0"),
+        ([*options[:2], "--calibration-tokens", "0"], "calibration_tokens=0"),
     ):
         assert run_command(APP.dispatch, ["quantize", str(folder), str(tmp_path / "new"), *arguments]) == 2
         said = capsys.readouterr().err
@@ -100,11 +100,11 @@ def test_refusals(tmp_path, capsys):
     folder, target = small_model(tmp_path / "model"), tmp_path / "quantized"
     for arguments, says in (
         (["--model", folder, "--quantize", "int3"], "int3"),
-        (["--model", folder, "--quantize", "int4", "--group_size", 7], "group_size=7"),
+        (["--model", folder, "--quantize", "int4", "--group-size", 7], "group_size=7"),
         (["quantize", folder], "IN OUT"),
         (["quantize", folder, folder], "in use"),
         (["quantize", "/nowhere", target], "/nowhere"),
-        (["quantize", folder, target, "--scheme", "int8", "--group_size", 32], "group_size is an option of int4"),
+        (["quantize", folder, target, "--scheme", "int8", "--group-size", 32], "group_size is an option of int4"),
     ):
         assert run_command(APP.dispatch, [str(a) for a in arguments]) == 2
         said = capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_no_other_name_is(running: Running, host: str) -> None:
         status, _, answer = raw(running.port, data)
         assert status == 403
         assert json.loads(answer)["error"]["code"] == "host_not_allowed"
-        assert "--allow_host" in json.loads(answer)["error"]["message"]
+        assert "--allow-host" in json.loads(answer)["error"]["message"]
 
 
 def test_with_a_key_or_on_all_addresses(folder: Any, tmp_path: Any) -> None:
