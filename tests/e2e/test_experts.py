@@ -51,7 +51,7 @@ def test_what_transformers_has_no_class_for_keeps_its_own_names(capsys, tmp_path
         *("--model.moe.z-weight", 0.001, "--microbatch", 12),
     )
     assert "none: transformers has no architecture of these experts" in said
-    assert "no architecture" in refusal(capsys, "export", "--run", run)
+    assert "no architecture" in refusal(capsys, "export", "--model", run)
     text = tmp_path / "text.txt"
     text.write_text("import os\n" * 200)
     llm("evaluate", "--model", run, "--data.path", text, "--data.sequence-length", 32, "--out", tmp_path / "figures")

@@ -232,7 +232,7 @@ def test_evaluate_generate_export_and_finetune(one_rank: Path, tmp_path: Path) -
     assert written == llm(
         "generate", "--model", one_rank / "hf", "--prompt", "import ", "--max-new-tokens", 12, "--temperature", 0
     )
-    llm("export", "--run", one_rank, "--out", tmp_path / "hf16", "--dtype", "bf16")
+    llm("export", "--model", one_rank, "--out", tmp_path / "hf16", "--dtype", "bf16")
     assert (tmp_path / "hf16" / "model.safetensors").stat().st_size < 0.6 * (
         one_rank / "hf" / "model.safetensors"
     ).stat().st_size

@@ -54,7 +54,7 @@ def test_export_takes_the_format_as_an_option(text, tmp_path):
     out = run(text, tmp_path / "run", "--precision", "bf16")
     for dtype, written in ((None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
         options = () if dtype is None else ("--dtype", dtype)
-        assert export.main(["--run", str(out), "--out", str(tmp_path / str(dtype)), *options]) == 0
+        assert export.main(["--model", str(out), "--out", str(tmp_path / str(dtype)), *options]) == 0
         assert formats(tmp_path / str(dtype))[0] == written
     whole, half = (load_pretrained(tmp_path / name).head.weight.float() for name in ("fp32", "None"))
     assert torch.equal(whole.bfloat16().float(), half)

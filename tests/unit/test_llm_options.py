@@ -72,7 +72,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
         "finetune": ["--model", str(run), "--data.path", str(texts), "--optim.schedule.warmup-steps", "0"],
         "evaluate": ["--model", str(run), "--data.path", str(texts)],
         "generate": ["--model", str(run)],
-        "export": ["--run", str(run), "--out", str(tmp_path / "hf")],
+        "export": ["--model", str(run), "--out", str(tmp_path / "hf")],
         "tokenize": ["--data.path", str(texts), "--data.tokenizer", "byte"],
         "plan": BASE,
     }[command]

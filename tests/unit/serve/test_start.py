@@ -82,5 +82,5 @@ def test_ends_of_text_that_are_none(folder: Path, content: str, said: str) -> No
 def test_a_run_without_a_folder_to_serve_names_the_command_that_makes_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps({"model": {}}))
-    with pytest.raises(UserError, match=rf"is a run without .*llm export --run {tmp_path / 'run'}"):
+    with pytest.raises(UserError, match=rf"is a run without .*llm export --model {tmp_path / 'run'}"):
         find_source(tmp_path / "run")
