@@ -339,7 +339,7 @@ def in_words(num_bytes: float) -> str:
     """`1.5 GiB`: a size to be read, three digits."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
-            return f"{num_bytes / size:#.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
     return f"{num_bytes:.0f} bytes"
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.recipes import RECIPES
 from apps.llm.residency import estimate_residency
-from core.config import UserError, in_words, parse, size_in_bytes, typed
+from core.config import UserError, in_words, option, parse, size_in_bytes, typed
 from core.estimate import (
     Machine,
     ModelShape,
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     (_show if config.gemini.budget is None else _show_residency)(config, console)
     if ignored := sorted(typed(argv, config) & without_effect(config)):
-        console.print(f"the plan is the same without {', '.join(f'--{name}' for name in ignored)}")
+        console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     return 0
 
 
@@ -162,8 +162,8 @@ def _stages(config: PretrainConfig) -> Iterator[tuple[int, int]]:
 def _show_residency(config: PlanConfig, console: Console) -> None:
     """What Gemini makes of the run in its budget."""
     if config.timeline is not None or config.gemini.trace is not None:
-        option = "--timeline" if config.timeline is not None else "--gemini.trace"
-        raise UserError(f"{option} with gemini.budget={config.gemini.budget}: llm plan does not draw it; leave it out")
+        drawing = "--timeline" if config.timeline is not None else "--gemini.trace"
+        raise UserError(f"{drawing} with gemini.budget={config.gemini.budget}: llm plan does not draw it; leave it out")
     machine = _machine(config)
     flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
     speed = Speed(flops_per_s, 1e9 * config.memory_gb_s)

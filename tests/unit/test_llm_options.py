@@ -104,7 +104,7 @@ def test_a_plan_counts_the_steps_until_the_stop_and_the_smaller_batches_before(m
     assert 0.45 * whole < seconds(*ramp) < 0.7 * whole
 
 
-@pytest.mark.parametrize("option", ["format=jsonl", "text_field=body", "pairs", "suffixes=.txt"])
+@pytest.mark.parametrize("option", ["format=jsonl", "text-field=body", "pairs", "suffixes=.txt"])
 def test_the_standard_library_is_read_as_it_is(option):
     with pytest.raises(UserError, match=rf"--data\.{option.partition('=')[0]} with data.path=stdlib"):
         parse(RECIPES, ["--recipe", "debug", "--data.path", "stdlib", f"--data.{option}"], "llm pretrain", "debug")
@@ -114,7 +114,7 @@ def test_what_a_recipe_gives_and_the_run_does_not_read_is_no_mistake():
     """The user typed neither of the two."""
     config = parse(RECIPES, ["--recipe", "gpt2_124m", "--data.tokenizer", "byte"], "llm pretrain", default="debug")
     assert config.data.vocab_size != 8192
-    with pytest.raises(UserError, match=r"--data\.vocab_size with data\.tokenizer=byte"):
+    with pytest.raises(UserError, match=r"--data\.vocab-size with data\.tokenizer=byte"):
         parse(RECIPES, [*BASE, "--data.vocab-size=999"], "llm pretrain", default="debug")
     with pytest.raises(UserError, match=r"--data\.pairs with data\.path=stdlib"):
         parse(RECIPES, [*BASE, "--data.path", "stdlib", "--data.no-pairs"], "llm pretrain", default="debug")

@@ -138,7 +138,7 @@ def test_plain_lines_are_few_and_whole():
     rows = [{"step": s, "loss": 2.0, "mfu": 0.5, "memory_bytes": 3e9} for s in range(1, 1004)]
     lines = progress_text(1003, rows, terminal=False).splitlines()
     assert len(lines) == 22
-    assert lines[0].startswith("step    1/1003  loss 2.0000  MFU 50.0 %  memory 3.00 GB  ETA")
+    assert lines[0].startswith("step    1/1003  loss 2.0000  MFU 50.0 %  memory 2.79 GiB  ETA")
     assert lines[-1].startswith("step 1003/1003")
     assert lines[-1].endswith("ETA 0:00")
 

@@ -134,7 +134,7 @@ def test_refusals(capsys, tmp_path):
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer"),
         (lambda folder: _change(folder, vocab_size=100), "257 tokens, the model 100"),
-        (lambda folder: _change(folder, n_embd=2**16, n_inner=2**18, n_layer=500), "TB|GB"),
+        (lambda folder: _change(folder, n_embd=2**16, n_inner=2**18, n_layer=500), "TiB|GiB"),
     ],
 )
 def test_broken_folders(capsys, tmp_path, spoil, says):
