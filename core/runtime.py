@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -265,12 +266,39 @@ def process_holding(tensor_bytes: int) -> int:
     return -int(-tensor_bytes // _SHARE_OF_TENSORS) + 1 + _BESIDE_TENSORS_BYTES
 
 
+_set_allocator: Callable[[], None] | None = None
+"""What sets the allocator as it was set last, which mallopt(3) does not tell."""
+
+
+@contextmanager
+def freed_memory_given_back(held_bytes: int, device: torch.device) -> Iterator[None]:
+    """`give_back_freed_memory` for the length of the block, in which a process on a CPU holds so many bytes.
+
+    What is free before and after leaves the process, too. Then the allocator keeps or gives back as before.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    before = _set_allocator
+    give_back_freed_memory(held_bytes)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
+    trim(0)
+    try:
+        yield
+    finally:
+        if before is not None:
+            before()
+        trim(0)
+
+
 def give_back_freed_memory(budget_bytes: int) -> None:
     """The opposite of `keep_freed_memory`, for a process that may take so many bytes: freed tensors leave it at once.
 
     What is smaller than a 256th of the budget stays on the heap, which gives back its end. Pages that are given back
     are made anew when they are needed, which costs time.
     """
+    global _set_allocator  # as the allocator itself, of the process
+    _set_allocator = partial(give_back_freed_memory, budget_bytes)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         smallest = min(max(budget_bytes // 256, 128 * 1024), 4 * 1024 * 1024)
@@ -289,6 +317,8 @@ def keep_freed_memory() -> None:
 
     Another libc has no mallopt and needs none.
     """
+    global _set_allocator
+    _set_allocator = keep_freed_memory
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)

@@ -65,8 +65,8 @@ def emptied(model: nn.Module, device: torch.device) -> Callable[[nn.Module], Non
 
     @torch.no_grad()
     def fill(filled: nn.Module) -> None:
-        give(filled, values)
-        values.clear()
+        for name in list(values):  # a value leaves when its place is filled
+            give(filled, {name: values.pop(name)})
         for name, value in buffers.items():  # whoever gave memory to the parameters may have given the buffers new
             path, _, leaf = name.rpartition(".")
             setattr(filled.get_submodule(path), leaf, value.to(filled.get_buffer(name).dtype))

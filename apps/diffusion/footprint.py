@@ -7,14 +7,20 @@ Attention counts as a flash kernel does it, which keeps queries, keys, values, t
 the sliced one that `set_attention` sets. Around that is added what `core.parallel.data` holds: masters, gradients by
 buckets, the optimizer's state; or, with a budget, what Gemini's planner makes of the step.
 
-What it leaves out: the CUDA context (0.5 to 1 GB), the allocator's fragmentation, workspaces of convolutions.
+What it leaves out of a GPU: the CUDA context (0.5 to 1 GB), the allocator's fragmentation, workspaces of convolutions.
+
+On a CPU the host's memory and the device's are one. What the process takes there has moments of its own: loading
+(modules in memory, and the file of the last one mapped), encoding images, steps with all modules and the staged copies
+of a checkpoint beside them, and saving, which loads the pipeline once more when what was trained is gone.
+`core.runtime.process_holding` adds what a process takes beside its tensors. Left out there: data (latents that are held
+up to `apps.diffusion.data.store.HELD_BYTES`), validation pictures, class images.
 
 Shapes: B pictures, C latent channels, h x w latents, L tokens, D width of the text encoder.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, repeat
 from math import prod
 from pathlib import Path
 
@@ -30,6 +36,7 @@ from apps.diffusion.noise import NoiseSchedule
 from apps.diffusion.pipeline import INDEX, build_meta, check_index, read_schedule, sides_of, without_gaps
 from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
+from core.checkpoint import staged_bytes
 from core.config import UserError
 from core.estimate.residency import described_bandwidth, estimate_gemini
 from core.gemini.tier import parse_bytes
@@ -39,7 +46,7 @@ from core.parallel.data import BUCKET_BYTES
 from core.parallel.plan import blocks_of
 from core.parallel.recompute import apply_recompute
 from core.quant.choose import choose
-from core.runtime import gigabytes
+from core.runtime import gigabytes, process_holding
 from core.weights import read_json
 
 
@@ -50,6 +57,7 @@ class Footprint:
     host_bytes   model data that lives on the host
     least_bytes  the smallest budget in which Gemini could run the step
     said         what Gemini's planner says of it
+    on_cpu       bytes of tensors at the moments of a process on a CPU, those that would be on the host counted
     """
 
     resident: dict[str, int]
@@ -58,16 +66,31 @@ class Footprint:
     host_bytes: int = 0
     least_bytes: int = 0
     said: str = ""
+    on_cpu: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
         return sum(self.resident.values()) + max(self.moments.values())
 
+    @property
+    def process_bytes(self) -> int:
+        """What a process on a CPU takes once its libraries are loaded."""
+        return process_holding(max(self.on_cpu.values()))
+
 
 def footprint(config: PlanConfig) -> Footprint:
     """Raises UserError for a folder of something else, and for a budget in which no step fits."""
     shape = shape_of(config)
-    return (_sampling if config.task == "sample" else _training)(config, shape, modules_of(config, shape))
+    modules = modules_of(config, shape)
+    sizes = [_fp32_bytes(module) for module in modules.values()]
+    if config.task == "sample":
+        found = _sampling(config, shape, modules)
+        held = [found.resident[TITLES[name]] for name in modules]
+        files = held if config.scheme == "int8" else sizes
+        return replace(found, on_cpu={"loading": _loading(files, held), "drawing": found.peak_bytes})
+    # A run loads all in fp32, and only what is trained becomes another format.
+    before = {"loading": _loading(sizes, sizes), "encoding images": _encoding(config, shape, modules)}
+    return _training(config, shape, modules, before)
 
 
 def modules_of(config: PlanConfig, shape: Shape) -> Modules:
@@ -179,12 +202,40 @@ def _int8_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Li
     return [module.get_parameter(c.name) for c in choose(module) if isinstance(c.holders[0][0], kinds)]
 
 
+def _loading(files: Iterable[int], modules: Iterable[int]) -> int:
+    """The most while a pipeline is loaded, of bytes of its files and modules: a file is mapped until it is copied."""
+    return max(map(sum, zip(files, accumulate(modules), strict=True)))
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def _training(config: PlanConfig, shape: Shape, modules: Modules) -> Footprint:
+def _training(config: PlanConfig, shape: Shape, modules: Modules, before: dict[str, int]) -> Footprint:
+    beside = [modules["vae"]] if config.train_text_encoder else [modules["vae"], modules["text_encoder"]]
+    beside_bytes = _fp32_bytes(*beside)
     model, step = training_step(config, shape, modules)
-    return (by_replicas if config.gemini.budget is None else by_gemini)(config, model, step)
+    found = (by_replicas if config.gemini.budget is None else by_gemini)(config, model, step)
+    data = ModelData(config, model)
+    step_bytes = beside_bytes + found.peak_bytes + found.host_bytes
+    staged = staged_bytes(data.saved, 1 if config.zero else config.ranks)
+    after = {"training, a checkpoint staged": step_bytes + staged, "saving": before["loading"]}
+    return replace(found, on_cpu=before | after)
+
+
+def _encoding(config: PlanConfig, shape: Shape, modules: Modules) -> int:
+    """With the whole pipeline in fp32, as `apps.diffusion.data.encoding` encodes: one image at a time."""
+    vae, side = nn.Module.to(modules["vae"], torch.float32), pixels_of(config, shape)
+
+    def encode(vae: VAE) -> Tensor:
+        pixels = torch.empty(1, 3, side, side, dtype=torch.uint8)
+        posterior = vae.encode(pixels.float() / 127.5 - 1).latent_dist
+        return torch.cat((posterior.mean, posterior.logvar))
+
+    return _fp32_bytes(*modules.values()) + _traced(vae, encode, config)[0]
+
+
+def _fp32_bytes(*modules: nn.Module) -> int:
+    return torch.float32.itemsize * sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def training_step(config: PlanConfig, shape: Shape, modules: Modules) -> tuple[nn.Module, StepTrace]:
@@ -210,32 +261,52 @@ def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
     return batch | {"text": torch.empty(text, dtype=config.dtype)}
 
 
+class ModelData:
+    """What a rank keeps from step to step.
+
+    learned   name -> parameter that learns
+    own       its shape on this rank
+    masters   bytes of these in the format of masters; `state` of the optimizer's state
+    resident  bytes by kind, where all is on the device
+    saved     bytes in a checkpoint
+    """
+
+    def __init__(self, config: PlanConfig, model: nn.Module) -> None:
+        wide = config.wide.itemsize
+        self.learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        ranks = config.ranks if config.zero else 1
+        self.own = {name: _own_shape(parameter, ranks) for name, parameter in self.learned.items()}
+        self.masters = wide * sum(map(prod, self.own.values()))
+        self.state = sum(
+            state_bytes(config.optim, self.own[name], wide, whole=tuple(p.shape)) for name, p in self.learned.items()
+        )
+        average = self.masters if config.average else 0
+        self.resident = {"parameters": _bytes(model), "masters": self.masters, "optimizer's state": self.state}
+        if config.zero == 3:
+            self.resident["parameters"] -= sum(parameter.nbytes for parameter in self.learned.values())
+        elif config.dtype == config.wide:
+            del self.resident["masters"]  # the parameters are their own
+        if config.average:
+            self.resident["moving average"] = average
+        self.saved = self.masters + self.state + average
+
+
 def by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
     """Without Gemini: `core.parallel.data`."""
-    learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    own = {name: _own_shape(parameter, config.ranks if config.zero else 1) for name, parameter in learned.items()}
-    wide = config.wide.itemsize
-    masters = wide * sum(map(prod, own.values()))
-    state = sum(state_bytes(config.optim, own[name], wide, whole=tuple(p.shape)) for name, p in learned.items())
-    resident = {"parameters": _bytes(model), "masters": masters, "optimizer's state": state}
-    if config.zero == 3:
-        resident["parameters"] -= sum(parameter.nbytes for parameter in learned.values())
-    elif config.dtype == config.wide:
-        del resident["masters"]  # the parameters are their own
-    if config.average:
-        resident["moving average"] = masters
+    data = ModelData(config, model)
+    learned, own, masters, wide = data.learned, data.own, data.masters, config.wide.itemsize
     [stretches] = step.microbatches
     held = repeat(_gathered(config, model)) if config.zero == 3 else _held(config, learned, own, step)
     peak = max(stretch.other_bytes + more for stretch, more in zip(stretches, held))
     whole = wide * sum(map(torch.numel, learned.values()))
     gradients = masters if config.zero >= 2 else whole
-    passed = 2 * masters + state + gradients
+    passed = 2 * masters + data.state + gradients
     computing = sum(stretch.seconds for stretch in stretches)
     seconds = {"computing": computing, "updating": passed / config.speed.bytes_per_s}
     if config.ranks > 1:
         sent = 2 * whole * (config.ranks - 1) / config.ranks
         seconds["gradients between devices"] = sent / (1e9 * config.bandwidth_gb_s)
-    return Footprint(resident, {"forward and backward": peak, "update": gradients}, seconds)
+    return Footprint(data.resident, {"forward and backward": peak, "update": gradients}, seconds)
 
 
 def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from apps.diffusion.noise import Prediction, Schedule, first_line, own_scheduler
 from apps.diffusion.samplers import CLASSES
 from apps.diffusion.text import check_text
 from core.config import UserError
-from core.quant import Architecture, QuantizedWeight, is_quantized, load_quantized, save_quantized
+from core.quant import Architecture, QuantizedWeight, is_quantized, load_quantized, save_quantized, stored_bytes
 from core.weights import Weights, index_of, read_json, write_json, write_safetensors
 
 TEXT_PREFIX = "text_model."
@@ -101,6 +101,11 @@ class Pipeline:
     @property
     def modules(self) -> dict[str, Any]:
         return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the modules' parameters and buffers."""
+        return sum(map(stored_bytes, self.modules.values()))
 
     def configs(self) -> dict[str, Any]:
         """The modules' configurations and the schedule, as JSON can hold them."""

@@ -1,4 +1,4 @@
-"""`diffusion plan`: the device memory and the time of sampling or of training at full size, before anything is loaded.
+"""`diffusion plan`: the memory and the time of sampling or of training at full size, before anything is loaded.
 
     diffusion plan --model sd_v1 --scheme int8 --precision fp16 --memory-gb 4
     diffusion plan --task train --model sd_v2_base --batch 16 --recompute.mode full --gemini.budget 5.6GB
@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
     console.print(_table(found, title))
     if found.said:
         console.print(found.said)
+    console.print(_process(found))
     console.print(_time(config, found))
     if ignored := sorted(typed(argv, config) & set(WITHOUT_EFFECT)):
         console.print(f"the plan is the same without {', '.join(f'--{name}' for name in ignored)}")
@@ -47,6 +48,14 @@ def _table(found: Footprint, title: str) -> Table:
     if found.host_bytes:
         table.add_row("on the host", gigabytes(found.host_bytes))
     return table
+
+
+def _process(found: Footprint) -> str:
+    fullest = max(found.on_cpu, key=lambda name: found.on_cpu[name])
+    return (
+        f"on a CPU the process takes {gigabytes(found.process_bytes)}, most of it in {fullest} "
+        f"({gigabytes(found.on_cpu[fullest])} of tensors)"
+    )
 
 
 def _time(config: PlanConfig, found: Footprint) -> str:

@@ -25,6 +25,7 @@ from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units
+from core.runtime import freed_memory_given_back
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,10 @@ def main(argv: list[str]) -> int:
         print(line, file=sys.stderr)
     first = next_number(config.out)
     names = []
-    for number, (job, picture) in enumerate(_with_progress(pipeline, jobs, config), first):
-        names.append(config.out / f"{number:05d}-{job.seed}.png")
-        save_png(to_pil(picture), names[-1], settings_of(pipeline, config, job))
+    with freed_memory_given_back(pipeline.stored_bytes, device):
+        for number, (job, picture) in enumerate(_with_progress(pipeline, jobs, config), first):
+            names.append(config.out / f"{number:05d}-{job.seed}.png")
+            save_png(to_pil(picture), names[-1], settings_of(pipeline, config, job))
     if config.grid:
         save_grid(names, config.out / "grid.png", columns=config.images if config.images > 1 else None)
     print(f"{config.out}: {len(names)} pictures, {names[0].name} to {names[-1].name}")

@@ -5,6 +5,7 @@ pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OU
 leaves its file instead. Validation pictures lie in validation/.
 """
 
+import gc
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,14 @@ from apps.diffusion.noise import NoiseSchedule, Schedule, prediction_of, with_ze
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, has_quantized, save_pipeline
 from apps.diffusion.shapes import SHAPES
 from apps.diffusion.validation import Validation
-from core.checkpoint import read_full
+from core.checkpoint import iterate_full
 from core.config import UserError, as_json
 from core.metrics import plot_loss
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.precision import compute_dtype
-from core.runtime import launched, leads, start
+from core.runtime import freed_memory_given_back, launched, leads, start
 from core.train import checkpoint_path, fit, launch_run, open_run
 
 
@@ -55,7 +56,8 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         mesh = runtime.mesh(config.mesh, config.zero)
         if isinstance(config, FinetuneConfig) and config.has_prior:
             draw_class_images(config, partial(load_weights, config), runtime)
-        batches, heldout = prepare(config, pipeline, runtime)
+        with freed_memory_given_back(pipeline.stored_bytes, runtime.device):
+            batches, heldout = prepare(config, pipeline, runtime)
         run_folder.enter_context(open_run(config, runtime))
         data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
         optimizer = build_optimizer(config.optim, data.masters)
@@ -87,7 +89,12 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
             values=as_json(config),
         )
         if runtime.leads and finished(config, summary):
-            save(config)
+            # The pipeline is loaded once more, to take over what was trained: not beside it. Hooks hold modules in
+            # cycles.
+            del pipeline, model, data, optimizer, average, validation, batches, heldout, objective
+            gc.collect()
+            with freed_memory_given_back(0, runtime.device):
+                save(config)
     return summary
 
 
@@ -197,8 +204,8 @@ def save(config: DiffusionConfig) -> None:
     trained = denoiser(config, pipeline)
     kind = "model" if config.average is None else "average"
     names = [name for name, parameter in trained.named_parameters() if parameter.requires_grad]
-    values = read_full(checkpoint_path(config.out), [f"{kind}/{name}" for name in names])
-    give(trained, {name: values[f"{kind}/{name}"] for name in names})
+    for name, value in iterate_full(checkpoint_path(config.out), [f"{kind}/{name}" for name in names]):
+        give(trained, {name.removeprefix(f"{kind}/"): value})
     dtype = compute_dtype(config.save_precision)
     if not is_lora(config):
         save_pipeline(pipeline, config.out, dtype, replace=True)

@@ -26,6 +26,7 @@ from apps.diffusion.pipeline import Pipeline
 from core.mesh import data_axis
 from core.optim.average import WeightAverage
 from core.parallel.parallel_model import ParallelModel
+from core.runtime import freed_memory_given_back
 
 
 @dataclass
@@ -49,7 +50,8 @@ class Validation:
         with nullcontext() if self.average is None else self.average.in_place(self.data.publish):
             figures = {} if self.heldout is None else {"validation_loss": self._loss(model, self.heldout)}
             if self.config.prompts:
-                self._draw(model)
+                with freed_memory_given_back(self.pipeline.stored_bytes, self.data.device):
+                    self._draw(model)
         return figures
 
     def _loss(self, model: nn.Module, batches: LatentBatches) -> float:

@@ -12,6 +12,7 @@ form of parallelism cut it, this package does not know.
 
 from core.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from core.checkpoint.rng import rng_state, set_rng_state
+from core.checkpoint.shards import staged_bytes
 from core.checkpoint.stored import Stored, StoredTensor, complete_steps, inspect, iterate_full, read_full
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "read_full",
     "rng_state",
     "set_rng_state",
+    "staged_bytes",
 ]

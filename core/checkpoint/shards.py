@@ -113,6 +113,15 @@ def item_bytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
+def staged_bytes(tensor_bytes: int, holders: int = 1) -> int:
+    """Bytes that an asynchronous save copies on a rank (`Staging`); they stay in CPU memory from the first save on.
+
+    tensor_bytes  of the rank's tensors that are saved
+    holders       ranks that hold the same; each box is left to one, so that all write about as much (`write_once`)
+    """
+    return -(-tensor_bytes // holders)
+
+
 class Staging:
     """CPU copies of what a rank is to write, so that training may change the tensors while a thread writes them.
 

@@ -31,7 +31,7 @@ from core.checkpoint import (
     set_rng_state,
 )
 from core.checkpoint import checkpointer as checkpointer_module
-from core.checkpoint.shards import Shard, item_bytes, write_once
+from core.checkpoint.shards import Shard, item_bytes, staged_bytes, write_once
 from core.config import UserError
 from core.layout import Layout, tag
 from tests.support.checkpoints import edit_json, flipped, flips, sign_again, without_checksums
@@ -141,6 +141,8 @@ def test_buffers_are_reused_from_save_to_save(tmp_path, open_checkpointer):
         addresses.append({name: buffer.data_ptr() for name, buffer in checkpointer._staging._buffers.items()})
     assert addresses[0] == addresses[1]
     assert addresses[0].keys() == some_tensors().keys()
+    staged = sum(buffer.nbytes for buffer in checkpointer._staging._buffers.values())
+    assert staged == staged_bytes(sum(tensor.nbytes for tensor in some_tensors().values()))
 
 
 @pytest.mark.parametrize("call", ["wait", "save", "load", "close"])

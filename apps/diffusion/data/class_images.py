@@ -21,7 +21,7 @@ from apps.diffusion.pipeline import Pipeline
 from core.config import UserError
 from core.files import replace_file
 from core.precision import compute_dtype
-from core.runtime import Runtime
+from core.runtime import Runtime, freed_memory_given_back
 
 DEFAULT_IMAGES = 100
 """class images that are drawn where nobody says how many"""
@@ -53,10 +53,11 @@ def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipe
     own = names[runtime.rank :: runtime.world_size]
     pipeline = load(compute_dtype(config.precision)).to(runtime.device)
     jobs = [Job(prompts[number % len(prompts)], config.seed + number) for number, _ in own]
-    for (_, path), (job, picture) in zip(own, generate(pipeline, jobs, class_sampling(config)), strict=True):
-        if config.class_prompts is not None:
-            _write_caption(path, job.prompt)
-        save_png(to_pil(picture), path, {"prompt": job.prompt, "seed": job.seed})
+    with freed_memory_given_back(pipeline.stored_bytes, runtime.device):
+        for (_, path), (job, picture) in zip(own, generate(pipeline, jobs, class_sampling(config)), strict=True):
+            if config.class_prompts is not None:
+                _write_caption(path, job.prompt)
+            save_png(to_pil(picture), path, {"prompt": job.prompt, "seed": job.seed})
     if runtime.world_size > 1:
         dist.barrier()
 
