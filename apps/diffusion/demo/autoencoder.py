@@ -98,7 +98,7 @@ def train_autoencoder(config: AutoencoderConfig) -> tuple[VAE, dict[str, Any]]:
     with start(config.device, config.seed) as runtime, open_run(config, runtime):
         seed_everything(config.seed)
         trained = tiny_vae()
-        summary = _fit(Autoencoding(trained), {"pixels": pixels_N3HW}, config, runtime)
+        summary = _fit(Autoencoding(trained), {"pixels_B3HW": pixels_N3HW}, config, runtime)
     # A VAE of its own: what the run hung on the other's parameters would answer the decoder's run too.
     vae = tiny_vae().eval()
     vae.load_state_dict(trained.state_dict())
@@ -109,7 +109,7 @@ def train_autoencoder(config: AutoencoderConfig) -> tuple[VAE, dict[str, Any]]:
 def train_decoder(vae: VAE, config: AutoencoderConfig) -> dict[str, Any]:
     """Train the VAE's decoder alone, in place.  Returns the run's summary with its PSNR, as `train_autoencoder`."""
     pixels_N3HW = _pictures(config)
-    given = {"pixels": pixels_N3HW, "latents": latents_of(vae, pixels_N3HW)}
+    given = {"pixels_B3HW": pixels_N3HW, "latents_BChw": latents_of(vae, pixels_N3HW)}
     with start(config.device, config.seed) as runtime, open_run(config, runtime):
         summary = _fit(Decoding(vae), given, config, runtime)
     vae.eval().cpu()
@@ -126,17 +126,20 @@ def _heldout(vae: VAE, config: AutoencoderConfig) -> dict[str, float]:
 
 
 def _fit(model: nn.Module, given: Mapping[str, Tensor], config: AutoencoderConfig, runtime: Runtime) -> dict[str, Any]:
-    """Train a model whose forward is its loss, of rows of what is given ([N, ...]) and of noise."""
+    """Train a model whose forward is its loss.  Returns the run's summary.
+
+    given  argument of the forward -> [N, ...], of which each step takes rows; noise_BChw is drawn
+    """
 
     def batch(step: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         rows = torch.randint(config.num_pictures, (config.global_batch,), generator=generator)
         shape = (config.global_batch, LATENT_CHANNELS, LATENT_SIZE, LATENT_SIZE)
         noise_BChw = torch.randn(shape, generator=generator)
-        return {name: values[rows] for name, values in given.items()} | {"noise": noise_BChw}
+        return {name: values[rows] for name, values in given.items()} | {"noise_BChw": noise_BChw}
 
     def loss(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
-        return module(*(rows[name] for name in ("pixels", "noise", "latents") if name in rows))
+        return module(**rows)
 
     mesh = runtime.mesh(config.mesh, config.zero)
     model.to(runtime.device, memory_format=torch.channels_last)  # a fifth faster on a CPU

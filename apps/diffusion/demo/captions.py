@@ -37,8 +37,8 @@ SUBJECT_COLOUR: Colour = (0, 165, 165)
 SUBJECT_CLASS = "star"
 SUBJECT_GROUNDS = ("white", "black", "gray", "gray")
 """Grounds of the four pictures of the subject. Half of them show gray, from which its colour differs least: a subject
-that was shown on white and on black alone has arms too short there. Pink is not shown, and comes out right all the same.
-"""
+that was shown on white and on black alone has arms too short there. Pink is not shown: it is what was not learned by
+heart."""
 SEEN_GROUNDS = tuple(dict.fromkeys(SUBJECT_GROUNDS))
 UNSEEN_GROUNDS = tuple(ground for ground in GROUNDS if ground not in SEEN_GROUNDS)
 
