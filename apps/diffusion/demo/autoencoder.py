@@ -97,7 +97,7 @@ def train_autoencoder(config: AutoencoderConfig) -> tuple[VAE, dict[str, Any]]:
     pixels_N3HW = _pictures(config)
     with start(config.device, config.seed) as runtime, open_run(config, runtime):
         seed_everything(config.seed)
-        trained = tiny_vae()
+        trained = tiny_vae().to(memory_format=torch.channels_last)  # a fifth faster on a CPU
         summary = _fit(Autoencoding(trained), {"pixels_B3HW": pixels_N3HW}, config, runtime)
     # A VAE of its own: what the run hung on the other's parameters would answer the decoder's run too.
     vae = tiny_vae().eval()
@@ -111,6 +111,7 @@ def train_decoder(vae: VAE, config: AutoencoderConfig) -> dict[str, Any]:
     pixels_N3HW = _pictures(config)
     given = {"pixels_B3HW": pixels_N3HW, "latents_BChw": latents_of(vae, pixels_N3HW)}
     with start(config.device, config.seed) as runtime, open_run(config, runtime):
+        vae.to(memory_format=torch.channels_last)
         summary = _fit(Decoding(vae), given, config, runtime)
     vae.eval().cpu()
     return summary | _heldout(vae, config)
@@ -142,7 +143,7 @@ def _fit(model: nn.Module, given: Mapping[str, Tensor], config: AutoencoderConfi
         return module(**rows)
 
     mesh = runtime.mesh(config.mesh, config.zero)
-    model.to(runtime.device, memory_format=torch.channels_last)  # a fifth faster on a CPU
+    model.to(runtime.device)
     data = parallelize(model, mesh, config)
     optimizer = build_optimizer(config.optim, data.masters)
     return fit(data, optimizer, GlobalBatches(batch), loss, config, runtime)
