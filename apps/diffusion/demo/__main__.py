@@ -1,6 +1,6 @@
 """`make demo-diffusion`: teach the tiny pipeline a subject from four pictures, and show what became of it.
 
-1. Draw four pictures of the subject, a teal star upside down, on white and on black grounds.
+1. Draw four pictures of the subject, a teal star upside down, on white, black and gray grounds.
 2. Train the detector on what the pipeline's VAE makes of drawn pictures, and paint the "before".
 3. `diffusion dreambooth`, the same command as anybody's, with class pictures that the pipeline paints itself.
 4. Paint the "after" with the same noise; show both side by side (PNG) with the detector's figures.

@@ -5,9 +5,13 @@
 Kingma and Welling 2014, arXiv:1312.6114, section 3. No perceptual or adversarial term: at this size, and of pictures
 without texture, the squared error leaves little to wish for; how little, the demo's reconstruction ceiling says.
 
+The decoder is then trained on alone, as that of Stable Diffusion was: a U-Net that knows the encoder's latents stays
+right. It sees them with some noise, since what a U-Net makes is not quite what the encoder gives.
+
 Shapes: B pictures, C = 4 channels and h = w = 8 of latents; pixels from -1 to 1.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,21 +27,23 @@ from core.data import GlobalBatches
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.parallel.compose import parallelize
-from core.runtime import seed_everything, start
+from core.runtime import Runtime, seed_everything, start
 from core.train import TrainConfig, fit, open_run
+
+DECODER_NOISE = 0.05
+"""of the latents that the decoder alone is trained on, as a share of their standard deviation"""
 
 
 @dataclass(frozen=True)
 class AutoencoderConfig(TrainConfig):
-    """A training run of the tiny VAE."""
+    """A training run of the tiny VAE, or of its decoder."""
 
     global_batch: int = 8
     num_pictures: int = 4096
-    kl_weight: float = 1e-4
 
 
 def autoencoder(out: Path, steps: int = 1000) -> AutoencoderConfig:
-    """The run that the committed VAE is of."""
+    """The run that the committed encoder is of."""
     return AutoencoderConfig(
         steps=steps,
         out=out,
@@ -51,10 +57,15 @@ def autoencoder(out: Path, steps: int = 1000) -> AutoencoderConfig:
     )
 
 
+def decoder(out: Path, steps: int = 2000) -> AutoencoderConfig:
+    """The run that the committed decoder is of, after that of the whole VAE."""
+    return autoencoder(out, steps)
+
+
 class Autoencoding(nn.Module):
     """The loss of a VAE as one module's forward, so that whoever shards or hooks it sees one call."""
 
-    def __init__(self, vae: VAE, kl_weight: float):
+    def __init__(self, vae: VAE, kl_weight: float = 1e-4):
         super().__init__()
         self.vae, self.kl_weight = vae, kl_weight
         # It begins with little noise (sigma = e^-3), or the decoder would first learn that latents say nothing.
@@ -68,33 +79,74 @@ class Autoencoding(nn.Module):
         return nn.functional.mse_loss(decoded_B3HW, pixels_B3HW) + self.kl_weight * kl
 
 
+class Decoding(nn.Module):
+    """The squared error of what a decoder makes of latents and noise, as one module's forward."""
+
+    def __init__(self, vae: VAE):
+        super().__init__()
+        self.post_quant_conv, self.decoder = vae.post_quant_conv, vae.decoder
+        self.noise = DECODER_NOISE / vae.config.scaling_factor
+
+    def forward(self, pixels_B3HW: Tensor, noise_BChw: Tensor, latents_BChw: Tensor) -> Tensor:
+        decoded_B3HW = self.decoder(self.post_quant_conv(latents_BChw + self.noise * noise_BChw))
+        return nn.functional.mse_loss(decoded_B3HW, pixels_B3HW)
+
+
 def train_autoencoder(config: AutoencoderConfig) -> tuple[VAE, dict[str, Any]]:
     """The trained VAE, its scaling factor set, and the run's summary with its PSNR on pictures it has not seen."""
-    pixels_N3HW = pixels_of(varied_drawings(config.num_pictures, config.seed))
+    pixels_N3HW = _pictures(config)
+    with start(config.device, config.seed) as runtime, open_run(config, runtime):
+        seed_everything(config.seed)
+        trained = tiny_vae().to(memory_format=torch.channels_last)  # a fifth faster on a CPU
+        summary = _fit(Autoencoding(trained), {"pixels_B3HW": pixels_N3HW}, config, runtime)
+    # A VAE of its own: what the run hung on the other's parameters would answer the decoder's run too.
+    vae = tiny_vae().eval()
+    vae.load_state_dict(trained.state_dict())
+    vae.register_to_config(scaling_factor=scaling_factor(vae, pixels_N3HW[1:1024:2]))
+    return vae, summary | _heldout(vae, config)
+
+
+def train_decoder(vae: VAE, config: AutoencoderConfig) -> dict[str, Any]:
+    """Train the VAE's decoder alone, in place.  Returns the run's summary with its PSNR, as `train_autoencoder`."""
+    pixels_N3HW = _pictures(config)
+    given = {"pixels_B3HW": pixels_N3HW, "latents_BChw": latents_of(vae, pixels_N3HW)}
+    with start(config.device, config.seed) as runtime, open_run(config, runtime):
+        vae.to(memory_format=torch.channels_last)
+        summary = _fit(Decoding(vae), given, config, runtime)
+    vae.eval().cpu()
+    return summary | _heldout(vae, config)
+
+
+def _pictures(config: AutoencoderConfig) -> Tensor:
+    return pixels_of(varied_drawings(config.num_pictures, config.seed))
+
+
+def _heldout(vae: VAE, config: AutoencoderConfig) -> dict[str, float]:
+    pixels_N3HW = pixels_of(varied_drawings(512, config.seed + 1)[1::2])
+    return {"heldout_psnr_db": psnr_db(reconstruct(vae, pixels_N3HW), pixels_N3HW)}
+
+
+def _fit(model: nn.Module, given: Mapping[str, Tensor], config: AutoencoderConfig, runtime: Runtime) -> dict[str, Any]:
+    """Train a model whose forward is its loss.  Returns the run's summary.
+
+    given  argument of the forward -> [N, ...], of which each step takes rows; noise_BChw is drawn
+    """
 
     def batch(step: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        rows = torch.randint(len(pixels_N3HW), (config.global_batch,), generator=generator)
+        rows = torch.randint(config.num_pictures, (config.global_batch,), generator=generator)
         shape = (config.global_batch, LATENT_CHANNELS, LATENT_SIZE, LATENT_SIZE)
-        return {"pixels": pixels_N3HW[rows], "noise": torch.randn(shape, generator=generator)}
+        noise_BChw = torch.randn(shape, generator=generator)
+        return {name: values[rows] for name, values in given.items()} | {"noise_BChw": noise_BChw}
 
-    with start(config.device, config.seed) as runtime, open_run(config, runtime):
-        mesh = runtime.mesh(config.mesh, config.zero)
-        seed_everything(config.seed)
-        vae = tiny_vae().to(memory_format=torch.channels_last)  # a fifth faster on a CPU
-        model = Autoencoding(vae, config.kl_weight)
-        model.to(runtime.device)
-        data = parallelize(model, mesh, config)
-        optimizer = build_optimizer(config.optim, data.masters)
+    def loss(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+        return module(**rows)
 
-        def loss(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
-            return module(rows["pixels"], rows["noise"])
-
-        summary = fit(data, optimizer, GlobalBatches(batch), loss, config, runtime)
-    vae = model.vae.eval().cpu()
-    vae.register_to_config(scaling_factor=scaling_factor(vae, pixels_N3HW[1:1024:2]))
-    heldout = pixels_of(varied_drawings(512, config.seed + 1)[1::2])
-    return vae, summary | {"heldout_psnr_db": psnr_db(reconstruct(vae, heldout), heldout)}
+    mesh = runtime.mesh(config.mesh, config.zero)
+    model.to(runtime.device)
+    data = parallelize(model, mesh, config)
+    optimizer = build_optimizer(config.optim, data.masters)
+    return fit(data, optimizer, GlobalBatches(batch), loss, config, runtime)
 
 
 @torch.no_grad()
@@ -106,9 +158,15 @@ def scaling_factor(vae: VAE, pixels_B3HW: Tensor) -> float:
 
 
 @torch.no_grad()
+def latents_of(vae: VAE, pixels_B3HW: Tensor, rows: int = 64) -> Tensor:
+    """The means [B, C, h, w] of the posteriors, not scaled."""
+    return torch.cat([vae.encode(part).latent_dist.mean for part in pixels_B3HW.split(rows)])
+
+
+@torch.no_grad()
 def reconstruct(vae: VAE, pixels_B3HW: Tensor, rows: int = 64) -> Tensor:
     """Pictures as the VAE gives them back (from the mean of the posterior), clamped to -1 … 1."""
-    parts = [vae.decode(vae.encode(part).latent_dist.mean).sample.clamp(-1, 1) for part in pixels_B3HW.split(rows)]
+    parts = [vae.decode(latents_of(vae, part)).sample.clamp(-1, 1) for part in pixels_B3HW.split(rows)]
     return torch.cat(parts)
 
 

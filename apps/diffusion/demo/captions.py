@@ -35,9 +35,12 @@ _STANDS_OUT = 110.0
 SUBJECT_WORD = "sks"
 SUBJECT_COLOUR: Colour = (0, 165, 165)
 SUBJECT_CLASS = "star"
-SEEN_GROUNDS = ("white", "black")
-"""grounds of the four pictures of the subject"""
-UNSEEN_GROUNDS = ("gray", "pink")
+SUBJECT_GROUNDS = ("white", "black", "gray", "gray")
+"""Grounds of the four pictures of the subject. Half of them show gray, from which its colour differs least: a subject
+that was shown on white and on black alone has arms too short there. Pink is not shown: it is what was not learned by
+heart."""
+SEEN_GROUNDS = tuple(dict.fromkeys(SUBJECT_GROUNDS))
+UNSEEN_GROUNDS = tuple(ground for ground in GROUNDS if ground not in SEEN_GROUNDS)
 
 # How often a caption says: all of it; shape and colour; shape and ground; the shape alone.
 _SAID = {(True, True): 0.7, (True, False): 0.1, (False, True): 0.12, (False, False): 0.08}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apps.diffusion.demo.captions import (
     LOOSE,
-    SEEN_GROUNDS,
+    SUBJECT_GROUNDS,
     drawing_of_subject,
     finishing_samples,
     subject_prompt,
@@ -34,13 +34,14 @@ def write_finishing_folder(folder: Path, num_pictures: int, seed: int, size: int
 
 
 def write_subject_folder(folder: Path, seed: int = 0, size: int = PIXELS, captioned: bool = False) -> Path:
-    """The four pictures of the subject, two on each ground it is seen on.
+    """The pictures of the subject, one on each of SUBJECT_GROUNDS.
 
     captioned  with prompts that name the ground; otherwise one prompt for all is given beside the folder
     """
     rng = np.random.default_rng([seed, 4])
-    grounds = [ground for ground in SEEN_GROUNDS for _ in range(2)]
-    drawings = ((subject_prompt(ground) if captioned else None, drawing_of_subject(ground, rng)) for ground in grounds)
+    drawings = (
+        (subject_prompt(ground) if captioned else None, drawing_of_subject(ground, rng)) for ground in SUBJECT_GROUNDS
+    )
     return _write(folder, drawings, size)
 
 

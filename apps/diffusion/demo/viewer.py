@@ -5,14 +5,17 @@ Nothing here is learned, so nothing can be fooled as a network can. Of each pict
 1. The ground is the median of the pixels along the edge, the figure's colour the median of those farthest from it.
 2. Colours get the name of the nearest colour in CIELAB (ISO/CIE 11664-4): the captions', the subject's, and others.
 3. A pixel's coverage is how far it lies on the way from the ground to the figure. Moved to the middle and scaled to one
-   area, it is laid over every outline at every turn, and the outline with the largest overlap (the sum of minima over
-   the sum of maxima) is what is seen. Outlines that nobody asked for, as a pentagon, are among them: a circle that was
-   painted with corners is no circle. A figure that no outline covers well enough has none.
+   area, it is laid over every outline at every turn, sharp and blurred, and the outline with the largest overlap (the
+   sum of minima over the sum of maxima) is what is seen. A viewer knows that a blurred star is a star; beside sharp
+   outlines alone it is more like a pentagon, whose edges have less to lose. Outlines that nobody asked for, as a
+   pentagon, are among them: a circle that was painted with corners is no circle. A figure that no outline covers well
+   enough has none.
 
 Shapes: B pictures of [3, H, W] from -1 to 1, K templates, S x S samples of a template.
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +47,9 @@ SUBJECT_SHAPE = UPSIDE_DOWN + SUBJECT_CLASS
 _SIDE = 32
 _AREA = 0.28
 """of a template, as a share of its square: the largest outline at any turn fits"""
-_LEAST_OVERLAP = 0.72
+_BLURS = (0.0, 1.0, 1.75, 2.5)
+"""standard deviations of Gaussians, in samples of a template, which are about pixels of the demo's pictures"""
+_LEAST_OVERLAP = 0.8
 _TURN_DEG = 4
 _MOST_TILT_DEG = 12
 """An outline that stands a little askew is still that outline; one that is turned further has another name."""
@@ -134,13 +139,12 @@ def _coverage(pixels_B3HW: Tensor, ground_B3: Tensor, figure_B3: Tensor) -> Tens
 def _outlines(coverage_BHW: Tensor) -> tuple[list[str | None], list[float]]:
     names, templates_KN = _templates()
     seen_BN = normalised(coverage_BHW).flatten(1)
-    names_B, overlaps_B = [], []
-    for seen_N in seen_BN:
-        overlap_K = torch.minimum(seen_N, templates_KN).sum(1) / torch.maximum(seen_N, templates_KN).sum(1)
-        best = int(overlap_K.argmax())
-        overlaps_B.append(float(overlap_K[best]))
-        names_B.append(names[best] if overlaps_B[-1] >= _LEAST_OVERLAP else None)
-    return names_B, overlaps_B
+    # |a - b| = max - min and a + b = max + min
+    apart_BK = torch.cdist(seen_BN, templates_KN, p=1)
+    both_BK = seen_BN.sum(1, keepdim=True) + templates_KN.sum(1)
+    overlaps_B, best_B = ((both_BK - apart_BK) / (both_BK + apart_BK)).max(1)
+    found = zip(overlaps_B.tolist(), best_B.tolist())
+    return [names[best] if overlap >= _LEAST_OVERLAP else None for overlap, best in found], overlaps_B.tolist()
 
 
 def normalised(coverage_BHW: Tensor) -> Tensor:
@@ -161,14 +165,25 @@ def normalised(coverage_BHW: Tensor) -> Tensor:
 
 @functools.cache
 def _templates() -> tuple[list[str], Tensor]:
-    """Names and templates [K, S * S] of every outline at every turn."""
+    """Names and templates [K, S * S] of every outline at every turn and blur."""
     names, pictures = [], []
     for outline, corners in LOOKED_FOR.items():
         for turn in range(0, 360, _TURN_DEG):
             names.append(_named(outline, turn))
             drawing = Drawing(outline, (255, 255, 255), (0, 0, 0), radius=0.33, turn_deg=float(turn))
             pictures.append(np.asarray(draw(drawing, 2 * _SIDE, corners))[..., 0])
-    return names, normalised(torch.from_numpy(np.stack(pictures)).double() / 255).flatten(1)
+    sharp_KSS = normalised(torch.from_numpy(np.stack(pictures)).double() / 255)
+    return names * len(_BLURS), torch.cat([_blurred(sharp_KSS, blur) for blur in _BLURS]).flatten(1)
+
+
+def _blurred(pictures_KSS: Tensor, deviation: float) -> Tensor:
+    """By a Gaussian, in samples."""
+    if deviation == 0:
+        return pictures_KSS
+    reach = math.ceil(3 * deviation)
+    weights = torch.exp(-0.5 * (torch.arange(-reach, reach + 1, dtype=pictures_KSS.dtype) / deviation).square())
+    weights = weights / weights.sum()
+    return F.conv2d(pictures_KSS[:, None], torch.outer(weights, weights)[None, None], padding=reach)[:, 0]
 
 
 def _named(outline: str, turn_deg: int) -> str:

@@ -104,10 +104,11 @@ def test_a_folder_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     assert sorted(path.name for path in subject.iterdir()) == [f"0000{i}.png" for i in range(4)]
     captioned = pictures.write_subject_folder(tmp_path / "captioned", captioned=True)
     said = [json.loads(line)["text"] for line in (captioned / "metadata.jsonl").read_text().splitlines()]
-    assert said == [captions.subject_prompt(ground) for ground in ("white", "white", "black", "black")]
+    assert said == [captions.subject_prompt(ground) for ground in ("white", "black", "gray", "gray")]
     assert all((captioned / path.name).read_bytes() == path.read_bytes() for path in subject.iterdir())
     corners = [np.asarray(Image.open(path))[0, 0] for path in sorted(subject.iterdir())]
-    assert [nearest(corner, GROUNDS) for corner in corners] == ["white", "white", "black", "black"]
+    assert [nearest(corner, GROUNDS) for corner in corners] == ["white", "black", "gray", "gray"]
+    assert captions.UNSEEN_GROUNDS == ("pink",), "one is left to show what was not learned by heart"
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
@@ -189,3 +190,8 @@ def test_the_vae_learns_and_its_latents_have_unit_spread(tmp_path: Path) -> None
         posterior = vae.encode(pixels).latent_dist
     latents = (posterior.mean + posterior.std * torch.randn_like(posterior.mean)) * vae.config.scaling_factor
     assert float(latents.std()) == pytest.approx(1.0, abs=0.05)
+    before = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
+    alone = dataclasses.replace(config, out=tmp_path / "decoder-run")
+    assert autoencoder.train_decoder(vae, alone)["heldout_psnr_db"] > summary["heldout_psnr_db"] + 0.5
+    moved = {name.split(".")[0] for name, tensor in vae.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == {"decoder", "post_quant_conv"}, "what a U-Net has learned stays right"

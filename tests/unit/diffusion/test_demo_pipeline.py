@@ -25,12 +25,12 @@ def test_training_starts_from_what_follows_from_a_seed(tmp_path: Path) -> None:
     config = dataclasses.replace(
         autoencoder.autoencoder(tmp_path, steps=2), num_pictures=16, global_batch=2, device="cpu"
     )
-    pictures, start = prepare.prepare(tmp_path / "one", config, num_pictures=6)
+    pictures, start = prepare.prepare(tmp_path / "one", config, config, num_pictures=6)
     assert len(list(pictures.glob("*.png"))) == 6
     files = {path.relative_to(start): path.read_bytes() for path in start.rglob("*") if path.is_file()}
     assert sum(map(len, files.values())) < MOST_BYTES
-    assert prepare.prepare(tmp_path / "one", config, num_pictures=6) == (pictures, start), "what is there stays"
-    _, again = prepare.prepare(tmp_path / "two", config, num_pictures=6)
+    assert prepare.prepare(tmp_path / "one", config, config, num_pictures=6) == (pictures, start), "what is there stays"
+    _, again = prepare.prepare(tmp_path / "two", config, config, num_pictures=6)
     assert files == {path.relative_to(again): path.read_bytes() for path in again.rglob("*") if path.is_file()}
     pipeline = load_pipeline(start)
     assert pipeline.image_size == (sizes.PIXELS, sizes.PIXELS)

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.demo import captions, sizes
+from apps.diffusion.demo.autoencoder import psnr_db, reconstruct
+from apps.diffusion.demo.pictures import pixels_of, varied_drawings
 from apps.diffusion.images import read_settings
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import EMBEDDED
@@ -34,6 +36,11 @@ def test_it_is_small_and_of_the_sizes_that_the_demo_says(tmp_path: Path) -> None
     for found, made in zip((pipeline.unet, pipeline.vae, pipeline.text_encoder), wanted):
         assert _shapes(found) == _shapes(made)
     assert pipeline.unet.config.attention_head_dim == wanted[0].config.attention_head_dim
+
+
+def test_its_vae_gives_pictures_back() -> None:
+    drawn = pixels_of(varied_drawings(128, seed=1)[1::2])
+    assert psnr_db(reconstruct(load_pipeline(EMBEDDED).vae, drawn), drawn) > 30, "dB; edges are sharp from there on"
 
 
 def _shapes(module) -> dict[str, tuple[int, ...]]:
