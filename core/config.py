@@ -53,7 +53,7 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
         about = f"--recipe NAME gives the defaults, here {name}; the recipes are {', '.join(recipes)}"
         _print_help(config, command, about if len(recipes) > 1 else "", "--help-all" in options)
     _check_names(options, config, command)
-    _tell(notes)
+    tell_notes(notes)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -231,8 +231,8 @@ def _renamed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _renamed(value, f"{prefix}{item.name}.")
 
 
-def _tell(notes: list[str]) -> None:
-    """Once: the process that launched this rank, or another rank, has told them already."""
+def tell_notes(notes: list[str]) -> None:
+    """Print each once: the process that launched this rank, or another rank, has told them already."""
     if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:
         for note in dict.fromkeys(notes):
             print(f"note: {note}", file=sys.stderr)

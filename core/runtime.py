@@ -348,11 +348,6 @@ def _share_cores(num_local_ranks: int) -> None:
         torch.set_num_threads(max(1, cores // num_local_ranks))
 
 
-def gigabytes(num_bytes: float) -> str:
-    """Decimal gigabytes, or megabytes below one."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
 def device_bytes(device: str, num_local_ranks: int) -> int:
     """Memory that one rank may use: its GPU's, or an equal share of what this machine has free."""
     if device != "cpu" and torch.cuda.is_available():

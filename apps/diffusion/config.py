@@ -1,5 +1,6 @@
 """The options of `diffusion pretrain`, `finetune` and `dreambooth`: core's training run, a pipeline, pictures."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -107,13 +108,15 @@ class DiffusionConfig(TrainConfig):
     """Train a Stable Diffusion pipeline; what all commands have."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("weights", "data.images", "data.global_batch", "data.resolution", "train_text_encoder", "average"),
+        *("model", "data.images", "data.global_batch", "data.resolution", "train_text_encoder", "average"),
         *("validation.prompts", "validation.images"),
         *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")),
         "nproc",
     )
 
-    weights: Path | None = None
+    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+
+    model: Path | None = None
     """the pipeline to start from, a diffusers folder or a single-file checkpoint; by default the one that comes with
     this program"""
     tokenizer: Path | None = None
@@ -156,13 +159,13 @@ class PretrainConfig(DiffusionConfig):
 
     fresh: Literal["nothing", "unet", "unet+text_encoder"] = "unet"
     """what begins from --seed instead of the weights; their configurations are kept"""
-    model: str | None = None
-    """a published model (diffusion recipes lists them) whose U-Net is trained, instead of the weights' own"""
+    unet: str | None = None
+    """a published model (diffusion recipes lists them) whose U-Net is trained, instead of the pipeline's own"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model is not None and self.fresh == "nothing":
-            raise UserError(f"model={self.model} with fresh=nothing: another U-Net has no weights; use --fresh unet")
+        if self.unet is not None and self.fresh == "nothing":
+            raise UserError(f"unet={self.unet} with fresh=nothing: another U-Net has no weights; use --fresh unet")
         if self.fresh == "unet+text_encoder" and not self.train_text_encoder:
             raise UserError("fresh=unet+text_encoder without --train-text-encoder: nothing would teach it; add that")
 
@@ -269,8 +272,8 @@ def check_combination(config: DiffusionConfig) -> MeshConfig:
         raise UserError("--data.images and --instance-dir; give the one or the other")
     if isinstance(config, FinetuneConfig):
         config.prompts_of_class()
-    if config.weights is not None and not config.weights.exists():
-        raise UserError(f"--weights {config.weights} does not exist; give a diffusers folder or a file")
+    if config.model is not None and not config.model.exists():
+        raise UserError(f"--model {config.model} does not exist; give a diffusers folder or a file")
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     for name in ("pp", "tp", "cp"):
         if getattr(mesh, name) > 1:
@@ -278,7 +281,7 @@ def check_combination(config: DiffusionConfig) -> MeshConfig:
     rows = config.data.global_batch * (2 if isinstance(config, FinetuneConfig) and config.has_prior else 1)
     if rows % mesh.data_ranks:
         raise UserError(
-            f"a step of {rows} rows (--data.global_batch {config.data.global_batch}) does not divide over "
+            f"a step of {rows} rows (--data.global-batch {config.data.global_batch}) does not divide over "
             f"{mesh.data_ranks} data-parallel ranks; use a batch that does"
         )
     return mesh

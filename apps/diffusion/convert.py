@@ -3,12 +3,13 @@
 diffusion convert model.safetensors model --tokenizer stable-diffusion-v1-5      a single file to a diffusers folder
 diffusion convert model model.safetensors --precision fp16                       and back
 diffusion convert model merged --lora style.safetensors --lora-scale 0.8         LoRA into the weights
-diffusion convert lora.safetensors kohya.safetensors --weights model --layout kohya    a LoRA's layout
+diffusion convert lora.safetensors kohya.safetensors --model model --layout kohya    a LoRA's layout
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -25,6 +26,8 @@ from core.precision import COMPUTE_DTYPE
 class ConvertConfig:
     """Write a pipeline, or a LoRA, in another format: OUT ends in .safetensors for a single file."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """of the weights that are written"""
     prediction_type: Prediction | None = None
@@ -36,17 +39,17 @@ class ConvertConfig:
     lora: tuple[Path, ...] = ()
     """LoRA files to merge into the weights"""
     lora_scale: float = 1.0
-    weights: Path | None = None
+    model: Path | None = None
     """IN is a LoRA, made for this pipeline"""
     layout: Layout = "diffusers"
     """of a LoRA that is written"""
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        if self.weights is not None:
-            names, why = ("tokenizer", "ema", "lora", "lora_scale"), "with --weights, where IN is a LoRA; leave it out"
+        if self.model is not None:
+            names, why = ("tokenizer", "ema", "lora", "lora_scale"), "with --model, where IN is a LoRA; leave it out"
             return dict.fromkeys(names, why)
-        found = {"layout": "without --weights: a pipeline is written; give those of the pipeline that IN is a LoRA of"}
+        found = {"layout": "without --model: a pipeline is written; give those of the pipeline that IN is a LoRA of"}
         return found if self.lora else found | {"lora_scale": "without a LoRA; give --lora FILE, too"}
 
 
@@ -59,8 +62,8 @@ def main(argv: list[str]) -> int:
         raise UserError("diffusion convert takes what to read and what to write: diffusion convert IN OUT")
     config = parse({"default": ConvertConfig}, argv[len(paths) :], "diffusion convert IN OUT", default="default")
     source, target = Path(paths[0]), Path(paths[1])
-    if config.weights is not None:
-        lora = load_lora(source, load_pipeline(config.weights, prediction_type=config.prediction_type))
+    if config.model is not None:
+        lora = load_lora(source, load_pipeline(config.model, prediction_type=config.prediction_type))
         save_lora(lora, target, config.layout, COMPUTE_DTYPE[config.precision])
         print(f"{target}: {len(lora)} modules in {config.layout}'s layout")
         return 0

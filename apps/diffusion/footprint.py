@@ -37,7 +37,7 @@ from apps.diffusion.pipeline import INDEX, build_meta, check_index, read_schedul
 from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.checkpoint import staged_bytes
-from core.config import UserError
+from core.config import UserError, in_words
 from core.estimate.residency import described_bandwidth, estimate_gemini
 from core.gemini.tier import parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
@@ -46,7 +46,7 @@ from core.parallel.data import BUCKET_BYTES
 from core.parallel.plan import blocks_of
 from core.parallel.recompute import apply_recompute
 from core.quant.choose import choose
-from core.runtime import gigabytes, process_holding
+from core.runtime import process_holding
 from core.weights import read_json
 
 
@@ -217,7 +217,7 @@ def _training(config: PlanConfig, shape: Shape, modules: Modules, before: dict[s
     found = (by_replicas if config.gemini.budget is None else by_gemini)(config, model, step)
     data = ModelData(config, model)
     step_bytes = beside_bytes + found.peak_bytes + found.host_bytes
-    staged = staged_bytes(data.saved, 1 if config.zero else config.ranks)
+    staged = staged_bytes(data.saved, 1 if config.zero else config.nproc)
     after = {"training, a checkpoint staged": step_bytes + staged, "saving": before["loading"]}
     return replace(found, on_cpu=before | after)
 
@@ -274,7 +274,7 @@ class ModelData:
     def __init__(self, config: PlanConfig, model: nn.Module) -> None:
         wide = config.wide.itemsize
         self.learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        ranks = config.ranks if config.zero else 1
+        ranks = config.nproc if config.zero else 1
         self.own = {name: _own_shape(parameter, ranks) for name, parameter in self.learned.items()}
         self.masters = wide * sum(map(prod, self.own.values()))
         self.state = sum(
@@ -303,8 +303,8 @@ def by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footpr
     passed = 2 * masters + data.state + gradients
     computing = sum(stretch.seconds for stretch in stretches)
     seconds = {"computing": computing, "updating": passed / config.speed.bytes_per_s}
-    if config.ranks > 1:
-        sent = 2 * whole * (config.ranks - 1) / config.ranks
+    if config.nproc > 1:
+        sent = 2 * whole * (config.nproc - 1) / config.nproc
         seconds["gradients between devices"] = sent / (1e9 * config.bandwidth_gb_s)
     return Footprint(data.resident, {"forward and backward": peak, "update": gradients}, seconds)
 
@@ -329,7 +329,7 @@ def _held(
     for stretch in step.microbatches[0]:
         begun.update(place[name] for name in stretch.writes)
         written.update(stretch.writes)
-        if config.ranks == 1:
+        if config.nproc == 1:
             yield config.wide.itemsize * sum(learned[name].numel() for name in written)
         elif config.zero < 2:
             yield sum(whole[index] for index in begun)
@@ -358,13 +358,13 @@ def _gathered(config: PlanConfig, model: nn.Module) -> int:
     blocks = [sum(map(torch.numel, block.parameters())) for block in blocks_of(model)]
     total, largest = sum(map(torch.numel, model.parameters())), max(blocks)
     wide, narrow = config.wide.itemsize, config.dtype.itemsize
-    return narrow * (total - sum(blocks) + 2 * largest) + wide * (largest + -(-total // config.ranks))
+    return narrow * (total - sum(blocks) + 2 * largest) + wide * (largest + -(-total // config.nproc))
 
 
 def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
     """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
     assert config.gemini.budget is not None
-    ranks = config.ranks if config.zero else 1
+    ranks = config.nproc if config.zero else 1
     found = estimate_gemini(
         model,
         step,
@@ -373,7 +373,7 @@ def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprin
         config.optim,
         config.wide,
         ranks=ranks,
-        sends=config.ranks > 1,
+        sends=config.nproc > 1,
         policy=config.gemini.policy,
     )
     return Footprint(
@@ -382,7 +382,7 @@ def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprin
         {"planned": found.plan.step_s},
         found.plan.host_bytes,
         found.least_bytes,
-        f"{found.plan.describe()}; the smallest budget is {gigabytes(found.least_bytes)}",
+        f"{found.plan.describe()}; the smallest budget is {in_words(found.least_bytes)}",
     )
 
 

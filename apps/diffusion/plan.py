@@ -1,6 +1,6 @@
 """`diffusion plan`: the memory and the time of sampling or of training at full size, before anything is loaded.
 
-    diffusion plan --model sd_v1 --scheme int8 --precision fp16 --memory-gb 4
+    diffusion plan --model sd_v1 --scheme int8 --precision fp16 --memory 4GiB
     diffusion plan --task train --model sd_v2_base --batch 16 --recompute.mode full --gemini.budget 5.6GB
     diffusion plan --recipe dreambooth_6gb
 
@@ -14,15 +14,14 @@ from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
 from apps.diffusion.plan_config import RECIPES, WITHOUT_EFFECT, PlanConfig
-from core.config import UserError, parse, typed
-from core.runtime import gigabytes
+from core.config import UserError, in_words, option, parse, size_in_bytes, typed
 
 
 def main(argv: list[str]) -> int:
     config = parse(RECIPES, argv, "diffusion plan", default="default")
     found = footprint(config)
     side = pixels_of(config, shape_of(config))
-    title = f"{config.name}, {config.task}, {config.batch} of {side} x {side} px, {config.precision}"
+    title = f"{config.model}, {config.task}, {config.batch} of {side} x {side} px, {config.precision}"
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(_table(found, title))
     if found.said:
@@ -30,31 +29,32 @@ def main(argv: list[str]) -> int:
     console.print(_process(found))
     console.print(_time(config, found))
     if ignored := sorted(typed(argv, config) & set(WITHOUT_EFFECT)):
-        console.print(f"the plan is the same without {', '.join(f'--{name}' for name in ignored)}")
-    if config.memory_gb is not None:
-        _require_fit(config, found)
-        console.print(f"fits {config.memory_gb:g} GB")
+        console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
+    if config.memory is not None:
+        size = size_in_bytes(config.memory, "memory", "GiB")
+        _require_fit(config, found, size)
+        console.print(f"fits {in_words(size)}")
     return 0
 
 
 def _table(found: Footprint, title: str) -> Table:
     table = Table("on a device", "bytes", title=title)
     for name, num_bytes in found.resident.items():
-        table.add_row(name, gigabytes(num_bytes))
+        table.add_row(name, in_words(num_bytes))
     fullest = max(found.moments, key=lambda name: found.moments[name])
     for name, num_bytes in found.moments.items():
-        table.add_row(f"{name}, at its fullest" if name == fullest else f"({name})", gigabytes(num_bytes))
-    table.add_row("together", gigabytes(found.peak_bytes))
+        table.add_row(f"{name}, at its fullest" if name == fullest else f"({name})", in_words(num_bytes))
+    table.add_row("together", in_words(found.peak_bytes))
     if found.host_bytes:
-        table.add_row("on the host", gigabytes(found.host_bytes))
+        table.add_row("on the host", in_words(found.host_bytes))
     return table
 
 
 def _process(found: Footprint) -> str:
     fullest = max(found.on_cpu, key=lambda name: found.on_cpu[name])
     return (
-        f"on a CPU the process takes {gigabytes(found.process_bytes)}, most of it in {fullest} "
-        f"({gigabytes(found.on_cpu[fullest])} of tensors)"
+        f"on a CPU the process takes {in_words(found.process_bytes)}, most of it in {fullest} "
+        f"({in_words(found.on_cpu[fullest])} of tensors)"
     )
 
 
@@ -66,7 +66,7 @@ def _time(config: PlanConfig, found: Footprint) -> str:
     if config.task == "sample":
         return f"{config.batch} picture{'s' * (config.batch > 1)} in {whole:.3g} s {of}"
     steps = config.steps or STEPS["train"]
-    pictures = config.batch * config.ranks / whole
+    pictures = config.batch * config.nproc / whole
     return f"a step in {whole:.3g} s {of}; {pictures:.3g} pictures/s, {steps:,} steps in {_duration(steps * whole)}"
 
 
@@ -77,12 +77,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _require_fit(config: PlanConfig, found: Footprint) -> None:
-    assert config.memory_gb is not None
-    if found.peak_bytes <= config.memory_gb * 1e9:
+def _require_fit(config: PlanConfig, found: Footprint, size: int) -> None:
+    if found.peak_bytes <= size:
         return
+    there = in_words(size)
     if config.task == "sample":
         advice = "try --scheme int8, --vae-tile 256 or a smaller --batch"
     else:
-        advice = f"try --gemini.budget {config.memory_gb:g}GB, --recompute.mode full, --optim.name adamw8bit"
-    raise UserError(f"it needs {gigabytes(found.peak_bytes)} and the device has {config.memory_gb:g} GB; {advice}")
+        advice = f"try --gemini.budget {there.replace(' ', '')}, --recompute.mode full, --optim.name adamw8bit"
+    raise UserError(f"it needs {in_words(found.peak_bytes)} and the device has {there}; {advice}")

@@ -1,6 +1,6 @@
 """The options of `diffusion plan`: what is to be run, and on what."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
@@ -14,7 +14,7 @@ from apps.diffusion.attention import AttentionName
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.shapes import SHAPES
 from apps.diffusion.train_recipes import FINETUNE
-from core.config import UserError
+from core.config import UserError, size_in_bytes
 from core.gemini.config import GeminiConfig
 from core.gemini.tracer import Speed
 from core.metrics.throughput import gpu_peak_flops
@@ -28,15 +28,15 @@ class PlanConfig:
     """What is to be run, and on what."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("task", "model", "weights", "batch", "pixels", "steps", "precision", "scheme", "method", "lora.rank"),
-        *("train_text_encoder", "optim.name", "recompute.mode", "ranks", "zero", "gemini.budget", "gpu", "memory_gb"),
+        *("task", "model", "batch", "pixels", "steps", "precision", "scheme", "method", "lora.rank"),
+        *("train_text_encoder", "optim.name", "recompute.mode", "nproc", "zero", "gemini.budget", "gpu", "memory"),
     )
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model", "ranks": "nproc", "memory_gb": "memory=GB"}
 
     task: Literal["sample", "train"] = "sample"
     model: str = "sd_v1"
-    """a published model; diffusion recipes lists them"""
-    weights: Path | None = None
-    """a diffusers folder instead, of which only the configurations are read"""
+    """a published model (diffusion recipes lists them), or a diffusers folder, of which the configurations are read"""
     batch: int = 1
     """pictures at once on a device; DreamBooth with prior preservation: twice the subject's"""
     pixels: int | None = None
@@ -61,16 +61,16 @@ class PlanConfig:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """train: activation checkpointing"""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    ranks: int = 1
-    """train: data-parallel devices"""
+    nproc: int = 1
+    """train: data-parallel ranks, a device each"""
     zero: Literal[0, 1, 2, 3] = 0
     """train: what is divided over them: 1 optimizer, 2 also gradients, 3 also parameters"""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
     """train: a device's memory; what does not fit lives on the host"""
     gpu: str = "A100"
     """the device whose data sheet says what it computes: A100, H100, L4, RTX 3080, …"""
-    memory_gb: float | None = None
-    """say whether it fits a device of that size"""
+    memory: str | None = None
+    """say whether it fits a device of that size, such as 24GiB (24 alone is GiB)"""
     memory_gb_s: float = 1000.0
     """that the device reads of its memory in a second"""
     bandwidth_gb_s: float = 25.0
@@ -79,16 +79,19 @@ class PlanConfig:
     """of the data sheet's FLOP/s, what is reached"""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "ranks", "steps"):
+        for name in ("batch", "nproc", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; give at least 1")
-        for name in ("memory_gb", "memory_gb_s", "bandwidth_gb_s", "utilisation"):
+        for name in ("memory_gb_s", "bandwidth_gb_s", "utilisation"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"{name} is {value}; give a positive number")
-        if self.weights is None and self.model not in SHAPES:
-            raise UserError(f"no model {self.model!r}; those that have a name are {', '.join(SHAPES)}")
+        if self.memory is not None:
+            size_in_bytes(self.memory, "memory", "GiB")
+        if self.weights is not None and not self.weights.exists():
+            named = ", ".join(SHAPES)
+            raise UserError(f"no model {self.model!r}: there is no such folder, and those that have a name are {named}")
         if self.pixels is not None and (self.pixels <= 0 or self.pixels % 64):
             raise UserError(f"pixels is {self.pixels}; give a multiple of 64, such as 512")
         if self.vae_tile is not None and (self.vae_tile < 64 or self.vae_tile % 8):
@@ -104,10 +107,10 @@ class PlanConfig:
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
         if self.task == "sample":
-            names = ["average", "method", "train_text_encoder", "ranks", "zero", "bandwidth_gb_s"]
+            names = ["average", "method", "train_text_encoder", "nproc", "zero", "bandwidth_gb_s"]
             for group in ("lora", "recompute", "optim", "optim.schedule", "gemini"):
                 names += [f"{group}.{item.name}" for item in fields(attrgetter(group)(self))]
-            return dict.fromkeys(names, "with task=sample; give --task train") | self._of_weights()
+            return dict.fromkeys(names, "with task=sample; give --task train")
         found: dict[str, str] = dict.fromkeys(("guided", "scheme", "vae_tile"), "with task=train; give --task sample")
         if self.method != "lora":
             names = [f"lora.{item.name}" for item in fields(self.lora)]
@@ -117,12 +120,14 @@ class PlanConfig:
         if self.gemini.budget is not None:
             found["gemini.trace"] = "in a plan, which does not draw it; leave it out"
             found["average"] = "with a budget, of which a plan does not know where the average lies; leave it out"
-        elif self.ranks == 1:
-            found["bandwidth_gb_s"] = "on one device without a budget: nothing is sent; give --ranks or --gemini.budget"
-        return found | self._of_weights()
+        elif self.nproc == 1:
+            found["bandwidth_gb_s"] = "on one device without a budget: nothing is sent; give --nproc or --gemini.budget"
+        return found
 
-    def _of_weights(self) -> dict[str, str]:
-        return {} if self.weights is None else {"model": "beside --weights, whose shape is taken; leave it out"}
+    @property
+    def weights(self) -> Path | None:
+        """The folder of a model that has no name."""
+        return None if self.model in SHAPES else Path(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,10 +143,6 @@ class PlanConfig:
         peak = gpu_peak_flops(self.gpu, self.dtype)
         assert peak is not None
         return Speed(self.utilisation * peak, 1e9 * self.memory_gb_s)
-
-    @property
-    def name(self) -> str:
-        return self.model if self.weights is None else str(self.weights)
 
 
 WITHOUT_EFFECT = (

@@ -14,11 +14,10 @@ from typing import Literal
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import Pipeline, check_free, save_pipeline
-from core.config import UserError, parse
+from core.config import UserError, in_words, parse
 from core.precision import COMPUTE_DTYPE
 from core.quant import quantize, stored_bytes
 from core.quant.scheme import SchemeName
-from core.runtime import gigabytes
 
 Part = Literal["unet", "vae", "text_encoder"]
 
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
     save_pipeline(pipeline, target)
     for name, module in pipeline.modules.items():
         now = stored_bytes(module)
-        print(f"{name:12} {gigabytes(before[name]):>9} in fp32, {gigabytes(now):>9} now ({now / before[name]:.1%})")
+        print(f"{name:12} {in_words(before[name]):>9} in fp32, {in_words(now):>9} now ({now / before[name]:.1%})")
     return 0
 
 

@@ -1,15 +1,15 @@
 """`diffusion sample`: pictures of prompts, as PNGs that tell how they were made.
 
-    diffusion sample --prompt "a red circle" "a blue star" --images 4 --weights DIR --out pictures
+    diffusion sample --prompt "a red circle" "a blue star" --images 4 --model DIR --out pictures
 
 Pictures are numbered on from those that the folder holds. Each appears when it is whole.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from rich.console import Console
@@ -25,14 +25,16 @@ from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
 from core.precision import COMPUTE_DTYPE, bf16_units
-from core.runtime import freed_memory_given_back
+from core.runtime import device_of, freed_memory_given_back
 
 
 @dataclass(frozen=True)
 class SampleConfig(Sampling):
     """Draw pictures."""
 
-    weights: Path | None = None
+    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+
+    model: Path | None = None
     """a diffusers folder or a single-file checkpoint; without it the small pipeline that comes with this program"""
     lora: tuple[Path, ...] = ()
     """LoRA files to draw with"""
@@ -58,6 +60,7 @@ class SampleConfig(Sampling):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 where the device multiplies it, otherwise fp32"""
     device: str = "auto"
+    """cpu, cuda, cuda:N; auto: CUDA where there is one"""
     attention: AttentionName = "flash"
     """sliced needs less memory where a device has no flash kernel"""
     vae_tile: int | None = None
@@ -80,7 +83,7 @@ def main(argv: list[str]) -> int:
     jobs = jobs_of(config)
     device = device_of(config.device)
     dtype = dtype_of(config.precision, device)
-    pipeline = load_pipeline(config.weights or EMBEDDED, dtype, config.prediction_type, config.tokenizer)
+    pipeline = load_pipeline(config.model or EMBEDDED, dtype, config.prediction_type, config.tokenizer)
     for path in config.lora:
         merge_lora(pipeline, load_lora(path, pipeline), config.lora_scale)
     prepare(pipeline.to(device), config)
@@ -106,16 +109,6 @@ def jobs_of(config: SampleConfig) -> list[Job]:
     prompts += [] if config.prompts is None else read_prompts(config.prompts)
     check_text(config.negative)
     return [Job(prompt, config.seed + i) for prompt in prompts for i in range(config.images)]
-
-
-def device_of(name: str) -> torch.device:
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError:
-        raise UserError(f"no device {name!r}; give cpu, cuda or auto") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name} was asked for, and torch sees no CUDA device; give --device cpu")
-    return device
 
 
 def dtype_of(precision: str, device: torch.device) -> torch.dtype:
@@ -169,7 +162,7 @@ def settings_of(pipeline: Pipeline, config: SampleConfig, job: Job) -> dict[str,
     if config.lora:
         settings |= {"lora": [str(path) for path in config.lora], "lora_scale": config.lora_scale}
     return settings | {
-        "weights": str(config.weights or EMBEDDED),
+        "weights": str(config.model or EMBEDDED),
         "precision": str(pipeline.unet.dtype).removeprefix("torch."),
     }
 

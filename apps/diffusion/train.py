@@ -1,7 +1,7 @@
 """A training run: config -> pipeline -> mesh -> batches -> U-Net on meta -> materialise -> optimizer -> fit.
 
 What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), and the trained
-pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OUT)` and `--weights OUT` load; a LoRA run
+pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OUT)` and `--model OUT` load; a LoRA run
 leaves its file instead. Validation pictures lie in validation/.
 """
 
@@ -85,7 +85,7 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
             runtime,
             evaluate=validation if config.validation.wanted else None,
             average=average,
-            keep_frozen=False,  # they are those of --weights
+            keep_frozen=False,  # they are those of --model
             values=as_json(config),
         )
         if runtime.leads and finished(config, summary):
@@ -124,7 +124,7 @@ def begins_anew(config: DiffusionConfig) -> TypeGuard[PretrainConfig]:
 
 
 def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
-    shape = dict(pipeline.unet.config) if config.model is None else _shape(config.model)
+    shape = dict(pipeline.unet.config) if config.unet is None else _shape(config.unet)
     with torch.device("meta"):
         pipeline.unet = build_unet(shape)
     pipeline.check(weights_of(config))
@@ -137,8 +137,8 @@ def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
 
 
 def weights_of(config: DiffusionConfig) -> Path:
-    """What a run starts from: without --weights the pipeline that comes with the program."""
-    return config.weights or EMBEDDED
+    """What a run starts from: without --model the pipeline that comes with the program."""
+    return config.model or EMBEDDED
 
 
 def load_weights(config: DiffusionConfig, dtype: torch.dtype = torch.float32) -> Pipeline:
@@ -159,7 +159,7 @@ def load_weights(config: DiffusionConfig, dtype: torch.dtype = torch.float32) ->
 
 def _shape(model: str) -> dict[str, Any]:
     if model not in SHAPES:
-        raise UserError(f"model={model}; the models that have a name are {', '.join(SHAPES)}")
+        raise UserError(f"unet={model}; the models that have a name are {', '.join(SHAPES)}")
     return SHAPES[model].unet
 
 

@@ -44,7 +44,7 @@ def tiny() -> PretrainConfig:
     Without min-SNR, which counts the noisiest timesteps least: there alone captions decide on shapes.
     """
     return PretrainConfig(
-        weights=Path("runs/tiny/start"),
+        model=Path("runs/tiny/start"),
         data=_tiny_data("pictures"),
         fresh="unet+text_encoder",
         train_text_encoder=True,
@@ -62,7 +62,7 @@ def tiny_last() -> FinetuneConfig:
     A constant rate with a moving average: the run may end at any step.
     """
     return FinetuneConfig(
-        weights=Path("runs/tiny/pipeline"),
+        model=Path("runs/tiny/pipeline"),
         data=_tiny_data("last-pictures"),
         train_text_encoder=True,
         steps=1323,

@@ -1,4 +1,4 @@
-"""The commands without --weights: what the pipeline that comes with the program paints, and what learns from it."""
+"""The commands without --model: what the pipeline that comes with the program paints, and what learns from it."""
 
 from dataclasses import asdict
 from pathlib import Path

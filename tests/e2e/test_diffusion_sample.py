@@ -10,7 +10,7 @@ from tests.support.diffusion import narrow_pipeline
 
 def test_pictures_and_a_refusal(tmp_path: Path) -> None:
     folder = save_pipeline(narrow_pipeline(0), tmp_path / "narrow")
-    command = ("-m", "apps.diffusion", "sample", "--weights", folder, "--out", tmp_path / "out", "--steps", 2)
+    command = ("-m", "apps.diffusion", "sample", "--model", folder, "--out", tmp_path / "out", "--steps", 2)
     done = run(*command, "--prompt", "a red circle", "--images", 2, "--grid")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00000-0.png", "00001-1.png", "grid.png"]

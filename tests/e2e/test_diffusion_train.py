@@ -30,7 +30,7 @@ def diffusion(*arguments: object) -> str:
 
 
 def dreambooth(folder: Path, out: Path, *options: object) -> Path:
-    given = ("--weights", folder / "weights", "--instance-dir", folder / "subject", "--device", "cpu", "--out", out)
+    given = ("--model", folder / "weights", "--instance-dir", folder / "subject", "--device", "cpu", "--out", out)
     diffusion("dreambooth", *given, "--instance-prompt", "a photo of sks dog", "--log.no-tensorboard", *options)
     return out
 
@@ -58,7 +58,7 @@ def test_a_lora_is_learned_and_drawn_with(folder: Path, tmp_path: Path) -> None:
     out = dreambooth(folder, tmp_path / "lora", *options, "--validation.prompts", "a dog", "--validation.num-images", 1)
     assert Image.open(out / "validation" / "step-00000002.png").size == (16, 16)
     lora = out / "pytorch_lora_weights.safetensors"
-    sampled = ("sample", "--weights", folder / "weights", "--prompt", "a dog", "--steps", 2)
+    sampled = ("sample", "--model", folder / "weights", "--prompt", "a dog", "--steps", 2)
     diffusion(*sampled, "--out", tmp_path / "plain")
     diffusion(*sampled, "--out", tmp_path / "adapted", "--lora", lora)
     plain, adapted = (Image.open(tmp_path / name / "00000-0.png").tobytes() for name in ("plain", "adapted"))

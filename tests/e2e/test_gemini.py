@@ -28,7 +28,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
     folder = tmp_path_factory.mktemp("given")
     save_pipeline(tiny_pipeline(), folder / "weights")
     write_pictures(folder / "pictures", 4)
-    pictures = ("--weights", folder / "weights", "--data.images", folder / "pictures")
+    pictures = ("--model", folder / "weights", "--data.images", folder / "pictures")
     cache = ("--data.cache", folder / "cache")
     return {"llm": cache, "diffusion": pictures, "fold": cache}
 

@@ -45,7 +45,7 @@ class Size:
     def plan(self, weights: Path) -> PlanConfig:
         config = PlanConfig(
             task=self.task,
-            weights=weights,
+            model=str(weights),
             batch=self.batch,
             pixels=self.pixels,
             precision="fp32",
@@ -107,7 +107,7 @@ def _measured(size: Size) -> Found:
 
 
 def _run(size: Size, folder: Path, pictures: str, budget: str | float | None) -> int:
-    argv: list[Any] = ["--weights", folder / "narrow", "--device", "cpu", "--precision", "fp32", "--steps", 2]
+    argv: list[Any] = ["--model", folder / "narrow", "--device", "cpu", "--precision", "fp32", "--steps", 2]
     argv += ["--out", folder / f"out-{pictures}"]
     if size.task == "sample":
         argv += ["--prompt", "a red circle", "--images", size.batch, "--batch", size.batch, "--width", size.pixels]

@@ -9,10 +9,10 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -50,7 +50,9 @@ SHOWN = (
 class DemoConfig:
     """DreamBooth of a drawn subject, with its figures."""
 
-    weights: Path = EMBEDDED
+    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+
+    model: Path = EMBEDDED
     """the pipeline to start from; one of coloured shapes, as the figures are about them"""
     out: Path = Path("runs/demo-diffusion")
     steps: int = 500
@@ -80,7 +82,7 @@ def run(config: DemoConfig, detector: Detector | None = None) -> dict[str, Any]:
 
     detector  one of pictures as the pipeline's VAE gives them back; by default it is trained here
     """
-    pipeline = load_pipeline(config.weights)
+    pipeline = load_pipeline(config.model)
     with made_anew(config.out):
         summary = figures_of(pipeline, config, detector)
         (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -105,7 +107,7 @@ def figures_of(pipeline: Pipeline, config: DemoConfig, detector: Detector | None
 def options(config: DemoConfig, subject: Path) -> list[str]:
     """The command line of `diffusion dreambooth`."""
     return [
-        *("--weights", str(config.weights), "--instance-dir", str(subject)),
+        *("--model", str(config.model), "--instance-dir", str(subject)),
         *(prior_options(config) if config.prior else ()),
         *("--data.global-batch", str(BATCH), "--train-text-encoder"),
         *("--optim.lr", str(config.lr), "--optim.schedule.shape", "cosine", "--average", str(AVERAGE)),

@@ -68,25 +68,25 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return said
 
 
-TRAIN = ("finetune", "--weights={folder}/weights", "--data.images={folder}/pictures")
-DREAM = ("dreambooth", "--weights={folder}/weights", "--instance-dir={folder}/subject")
-DRAW = ("sample", "--weights={folder}/weights", "--prompt=a dog")
+TRAIN = ("finetune", "--model={folder}/weights", "--data.images={folder}/pictures")
+DREAM = ("dreambooth", "--model={folder}/weights", "--instance-dir={folder}/subject")
+DRAW = ("sample", "--model={folder}/weights", "--prompt=a dog")
 CASES: list[tuple[tuple[str, ...], str]] = [
     # a wrong folder
-    ((*TRAIN, "--weights={folder}/pictures"), "holds no model_index.json; give a diffusers folder"),
-    ((*TRAIN, "--weights={folder}/weights-xl"), "is SDXL (StableDiffusionXLPipeline), which is not supported"),
-    ((*TRAIN, "--weights={folder}/nowhere"), "nowhere does not exist"),
+    ((*TRAIN, "--model={folder}/pictures"), "holds no model_index.json; give a diffusers folder"),
+    ((*TRAIN, "--model={folder}/weights-xl"), "is SDXL (StableDiffusionXLPipeline), which is not supported"),
+    ((*TRAIN, "--model={folder}/nowhere"), "nowhere does not exist"),
     ((*TRAIN, "--data.images={folder}/weights"), "holds no image; give a folder of images"),
     ((*TRAIN, "--data.images={folder}/nowhere"), "is no folder; give one that holds images"),
-    ((*DRAW, "--weights={folder}/pictures"), "holds no model_index.json; give a diffusers folder"),
+    ((*DRAW, "--model={folder}/pictures"), "holds no model_index.json; give a diffusers folder"),
     (("quantize", "{folder}/pictures", "{folder}/out"), "holds no model_index.json; give a diffusers folder"),
-    (("plan", "--weights={folder}/pictures"), "holds no model_index.json; give a diffusers folder"),
+    (("plan", "--model={folder}/pictures"), "holds no model_index.json; give a diffusers folder"),
     # channels that do not fit each other
-    ((*TRAIN, "--weights={folder}/weights-9"), "the U-Net takes 9 channels and makes 4, the VAE's latents have 4"),
-    ((*DRAW, "--weights={folder}/weights-9"), "the U-Net takes 9 channels and makes 4, the VAE's latents have 4"),
+    ((*TRAIN, "--model={folder}/weights-9"), "the U-Net takes 9 channels and makes 4, the VAE's latents have 4"),
+    ((*DRAW, "--model={folder}/weights-9"), "the U-Net takes 9 channels and makes 4, the VAE's latents have 4"),
     # an empty prompt
     ((*DRAW, "--prompt= "), "prompt 1 of 1 is empty; say what to draw"),
-    (("sample", "--weights={folder}/weights", "--prompts={folder}/prompts.txt"), "prompt 2 of 3 is empty"),
+    (("sample", "--model={folder}/weights", "--prompts={folder}/prompts.txt"), "prompt 2 of 3 is empty"),
     ((*TRAIN, "--data.prompt= "), "data.prompt is empty"),
     ((*DREAM, "--instance-prompt= "), "--instance-prompt is empty"),
     ((*DREAM, "--instance-prompt=sks", "--class-dir={folder}/c", "--class-prompt="), "--class-prompt is empty"),
@@ -96,10 +96,10 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     # a LoRA for another model
     ((*DRAW, "--lora={folder}/lora.safetensors"), "was made for another model: "),
     # a v-prediction checkpoint loaded as epsilon
-    ((*TRAIN, "--weights={folder}/weights-v", "--noise.prediction=epsilon"), "predicts v_prediction"),
-    ((*DRAW, "--weights={folder}/weights-v", "--prediction-type=epsilon"), "predicts v_prediction, and --pred"),
-    ((*DRAW, "--weights={folder}/v2.safetensors"), "does not say what its U-Net predicts; give --prediction-type"),
-    ((*DRAW, "--weights={folder}/said.safetensors", "--prediction-type=epsilon"), "predicts v_prediction"),
+    ((*TRAIN, "--model={folder}/weights-v", "--noise.prediction=epsilon"), "predicts v_prediction"),
+    ((*DRAW, "--model={folder}/weights-v", "--prediction-type=epsilon"), "predicts v_prediction, and --pred"),
+    ((*DRAW, "--model={folder}/v2.safetensors"), "does not say what its U-Net predicts; give --prediction-type"),
+    ((*DRAW, "--model={folder}/said.safetensors", "--prediction-type=epsilon"), "predicts v_prediction"),
 ]  # fmt: skip
 
 

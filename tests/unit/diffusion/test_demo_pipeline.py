@@ -95,7 +95,7 @@ def test_the_demo_runs_from_pictures_to_figures(
     paint = demo.painter
     monkeypatch.setattr(demo, "painter", lambda pipeline: paint(pipeline, Sampling(steps=2, guidance=1.0)))
     out = tmp_path / "out"
-    options = ["--weights", str(weights), "--out", str(out), "--steps", "1", "--repeats", "1", "--class-images", "2"]
+    options = ["--model", str(weights), "--out", str(out), "--steps", "1", "--repeats", "1", "--class-images", "2"]
     assert demo.main(options) == 0
     summary = json.loads((out / "summary.json").read_text())
     assert {"seen", "unseen", "leak", "class_attributes", "things_seen"} < set(summary["before"])
@@ -111,8 +111,8 @@ def test_the_demo_runs_from_pictures_to_figures(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "photo.png").touch()
     with pytest.raises(UserError, match="move it away, or give another --out"):
-        demo.main(["--weights", str(weights), "--out", str(tmp_path / "mine")])
+        demo.main(["--model", str(weights), "--out", str(tmp_path / "mine")])
     assert (tmp_path / "mine" / "photo.png").exists()
     with pytest.raises(UserError, match="holds no"):
-        demo.main(["--weights", str(tmp_path / "nowhere"), "--out", str(out)])
+        demo.main(["--model", str(tmp_path / "nowhere"), "--out", str(out)])
     assert (out / "summary.json").exists(), "an earlier run is there as long as the next cannot begin"

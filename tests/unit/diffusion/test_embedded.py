@@ -63,6 +63,6 @@ def test_an_installation_has_every_file() -> None:
 
 def test_commands_start_from_it_where_no_weights_are_given(tmp_path: Path) -> None:
     assert weights_of(FinetuneConfig()) == EMBEDDED
-    assert weights_of(FinetuneConfig(weights=tmp_path)) == tmp_path
+    assert weights_of(FinetuneConfig(model=tmp_path)) == tmp_path
     assert sample(["--prompt", "a red star", "--steps", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
     assert read_settings(tmp_path / "00000-0.png")["weights"] == str(EMBEDDED)

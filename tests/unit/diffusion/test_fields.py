@@ -141,7 +141,7 @@ REFUSED = [
 def test_a_folder_that_would_draw_wrong_pictures_is_refused_in_one_line(copy, tmp_path, capsys, case) -> None:
     file, changes, said = REFUSED[case]
     edit(copy / file, **changes)
-    argv = ["sample", f"--weights={copy}", "--prompt=a dog", f"--out={tmp_path}/out"]
+    argv = ["sample", f"--model={copy}", "--prompt=a dog", f"--out={tmp_path}/out"]
     assert run_command(APP.dispatch, argv) == 2
     line = capsys.readouterr().err.strip()
     assert said in line, line
@@ -195,7 +195,7 @@ def test_a_u_net_that_is_told_its_guidance_draws_as_in_diffusers(tmp_path) -> No
         [(_, found)] = generate(load_pipeline(folder), [Job("a dog", 3)], Sampling("model", 2, guidance))
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     write_pictures(tmp_path / "pictures", 2)
-    argv = ["finetune", f"--weights={folder}", f"--data.images={tmp_path}/pictures", f"--out={tmp_path}/out"]
+    argv = ["finetune", f"--model={folder}", f"--data.images={tmp_path}/pictures", f"--out={tmp_path}/out"]
     assert run_command(APP.dispatch, argv) == 2
 
 

@@ -138,7 +138,7 @@ def test_a_decoder_that_overflows_in_fp16_runs_again_in_fp32():
 
 def test_the_command(folder, tmp_path, capsys):
     out = tmp_path / "pictures"
-    options = ["--weights", str(folder), "--out", str(out), "--steps", "2", "--images", "2", "--grid"]
+    options = ["--model", str(folder), "--out", str(out), "--steps", "2", "--images", "2", "--grid"]
     assert sample.main([*options, "--prompt", "a red circle", "a star, wide", "--seed", "7", "--negative", "dög"]) == 0
     names = ["00000-7.png", "00001-8.png", "00002-7.png", "00003-8.png", "grid.png"]
     assert sorted(path.name for path in out.iterdir()) == names
@@ -171,12 +171,12 @@ def test_the_command(folder, tmp_path, capsys):
         (["--prompt", "a", "--images", "0"], "images is 0"),
         (["--prompt", "a", "--seed", "-3"], "seed is -3"),
         (["--prompt", "a", "--device", "tpu9"], "device=tpu9; the devices are cpu and cuda"),
-        (["--prompt", "a", "--weights", "nowhere"], "nowhere holds no model_index.json"),
+        (["--prompt", "a", "--model", "nowhere"], "nowhere holds no model_index.json"),
     ],
 )
 def test_refused(folder, tmp_path, options, said):
     with pytest.raises(UserError, match=said):
-        sample.main(["--weights", str(folder), "--out", str(tmp_path / "out"), *options])
+        sample.main(["--model", str(folder), "--out", str(tmp_path / "out"), *options])
     assert not (tmp_path / "out").exists()
 
 

@@ -165,7 +165,7 @@ def test_the_command_merges_and_changes_the_layout(narrow, tmp_path):
     folder = save_pipeline(narrow, tmp_path / "narrow")
     path = save_lora(lora, tmp_path / "lora.safetensors")
     kohya = tmp_path / "kohya.safetensors"
-    assert convert.main([str(path), str(kohya), "--weights", str(folder), "--layout", "kohya"]) == 0
+    assert convert.main([str(path), str(kohya), "--model", str(folder), "--layout", "kohya"]) == 0
     assert f"lora_unet_{ATTENTION.replace('.', '_')}_attn1_to_q.alpha" in load_file(kohya)
     merged = tmp_path / "merged"
     assert convert.main([str(folder), str(merged), "--lora", str(kohya), "--lora-scale", "2"]) == 0

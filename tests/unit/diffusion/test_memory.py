@@ -51,7 +51,7 @@ def test_what_was_trained_is_gone_when_the_pipeline_is_loaded_again(
         saved(config)
 
     denoiser, saved = train.denoiser, train.save
-    argv = ["--weights", folder / "tiny", "--data.images", folder / "pictures", "--data.global-batch", 1, "--steps", 1]
+    argv = ["--model", folder / "tiny", "--data.images", folder / "pictures", "--data.global-batch", 1, "--steps", 1]
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--log.no-tensorboard", "--data.resolution", 16, *options]
     with patch.object(train, "denoiser", build), patch.object(train, "save", save):
         assert finetune.main([str(word) for word in argv]) == 0
@@ -60,7 +60,7 @@ def test_what_was_trained_is_gone_when_the_pipeline_is_loaded_again(
 
 def test_drawing_gives_freed_memory_back(folder: Path, tmp_path: Path) -> None:
     """On a CPU, to the process's allocator as it was before."""
-    argv = ["--weights", folder / "tiny", "--prompt", "a", "--steps", 1, "--device", "cpu", "--out", tmp_path / "out"]
+    argv = ["--model", folder / "tiny", "--prompt", "a", "--steps", 1, "--device", "cpu", "--out", tmp_path / "out"]
     with patch("core.runtime.give_back_freed_memory") as gives_back, patch("core.runtime._set_allocator") as before:
         assert sample.main([str(word) for word in argv]) == 0
         held = tiny_pipeline().stored_bytes
@@ -71,5 +71,5 @@ def test_drawing_gives_freed_memory_back(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_plan_says_what_a_process_on_a_cpu_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--weights", str(folder / "tiny"), "--task", "train"]) == 0
+    assert main(["--model", str(folder / "tiny"), "--task", "train"]) == 0
     assert "on a CPU the process takes" in capsys.readouterr().out

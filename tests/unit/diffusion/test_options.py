@@ -22,10 +22,10 @@ COMMANDS = {
     "convert": [
         "DIR/weights OUT/converted",
         "DIR/weights OUT/converted.safetensors",
-        "DIR/lora.safetensors OUT/lora.safetensors --weights DIR/weights",
+        "DIR/lora.safetensors OUT/lora.safetensors --model DIR/weights",
     ],
     "quantize": ["DIR/weights OUT/quantized"],
-    "plan": ["", "--task train", "--task train --method lora --ranks 2", "--task train --gemini.budget 60MB"],
+    "plan": ["", "--task train", "--task train --method lora --nproc 2", "--task train --gemini.budget 60MB"],
 }
 """command -> words of each of its modes"""
 VALUES = TRAINING | {"class_prompt": "dog", "instance_prompt": "sks", "model": "sd_v1", "vae_tile": 64}
@@ -36,11 +36,11 @@ ALSO = {
     "finetune": ["average_on_host", "prior_weight", "validation.sampling.negative"],
     "dreambooth": ["average_on_host", "validation.sampling.negative"],
     "sample --sampler ddim --guidance 1": ["negative", "guidance_rescale"],
-    "plan --task train --method lora --ranks 2": ["lora.start"],
+    "plan --task train --method lora --nproc 2": ["lora.start"],
 }
 TOLD = {
     "plan --task train": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
-    "plan --task train --method lora --ranks 2": WITHOUT_EFFECT,
+    "plan --task train --method lora --nproc 2": WITHOUT_EFFECT,
     "plan --task train --gemini.budget 60MB": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
 }
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
 def test_an_option_is_obeyed_or_refused(command, mode, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = mode.replace("DIR", str(folder)).replace("OUT", str(tmp_path)).split()
-    weights = ["--weights", str(folder / "weights"), "--out", str(tmp_path / "out")]
+    weights = ["--model", str(folder / "weights"), "--out", str(tmp_path / "out")]
     pictures = ["--data.images", str(folder / "pictures")]
     training = [*CPU, *weights, "--steps", "1", "--data.global-batch", "2", "--optim.schedule.warmup-steps", "0"]
     given = {
@@ -69,7 +69,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, folder, tmp_path, monkeyp
         "finetune": [*training, *pictures],
         "dreambooth": training,
         "sample": [*weights, "--device", "cpu", "--prompt", "dog", "--steps", "1"],
-        "plan": ["--weights", str(folder / "weights"), "--pixels", "64"],
+        "plan": ["--model", str(folder / "weights"), "--pixels", "64"],
     }.get(command, [])
     argv = [command, *words] if command in ("convert", "quantize") else [command, *given, *words]
     also = ALSO.get(f"{command} {mode}", ALSO.get(command, ()))

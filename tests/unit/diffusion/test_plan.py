@@ -83,14 +83,14 @@ def test_the_plan_of_training(folder):
     step = traced(base)
     whole = by_replicas(base, *step)
     assert whole.resident == {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
-    spread = by_replicas(replace(base, ranks=4, zero=1), *step)
+    spread = by_replicas(replace(base, nproc=4, zero=1), *step)
     assert spread.resident["optimizer's state"] == pytest.approx(2 * count, rel=0.1)
     assert spread.resident["parameters"] == 2 * count
     assert spread.moments["update"] == whole.moments["update"]
     message = spread.moments["forward and backward"] - whole.moments["forward and backward"]
     assert 0 < message < 4 * count  # which one rank does not make
     assert spread.seconds["gradients between devices"] == 2 * 4 * count * 3 / 4 / 25e9
-    sharded = by_replicas(replace(base, ranks=4, zero=3), *step)
+    sharded = by_replicas(replace(base, nproc=4, zero=3), *step)
     assert sharded.resident["parameters"] == 0
     assert sharded.moments["update"] == pytest.approx(count, rel=0.1)
     kept = footprint(replace(base, recompute=RecomputeConfig()))
@@ -107,11 +107,11 @@ def test_gradients_of_buckets_are_counted_whole_of_zero_2_in_shares_and_on_one_r
 
     step = StepTrace(((stretch(), stretch("e"), stretch("d", "c"), stretch("b", "a")),), tuple(learned), {})
     bucket = BUCKET_BYTES  # of two in fp32
-    every = list(_held(PlanConfig(task="train", ranks=4, zero=1), learned, own, step))
+    every = list(_held(PlanConfig(task="train", nproc=4, zero=1), learned, own, step))
     assert every == [0, bucket, 2 * bucket, 2.5 * bucket]
     alone = list(_held(PlanConfig(task="train"), learned, own, step))
     assert alone == [0, 0.5 * bucket, 1.5 * bucket, 2.5 * bucket]
-    shares = list(_held(PlanConfig(task="train", ranks=4, zero=2), learned, own, step))
+    shares = list(_held(PlanConfig(task="train", nproc=4, zero=2), learned, own, step))
     assert shares == [0, 1.25 * bucket, 2.5 * bucket, 0.25 * bucket + 1.25 * bucket + 0.625 * bucket]
 
 
@@ -131,7 +131,7 @@ def test_gemini_fits_a_step_into_its_budget(folder):
 
 
 def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
-    argv = ["--weights", folder / "narrow", "--data.images", folder / "pictures", "--data.global-batch", 4]
+    argv = ["--model", folder / "narrow", "--data.images", folder / "pictures", "--data.global-batch", 4]
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--steps", 2, "--checkpoint.every", 0, "--average", 0.9]
     argv += ["--train-text-encoder", "--recompute.mode", "full", "--log.no-tensorboard"]
     assert finetune.main([str(word) for word in argv]) == 0
@@ -143,7 +143,7 @@ def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
 
 def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
     argv = [
-        "--weights",
+        "--model",
         folder / "narrow",
         "--data.images",
         folder / "pictures",
@@ -193,15 +193,15 @@ def test_the_plan_counts_what_sampling_allocates(folder):
 
 def test_the_command_of_the_plan(capsys, tmp_path):
     tiny = str(save_pipeline(tiny_pipeline(), tmp_path / "tiny"))
-    assert main(["--weights", tiny, "--precision", "fp16", "--scheme", "int8", "--memory-gb", "4"]) == 0
+    assert main(["--model", tiny, "--precision", "fp16", "--scheme", "int8", "--memory", "4GB"]) == 0
     said = capsys.readouterr().out
-    assert "fits 4 GB" in said
+    assert "fits 3.73 GiB" in said
     assert re.search(r"1 picture in [\d.e-]+ s at 40% of the A100's peak", said)
     for argv, line in (
-        (["--weights", tiny, "--memory-gb", "1e-6"], r"needs .* and the device has 1e-06 GB; try --scheme int8"),
+        (["--model", tiny, "--memory", "1KB"], r"needs .* and the device has 1000 bytes; try --scheme int8"),
         (["--recipe", "lora_1gb"], "no recipe 'lora_1gb', did you mean lora_4gb"),
         (["--model", "sdxl"], "no model 'sdxl'; those that have a name are sd_v1"),
-        (["--weights", str(tmp_path)], r"holds no model_index\.json"),
+        (["--model", str(tmp_path)], r"holds no model_index\.json"),
         (["--pixels", "500"], "pixels is 500; give a multiple of 64"),
         (["--gpu", "abacus"], "gpu=abacus has no known bf16 peak"),
         (["--gemini.budget", "4GB"], "use --task train"),

@@ -77,7 +77,7 @@ def test_out_and_in_again(folder, tmp_path, capsys):
     assert torch.equal(_pictures(found, 1), _pictures(wanted, 1))
     with pytest.raises(UserError, match="a single file holds plain weights"):
         save_single_file(found, tmp_path / "int8.safetensors")
-    options = ["--weights", str(out), "--prompt", "a dog", "--steps", "1", "--out", str(tmp_path / "pictures")]
+    options = ["--model", str(out), "--prompt", "a dog", "--steps", "1", "--out", str(tmp_path / "pictures")]
     assert sample.main(options) == 0
     assert (tmp_path / "pictures" / "00000-0.png").is_file()
 
