@@ -21,7 +21,5 @@ def _as_called_now(argv: list[str]) -> list[str]:
             found[index] = f"--unet={value}" if value != word else value
             if before == "--model":
                 found[index - 1] = "--unet"
-            tell_notes(
-                [f"--model {value} is called {option('unet')} {value} now; the former name goes with the next version"]
-            )
+            tell_notes([f"--model {value} is called --unet {value} now; the former name goes with the next version"])
     return found
