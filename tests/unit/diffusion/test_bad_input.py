@@ -128,7 +128,7 @@ def test_images_of_all_kinds_train_together_and_impossible_ones_are_left_out(fol
     Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(pictures / "sixteen.png")
     Image.new("RGB", (1, 1)).save(pictures / "pixel.png")
     png_that_claims(pictures / "vast.png", 20_000, 20_000)
-    options: dict[str, Any] = {"weights": folder / "weights", "data.images": pictures, "data.prompt": "a dog"}
+    options: dict[str, Any] = {"model": folder / "weights", "data.images": pictures, "data.prompt": "a dog"}
     options |= {"out": tmp_path / "run", "steps": 1, "device": "cpu", "checkpoint.every": 0, "data.global-batch": 6}
     argv = ["finetune", *(f"--{name}={value}" for name, value in options.items()), "--log.no-tensorboard"]
     assert run_command(APP.dispatch, argv) == 0

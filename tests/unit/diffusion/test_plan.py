@@ -56,7 +56,7 @@ def test_the_plan_of_sampling_at_full_size():
 
 def test_the_plan_of_sampling(folder):
     """Int8 spares what the weights spare; slices of scores need more than a flash kernel; tiles less than a picture."""
-    base = PlanConfig(weights=folder / "tiny", pixels=128, precision="fp16")
+    base = PlanConfig(model=str(folder / "tiny"), pixels=128, precision="fp16")
     plain = footprint(base)
     assert sum(plain.resident.values()) == sum(2 * p.numel() for m in tiny_modules() for p in m.parameters())
     eighth = footprint(replace(base, scheme="int8"))
@@ -79,7 +79,7 @@ def traced(config):
 
 def test_the_plan_of_training(folder):
     count = sum(p.numel() for p in tiny_pipeline().unet.parameters())
-    base = PlanConfig(task="train", weights=folder / "tiny", batch=8, pixels=64, recompute=FULL)
+    base = PlanConfig(task="train", model=str(folder / "tiny"), batch=8, pixels=64, recompute=FULL)
     step = traced(base)
     whole = by_replicas(base, *step)
     assert whole.resident == {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
@@ -116,7 +116,7 @@ def test_gradients_of_buckets_are_counted_whole_of_zero_2_in_shares_and_on_one_r
 
 
 def test_gemini_fits_a_step_into_its_budget(folder):
-    base = PlanConfig(task="train", weights=folder / "tiny", batch=1, recompute=FULL)
+    base = PlanConfig(task="train", model=str(folder / "tiny"), batch=1, recompute=FULL)
     step = traced(base)
     with pytest.raises(UserError, match="too small for this model and batch; give at least") as refused:
         by_gemini(replace(base, gemini=GeminiConfig("10KiB")), *step)
@@ -136,7 +136,7 @@ def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
     argv += ["--train-text-encoder", "--recompute.mode", "full", "--log.no-tensorboard"]
     assert finetune.main([str(word) for word in argv]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
-    common = PlanConfig(task="train", weights=folder / "narrow", batch=4, precision="fp32", average=True)
+    common = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", average=True)
     planned = footprint(replace(common, train_text_encoder=True, recompute=FULL))
     assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
 
@@ -155,7 +155,7 @@ def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--checkpoint.every", 0, "--method", "lora"]
     assert finetune.main([str(word) for word in [*argv, "--lora.rank", 3, "--log.no-tensorboard"]]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
-    config = PlanConfig(task="train", weights=folder / "narrow", batch=4, precision="fp32", method="lora")
+    config = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", method="lora")
     planned = footprint(replace(config, lora=LoraConfig(rank=3)))
     assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
     assert planned.resident["optimizer's state"] < 0.1 * planned.resident["parameters"]
@@ -175,7 +175,9 @@ def test_the_plan_counts_what_sampling_allocates(folder):
     from apps.diffusion.loading import load_pipeline
 
     planned = footprint(
-        PlanConfig(weights=folder / "narrow", precision="fp32", attention="sliced", batch=2, pixels=128, guided=False)
+        PlanConfig(
+            model=str(folder / "narrow"), precision="fp32", attention="sliced", batch=2, pixels=128, guided=False
+        )
     )
     unet = load_pipeline(folder / "narrow").unet
     set_attention(unet, "sliced")
@@ -200,7 +202,7 @@ def test_the_command_of_the_plan(capsys, tmp_path):
     for argv, line in (
         (["--model", tiny, "--memory", "1KB"], r"needs .* and the device has 1000 bytes; try --scheme int8"),
         (["--recipe", "lora_1gb"], "no recipe 'lora_1gb', did you mean lora_4gb"),
-        (["--model", "sdxl"], "no model 'sdxl'; those that have a name are sd_v1"),
+        (["--model", "sdxl"], "no model 'sdxl': there is no such folder, and those that have a name are sd_v1"),
         (["--model", str(tmp_path)], r"holds no model_index\.json"),
         (["--pixels", "500"], "pixels is 500; give a multiple of 64"),
         (["--gpu", "abacus"], "gpu=abacus has no known bf16 peak"),

@@ -52,8 +52,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _argv(folder: Path, out: Path, **options: Any) -> list[str]:
-    given = {"weights": folder / "weights", "out": out, "steps": 3, **options}
-    return [*CPU, *(f"--{name.replace('__', '.')}={value}" for name, value in given.items() if value is not None)]
+    given = {"model": folder / "weights", "out": out, "steps": 3, **options}
+    return [
+        *CPU,
+        *(
+            f"--{name.replace('__', '.').replace('_', '-')}={value}"
+            for name, value in given.items()
+            if value is not None
+        ),
+    ]
 
 
 def _subject(folder: Path) -> dict[str, Any]:
@@ -326,7 +333,7 @@ def test_single_files_are_trained_on_too(tmp_path: Path) -> None:
     save_pipeline(pipeline, tmp_path / "narrow")
     save_single_file(pipeline, tmp_path / "narrow.safetensors")
     write_pictures(tmp_path / "pictures", 1)
-    options = {"weights": tmp_path / "narrow.safetensors", "data__images": tmp_path / "pictures", "steps": 1}
+    options = {"model": tmp_path / "narrow.safetensors", "data__images": tmp_path / "pictures", "steps": 1}
     argv = _argv(tmp_path, tmp_path / "run", **options, method="lora", tokenizer=tmp_path / "narrow")
     assert finetune.main(argv) == 0
     lora = load_lora(tmp_path / "run" / LORA_FILES["diffusers"], pipeline)
@@ -336,7 +343,7 @@ def test_single_files_are_trained_on_too(tmp_path: Path) -> None:
     quantize(pipeline.unet, "int8")
     save_pipeline(pipeline, tmp_path / "int8")
     with pytest.raises(UserError, match="8 bits, which do not learn"):
-        finetune.main(_argv(tmp_path, tmp_path / "other", **options | {"weights": tmp_path / "int8"}))
+        finetune.main(_argv(tmp_path, tmp_path / "other", **options | {"model": tmp_path / "int8"}))
 
 
 SUBJECT = {"instance_dir": "{folder}/subject", "instance_prompt": "a"}
@@ -346,13 +353,13 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
     (finetune, {"data__images": "{folder}/weights"}, [], "holds no image"),
     (finetune, {"data__images": "{folder}/subject"}, [], "no caption"),
     (finetune, {"data__images": "{folder}/pictures", "data__prompt": " "}, [], "data.prompt is empty"),
-    (finetune, {"data__images": "{folder}/pictures", "weights": "{folder}/none"}, [], "does not exist"),
-    (finetune, {"data__images": "{folder}/pictures", "weights": "{folder}/pictures"}, [], "model_index.json"),
+    (finetune, {"data__images": "{folder}/pictures", "model": "{folder}/none"}, [], "does not exist"),
+    (finetune, {"data__images": "{folder}/pictures", "model": "{folder}/pictures"}, [], "model_index.json"),
     (finetune, {"data__images": "{folder}/pictures", "method": "dream"}, [], "no method 'dream'"),
     (finetune, {"data__images": "{folder}/pictures", "noise__prediction": "v_prediction"}, [], "predicts epsilon"),
     (
         finetune,
-        {"data__images": "{folder}/pictures", "weights": "{folder}/weights-v", "noise__prediction": "epsilon"},
+        {"data__images": "{folder}/pictures", "model": "{folder}/weights-v", "noise__prediction": "epsilon"},
         [],
         "predicts v_prediction",
     ),
@@ -379,7 +386,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
         dreambooth,
         {**SUBJECT, "class_dir": "{folder}/c", "class_sampling__steps": 3},
         [],
-        "class_sampling.steps without",
+        "class-sampling.steps without",
     ),
     (
         dreambooth,
@@ -387,8 +394,8 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
         [],
         "height is 3; give a multiple of",
     ),
-    (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v9"}, [], "sd_v1"),
-    (pretrain, {"data__images": "{folder}/pictures", "model": "sd_v1"}, [], "width"),
+    (pretrain, {"data__images": "{folder}/pictures", "unet": "sd_v9"}, [], "sd_v1"),
+    (pretrain, {"data__images": "{folder}/pictures", "unet": "sd_v1"}, [], "width"),
     (pretrain, {"data__images": "{folder}/pictures", "fresh": "unet+text_encoder"}, [], "nothing would teach it"),
 ]
 
