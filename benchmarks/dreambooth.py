@@ -104,7 +104,7 @@ def commands(script: Path | None, python: Path | None) -> dict[str, Command]:
 
 def _ours(job: Job, out: Path) -> list[str]:
     given = {
-        "weights": job.weights,
+        "model": job.weights,
         "instance-dir": job.subject,
         "instance-prompt": INSTANCE,
         "class-dir": job.likes,

@@ -206,12 +206,12 @@ def counted(folder: Path, quick: bool) -> Part:
     rows = []
     for number, setting in enumerate(SETTINGS[:1] if quick else SETTINGS):
         out = folder / f"run-{number}"
-        options = {"weights": folder / "narrow", "data.images": folder / "pictures", "data.global-batch": 4, "steps": 2}
+        options = {"model": folder / "narrow", "data.images": folder / "pictures", "data.global-batch": 4, "steps": 2}
         options |= {"out": out, "checkpoint.every": 0, "device": "cpu"}
         argv = [f"--{name}={value}" for name, value in options.items()]
         finetune.main([*argv, "--log.no-tensorboard", *setting.argv])
         summary = json.loads((out / "summary.json").read_text())
-        plan = PlanConfig(task="train", weights=folder / "narrow", batch=4, precision="fp32", **setting.plan)
+        plan = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", **setting.plan)
         numbers = {
             "planned": Number(footprint(plan).peak_bytes / 1e6, "MB"),
             "counted": Number(summary["device_peak_bytes"] / 1e6, "MB"),

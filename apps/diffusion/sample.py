@@ -162,7 +162,7 @@ def settings_of(pipeline: Pipeline, config: SampleConfig, job: Job) -> dict[str,
     if config.lora:
         settings |= {"lora": [str(path) for path in config.lora], "lora_scale": config.lora_scale}
     return settings | {
-        "weights": str(config.model or EMBEDDED),
+        "model": str(config.model or EMBEDDED),
         "precision": str(pipeline.unet.dtype).removeprefix("torch."),
     }
 

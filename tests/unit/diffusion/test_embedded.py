@@ -65,4 +65,4 @@ def test_commands_start_from_it_where_no_weights_are_given(tmp_path: Path) -> No
     assert weights_of(FinetuneConfig()) == EMBEDDED
     assert weights_of(FinetuneConfig(model=tmp_path)) == tmp_path
     assert sample(["--prompt", "a red star", "--steps", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
-    assert read_settings(tmp_path / "00000-0.png")["weights"] == str(EMBEDDED)
+    assert read_settings(tmp_path / "00000-0.png")["model"] == str(EMBEDDED)

@@ -36,7 +36,7 @@ def test_freed_memory_is_given_back_where_the_user_says_what_there_is(memory: st
         patch("apps.fold.predict.give_back_freed_memory") as gives_back,
         patch("apps.fold.predict.keep_freed_memory") as keeps,
     ):
-        _set_allocator(PredictConfig(memory=memory))
+        _set_allocator(PredictConfig(memory=memory, device="cpu"))
         assert (gives_back.call_args_list, keeps.call_count) == (([call(400_000_000)], 0) if memory else ([], 1))
         _set_allocator(PredictConfig(memory=memory, device="cuda"))
         assert gives_back.call_count + keeps.call_count == 1
