@@ -101,8 +101,8 @@ def _recipe(name: str, model: str = "sd_v1") -> PlanConfig:
     return replace(RECIPES[name](), model=model)
 
 
-_DDP: dict[str, Any] = {"ranks": 4}
-_ZERO: dict[str, Any] = {"ranks": 4, "zero": 3}
+_DDP: dict[str, Any] = {"nproc": 4}
+_ZERO: dict[str, Any] = {"nproc": 4, "zero": 3}
 TABLES = (
     Published("v1, sample, fp32", "stock", 7.68, _sample("fp32")),
     Published("v1, sample, fp32-int8", "Colossal-AI", 5.73, _sample("fp32", "int8")),

@@ -86,7 +86,8 @@ ALSO = {
 
 
 @pytest.mark.parametrize(("command", "mode"), [(c, mode) for c, modes in COMMANDS.items() for mode in modes])
-def test_an_option_is_obeyed_or_refused(command, mode, folder, text, tmp_path, asked_once, answered):
+def test_an_option_is_obeyed_or_refused(command, mode, folder, text, tmp_path, asked_once, answered, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "key").write_text("secret")
     if "QUANTIZED" in mode:
         assert APP.dispatch(["quantize", str(folder), str(tmp_path / "quantized")]) == 0
