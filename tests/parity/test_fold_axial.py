@@ -154,7 +154,7 @@ def _gradients(axis) -> float:
     return _largest([*off, *(float((got[n] - expected[n]).abs().max()) / largest for n in expected)])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_n_ranks_equal_one(ranks, size: int) -> None:
     ranks(size).run(_all_cases, size)
 

@@ -71,6 +71,10 @@ def check(ranks, which: str, case: Case, names: list[str] = NAMES, dtype: torch.
 @pytest.mark.parametrize("case", CROSS, ids=name_of)
 def test_adafactor_row_column_2d_by_data_shards(ranks, case: Case) -> None:
     check(ranks, "adafactor", case)
+
+
+@pytest.mark.parametrize("case", [Case(2, 2, 2), Case(2, 2, 1, "fsdp")], ids=name_of)
+def test_adafactor_in_fp32(ranks, case: Case) -> None:
     check(ranks, "adafactor", case, dtype=torch.float32)
 
 
@@ -82,7 +86,6 @@ def test_adafactor_of_dtensors(ranks, case: Case) -> None:
 @pytest.mark.parametrize("case", FSDP, ids=name_of)
 def test_adafactor_under_fsdp2(ranks, case: Case) -> None:
     check(ranks, "adafactor", case)
-    check(ranks, "adafactor", case, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("case", SOME, ids=name_of)

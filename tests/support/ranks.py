@@ -1,4 +1,4 @@
-"""Pools of gloo ranks that stand for GPUs: each size is spawned once, imports torch once, and runs many cases.
+"""Pools of gloo ranks that stand for GPUs: each size is forked once, with everything imported, and runs many cases.
 
     def test_something(ranks):
         results = ranks(4).run(case, argument, key=word)     # what each rank returned, in rank order
@@ -9,10 +9,12 @@ with the stacks of the ranks that did not answer.
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -34,6 +36,7 @@ class RankFailure(AssertionError):
 
 def _serve(rank: int, size: int, store: str, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.freeze()  # what was imported before the fork is not looked through again, nor copied for it
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
@@ -54,7 +57,10 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = OnOneDevice
-    mesh.build_mesh = lru_cache(mesh.build_mesh)
+    made, mesh.build_mesh = mesh.build_mesh, lru_cache(mesh.build_mesh)
+    for module in list(sys.modules.values()):  # those that were imported before the fork
+        if vars(module).get("build_mesh") is made:
+            vars(module)["build_mesh"] = mesh.build_mesh
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (task := connection.recv_bytes()) is not None:
         function, args, kwargs = pickle.loads(task)
