@@ -268,7 +268,7 @@ FACTORS = {
     name: {
         "ranks": num_ranks,
         "zero": options.get("zero", 0),
-        "gemini": "budget" in options and num_ranks,
+        "gemini": "budget" in options,
         "accumulated": "microbatch" in options,
         "recomputed": options.get("recompute", RecomputeConfig()).mode,
         "lora": "lora" in options,

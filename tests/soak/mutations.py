@@ -105,8 +105,6 @@ MUTATIONS = [
         "core/train.py",
         "            set_rng_state(random)",
         "            pass",
-        "tests/parity/test_process_groups.py",
-        "tests/unit/test_checkpoint.py",
         "tests/unit/test_train.py",
     ),
     mutation(

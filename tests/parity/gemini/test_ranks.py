@@ -181,7 +181,7 @@ def test_experts(ranks, num_ranks: int) -> None:
         soak(2, MeshConfig(pp=2), "interleaved", OPT, 3),
         soak(2, MeshConfig(pp=2), "1f1b", replace(SWITCH, num_layers=5), 3),
         soak(4, MeshConfig(pp=2), "1f1b", GPT2, 3),
-        (4, MeshConfig(pp=2, tp=2), "gpipe", GPT2, 3),
+        soak(4, MeshConfig(pp=2, tp=2), "gpipe", GPT2, 3),
     ],
 )
 def test_stages_have_their_own_chunks(

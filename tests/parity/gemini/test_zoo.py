@@ -22,7 +22,7 @@ from core.config import UserError
 from core.mesh import MeshConfig, build_mesh
 from core.parallel.plan import blocks_of
 from tests.support import forkserver
-from tests.support.covering import FEW, MANY, few_steps
+from tests.support.covering import FEW, MANY
 from tests.support.gemini import Accounted, Run, require_equal, train
 from tests.support.zoo import CASES, LIBRARIES, in_fp64
 
@@ -92,7 +92,11 @@ def require_moved(found: Run, num_steps: int) -> None:
     assert found.gemini.moved_bytes >= num_steps * 2 * away  # values come at least once, gradients go once
 
 
-@pytest.mark.parametrize(("name", "steps"), few_steps({name: {"name": name} for name in CASES}, many=["gpt2"]))
+QUICK = ["recomputing gpt2", "mixtral", "lora", "unet", "clip"]  # the others are quick on ranks, below
+ALONE = [*((name, FEW) for name in QUICK), *(pytest.param(name, MANY, marks=pytest.mark.soak) for name in CASES)]
+
+
+@pytest.mark.parametrize(("name", "steps"), ALONE)
 def test_bit_equal_on_one_rank(name: str, steps: int) -> None:
     expected = run(name, None, steps=steps)
     everything = run(name, 1 << 30, steps=steps)
@@ -106,7 +110,7 @@ def test_bit_equal_on_one_rank(name: str, steps: int) -> None:
         assert accounted.num_checks > steps * len(found.gemini.data.chunks)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("unet", marks=pytest.mark.soak)])
 def test_bit_equal_in_the_smallest_budget(name: str) -> None:
     require_equal(run(name, least(name)), run(name, None))
 
@@ -142,7 +146,6 @@ def displacement_floor(parameter: str, steps: int) -> float:
         ("gpt2", 4, FEW),
         ("t5", 2, FEW),
         ("mixtral", 2, FEW),
-        ("unet", 2, FEW),
         *(
             pytest.param(name, 2, MANY, marks=pytest.mark.soak)
             for name in ("gpt2", "opt", "t5", "mixtral", "lora", "unet")
@@ -242,10 +245,10 @@ def beside_fsdp2(name: str, doors: bool) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "doors"),
     [
-        ("opt", False),
         ("mixtral", False),
         ("lora", False),
         ("t5", True),
+        pytest.param("opt", False, marks=pytest.mark.soak),
         pytest.param("gpt2", False, marks=pytest.mark.soak),
         pytest.param("unet", True, marks=pytest.mark.soak),
     ],
@@ -282,7 +285,7 @@ def in_plain_bf16(name: str) -> Run:
     return Run(losses, masters, None)
 
 
-@pytest.mark.parametrize("name", ["t5", "unet"])
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.soak), "unet"])
 def test_bf16_is_that_of_autograd_alone(name: str) -> None:
     """Bit for bit: no sum has another order, none is in another format."""
     expected = in_plain_bf16(name)
