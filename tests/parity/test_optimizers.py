@@ -79,7 +79,7 @@ SIXTEEN = Case(4, 2, 2)
     "case", [*(c for c in CROSS if c != SIXTEEN), pytest.param(SIXTEEN, marks=pytest.mark.soak)], ids=name_of
 )
 def test_adafactor_row_column_2d_by_data_shards(ranks, case: Case) -> None:
-    check(ranks, "adafactor", case)
+    check(ranks, "adafactor", case, steps=MANY if case == SOME[0] else FEW)
 
 
 @pytest.mark.parametrize("case", [Case(2, 2, 2), Case(2, 2, 1, "fsdp")], ids=name_of)
@@ -113,7 +113,7 @@ def test_ten_steps_in_every_layout(ranks, which: str) -> None:
 @pytest.mark.parametrize("which", list(EIGHT_BITS))
 def test_state_in_8_bits(ranks, which: str) -> None:
     for case in SOME:
-        check(ranks, which, case, list(LARGE))
+        check(ranks, which, case, list(LARGE), steps=MANY if case == SOME[0] else FEW)
 
 
 @pytest.mark.parametrize("which", list(ALL))

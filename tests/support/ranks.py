@@ -5,20 +5,23 @@
 
 `case` is a function at the top of an importable test module; it runs inside a process group of that many ranks. An
 exception on any rank fails the test with that rank's traceback; a hang ends with the pool, not with the session, and
-with the stacks of the ranks that did not answer.
+with the stacks of the ranks that did not answer. What a case changes of its process (generators, default format,
+threads, environment, folder) is undone after it. One that patches a module for good takes a `Pool` of its own.
 """
 
 import faulthandler
 import gc
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -67,11 +70,36 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
         if function is None:
             break
         try:
-            answer = (True, function(*args, **kwargs))
+            with _leftovers_undone():
+                answer = (True, function(*args, **kwargs))
+            if not dist.is_initialized():
+                answer = (False, "the case has left its process without a process group")
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
     dist.destroy_process_group()
+
+
+@contextmanager
+def _leftovers_undone() -> Iterator[None]:
+    """Put back what a case changes of its process, which other cases are to find as it was."""
+    import torch
+
+    environment, folder = dict(os.environ), os.getcwd()
+    dtype, threads, learns = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    drawn, torch_drawn = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(learns)
+        random.setstate(drawn)
+        torch.set_rng_state(torch_drawn)
 
 
 class Pool:
