@@ -62,9 +62,9 @@ def test_estimate(ranks, name: str) -> None:
 
 @pytest.mark.parametrize("schedule", get_args(ScheduleName))
 def test_estimate_of_stages(ranks, schedule: ScheduleName) -> None:
-    """The fullest rank, with what its schedule keeps of six microbatches; the tied head's weight is there twice."""
+    """The fullest rank, with what its schedule keeps of twelve microbatches; the tied head's weight is there twice."""
     pipeline = PipelineConfig(schedule)
-    run = RunShape(pp=2, pipeline=pipeline, microbatch_size=4, num_microbatches=6, sequence_length=MODEL.max_length)
+    run = RunShape(pp=2, pipeline=pipeline, microbatch_size=4, num_microbatches=12, sequence_length=MODEL.max_length)
     shape = decoder_shape(MODEL, device_type="cpu")
     given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
     parallel = ParallelConfig(pipeline=given)
