@@ -52,6 +52,7 @@ test: install
 
 soak: install
 	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit/serve
+	$(PYTEST) $(TWO) -m soak tests/parity
 
 gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.forkserver import PRELOADED
 from tests.support.ranks import Pools
 
 
@@ -23,6 +24,12 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What ranks will run is imported once, before they are forked."""
+    modules = [item.module.__name__ for item in session.items if "ranks" in getattr(item, "fixturenames", ())]
+    PRELOADED.extend(name for name in dict.fromkeys(modules) if name not in PRELOADED)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ from core.models.decoder import DecoderConfig
 from core.nn.attention import StepContext
 from core.parallel.recompute import RecomputeConfig, RecomputeMode
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
-from tests.support.training import Case, batch_of, build, difference_from_single, removed
+from tests.support.training import Case, batch_of, build, difference_from_single, few_cases, removed, table
 
 RING, ULYSSES = MeshConfig(cp=2), MeshConfig(cp=2, cp_mode="ulysses")
 BOTH = MeshConfig(cp=4, cp_mode="mixed", cp_ulysses=2)
@@ -26,9 +26,9 @@ def check(ranks, num_ranks: int, case: Case) -> None:
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "mesh", "zero"),
-    [
+CASES = table(
+    (num_ranks, Case(GPT2, mesh=mesh, parallel=parallel(zero)))
+    for num_ranks, mesh, zero in (
         (2, RING, 0),
         (2, RING, 2),
         (2, RING, 3),
@@ -44,10 +44,15 @@ def check(ranks, num_ranks: int, case: Case) -> None:
         (4, BOTH, 2),
         (8, replace(RING, tp=2), 3),
         (8, replace(BOTH, tp=2), 0),
-    ],
+    )
 )
-def test_every_mesh_and_zero_level(ranks, num_ranks: int, mesh: MeshConfig, zero: int) -> None:
-    check(ranks, num_ranks, Case(GPT2, mesh=mesh, parallel=parallel(zero)))
+LONG = ["gpt2 on 2 cp=2 ring zero 0", "gpt2 on 2 cp=2 ulysses zero 1"]
+
+
+@pytest.mark.parametrize(("name", "steps"), few_cases(CASES, "beside", "zero", many=LONG))
+def test_every_mesh_and_zero_level(ranks, name: str, steps: int) -> None:
+    num_ranks, case = CASES[name]
+    check(ranks, num_ranks, replace(case, steps=steps))
 
 
 @pytest.mark.parametrize(

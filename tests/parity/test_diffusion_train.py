@@ -1,6 +1,6 @@
 """Training a U-Net by core's step is what a plain PyTorch loop with diffusers' own scheduler does, on any mesh.
 
-1. One rank against the loop written out below: losses, displacements and the moving average of 10 steps, for each
+1. One rank against the loop written out below: losses, displacements and the moving average, for each
    prediction, with and without prior preservation and min-SNR, in fp64; adapters against PEFT's.
 2. n ranks against one: every level of ZeRO, accumulation, recomputation, Gemini under a budget, compiled blocks, with
    the text encoder learning too or not, all weights or adapters.
@@ -28,7 +28,6 @@ from apps.diffusion.denoiser import Denoiser, Objective, emptied
 from apps.diffusion.noise import NoiseSchedule
 from apps.diffusion.pipeline import Pipeline
 from core.gemini.config import GeminiConfig
-from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import OptimConfig, build_optimizer
@@ -37,8 +36,9 @@ from core.parallel.compose import parallelize
 from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
+from tests.support.covering import FEW, few_rows, few_steps, products
 from tests.support.diffusion_training import drawn_batches, tiny_pipeline
-from tests.support.training import LR, largest_difference, moved, removed
+from tests.support.training import LR, Piece, held, largest_difference, moved, moved_since, removed
 
 TOLERANCE = 1e-10
 DECAY, CLIP, EPS, PRIOR, AVERAGE = 0.02, 0.6, 1e-4, 0.7, 0.4
@@ -54,7 +54,7 @@ class Case:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     microbatch: int | None = None
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    steps: int = 10
+    steps: int = FEW
     offset: float = 0.0
     lora: LoraConfig | None = None
     budget: str | None = None
@@ -75,7 +75,7 @@ def denoiser(case: Case) -> tuple[Pipeline, Denoiser]:
 
 
 def ours(case: Case, without: tuple[str, ...] = (), weight_of: float = PRIOR) -> dict[str, Any]:
-    """Losses, and whole displacements by name, on every rank.
+    """Losses, and this rank's pieces of displacements by name.
 
     without  collectives that are left out, to show that their absence is seen
     """
@@ -103,14 +103,13 @@ def ours(case: Case, without: tuple[str, ...] = (), weight_of: float = PRIOR) ->
     objective = Objective(NoiseSchedule(pipeline.schedule), case.min_snr, weight_of)
     first = batches.batch(0, axis.get_local_rank(), axis.size())
     data.prepare(state.optimizer, lambda: [lambda m: objective(m, wide(first))])
-    start = {name: full_tensor(master).clone() for name, master in data.masters.items()}
+    start = held(data.masters)
     losses = []
     with removed(*without) if without else nullcontext():
         for step in range(case.steps):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
             losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
-    end = {name: full_tensor(master) for name, master in data.masters.items()}
-    result = found(losses, start, end, [full_tensor(average.tensors[name]) for name in end])
+    result = found(losses, start, data.masters, average.tensors)
     return result if case.budget is None else result | moved(data)  # pyright: ignore[reportArgumentType]
 
 
@@ -118,11 +117,13 @@ def wide(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-def found(losses: list[float], start: dict, end: dict, averages: list) -> dict[str, Any]:
+def found(
+    losses: list[float], start: dict[str, Piece], end: dict[str, torch.Tensor], averages: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     """What is compared: the average's displacement beside that of the parameters."""
-    displacement = {name: value - start[name] for name, value in end.items()}
-    displacement |= {f"{name} average": value - start[name] for name, value in zip(end, averages, strict=True)}
-    begin = start | {f"{name} average": start[name] for name in end}
+    displacement = moved_since(start, end)
+    displacement |= {f"{name} average": piece for name, piece in moved_since(start, averages).items()}
+    begin = start | {f"{name} average": piece for name, piece in start.items()}
     return {"losses": losses, "start": begin, "displacement": displacement}
 
 
@@ -140,7 +141,7 @@ def plain(case: Case) -> dict[str, Any]:
         for name, p in module.named_parameters()
         if p.requires_grad
     }
-    start = {name: p.detach().clone() for name, p in named.items()}
+    start = held(named)
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": DECAY},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -177,7 +178,7 @@ def plain(case: Case) -> dict[str, Any]:
         optimizer.zero_grad()
         ema.step(named.values())
         losses.append(loss.item())
-    return found(losses, start, {name: p.detach() for name, p in named.items()}, ema.shadow_params)
+    return found(losses, start, named, dict(zip(named, ema.shadow_params, strict=True)))
 
 
 def adapt_by_peft(modules: dict[str, Any], case: Case) -> None:
@@ -212,22 +213,26 @@ def both(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     return ours(case), plain(case)
 
 
-@pytest.mark.parametrize("prior", [False, True], ids=["captions", "prior"])
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-def test_ten_steps_are_those_of_a_plain_loop(ranks, prediction: str, prior: bool) -> None:
-    for case in (
-        Case(prediction, prior, train_text=prior),
-        Case(prediction, prior, min_snr=0.5, train_text=not prior, offset=0.1),
-    ):
-        got, wanted = ranks(1).run(both, case)[0]
-        assert all(moved.norm() > 0 for name, moved in wanted["displacement"].items() if "weight" in name)
-        difference, where = largest_difference(got, wanted, case.steps)
-        assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}, {case}"
+PLAIN = products(prediction=["epsilon", "v_prediction", "sample"], of=["captions", "prior"], min_snr=[None, 0.5])
+
+
+@pytest.mark.parametrize(("name", "steps"), few_steps(PLAIN, many=["epsilon-prior-0.5"]))
+def test_steps_are_those_of_a_plain_loop(ranks, name: str, steps: int) -> None:
+    prediction, of, min_snr = PLAIN[name].values()
+    prior = of == "prior"
+    if min_snr is None:
+        case = Case(prediction, prior, train_text=prior, steps=steps)
+    else:
+        case = Case(prediction, prior, min_snr=min_snr, train_text=not prior, offset=0.1, steps=steps)
+    got, wanted = ranks(1).run(both, case)[0]
+    assert all(moved.norm() > 0 for name, (_, moved) in wanted["displacement"].items() if "weight" in name)
+    difference, where = largest_difference([got], wanted, case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}, {case}"
 
 
 def test_another_weight_of_the_class_is_seen(ranks) -> None:
     case = Case(prior=True, min_snr=0.5, steps=3)
-    got = ranks(1).run(ours, case, weight_of=PRIOR + 1e-6)[0]
+    got = ranks(1).run(ours, case, weight_of=PRIOR + 1e-6)
     difference, _ = largest_difference(got, ranks(1).run(plain, case)[0], case.steps)
     assert difference > 1e3 * TOLERANCE
 
@@ -236,8 +241,8 @@ def test_adapters_learn_as_pefts_do(ranks) -> None:
     case = Case("v_prediction", prior=True, train_text=True, lora=LoraConfig(rank=3, alpha=5.0))
     got, wanted = ranks(1).run(both, case)[0]
     assert len(wanted["displacement"]) == 2 * 2 * (4 * 2 * 4 + 2 * 4)  # of U-Net and text encoder, and their averages
-    assert all(value.norm() > 0 for value in wanted["displacement"].values())
-    difference, where = largest_difference(got, wanted, case.steps)
+    assert all(moved.norm() > 0 for _, moved in wanted["displacement"].values())
+    difference, where = largest_difference([got], wanted, case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"
 
 
@@ -259,7 +264,20 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 _WANTED: dict[Case, dict[str, Any]] = {}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+FACTORS = {
+    name: {
+        "ranks": num_ranks,
+        "zero": options.get("zero", 0),
+        "gemini": "budget" in options,
+        "accumulated": "microbatch" in options,
+        "recomputed": options.get("recompute", RecomputeConfig()).mode,
+        "lora": "lora" in options,
+    }
+    for name, (num_ranks, options) in MESHES.items()
+}
+
+
+@pytest.mark.parametrize("mesh", few_rows(FACTORS, strength=1))
 def test_ranks_train_as_one(ranks, mesh: str) -> None:
     num_ranks, options = MESHES[mesh]
     difference, where, results = _difference(ranks, num_ranks, options)
@@ -283,7 +301,7 @@ def test_compiled_blocks_train_as_they_are(ranks) -> None:
     """A U-Net's blocks are unlike each other: all are compiled, for two sizes of pictures, not only the first few."""
     case = Case(prior=True, train_text=True, steps=2)
     graphs, compiled = ranks(1).run(counted, replace(case, compile=True))[0]
-    difference, where = largest_difference(compiled, ranks(1).run(ours, case)[0], case.steps)
+    difference, where = largest_difference([compiled], ranks(1).run(ours, case)[0], case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"
     assert graphs > torch._dynamo.config.recompile_limit
 
@@ -300,9 +318,9 @@ def counted(case: Case) -> tuple[int, dict[str, Any]]:
 def _difference(
     ranks, num_ranks: int, options: dict[str, Any], without: tuple[str, ...] = ()
 ) -> tuple[float, str, list[dict[str, Any]]]:
-    case = Case("v_prediction", prior=True, min_snr=0.5, steps=4, **options)
+    case = Case("v_prediction", prior=True, min_snr=0.5, **options)
     single = replace(case, zero=0, mesh=MeshConfig(), microbatch=None, recompute=RecomputeConfig(), budget=None)
     if single not in _WANTED:
         _WANTED[single] = ranks(1).run(ours, single)[0]
     results = ranks(num_ranks).run(ours, case, without)
-    return *max(largest_difference(result, _WANTED[single], case.steps) for result in results), results
+    return *largest_difference(results, _WANTED[single], case.steps), results

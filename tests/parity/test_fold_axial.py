@@ -154,7 +154,7 @@ def _gradients(axis) -> float:
     return _largest([*off, *(float((got[n] - expected[n]).abs().max()) / largest for n in expected)])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_n_ranks_equal_one(ranks, size: int) -> None:
     ranks(size).run(_all_cases, size)
 
@@ -209,8 +209,8 @@ def test_predict_over_ranks_writes_what_one_process_does(ranks, tmp_path: Path) 
         assert (tmp_path / "ranks" / name / "rank_1.cif").is_file()
 
 
-def _budgets(size: int) -> list[tuple[int, int, int, float]]:
-    """(budget, counted, allocated, largest difference) for budgets from the least on."""
+def _budgets(size: int, shares: tuple[float, ...]) -> list[tuple[int, int, int, float]]:
+    """(budget, counted, allocated, largest difference) for budgets of so many times the least."""
     axis = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")["tp"]
     whole = tiny(templates=False)
     stack = replace(whole.evoformer, num_blocks=1)
@@ -219,7 +219,7 @@ def _budgets(size: int) -> list[tuple[int, int, int, float]]:
     job = Job(config, 31, 6, 5, iterations=1)
     least = _least(job, axis)
     results = []
-    for share in (1.0, 1.4):
+    for share in shares:
         budget = int(share * least)
         choices = plan_shares(job, budget, axis)
         sharded = shard_evoformer(_random(config), axis, choices)
@@ -266,9 +266,10 @@ def _least(job: Job, axis) -> int:
     return int(least)
 
 
-def test_no_rank_takes_more_than_its_budget(ranks) -> None:
+@pytest.mark.parametrize("shares", [(1.0,), pytest.param((1.0, 1.4), marks=pytest.mark.soak)])
+def test_no_rank_takes_more_than_its_budget(ranks, shares: tuple[float, ...]) -> None:
     """By dispatch, operator by operator, on every rank; what was counted without traffic is within 5 % of it."""
-    for found in ranks(2).run(_budgets, 2):
+    for found in ranks(2).run(_budgets, 2, shares):
         for budget, counted, allocated, off in found:
             assert allocated <= budget
             assert counted <= budget
@@ -276,17 +277,18 @@ def test_no_rank_takes_more_than_its_budget(ranks) -> None:
             assert off <= TOLERANCE
 
 
-def test_more_ranks_need_less_memory_each() -> None:
+@pytest.mark.parametrize("sizes", [(4,), pytest.param((2, 4, 8), marks=pytest.mark.soak)])
+def test_more_ranks_need_less_memory_each(sizes: tuple[int, ...]) -> None:
     """Counted on the meta device, at released widths: of what one rank takes with a copy, an n-th and 15 % more."""
     job = Job(preset("model_5_ptm"), 8000, 512, 1024, dtype=torch.bfloat16, device="cuda", iterations=2)
     rowwise = dict.fromkeys(planned(job, 0).choices, How("rows", 1))
     single = plan_subbatches(job, int(38.5e9))
     assert single.choices["blocks.*.pair.outgoing"].method == "copy"
-    peaks = {size: rank_bytes(job, rowwise, Absent(size)) for size in (2, 4, 8)}
+    peaks = {size: rank_bytes(job, rowwise, Absent(size)) for size in sizes}
     for size, peak in peaks.items():
         assert peak <= (1 / size + 0.15) * single.peak_bytes, (size, peak)
-    assert peaks[4] <= 0.55 * peaks[2]
-    assert peaks[8] <= 0.65 * peaks[4]
+    for size, share in ((4, 0.55), (8, 0.65)):
+        assert not {size // 2, size} <= peaks.keys() or peaks[size] <= share * peaks[size // 2]
     plan_shares(job, int(1.1 * peaks[4]), Absent(4))
 
 

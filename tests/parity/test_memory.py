@@ -16,6 +16,7 @@ from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from tests.support.accounted import accounted_peak_bytes
+from tests.support.covering import few_rows
 
 MODEL = DecoderConfig(vocab_size=2048, dim=256, num_layers=6, num_heads=4, ffn_dim=1024, max_length=64)
 
@@ -25,15 +26,20 @@ def peak(mesh: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches
     return accounted_peak_bytes(MODEL, built, parallel, rows, MODEL.max_length, num_microbatches)
 
 
-@pytest.mark.parametrize(
-    ("precision", "tp", "zero", "num_microbatches"),
-    [
-        *((precision, tp, zero, 1) for precision, tp in (("fp32", 1), ("bf16", 1), ("fp32", 2)) for zero in range(4)),
-        ("fp32", 1, 2, 2),
-        ("bf16", 1, 3, 2),
-    ],
-)
-def test_estimate(ranks, precision: str, tp: int, zero: int, num_microbatches: int) -> None:
+ESTIMATED = [
+    *((precision, tp, zero, 1) for precision, tp in (("fp32", 1), ("bf16", 1), ("fp32", 2)) for zero in range(4)),
+    ("fp32", 1, 2, 2),
+    ("bf16", 1, 3, 2),
+]
+ROWS = {
+    "-".join(map(str, row)): dict(zip(("precision", "tp", "zero", "microbatches"), row, strict=True))
+    for row in ESTIMATED
+}
+
+
+@pytest.mark.parametrize("name", few_rows(ROWS))
+def test_estimate(ranks, name: str) -> None:
+    precision, tp, zero, num_microbatches = ROWS[name].values()
     parallel = ParallelConfig(zero=zero, precision=precision, reduce_each=num_microbatches > 1)
     measured = max(ranks(2 * tp).run(peak, MeshConfig(tp=tp), parallel, 4, num_microbatches))
     run = RunShape(

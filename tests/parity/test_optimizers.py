@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from core.optim import Adafactor, AdamW8bit, Came, Lamb, Lars, Sm3
+from tests.support.covering import FEW, MANY
 from tests.support.sharded_optim import (
     LARGE,
     SHAPES,
@@ -63,14 +64,26 @@ def name_of(case: Case) -> str:
     return f"{tensor}-dp{case.dp_shard}-{case.kind}{'-hybrid' * case.hybrid}{'' if case.named else '-unnamed'}"
 
 
-def check(ranks, which: str, case: Case, names: list[str] = NAMES, dtype: torch.dtype = torch.float64) -> None:
-    found = max(ranks(case.num_ranks).run(difference_from_one_rank, which, ALL[which], case, names, dtype))
+def check(
+    ranks, which: str, case: Case, names: list[str] = NAMES, dtype: torch.dtype = torch.float64, steps: int = FEW
+) -> None:
+    arguments = (which, ALL[which], case, names, dtype, steps)
+    found = max(ranks(case.num_ranks).run(difference_from_one_rank, *arguments))
     assert found <= TOLERANCE[dtype], f"{which} on {name_of(case)} is {found:.3g} from one rank"
 
 
-@pytest.mark.parametrize("case", CROSS, ids=name_of)
+SIXTEEN = Case(4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "case", [*(c for c in CROSS if c != SIXTEEN), pytest.param(SIXTEEN, marks=pytest.mark.soak)], ids=name_of
+)
 def test_adafactor_row_column_2d_by_data_shards(ranks, case: Case) -> None:
-    check(ranks, "adafactor", case)
+    check(ranks, "adafactor", case, steps=MANY if case == SOME[0] else FEW)
+
+
+@pytest.mark.parametrize("case", [Case(2, 2, 2), Case(2, 2, 1, "fsdp")], ids=name_of)
+def test_adafactor_in_fp32(ranks, case: Case) -> None:
     check(ranks, "adafactor", case, dtype=torch.float32)
 
 
@@ -82,19 +95,25 @@ def test_adafactor_of_dtensors(ranks, case: Case) -> None:
 @pytest.mark.parametrize("case", FSDP, ids=name_of)
 def test_adafactor_under_fsdp2(ranks, case: Case) -> None:
     check(ranks, "adafactor", case)
-    check(ranks, "adafactor", case, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("case", SOME, ids=name_of)
 @pytest.mark.parametrize("which", ["adafactor, paper", *FAMILY])
 def test_its_family(ranks, which: str, case: Case) -> None:
-    check(ranks, which, case)
+    check(ranks, which, case, steps=MANY if case == SOME[0] else FEW)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("which", list(ADAFACTOR | FAMILY))
+def test_ten_steps_in_every_layout(ranks, which: str) -> None:
+    for case in (*CROSS, *(replace(c, kind="dtensor") for c in CROSS if c.num_ranks <= 8), *FSDP):
+        check(ranks, which, case, steps=MANY)
 
 
 @pytest.mark.parametrize("which", list(EIGHT_BITS))
 def test_state_in_8_bits(ranks, which: str) -> None:
     for case in SOME:
-        check(ranks, which, case, list(LARGE))
+        check(ranks, which, case, list(LARGE), steps=MANY if case == SOME[0] else FEW)
 
 
 @pytest.mark.parametrize("which", list(ALL))

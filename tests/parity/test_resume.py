@@ -13,7 +13,7 @@ from core.metrics import read_metrics
 from core.optim import OptimConfig, ScheduleConfig
 from core.precision import LossScaleConfig
 from core.train import TrainConfig
-from tests.support.small import config_of, train
+from tests.support.small import Noisy, config_of, train
 
 STEPS, STOP = 8, 5
 
@@ -56,6 +56,17 @@ def test_to_the_bit_on_the_same_mesh(ranks, tmp_path: Path, size: int, options: 
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     assert found["seen"] == STEPS * (2 if "microbatch" in options else 1)
+
+
+def test_a_model_draws_on_from_where_it_was(ranks, tmp_path: Path) -> None:
+    """From torch's generator, which dropout does not draw its masks from."""
+    config = config_of(tmp_path, steps=6)
+    stopped = replace(config, out=tmp_path / "stopped")
+    ranks(1).run(train, replace(stopped, stop_after=3), make=Noisy)
+    found = ranks(1).run(train, replace(stopped, resume="auto"), make=Noisy)[0][1]
+    expected = ranks(1).run(train, replace(config, out=tmp_path / "straight"), make=Noisy)[0][1]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 def test_dropout_is_at_work(ranks, tmp_path: Path) -> None:

@@ -1,65 +1,75 @@
 """A decoder cut over ranks serves what it serves whole: tokens, with preemption, whatever the layout."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from apps.llm.tokenizer import byte_tokenizer
+from apps.serve import model
 from apps.serve.config import EngineConfig
 from apps.serve.engine import Engine
-from apps.serve.memory import Load, folder_format, need
-from apps.serve.model import build_engine, find_source
-from apps.serve.runner import Runner
-from apps.serve.scheduler import Limits
+from apps.serve.memory import Load, Room, folder_format, need, page_bytes, share_out
+from apps.serve.model import find_source
 from core.mesh import MeshConfig, build_mesh
-from core.models import load_weights, save_pretrained
-from core.models.decoder import Decoder
-from core.models.plan import tensor_parallel_plan
-from core.parallel.plan import apply_plan
+from core.models import DecoderConfig, save_pretrained
 from core.precision import compute_dtype
-from core.quant import QuantizedWeight, Scheme, is_quantized, load_quantized, quantize_folder, stored_bytes
-from tests.support.serving import Letters, greedy, run
+from core.quant import QuantizedWeight, Scheme, quantize_folder, stored_bytes
+from tests.support.serving import greedy, run
 from tests.unit.models.test_pretrained import example, random_decoder
 
+SIZES = {"max_length": 32, "vocab_size": 301}  # an odd vocabulary that has room for the bytes
 CONFIGS = {
-    "gpt2": example("gpt2", num_heads=4, max_length=32),
-    "opt_350m": example("opt", num_heads=2, max_length=32, embed_dim=12, norm_first=False, final_norm=False),
-    "bloom": example("bloom", num_heads=6, max_length=32),
-    "llama": example("llama", num_heads=4, num_kv_heads=2, max_length=32),
+    "gpt2": example("gpt2", num_heads=4, **SIZES),
+    "opt_350m": example("opt", num_heads=2, embed_dim=12, norm_first=False, final_norm=False, **SIZES),
+    "bloom": example("bloom", num_heads=6, **SIZES),
+    "llama": example("llama", num_heads=4, num_kv_heads=2, **SIZES),
 }
 # Lengths of one token too: a step of a single row is cut over the ranks like any other.
 PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 10], [60] * 13]
 NEW = 9
+MANY, FEW = 60, 14  # pages: as many as are used, and so few that somebody is preempted
 
 
-def engine_of(config, folder, tp, num_pages, scheme=None):
+def folder_of(config: DecoderConfig, folder: Path) -> Path:
+    save_pretrained(random_decoder(config).float(), config, folder)
+    byte_tokenizer().save(folder)
+    return folder
+
+
+def engine_of(folder: Path, tp: int, num_pages: int, scheme: Scheme | None, forms: bool) -> Engine:
+    """The command's, in fp32 with small pages; every prompt begins as soon as it may.
+
+    forms  weights may have second forms for speed; that of 4 bits rounds inputs to bf16, of the ranks' sums, too
+    """
+    source, page_size = find_source(folder), 2
+    kv_gb = (num_pages + 0.5) * page_bytes(source.config, page_size, torch.float32, tp) / 1e9
+    config = EngineConfig(
+        "fp32", page_size=page_size, kv_gb=kv_gb, max_running=4, max_batch_tokens=16, prefill_chunk=5, stretch=1e9
+    )
     axis = None if tp == 1 else build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
-    if scheme is not None or is_quantized(folder):
-        asked = {} if scheme is None else {"embeddings": True, "head": True}
-        cut = None if axis is None else lambda m: apply_plan(m, tensor_parallel_plan(config), axis)
-        model = load_quantized(folder, scheme, **asked, packed=False, cut=cut)
-    elif tp == 1:
-        model = random_decoder(config).float()
-    else:
-        with torch.device("meta"):
-            model = Decoder(config)
-        apply_plan(model, tensor_parallel_plan(config), axis)
-        model.float().to_empty(device="cpu")
-        load_weights(model, config, folder)
-    runner = Runner(model, num_pages, 2, torch.float32, axis)
-    return Engine(
-        runner, Letters(), Limits(2, 16, 5, 4), num_pages=num_pages, vocab_size=config.vocab_size, max_length=32
-    )  # fmt: skip
+    with patch.object(model, "share_out", share_out if forms else without_forms):
+        return model.build_engine(source, config, "cpu", axis, scheme)
 
 
-def case(config, folder, tp, num_pages, scheme=None):
+def without_forms(*asked: Any) -> list[Room]:
+    """What is given where memory suffices for no second form."""
+    return [replace(room, forms=False) for room in share_out(*asked)]
+
+
+def case(folder: Path, tp: int, num_pages: int, scheme: Scheme | None = None, forms: bool = True):
     """On the first rank what was written, and how often somebody was preempted; the others follow."""
-    engine = engine_of(config, folder, tp, num_pages, scheme)
+    engine = engine_of(folder, tp, num_pages, scheme, forms)
+    assert engine.pages.num_pages == num_pages
     if tp > 1 and dist.get_rank() > 0:
         engine.runner.follow()
         return None
     engine.runner.beat()
-    written = run(engine, [greedy(str(n), prompt, NEW, logprobs=0) for n, prompt in enumerate(PROMPTS)])
+    written = run(engine, [greedy(str(n), prompt, NEW, min_tokens=NEW, logprobs=0) for n, prompt in enumerate(PROMPTS)])
     engine.runner.release()
     ids = [written.ids(str(n)) for n in range(len(PROMPTS))]
     logprobs = [token.logprob for n in range(len(PROMPTS)) for token in written.tokens[str(n), 0]]
@@ -71,14 +81,14 @@ def case(config, folder, tp, num_pages, scheme=None):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_write_what_one_writes(ranks, name, tmp_path):
     config = CONFIGS[name]
-    save_pretrained(random_decoder(config).float(), config, tmp_path)
-    ids, logprobs, *_ = ranks(1).run(case, config, tmp_path, 1, 200)[0]
-    for num_pages in (200, 14):
-        found, *others = ranks(2).run(case, config, tmp_path, 2, num_pages)
+    folder = folder_of(config, tmp_path)
+    ids, logprobs, *_ = ranks(1).run(case, folder, 1, MANY)[0]
+    for num_pages in (MANY, FEW):
+        found, *others = ranks(2).run(case, folder, 2, num_pages)
         assert others == [None]
         assert found[0] == ids
         assert found[1] == pytest.approx(logprobs, abs=1e-4)
-        assert (found[2] > 0) == (num_pages == 14)
+        assert (found[2] > 0) == (num_pages == FEW)
         assert found[4] == config.kv_heads // 2
 
 
@@ -87,13 +97,13 @@ def loaded(folder, tp, precision, scheme=None):
     pages."""
     axis = None if tp == 1 else build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
     source, config = find_source(folder), EngineConfig(precision=precision, max_running=4, max_batch_tokens=64)
-    engine = build_engine(source, config, "cpu", axis, scheme)
-    model, pages = engine.runner.model, engine.runner.pages[0].k
+    engine = model.build_engine(source, config, "cpu", axis, scheme)
+    decoder, pages = engine.runner.model, engine.runner.pages[0].k
     dtype = None if precision == "auto" else compute_dtype(precision)
     format = folder_format(source.config, source.folder, dtype, None, scheme)
     needed = need(source.config, format, Load(4, 32, 64), tp).weights
-    parameters = {p.dtype for p in model.parameters() if not isinstance(p, QuantizedWeight)}
-    return parameters, pages.dtype, stored_bytes(model), needed, len(pages)
+    parameters = {p.dtype for p in decoder.parameters() if not isinstance(p, QuantizedWeight)}
+    return parameters, pages.dtype, stored_bytes(decoder), needed, len(pages)
 
 
 def test_plain_and_quantized_folders_take_what_is_counted(ranks, tmp_path):
@@ -123,14 +133,13 @@ WIDE = {"dim": 128, "ffn_dim": 512, "num_heads": 4, "max_length": 32, "vocab_siz
 @pytest.mark.parametrize("name", ["gpt2", "bloom"])
 def test_two_ranks_write_what_one_writes_of_quantized_weights(ranks, name, scheme, tmp_path):
     """Rounded as a whole, then cut; while loading, and from a quantized folder."""
-    config, folder = example(name, **WIDE), tmp_path / "plain"
-    save_pretrained(random_decoder(config).float(), config, folder)
+    folder = folder_of(example(name, **WIDE), tmp_path / "plain")
     quantize_folder(folder, tmp_path / "quantized", scheme, embeddings=True, head=True)
     # In 8 bits each rank rounds its part of an input, to 15 bits of the part's own largest element.
-    tolerance = {"int8": 5e-3, "int4": 1e-4}[scheme]
-    ids, logprobs, *_, whole = ranks(1).run(case, config, folder, 1, 200, Scheme(scheme))[0]
+    tolerance, forms = {"int8": (5e-3, True), "int4": (1e-4, False)}[scheme]
+    ids, logprobs, *_, whole = ranks(1).run(case, folder, 1, MANY, Scheme(scheme), forms)[0]
     for source, how in ((folder, Scheme(scheme)), (tmp_path / "quantized", None)):
-        found, _ = ranks(2).run(case, config, source, 2, 200, how)
+        found, _ = ranks(2).run(case, source, 2, MANY, how, forms)
         assert found[0] == ids
         assert found[1] == pytest.approx(logprobs, abs=tolerance)
         assert found[5] < 0.53 * whole

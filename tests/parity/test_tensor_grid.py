@@ -15,8 +15,9 @@ from core.models.decoder import DecoderConfig
 from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
 from tests.support import grid
+from tests.support.covering import few_rows, products
 from tests.support.grid_resume import resumed_elsewhere
-from tests.support.training import Case, difference_from_single
+from tests.support.training import Case, difference_from_single, few_cases
 
 SQUARE = MeshConfig(tp=4, tp_mode="2d")
 TESSERACT = MeshConfig(tp=8, tp_mode="2.5d", tp_depth=2)
@@ -52,19 +53,27 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_one_rank_does(ranks, name: str) -> None:
-    """Ten steps: losses, and every parameter's displacement."""
+FACTORS = ("tp", "zero", "recompute", "accumulation", "documents")
+LONG = ["2d-ragged", "2.5d-1x1x2", "3d-ragged"]
+
+
+@pytest.mark.parametrize(("name", "steps"), few_cases(CASES, *FACTORS, many=LONG))
+def test_trains_as_one_rank_does(ranks, name: str, steps: int) -> None:
+    """Losses, and every parameter's displacement."""
     num_ranks, case = CASES[name]
-    difference, where = difference_from_single(ranks, num_ranks, case)
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, steps=steps))
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
-@pytest.mark.parametrize("mesh", [SQUARE, DEEP, CUBE], ids=["2d", "2.5d", "3d"])
-@pytest.mark.parametrize("optim", ["adafactor", "adamw8bit", "came", "lamb", "lars", "sgd", "sm3"])
-def test_every_optimizer(ranks, optim: str, mesh: MeshConfig) -> None:
+FORMS = {"2d": SQUARE, "2.5d": DEEP, "3d": CUBE}
+OPTIMIZERS = products(optim=["adafactor", "adamw8bit", "came", "lamb", "lars", "sgd", "sm3"], form=FORMS)
+
+
+@pytest.mark.parametrize("name", few_rows(OPTIMIZERS, strength=1))
+def test_every_optimizer(ranks, name: str) -> None:
     """On parts of matrices and of vectors, ragged ones, as on one rank."""
-    difference, where = difference_from_single(ranks, mesh.tp, Case(ROTARY, mesh, parallel(), steps=4, optim=optim))
+    optim, mesh = OPTIMIZERS[name]["optim"], FORMS[str(OPTIMIZERS[name]["form"])]
+    difference, where = difference_from_single(ranks, mesh.tp, Case(ROTARY, mesh, parallel(), optim=optim))
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
@@ -108,7 +117,7 @@ def test_a_decoder_sends_the_closed_form_to_the_byte(ranks, mesh: MeshConfig, co
         assert found == decoder_step_bytes(mesh, config, 16, 8, rank, itemsize=4)
 
 
-@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optim", ["adafactor", pytest.param("adamw", marks=pytest.mark.soak)])
 def test_half_of_the_steps_on_each_of_two_forms(ranks, tmp_path: Path, optim: str) -> None:
     """A checkpoint of one form goes on as another, ZeRO and the optimizer's factored state included.
 

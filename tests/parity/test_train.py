@@ -11,7 +11,8 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.compose import ParallelConfig
 from core.parallel.recompute import RecomputeConfig
-from tests.support.training import Case, difference_from_single, meshes_of_a_step
+from tests.support.covering import few_rows, products
+from tests.support.training import Case, difference_from_single, few_cases, meshes_of_a_step, table
 
 TOLERANCE = 1e-10
 
@@ -42,9 +43,9 @@ def check(ranks, num_ranks: int, case: Case) -> None:
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "mesh", "zero"),
-    [
+MESHES = table(
+    (num_ranks, Case(GPT2, mesh=mesh, parallel=parallel(zero)))
+    for num_ranks, mesh, zero in (
         (1, MeshConfig(), 1),
         (1, MeshConfig(), 2),
         (1, MeshConfig(), 3),
@@ -65,23 +66,35 @@ def check(ranks, num_ranks: int, case: Case) -> None:
         (4, HYBRID, 1),
         (4, HYBRID, 2),
         (4, HYBRID, 3),
-    ],
+    )
 )
-def test_every_mesh_and_zero_level(ranks, num_ranks: int, mesh: MeshConfig, zero: int) -> None:
-    check(ranks, num_ranks, Case(GPT2, mesh=mesh, parallel=parallel(zero)))
+LONG = [*(f"gpt2 on 3 zero {zero}" for zero in range(4)), "gpt2 on 2 tp=2 zero 0"]
 
 
-@pytest.mark.parametrize("model", [OPT, OPT_350M, BLOOM, LLAMA], ids=["opt", "opt_350m", "bloom", "llama"])
-@pytest.mark.parametrize("zero", [1, 3])
-def test_every_family(ranks, model: DecoderConfig, zero: int) -> None:
-    check(ranks, 4, Case(model, mesh=MeshConfig(tp=2), parallel=parallel(zero)))
+@pytest.mark.parametrize(("name", "steps"), few_cases(MESHES, "ranks", "tp", "hybrid", "zero", many=LONG))
+def test_every_mesh_and_zero_level(ranks, name: str, steps: int) -> None:
+    num_ranks, case = MESHES[name]
+    check(ranks, num_ranks, replace(case, steps=steps))
+
+
+FAMILIES = table(
+    (4, Case(model, mesh=MeshConfig(tp=2), parallel=parallel(zero)))
+    for model in (OPT, OPT_350M, BLOOM, LLAMA)
+    for zero in (1, 3)
+)
+
+
+@pytest.mark.parametrize(("name", "steps"), few_cases(FAMILIES, "family", "zero", strength=1))
+def test_every_family(ranks, name: str, steps: int) -> None:
+    num_ranks, case = FAMILIES[name]
+    check(ranks, num_ranks, replace(case, steps=steps))
 
 
 def test_four_way_tensor_parallelism(ranks) -> None:
     check(ranks, 4, Case(replace(GPT2, num_heads=12), mesh=MeshConfig(tp=4), parallel=parallel()))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_eight_ranks(ranks, zero: int) -> None:
     mesh = replace(HYBRID, tp=2)
     check(ranks, 8, Case(GPT2, mesh=mesh, parallel=parallel(zero), microbatch=2))
@@ -97,9 +110,12 @@ def test_accumulation_of_sharded_gradients(ranks, zero: int) -> None:
     check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=parallel(zero, reduce_each=True), microbatch=2))
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_recomputation(ranks, mode: str, zero: int) -> None:
+RECOMPUTED = products(mode=["full", "selective"], zero=[0, 3])
+
+
+@pytest.mark.parametrize("name", few_rows(RECOMPUTED, strength=1))
+def test_recomputation(ranks, name: str) -> None:
+    mode, zero = RECOMPUTED[name].values()
     options = parallel(zero, recompute=RecomputeConfig(mode, every=1 if zero else 2))
     check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=options))
 

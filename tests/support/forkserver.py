@@ -3,7 +3,7 @@
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-PRELOADED = ["pytest", "core.train", "core.models"]
+PRELOADED = ["pytest", "core.train", "core.models", "torch._dynamo"]  # the last is what a first backward imports
 
 
 def context() -> ForkServerContext:

@@ -1,4 +1,4 @@
-"""A run that goes on on another mesh every two steps, beside one rank's."""
+"""A run that goes on on another mesh after every step, beside one rank's."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from core.parallel.compose import ParallelConfig
 from core.train import train_step
 from tests.support.training import Case, batch_of, build, loss, of_all_stages, weight
 
-STEPS_OF_A_LEG = 2
+STEPS_OF_A_LEG = 1
 
 
 def leg(case: Case, folder: Path, first: int, last: int) -> dict[str, torch.Tensor]:

@@ -1,22 +1,27 @@
-"""Pools of gloo ranks that stand for GPUs: each size is spawned once, imports torch once, and runs many cases.
+"""Pools of gloo ranks that stand for GPUs: each size is forked once, with everything imported, and runs many cases.
 
     def test_something(ranks):
         results = ranks(4).run(case, argument, key=word)     # what each rank returned, in rank order
 
 `case` is a function at the top of an importable test module; it runs inside a process group of that many ranks. An
 exception on any rank fails the test with that rank's traceback; a hang ends with the pool, not with the session, and
-with the stacks of the ranks that did not answer.
+with the stacks of the ranks that did not answer. What a case changes of its process (generators, default format,
+threads, environment, folder) is undone after it. One that patches a module for good takes a `Pool` of its own.
 """
 
 import faulthandler
+import gc
 import os
 import pickle
+import random
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +39,7 @@ class RankFailure(AssertionError):
 
 def _serve(rank: int, size: int, store: str, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.freeze()  # what was imported before the fork is not looked through again, nor copied for it
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
@@ -54,18 +60,46 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = OnOneDevice
-    mesh.build_mesh = lru_cache(mesh.build_mesh)
+    made, mesh.build_mesh = mesh.build_mesh, lru_cache(mesh.build_mesh)
+    for module in list(sys.modules.values()):  # those that were imported before the fork
+        if vars(module).get("build_mesh") is made:
+            vars(module)["build_mesh"] = mesh.build_mesh
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (task := connection.recv_bytes()) is not None:
         function, args, kwargs = pickle.loads(task)
         if function is None:
             break
         try:
-            answer = (True, function(*args, **kwargs))
+            with _leftovers_undone():
+                answer = (True, function(*args, **kwargs))
+            if not dist.is_initialized():
+                answer = (False, "the case has left its process without a process group")
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
     dist.destroy_process_group()
+
+
+@contextmanager
+def _leftovers_undone() -> Iterator[None]:
+    """Put back what a case changes of its process, which other cases are to find as it was."""
+    import torch
+
+    environment, folder = dict(os.environ), os.getcwd()
+    dtype, threads, learns = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    drawn, torch_drawn = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(learns)
+        random.setstate(drawn)
+        torch.set_rng_state(torch_drawn)
 
 
 class Pool:

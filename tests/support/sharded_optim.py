@@ -22,10 +22,10 @@ from core.comm.volume import count_volume
 from core.layout import Layout, full_tensor, layout_of, local, tag
 from core.mesh import derive_axes
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
+from tests.support.covering import FEW
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 AXES = ("dp_replicate", "dp_shard", "tp_row", "tp_col")
-STEPS = 10
 
 # name -> shape, the dims that tp_row and tp_col cut
 DIVISIBLE: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
@@ -87,7 +87,7 @@ def whole(name: str, seed: int, dtype: torch.dtype) -> Tensor:
     return (drawn * (1.0 + seed % 3)).to(dtype)
 
 
-def plain(make: Make, names: list[str], dtype: torch.dtype, steps: int = STEPS) -> dict[str, Tensor]:
+def plain(make: Make, names: list[str], dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
     """Displacements on one rank."""
     parameters = {name: whole(name, 0, dtype).clone().requires_grad_() for name in names}
     optimizer = make(list(parameters.values()))
@@ -147,7 +147,7 @@ def give_gradients(parameters: dict[str, Tensor], step: int) -> None:
         parameter.grad = grad
 
 
-def sharded(make: Make, case: Case, names: list[str], dtype: torch.dtype, steps: int = STEPS) -> dict[str, Tensor]:
+def sharded(make: Make, case: Case, names: list[str], dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
     """Whole displacements on the mesh, on every rank."""
     parameters = spread(case, names, dtype)
     optimizer = make(list(parameters.values()))
@@ -168,13 +168,15 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return worst
 
 
-def difference_from_one_rank(which: str, make: Make, case: Case, names: list[str], dtype: torch.dtype) -> float:
+def difference_from_one_rank(
+    which: str, make: Make, case: Case, names: list[str], dtype: torch.dtype, steps: int
+) -> float:
     """How far the mesh of the case is from one rank.  which: names what `make` makes, for the plain run is kept."""
     mine = [n for n in names if case.kind != "fsdp" or (SHAPES | LARGE)[n][0]]  # FSDP2 cuts no scalars
-    key = (which, tuple(names), dtype)
+    key = (which, tuple(names), dtype, steps)
     if key not in _PLAIN:
-        _PLAIN[key] = plain(make, names, dtype)
-    return difference(sharded(make, case, mine, dtype), {n: _PLAIN[key][n] for n in mine})
+        _PLAIN[key] = plain(make, names, dtype, steps)
+    return difference(sharded(make, case, mine, dtype, steps), {n: _PLAIN[key][n] for n in mine})
 
 
 _PLAIN: dict[tuple, dict[str, Tensor]] = {}
@@ -183,8 +185,8 @@ _PLAIN: dict[tuple, dict[str, Tensor]] = {}
 def difference_after_resharding(
     folder: Path, which: str, make: Make, before: Case, after: Case, names: list[str]
 ) -> float:
-    """Half of the steps on one mesh, a checkpoint, the other half on another mesh: how far from one rank."""
-    half, dtype = STEPS // 2, torch.float64
+    """Steps on one mesh, a checkpoint, as many on another mesh: how far from one rank."""
+    half, dtype = FEW, torch.float64
     parameters = spread(before, names, dtype)
     optimizer = make(list(parameters.values()))
     for step in range(1, half + 1):
@@ -202,11 +204,11 @@ def difference_after_resharding(
     checkpointer.close()
     for name, parameter in parameters.items():
         restore_state(optimizer, parameter, states[name])
-    for step in range(half + 1, STEPS + 1):
+    for step in range(half + 1, 2 * half + 1):
         give_gradients(parameters, step)
         optimizer.step()
     found = {name: full_tensor(p) - whole(name, 0, dtype) for name, p in parameters.items()}
-    return difference(found, plain(make, names, dtype))
+    return difference(found, plain(make, names, dtype, 2 * half))
 
 
 def _kept(
@@ -223,9 +225,9 @@ def _kept(
 
 def without_collectives(make: Make, case: Case, names: list[str]) -> float:
     """The same where no partial sum is completed."""
-    expected = plain(make, names, torch.float64, 3)
+    expected = plain(make, names, torch.float64, FEW)
     with patch("core.optim.sharded.Reduction._launch", lambda reduction: None):
-        return difference(sharded(make, case, names, torch.float64, 3), expected)
+        return difference(sharded(make, case, names, torch.float64, FEW), expected)
 
 
 def messages(make: Make, case: Case, names: list[str]) -> dict[tuple[str, str], tuple[int, int]]:

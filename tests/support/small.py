@@ -77,10 +77,19 @@ def build(config: TrainConfig, model: nn.Module | None = None) -> TrainState:
         return TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), {})
 
 
-def train(config: TrainConfig, dropout: float = 0.0, **options: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+class Noisy(Small):
+    """Draws from torch's generator, as a model of somebody else's may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+def train(
+    config: TrainConfig, dropout: float = 0.0, make: type[Small] = Small, **options: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """`fit` the small model.  Returns its summary, and its masters and buffers, whole, on every rank."""
     with start("cpu", config.seed) as runtime:
-        state = build(config, Small(dropout))
+        state = build(config, make(dropout))
         summary = fit(state.data, state.optimizer, Rows(), loss, config, runtime, **options)
         masters = {n: full_tensor(m).clone() for n, m in state.data.masters.items()}
         return summary, masters | dict(state.data.model.named_buffers())

@@ -1,10 +1,11 @@
 """A short training run of a tiny decoder on any mesh, by the real training step, and its comparison with one rank."""
 
 import inspect
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
-from core.layout import full_tensor, layout_of
+from core.layout import layout_of, local
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import context_parallel_plan, expert_parallel_plan, pipeline_plan, tensor_parallel_plan
@@ -26,6 +27,7 @@ from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, train_step
+from tests.support.covering import FEW, few_steps
 
 LR = 1e-2
 CLIP = 0.7  # below the norms of the first steps and above those of the last: some steps are clipped, some are not
@@ -38,7 +40,7 @@ class Case:
     model: DecoderConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(precision="fp64"))
-    steps: int = 10
+    steps: int = FEW
     batch: int = 12
     length: int = 7
     microbatch: int | None = None
@@ -101,26 +103,39 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     return TrainState(data, optimizer, LossScale(config.precision), {}), config
 
 
+class Piece(NamedTuple):
+    """What a rank holds of a tensor, and which box of the whole that is."""
+
+    box: tuple[slice, ...]
+    value: torch.Tensor
+
+
+def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+    """Copies of what this rank holds; no message is sent for it."""
+    return {n: Piece(layout_of(t).box(), local(t).detach().clone()) for n, t in tensors.items()}
+
+
+def moved_since(start: Mapping[str, Piece], tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+    return {n: Piece(box, value - start[n].value) for n, (box, value) in held(tensors).items()}
+
+
 def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Losses, the last of them an evaluation's, and per parameter its start and displacement, whole, on every rank.
+    """Losses, the last of them an evaluation's, and this rank's pieces of parameters: their start and displacement.
 
     without  collectives that are left out, to show that their absence is seen: `removed` explains the names
     """
     state, config = build(case)
     axis = data_axis(state.data.mesh)
     rows = case.batch // axis.size()
-    start = {n: full_tensor(m).clone() for n, m in state.data.masters.items()}
+    start = held(state.data.masters)
     losses = []
     with removed(*without) if without else nullcontext():
         for step in range(case.steps):
             mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, step).items()}
             losses.append(train_step(state, mine, loss, weight, config, step)["loss"])
     losses.append(evaluated(state, mine))
-    displacement = {n: full_tensor(m) - start[n] for n, m in state.data.masters.items()}
-    held = {n: layout_of(m).local_shape() for n, m in state.data.masters.items()}
-    found = {"start": start, "displacement": displacement, "held": held}
-    whole = {"losses": losses} | {what: of_all_stages(own, state.data.mesh) for what, own in found.items()}
-    return whole if case.budget is None else whole | moved(state.data)
+    found = {"losses": losses, "start": start, "displacement": moved_since(start, state.data.masters)}
+    return found if case.budget is None else found | moved(state.data)
 
 
 def meshes_of_a_step(case: Case) -> int:
@@ -230,31 +245,135 @@ _WITHOUT_SENDING = {
 }
 
 
-def largest_difference(found: dict[str, Any], expected: dict[str, Any], steps: int) -> tuple[float, str]:
-    """The largest relative difference of a loss or of a parameter's displacement, and which.
+def largest_difference(
+    results: Sequence[dict[str, Any]], expected: dict[str, Any], steps: int
+) -> tuple[float, str]:  # fmt: skip
+    """The largest relative difference of a loss or of a parameter's displacement, and which; infinite where it is none.
 
     A displacement is compared with the larger of its own norm and 1e-3 lr steps sqrt(n): a parameter whose true
-    gradient is zero (a key bias) moves by rounding noise that Adam blows up.
+    gradient is zero (a key bias) moves by rounding noise that Adam blows up. A copy counts as often as it is held.
+
+    results   what each of the ranks found
+    expected  what one rank found that holds everything
     """
-    pairs = zip(found["losses"], expected["losses"], strict=True)
-    differences = [(max(abs(a - b) / abs(b) for a, b in pairs), "loss")]
-    for name, want in expected["displacement"].items():
-        assert torch.equal(found["start"][name], expected["start"][name]), f"{name} does not start alike"
+    pairs = [pair for found in results for pair in zip(found["losses"], expected["losses"], strict=True)]
+    differences = [(_finite(abs(a - b) / abs(b)), "loss") for a, b in pairs]
+    _require_own_parameters([found["displacement"].keys() for found in results])
+    for name, (everything, want) in expected["displacement"].items():
+        squares, seen = 0.0, torch.zeros(want.shape, dtype=torch.bool)
+        for found in results:
+            if name not in found["displacement"]:
+                continue  # another stage has it
+            box, value = found["displacement"][name]
+            begin = expected["start"][name].value
+            assert torch.equal(found["start"][name].value, begin[box]), f"{name} does not start alike"
+            squares += float((value - want[box]).square().sum())
+            seen[box] = True
+        assert everything == tuple(slice(0, n) for n in want.shape), f"{name} is not whole where it is to be"
+        assert seen.all(), f"{name} is held by no rank in part"
         floor = 1e-3 * LR * steps * want.numel() ** 0.5
-        difference = (found["displacement"][name] - want).norm() / max(float(want.norm()), floor)
-        differences.append((float(difference), name))
+        differences.append((_finite(squares**0.5 / max(float(want.norm()), floor)), name))
     return max(differences)
+
+
+def whole(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `run` found on all ranks, put together as one rank would have found it."""
+    together: dict[str, Any] = {"losses": results[0]["losses"]}
+    for what in ("start", "displacement"):
+        shapes = {
+            name: tuple(max(found[what][name].box[dim].stop for found in results) for dim in range(len(piece.box)))
+            for name, piece in results[0][what].items()
+        }
+        together[what] = {}
+        for name, shape in shapes.items():
+            value = results[0][what][name].value.new_full(shape, math.nan)
+            for found in results:
+                value[found[what][name].box] = found[what][name].value
+            together[what][name] = Piece(tuple(slice(0, n) for n in shape), value)
+    return together
+
+
+def _finite(difference: float) -> float:
+    """`max` passes over what is not a number."""
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _require_own_parameters(names: Sequence[Any]) -> None:
+    """Ranks have the same parameters, or, of different stages, none in common."""
+    stages = {frozenset(each) for each in names}
+    assert sum(map(len, stages)) == len(frozenset[str]().union(*stages)), "a parameter has a master on two stages"
+
+
+Table = Mapping[str, tuple[int, Case]]
+"""Name -> number of ranks and case."""
+
+
+def table(cases: Iterable[tuple[int, Case]]) -> Table:
+    """Each under a name that tells it from the others."""
+    named = {}
+    for num_ranks, case in cases:
+        model, mesh, words = case.model, case.mesh, []
+        words.append(f"{model.moe.router} of {model.moe.num_experts}" if model.moe.num_experts else model.family)
+        words += ["narrow"] if model.embed_dim is not None else []
+        words += [f"on {num_ranks}"]
+        words += [mesh.describe()] if mesh != MeshConfig() else []
+        words += [mesh.cp_mode] if mesh.cp > 1 else []
+        words += [mesh.tp_mode] if mesh.tp > 1 and mesh.tp_mode != "1d" else []
+        words += [f"zero {case.parallel.zero}"]
+        words += [f"{case.microbatch} rows"] if case.microbatch is not None else []
+        name = " ".join(words)
+        assert name not in named, name
+        named[name] = (num_ranks, case)
+    return named
+
+
+def few_cases(cases: Table, *factors: str, many: Collection[str] = (), strength: int = 2) -> list[Any]:
+    """Parameters (name, steps) of a test; see `few_steps`."""
+    rows = {name: _factors(num_ranks, case, factors) for name, (num_ranks, case) in cases.items()}
+    return few_steps(rows, many, strength, {name: num_ranks for name, (num_ranks, _) in cases.items()})
+
+
+def _factors(num_ranks: int, case: Case, names: Iterable[str]) -> dict[str, Any]:
+    """What tells a case from others in a table of combinations."""
+    mesh, parallel = case.mesh, case.parallel
+    beside = [
+        mesh.tp > 1 and mesh.tp_mode,
+        mesh.cp > 1 and mesh.cp_mode,
+        mesh.ep > 1 and "ep",
+        mesh.dp_replicate is not None and "hybrid",
+    ]
+    every = {
+        "ranks": num_ranks,
+        "schedule": parallel.pipeline.schedule if mesh.pp > 1 else None,
+        "stages": mesh.pp,
+        "tp": mesh.tp > 1 and mesh.tp_mode,
+        "cp": mesh.cp > 1 and mesh.cp_mode,
+        "ep": mesh.ep > 1,
+        "hybrid": mesh.dp_replicate is not None,
+        "beside": tuple(filter(None, beside)),
+        "zero": parallel.zero,
+        "recompute": parallel.recompute.mode,
+        "accumulation": case.microbatch is not None,
+        "router": case.model.moe.router if case.model.moe.num_experts else None,
+        "family": (case.model.family, case.model.embed_dim is None),
+        "documents": case.documents,
+    }
+    return {name: every[name] for name in names}
 
 
 def difference_from_single(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ()) -> tuple[float, str]:
     """Run the case on one rank, plainly, and on `num_ranks`; the largest difference that any rank sees."""
+    return largest_difference(ranks(num_ranks).run(run, case, without), of_one_rank(ranks, case), case.steps)
+
+
+def of_one_rank(ranks, case: Case) -> dict[str, Any]:
+    """What `run` finds on one rank without anything that should not matter; computed once."""
     plain = replace(
         case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None, budget=None, planned=False
     )
     if plain not in _REFERENCES:
         _REFERENCES[plain] = ranks(1).run(run, plain)[0]
-    results = ranks(num_ranks).run(run, case, without)
-    return max(largest_difference(result, _REFERENCES[plain], case.steps) for result in results)
+    return _REFERENCES[plain]
 
 
 _REFERENCES: dict[Case, dict[str, Any]] = {}

@@ -1,0 +1,258 @@
+"""One line of the product broken at a time, and the tests of the suite that must then be red.
+
+What the suite leaves to `make soak` must not take with it what it proves: each of these was seen by what `make test`
+runs, and is to be. A mutation that no test sees any more is a hole in the suite, not a reason to take it off the list.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """In `file`, the text `old`, which stands there once, becomes `new`.
+
+    tests  node ids of pytest, without -m soak: all of them together must then fail
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+TRAIN = "tests/parity/test_train.py"
+MESHES = f"{TRAIN}::test_every_mesh_and_zero_level"
+GRID = "tests/parity/test_tensor_grid.py"
+PIPELINE = "tests/parity/test_pipeline.py::test_trains_as_one_rank_does"
+EXPERTS = "tests/parity/test_experts.py::test_trains_as_one_rank_does"
+DROPOUT = "tests/parity/test_dropout.py::test_dropout_is_that_of_one_rank"
+RESUME = "tests/parity/test_resume.py"
+OPTIMIZERS = "tests/parity/test_optimizers.py"
+
+
+def mutation(what: str, file: str, old: str, new: str, *tests: str) -> Mutation:
+    return Mutation(what, file, old, new, tests)
+
+
+MUTATIONS = [
+    mutation(
+        "gradients of replicas are not summed",
+        "core/parallel/data.py",
+        "self.work = dist.all_reduce(whole, group=self.gradient_axis.get_group(), async_op=True)",
+        "self.work = None",
+        f"{TRAIN}::test_accumulation[0]",
+    ),
+    mutation(
+        "of accumulated microbatches the last counts alone",
+        "core/parallel/data.py",
+        "slot.copy_(rows) if first else slot.add_(rows)",
+        "slot.copy_(rows)",
+        f"{TRAIN}::test_accumulation[0]",
+    ),
+    mutation(
+        "hybrid shards are not summed over their replicas",
+        "core/parallel/data.py",
+        "dist.all_reduce(self.own, group=replicas.get_group())",
+        "pass",
+        f"{MESHES}[gpt2 on 4 dp_replicate=2 x dp_shard=2 zero 1]",
+    ),
+    mutation(
+        "gradients that shards of activations contributed stay partial",
+        "core/parallel/data.py",
+        "dist.all_reduce(flat, group=sub_mesh(self.mesh, axis).get_group())",
+        "pass",
+        f"{MESHES}[gpt2 on 2 tp=2 zero 0]",
+    ),
+    mutation(
+        "a rank takes its neighbour's rows for its own",
+        "core/parallel/rows.py",
+        "start = min(axis.get_local_rank() * rows, whole.shape[dim])",
+        "start = min((axis.get_local_rank() + 1) % axis.size() * rows, whole.shape[dim])",
+        f"{MESHES}[gpt2 on 2 zero 1]",
+        f"{MESHES}[gpt2 on 3 zero 1]",
+    ),
+    mutation(
+        "the norm counts what several ranks hold several times",
+        "core/optim/clip.py",
+        ".square().sum() / copies",
+        ".square().sum()",
+        f"{MESHES}[gpt2 on 2 tp=2 zero 0]",
+    ),
+    mutation(
+        "the norm is that of a rank's own shards",
+        "core/optim/clip.py",
+        "        dist.all_reduce(total)",
+        "        pass",
+        f"{MESHES}[gpt2 on 3 zero 1]",
+    ),
+    mutation(
+        "the mean of a loss is divided by the items of one rank times the ranks",
+        "core/train.py",
+        "dist.all_reduce(whole_weight, group=axis.get_group())",
+        "whole_weight *= axis.size()",
+        f"{MESHES}[gpt2 on 3 zero 0]",
+    ),
+    mutation(
+        "optimizer state is no part of a checkpoint",
+        "core/train.py",
+        'found |= {f"optim/{key}/{name}": value for key, value in state.items()}',
+        "pass",
+        f"{RESUME}::test_to_the_bit_on_the_same_mesh[1-options0]",
+    ),
+    mutation(
+        "optimizer state is read and not taken over",
+        "core/train.py",
+        "restore_state(self.optimizer, self.data.masters[name], loaded)",
+        "pass",
+        f"{RESUME}::test_other_optimizers_across_meshes",
+    ),
+    mutation(
+        "the generators' state is not restored",
+        "core/train.py",
+        "            set_rng_state(random)",
+        "            pass",
+        f"{RESUME}::test_a_model_draws_on_from_where_it_was",
+    ),
+    mutation(
+        "the loss scale is not restored",
+        "core/train.py",
+        'self.loss_scale.load_state(values["loss_scale"])',
+        "pass",
+        f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options3]",
+    ),
+    mutation(
+        "what is loaded is not published to the parameters that compute",
+        "core/train.py",
+        "restore_state(self.optimizer, self.data.masters[name], loaded)\n            self.data.publish()",
+        "restore_state(self.optimizer, self.data.masters[name], loaded)",
+        f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options1]",
+        f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options2]",
+    ),
+    mutation(
+        "ids are not shifted to the rows of the vocabulary that a rank holds",
+        "core/parallel/tensor1d.py",
+        "local_ids = ids - start",
+        "local_ids = ids",
+        f"{MESHES}[gpt2 on 2 tp=2 zero 0]",
+    ),
+    mutation(
+        "the bias behind a row-parallel product is added by every rank",
+        "core/parallel/tensor1d.py",
+        "return y if bias is None else y + bias",
+        "return y if bias is None else y + bias * axis.size()",
+        f"{MESHES}[gpt2 on 2 tp=2 zero 0]",
+    ),
+    mutation(
+        "sums of exponentials of shards are not brought to one maximum",
+        "core/parallel/tensor1d.py",
+        "sum_exp * torch.exp(maximum - whole_maximum)",
+        "sum_exp",
+        f"{MESHES}[gpt2 on 2 tp=2 zero 0]",
+    ),
+    mutation(
+        "ranks drop the same elements of different shards",
+        "core/parallel/draws.py",
+        "return self.index * length",
+        "return 0",
+        f"{DROPOUT}[sequence]",
+    ),
+    mutation(
+        "ranks drop the same elements of different rows",
+        "core/train.py",
+        "first_rows = [axis.get_local_rank() * sum(sizes) + before",
+        "first_rows = [before",
+        f"{DROPOUT}[replicas]",
+    ),
+    mutation(
+        "rows come back from the experts in the order of the experts",
+        "core/parallel/expert.py",
+        "y_RD.index_select(0, order_R.argsort())",
+        "y_RD.index_select(0, order_R)",
+        f"{EXPERTS}[topk of 5 on 2 ep=2 zero 0]",
+    ),
+    mutation(
+        "every rank of tensor parallelism adds the whole gradient of the routers' loss",
+        "core/parallel/expert.py",
+        "moe.share = 1 / axis.size()",
+        "moe.share = 1.0",
+        f"{EXPERTS}[topk of 5 on 3 tp=3 zero 0]",
+    ),
+    mutation(
+        "a stage keeps the gradient of its copy of the tied head",
+        "core/parallel/pipeline/run.py",
+        "gradient += other.to(gradient.device)",
+        "pass",
+        f"{PIPELINE}[1f1b]",
+    ),
+    mutation(
+        "a copy of the tied head is not brought up to date",
+        "core/parallel/pipeline/run.py",
+        "master.copy_(received)",
+        "pass",
+        f"{PIPELINE}[1f1b]",
+    ),
+    mutation(
+        "only the last stage knows the loss",
+        "core/parallel/pipeline/run.py",
+        "        dist.all_reduce(step.total, group=self.group)\n",
+        "",
+        f"{PIPELINE}[interleaved]",
+    ),
+    mutation(
+        "SUMMA keeps the last of its products",
+        "core/parallel/summa.py",
+        "y.addmm_(x_t, w_t.T if flipped else w_t)",
+        "y = x_t @ (w_t.T if flipped else w_t)",
+        f"{GRID}::test_trains_as_one_rank_does[2d-ragged]",
+    ),
+    mutation(
+        "the distances of ALiBi begin anew in each block of a ring",
+        "core/parallel/ring.py",
+        "Part(start - key_start, causal, bias, self.slopes)",
+        "Part(0, causal, bias, self.slopes)",
+        "tests/parity/test_context.py::test_every_family[bloom-ring]",
+    ),
+    mutation(
+        "slopes of ALiBi are those of the first heads on every rank of an exchange",
+        "core/parallel/ulysses.py",
+        "slopes[mine.start : mine.stop]",
+        "slopes[: len(mine)]",
+        "tests/parity/test_context.py::test_every_family[bloom-ulysses]",
+    ),
+    mutation(
+        "an optimizer's sums are maxima",
+        "core/optim/sharded.py",
+        "self._work = dist.all_reduce(self._message, self._op,",
+        "self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX,",
+        f"{OPTIMIZERS}::test_its_family",
+    ),
+    mutation(
+        "an optimizer's means are over a rank's part",
+        "core/optim/sharded.py",
+        "return math.prod(self.layout.shape)",
+        "return math.prod(self.layout.local_shape())",
+        f"{OPTIMIZERS}::test_adafactor_row_column_2d_by_data_shards[row-dp2-local]",
+    ),
+    mutation(
+        "Gemini's shards are not summed over their replicas",
+        "core/gemini/transport.py",
+        "dist.all_reduce(reduced, group=replicas.get_group())",
+        "pass",
+        "tests/parity/gemini/test_ranks.py::test_every_number_of_ranks[4-mesh4-3]",
+    ),
+    mutation(
+        "Gemini gathers a rank's own rows in the places of all",
+        "core/gemini/transport.py",
+        "dist.all_gather_into_tensor(whole, own, group=self.shard.get_group())",
+        "whole.view(self.ranks, -1).copy_(own)",
+        "tests/parity/gemini/test_ranks.py::test_every_number_of_ranks[2-mesh2-3]",
+    ),
+    mutation(
+        "an engine's ranks look up each other's part of the vocabulary",
+        "core/parallel/tensor1d.py",
+        "_gather_vocabulary(out, num_rows, axis)",
+        "_gather_vocabulary(out, num_rows, axis).roll(1, -1)",
+        "tests/parity/test_serve.py::test_two_ranks_write_what_one_writes[gpt2]",
+    ),
+]
