@@ -47,9 +47,9 @@ def engine_of(folder: Path, tp: int, num_pages: int, scheme: Scheme | None, form
     forms  weights may have second forms for speed; that of 4 bits rounds inputs to bf16, of the ranks' sums, too
     """
     source, page_size = find_source(folder), 2
-    kv_gb = (num_pages + 0.5) * page_bytes(source.config, page_size, torch.float32, tp) / 1e9
+    cache = f"{round((num_pages + 0.5) * page_bytes(source.config, page_size, torch.float32, tp))}B"
     config = EngineConfig(
-        "fp32", page_size=page_size, kv_gb=kv_gb, max_running=4, max_batch_tokens=16, prefill_chunk=5, stretch=1e9
+        "fp32", page_size=page_size, cache=cache, max_running=4, max_batch_tokens=16, prefill_chunk=5, stretch=1e9
     )
     axis = None if tp == 1 else build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
     with patch.object(model, "share_out", share_out if forms else without_forms):
