@@ -101,13 +101,6 @@ MUTATIONS = [
         f"{RESUME}::test_to_the_bit_on_the_same_mesh[1-options0]",
     ),
     mutation(
-        "optimizer state is read and not taken over",
-        "core/train.py",
-        "restore_state(self.optimizer, self.data.masters[name], loaded)",
-        "pass",
-        f"{RESUME}::test_other_optimizers_across_meshes",
-    ),
-    mutation(
         "the generators' state is not restored",
         "core/train.py",
         "            set_rng_state(random)",
