@@ -252,8 +252,10 @@ def _check_names(options: list[str], config: Any, command: str) -> None:
         is_option = word.startswith("--") or ("=" in word and not may_be_value)
         if is_option and name not in known and name.replace("no_", "", 1) not in known:
             near = [n for n in names if n.startswith(f"{name}.") or n.endswith(f".{name}")]
-            near = near[:3] or difflib.get_close_matches(name, [*names, "recipe"], n=3, cutoff=0.5)
-            meant = f", did you mean {' or '.join(map(option, near))}?" if near else ""
+            former = {old: new.partition("=")[0] for old, new in _renamed(config)}
+            near = near[:3] or difflib.get_close_matches(name, [*names, *former, "recipe"], n=3, cutoff=0.5)
+            meant = dict.fromkeys(option(former.get(one, one)) for one in near)
+            meant = f", did you mean {' or '.join(meant)}?" if meant else ""
             raise UserError(f"{command} has no option {word.partition('=')[0]}{meant}; see {command} --help-all")
 
 

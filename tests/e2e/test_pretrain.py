@@ -251,6 +251,6 @@ def test_evaluate_generate_export_and_finetune(one_rank: Path, tmp_path: Path) -
 
 def test_plan_and_recipes() -> None:
     planned = llm("plan", "--recipe", "gpt3_175b", "--mesh.tp", 8, "--nproc", 128, "--zero", 3, "--gpu", "A100")
-    assert "GB" in planned
+    assert "GiB" in planned
     assert "tokens/s" in planned
     assert "opt_175b" in llm("recipes")

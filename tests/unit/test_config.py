@@ -164,6 +164,7 @@ def test_former_names_and_spellings_are_told(argv, expected, notes, capsys, monk
     [
         ("--model a --source b", "--model and --source, its former name; give --model alone"),
         ("--modle a", "llm finetune has no option --modle, did you mean --model"),
+        ("--suorce a", "llm finetune has no option --suorce, did you mean --model?"),
         ("--model", "Missing value for argument '--model'. Expected 1"),
         ("--model vain", "--model in vain; see llm finetune --help-all"),
     ],

@@ -86,7 +86,7 @@ class FoldTrainConfig(TrainConfig):
             raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
         if self.average is not None and not 0 <= self.average < 1:
             raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
-        if self.learns == "confidence" and self.weights is None:
+        if self.learns == "confidence" and self.is_preset:
             raise UserError(
                 "learns=confidence teaches the confidence heads of given weights, and "
                 f"model={self.model} has none; give --model FILE or FOLDER"
@@ -105,9 +105,13 @@ class FoldTrainConfig(TrainConfig):
         return found
 
     @property
+    def is_preset(self) -> bool:
+        return self.model in _OWN_MODELS or self.model in PRESETS
+
+    @property
     def weights(self) -> Path | None:
         """What the run starts from; None of a preset.  Raises UserError for weights that are not there."""
-        if self.model in _OWN_MODELS or self.model in PRESETS:
+        if self.is_preset:
             return None
         if not Path(self.model).exists():
             known = ", ".join([*_OWN_MODELS, *PRESETS])

@@ -92,7 +92,7 @@ def tiny_confidence() -> FoldTrainConfig:
     first = tiny()
     return replace(
         first,
-        weights=first.out / "model",
+        model=str(first.out / "model"),
         learns="confidence",
         data=replace(first.data, decoys=0.5),
         loss=LossConfig(plddt=1.0),
