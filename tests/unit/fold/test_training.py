@@ -311,7 +311,7 @@ def test_what_was_not_seen_is_masked_and_the_best_place_counts(tmp_path: Path) -
 def test_recipes_are_models_that_training_feeds() -> None:
     for name, recipe in RECIPES.items():
         config = recipe()
-        model = model_config(config)
+        model = model_config(config, None if config.is_preset else load_folder(DEMO_WEIGHTS)[0])
         assert model.templates is None, name
         assert name_table(model)
     assert model_config(RECIPES["initial_training"]()).max_extra_msa == 1024
