@@ -1,5 +1,6 @@
 """What ends a start of the server: one line, before minutes are spent on weights."""
 
+import asyncio
 import json
 import socket
 from pathlib import Path
@@ -9,7 +10,10 @@ import transformers  # noqa: F401 (its log keeps the stderr of the moment in whi
 
 from apps.serve import serve
 from apps.serve.__main__ import APP
+from apps.serve.config import HttpConfig
+from apps.serve.metrics import Metrics
 from apps.serve.model import check_vocabulary, find_source
+from apps.serve.server import Server
 from apps.serve.text import load_text
 from core.config import UserError, run_command
 from tests.support.http_server import small_model
@@ -51,6 +55,30 @@ def test_addresses_that_are_none_of_ours(host: str, port: int, said: str) -> Non
 def test_a_free_port_is_bound(host: str) -> None:
     with serve.bind(host, 0) as listening:
         assert listening.getsockname()[1] > 0
+
+
+def test_a_port_is_taken_while_models_are_loaded() -> None:
+    """By the first of two servers that are started; and a connection that has ended keeps nobody from a restart."""
+    with serve.bind("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 is in use"):
+            serve.bind("127.0.0.1", port).close()
+        with socket.create_connection(("127.0.0.1", port), timeout=10):
+            listening.accept()[0].close()  # who closes first waits in TIME_WAIT
+    with serve.bind("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
+
+
+def test_a_port_that_is_lost_after_all_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as mine:
+        port = taken.getsockname()[1]
+        taken.close()
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        mine.bind(("127.0.0.1", port))
+        with serve.bind("127.0.0.1", port):
+            server = Server({}, HttpConfig(port=port), Metrics())
+            with pytest.raises(UserError, match=f"^port {port} of 127.0.0.1 is in use; give another --port"):
+                asyncio.run(serve.listen(server, mine))
 
 
 @pytest.mark.parametrize(
