@@ -143,16 +143,18 @@ class Engine:
         step, asked = self._plan(parts, copies)
         began = time.perf_counter()
         logits_RV = self.runner.run(step)
-        if self.pace is not None:
-            writers = sum(count == 1 for _, count in parts)
-            self.pace.observe(writers, len(step.ids) - writers, time.perf_counter() - began)
         self.counts.steps += 1
         self.counts.computed_tokens += len(step.ids)
         for sequence, count in parts:
             sequence.num_computed += count
             assert sequence.held is not None
             self.pages.commit(sequence.held, sequence.tokens, sequence.num_computed)
-        return self._read(asked, logits_RV)
+        events = self._read(asked, logits_RV)
+        if self.pace is not None:
+            self.runner.wait()  # a chunk of which nothing is read would seem to take no time, and the next step more
+            writers = sum(count == 1 for _, count in parts)
+            self.pace.observe(writers, len(step.ids) - writers, time.perf_counter() - began)
+        return events
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------
 
