@@ -1,5 +1,6 @@
 """How what a client sends (`fields`) becomes requests to the engine; and errors in OpenAI's form."""
 
+import logging
 import re
 import secrets
 import time
@@ -13,10 +14,11 @@ from apps.serve.config import HttpConfig
 from apps.serve.engine import Engine
 from apps.serve.fields import ChatBody, CompletionBody, Options
 from apps.serve.request import Request, Sampling, too_long
-from apps.serve.template import TooLarge
+from apps.serve.template import RendererFailed, TooLarge
 from apps.serve.text import Text
 from core.config import UserError
 
+log = logging.getLogger("serve")
 # Halves of surrogate pairs are no characters, so no tokenizer takes them.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -121,6 +123,9 @@ def chat_call(body: ChatBody, model: str, engine: Engine, config: HttpConfig, ti
         prompt, stop = engine.text.encode_chat(messages, _max_characters(engine), timeout_s)
     except TooLarge:
         raise _too_long(engine, "your messages make a text that cannot be held by so many", "messages") from None
+    except RendererFailed as error:
+        log.error("%s", error)
+        raise ApiError(500, str(error), kind="server_error") from None
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from None
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
