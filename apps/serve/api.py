@@ -1,5 +1,6 @@
 """How what a client sends (`fields`) becomes requests to the engine; and errors in OpenAI's form."""
 
+import logging
 import re
 import secrets
 import time
@@ -12,11 +13,12 @@ from pydantic import BaseModel
 from apps.serve.config import HttpConfig
 from apps.serve.engine import Engine
 from apps.serve.fields import ChatBody, CompletionBody, Options
-from apps.serve.request import Request, Sampling, too_long
-from apps.serve.template import TooLarge
+from apps.serve.request import FieldError, Request, Sampling, too_long
+from apps.serve.template import RendererFailed, TooLarge
 from apps.serve.text import Text
 from core.config import UserError
 
+log = logging.getLogger("serve")
 # Halves of surrogate pairs are no characters, so no tokenizer takes them.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -92,7 +94,7 @@ def completion_call(body: CompletionBody, model: str, engine: Engine, config: Ht
     call_id = f"cmpl-{secrets.token_hex(12)}"
     requests = []
     for index, prompt in enumerate(prompts):
-        max_tokens = _max_tokens(body.max_tokens, 16, len(prompt), engine, "prompt")
+        max_tokens = _max_tokens(body.max_tokens, 16, len(prompt), engine, "prompt", "max_tokens")
         request = Request(
             id=f"{call_id}-{index}",
             prompt=tuple(prompt),
@@ -121,11 +123,15 @@ def chat_call(body: ChatBody, model: str, engine: Engine, config: HttpConfig, ti
         prompt, stop = engine.text.encode_chat(messages, _max_characters(engine), timeout_s)
     except TooLarge:
         raise _too_long(engine, "your messages make a text that cannot be held by so many", "messages") from None
+    except RendererFailed as error:
+        log.error("%s", error)
+        raise ApiError(500, str(error), kind="server_error") from None
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from None
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     call_id = f"chatcmpl-{secrets.token_hex(12)}"
-    max_tokens = _max_tokens(body.max_completion_tokens or body.max_tokens, None, len(prompt), engine, "messages")
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = _max_tokens(getattr(body, field), None, len(prompt), engine, "messages", field)
     endings = _endings(body, engine.text, max_tokens)
     endings["stop"] += stop
     request = Request(
@@ -211,15 +217,17 @@ def _check_choices(num_choices: int, most: int, param: str) -> None:
         raise ApiError(400, message, param=param)
 
 
-def _max_tokens(given: int | None, default: int | None, prompt_tokens: int, engine: Engine, prompt: str) -> int:
-    """prompt  the field that the prompt came in"""
-    left = engine.max_length - prompt_tokens
+def _max_tokens(
+    given: int | None, default: int | None, prompt_tokens: int, engine: Engine, prompt: str, field: str
+) -> int:
+    """prompt, field  those that the prompt and `given` came in"""
+    left, least = engine.max_length - prompt_tokens, 0 if given == 0 else 1
     wanted = given if given is not None else left if default is None else min(default, left)
-    if left < 1 or wanted > left:
-        what = f"your prompt has {prompt_tokens} tokens"
+    if left < least or wanted > left:
+        what = f"your prompt has {prompt_tokens} tokens" + (", which leaves none for the text" if left == 0 else "")
         if given is not None:
             what = f"you requested {prompt_tokens + given} tokens ({prompt_tokens} in the prompt, {given} in the text)"
-        raise _too_long(engine, what, prompt if left < 1 else "max_tokens")
+        raise _too_long(engine, what, prompt if left < least else field)
     return wanted
 
 
@@ -269,6 +277,6 @@ def _endings(body: Options, text: Text, max_tokens: int) -> dict[str, Any]:
 def _checked(request: Request, engine: Engine) -> Request:
     try:
         engine.check(request)
-    except UserError as error:
-        raise ApiError(400, str(error)) from None
+    except FieldError as error:
+        raise ApiError(400, str(error), param=error.field) from None
     return request

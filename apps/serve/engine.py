@@ -17,7 +17,18 @@ from apps.serve import sampler
 from apps.serve.detokenize import TextStream
 from apps.serve.pace import Pace
 from apps.serve.pages import Match, Pages
-from apps.serve.request import Delta, Event, FinishReason, PromptDone, Request, Sequence, State, Token, too_long
+from apps.serve.request import (
+    Delta,
+    Event,
+    FieldError,
+    FinishReason,
+    PromptDone,
+    Request,
+    Sequence,
+    State,
+    Token,
+    too_long,
+)
 from apps.serve.runner import Runner, Step
 from apps.serve.scheduler import Job, Limits, schedule
 from apps.serve.text import Text
@@ -80,25 +91,28 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def check(self, request: Request) -> None:
-        """Raises UserError for what this engine can never do."""
+        """Raises FieldError for what this engine can never do."""
         length = len(request.prompt)
         if length == 0:
-            raise UserError("the prompt is empty; give at least one token")
-        if max(request.prompt) >= self.vocab_size or min(request.prompt) < 0:
-            raise UserError(
-                f"the prompt holds a token outside 0 … {self.vocab_size - 1}, which this model does not have"
-            )
-        outside = [t for t in (*request.sampling.logit_bias, *request.stop_ids) if not 0 <= t < self.vocab_size]
-        if outside:
-            raise UserError(f"token {outside[0]} is outside 0 … {self.vocab_size - 1}, which this model has")
+            raise FieldError("the prompt is empty; give at least one token", "prompt")
+        for field, tokens in (
+            ("prompt", request.prompt),
+            ("logit_bias", request.sampling.logit_bias),
+            ("stop_token_ids", request.stop_ids),
+        ):
+            for token in (min(tokens), max(tokens)) if tokens else ():
+                if not 0 <= token < self.vocab_size:
+                    outside = f"token {token} is outside 0 … {self.vocab_size - 1}, which this model has"
+                    raise FieldError(f"{field}: {outside}", field)
         if request.min_tokens and len(request.stop_ids) >= self.vocab_size:
-            raise UserError("every token ends the text, and min_tokens forbids that; give fewer stop_token_ids")
+            message = "every token ends the text, and min_tokens forbids that; give fewer stop_token_ids"
+            raise FieldError(message, "stop_token_ids")
         if length + request.max_tokens > self.max_length:
             wanted = f"you requested {length + request.max_tokens} tokens ({length} in the prompt)"
-            raise UserError(too_long(self.max_length, wanted))
+            raise FieldError(too_long(self.max_length, wanted), "max_tokens")
 
     def submit(self, request: Request) -> None:
-        """Take a request into the queue.  Raises UserError for what this engine can never do."""
+        """Take a request into the queue.  Raises FieldError for what this engine can never do."""
         self.check(request)
         sequences = [self._sequence(request, index) for index in range(request.num_sequences)]
         first, *others = sequences
@@ -143,16 +157,18 @@ class Engine:
         step, asked = self._plan(parts, copies)
         began = time.perf_counter()
         logits_RV = self.runner.run(step)
-        if self.pace is not None:
-            writers = sum(count == 1 for _, count in parts)
-            self.pace.observe(writers, len(step.ids) - writers, time.perf_counter() - began)
         self.counts.steps += 1
         self.counts.computed_tokens += len(step.ids)
         for sequence, count in parts:
             sequence.num_computed += count
             assert sequence.held is not None
             self.pages.commit(sequence.held, sequence.tokens, sequence.num_computed)
-        return self._read(asked, logits_RV)
+        events = self._read(asked, logits_RV)
+        if self.pace is not None:
+            self.runner.wait()  # a chunk of which nothing is read would seem to take no time, and the next step more
+            writers = sum(count == 1 for _, count in parts)
+            self.pace.observe(writers, len(step.ids) - writers, time.perf_counter() - began)
+        return events
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------
 

@@ -188,13 +188,15 @@ def _attention_on_cpu(model: DecoderConfig, load: Load, ranks: int) -> int:
 class Asked:
     """A model that a server is to load.
 
-    most_pages  that all its running sequences can use
-    kv_bytes    asked for pages; None: a share of what is left
+    most_pages   that all its running sequences can use
+    least_pages  without which none of them runs
+    kv_bytes     asked for pages; None: a share of what is left
     """
 
     name: str
     need: Need
     most_pages: int
+    least_pages: int = 2
     kv_bytes: int | None = None
 
     @property
@@ -213,25 +215,34 @@ class Room:
 
 def share_out(asked: Sequence[Asked], free: int, device: str) -> list[Room]:
     """Divide `free` bytes of a rank among the models.  Raises UserError where they do not fit."""
+    for one in asked:
+        if one.kv_bytes is not None and one.kv_bytes < one.least_pages * one.need.page:
+            least = in_words(1.005 * one.least_pages * one.need.page)  # and so no less, in three digits
+            raise UserError(
+                f"--engine.cache {in_words(one.kv_bytes)} holds no sequence of {one.name}; give at least {least}"
+            )
+    open_ended = sorted((one for one in asked if one.pages is None), key=lambda one: one.most_pages * one.need.page)
+    least_bytes = sum(one.least_pages * one.need.page for one in open_ended)
     left = free - sum(one.need.total(one.pages or 0) for one in asked)
-    if left < 0:
+    if left < least_bytes:
         raise UserError(_too_much(asked, free))
     forms = []
     for one in asked:
-        forms.append(2 * one.need.forms <= left)
+        forms.append(max(one.need.forms, least_bytes) <= left - one.need.forms)
         left -= one.need.forms if forms[-1] else 0
-    open_ended = sorted((one for one in asked if one.pages is None), key=lambda one: one.most_pages * one.need.page)
-    for_pages, given = int(_SHARE[torch.device(device).type] * left), {}
+    more_bytes, given = max(int(_SHARE[torch.device(device).type] * left) - least_bytes, 0), {}
     for place, one in enumerate(open_ended):  # who can use less than an equal part leaves the others more
-        equal = for_pages // (len(open_ended) - place)
-        given[one.name] = min(equal // one.need.page, one.most_pages)
-        for_pages -= given[one.name] * one.need.page
+        equal = more_bytes // (len(open_ended) - place)
+        more = min(equal // one.need.page, max(one.most_pages - one.least_pages, 0))
+        given[one.name] = one.least_pages + more
+        more_bytes -= more * one.need.page
     return [Room(given[o.name] if o.pages is None else o.pages, f) for o, f in zip(asked, forms, strict=True)]
 
 
 def _too_much(asked: Sequence[Asked], free: int) -> str:
     parts = [
-        f"{one.name} {in_words(one.need.weights)} for its weights, {in_words((one.pages or 0) * one.need.page)} for "
+        f"{one.name} {in_words(one.need.weights)} for its weights, "
+        f"{in_words((one.least_pages if one.pages is None else one.pages) * one.need.page)} for "
         f"pages and {in_words(one.need.work)} for a step"
         for one in asked
     ]

@@ -111,7 +111,7 @@ def _plan(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | 
         needed = replace(needed, forms=0)  # the first form is the mapped file, and leaves memory
     usable = config.max_running * (limits.pages(max_length) + 1)
     kv_bytes = None if config.cache is None else size_in_bytes(config.cache, "engine.cache", "GiB")
-    return _Plan(format, limits, max_length, Asked(source.name, needed, usable, kv_bytes))
+    return _Plan(format, limits, max_length, Asked(source.name, needed, usable, limits.least_pages, kv_bytes))
 
 
 def _build(

@@ -158,8 +158,10 @@ class Pages:
             _detach(node)
 
     def _free_below(self, node: Node) -> None:
-        for child in list(node.children.values()):
-            self._free_below(child)
+        below = list(node.children.values())
+        for child in below:  # it grows: a text is as deep as it has pages, deeper than calls may be
+            below += child.children.values()
+        for child in reversed(below):
             _detach(child)
             del self._idle[child]
             self._free.append(child.page)

@@ -16,19 +16,22 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def main() -> None:
-    with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rw", encoding="utf-8") as lines:
+    with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("r", encoding="utf-8") as lines:
         job = json.loads(lines.readline())
         _limit_memory(job["memory_bytes"])
         for line in lines:
-            answer = _answer(job, json.loads(line))
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
-            if answer.get("spent"):
+            is_spent = False
+            try:
+                answer = json.dumps(_answer(job, json.loads(line))).encode() + b"\n"
+            except MemoryError:
+                is_spent, answer = True, b'{"spent": true}\n'
+            connection.sendall(answer)
+            if is_spent:
                 return
 
 
 def _answer(job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """The `text`, that it is `too_large`, why it is `refused`, or that the memory is `spent`."""
+    """The `text`, that it is `too_large`, or why it is `refused`.  Raises MemoryError where that is `spent`."""
     _limit_time(job["cpu_s"])
     try:
         rendered, _ = render_jinja_template(
@@ -39,7 +42,7 @@ def _answer(job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
         )
         return {"too_large": True} if len(rendered[0]) > asked["max_characters"] else {"text": rendered[0]}
     except MemoryError:
-        return {"spent": True}
+        raise
     except Exception as error:  # templates raise what they like
         return {"refused": (str(error).splitlines() or [type(error).__name__])[0]}
 

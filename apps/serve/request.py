@@ -127,6 +127,14 @@ class Delta:
 Event = PromptDone | Delta
 
 
+class FieldError(UserError):
+    """What the engine can never do, and the field that asks for it, as clients call it."""
+
+    def __init__(self, message: str, field: str):
+        super().__init__(message)
+        self.field = field
+
+
 def too_long(max_length: int, what: str) -> str:
     """What is said of a request that the model cannot hold, in the words that clients look for."""
     return (

@@ -144,10 +144,18 @@ class Runner:
         self.graph: Graph | None = None
 
     def run(self, step: Step) -> Tensor:
-        """logits[R, V] in fp32 or wider, R those of `step.rows`.  Only the first rank of the axis calls it."""
+        """logits[R, V] in fp32 or wider, R those of `step.rows`; on a GPU they are computed by the time they are read.
+
+        Only the first rank of the axis calls it.
+        """
         if self.axis is not None and self.axis.size() > 1:
             self._send(step)
         return self._compute(step)
+
+    def wait(self) -> None:
+        """Until what `run` began is computed: a GPU computes while `run` returns."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def follow(self) -> None:
         """What the other ranks do: each step that the first one sends, until it sends none."""

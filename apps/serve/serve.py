@@ -74,7 +74,10 @@ def _run(config: ServeConfig, sources: list[Source]) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, on which nothing listens yet.  Raises UserError where that is taken or not ours."""
+    """A socket that listens at an address, so that nobody else gets it; who connects waits until somebody accepts.
+
+    Raises UserError where the address is taken or not ours.
+    """
     if not 0 <= port < 1 << 16:
         raise UserError(f"port={port}; give one from 0 (any that is free) to 65535")
     listening = None
@@ -83,17 +86,18 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen()  # with SO_REUSEADDR, which restarts need, another process could bind it too until then
     except OSError as error:
         if listening is not None:
             listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"port {port} of {host} is in use; give another --port, or 0 for any that is free"
-            ) from None
-        raise UserError(
-            f"cannot listen at port {port} of {host} ({error.strerror}); give another --host or --port"
-        ) from None
+        raise _not_ours(host, port, error) from None
     return listening
+
+
+def _not_ours(host: str, port: int, error: OSError) -> UserError:
+    if error.errno == errno.EADDRINUSE:
+        return UserError(f"port {port} of {host} is in use; give another --port, or 0 for any that is free")
+    return UserError(f"cannot listen at port {port} of {host} ({error.strerror}); give another --host or --port")
 
 
 def uvicorn_config(server: Server) -> uvicorn.Config:
@@ -112,7 +116,8 @@ def uvicorn_config(server: Server) -> uvicorn.Config:
 async def listen(server: Server, listening: socket.socket) -> int:
     """Serve at a bound socket until SIGTERM or SIGINT, or until an engine has failed, then finish what is under way.
 
-    Returns the exit code: 1 where an engine has failed, so that whoever started the server starts it again.
+    Returns the exit code: 1 where an engine has failed, so that whoever started the server starts it again. Raises
+    UserError where nothing can listen there.
     """
     listener = Listener(uvicorn_config(server))
     here, stopping = asyncio.get_running_loop(), asyncio.Event()
@@ -124,7 +129,12 @@ async def listen(server: Server, listening: socket.socket) -> int:
     while not listener.started and not serving.done():
         await asyncio.sleep(0.01)
     if serving.done():
-        return 2
+        await server.drain()  # lets the other ranks go
+        try:
+            await serving
+        except OSError as error:
+            raise _not_ours(server.config.host, server.config.port, error) from None
+        return 1
     _announce(server, listener)
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -29,6 +29,10 @@ class TooLarge(Exception):
     """The text is longer than asked for."""
 
 
+class RendererFailed(Exception):
+    """The process that renders has ended, through no fault of the messages."""
+
+
 class ChatTemplate:
     """Renders dialogues; may be called from several threads.
 
@@ -50,16 +54,14 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], max_characters: int, timeout_s: float) -> str:
         """The dialogue as text, up to where the assistant speaks.
 
-        Raises UserError where the template refuses the messages or exceeds its limits, TooLarge, and TimeoutError.
+        Raises UserError where the template refuses the messages or exceeds its limits, TooLarge, TimeoutError, and
+        RendererFailed.
         """
         deadline = time.monotonic() + timeout_s
         if not self._places.acquire(timeout=max(0.0, timeout_s)):
             raise TimeoutError
         try:
-            process = self._idle.pop() if self._idle else _Process(self._job)
-            answer = process.ask({"messages": list(messages), "max_characters": max_characters}, deadline)
-            if not answer.get("spent"):
-                self._idle.append(process)
+            answer = self._ask({"messages": list(messages), "max_characters": max_characters}, deadline)
         finally:
             self._places.release()
         if "text" in answer:
@@ -69,23 +71,45 @@ class ChatTemplate:
         limit = f"it needs more than {MEMORY_BYTES >> 20} MiB" if answer.get("spent") else answer["refused"]
         raise UserError(f"the model's chat template refuses these messages: {limit}")
 
+    def _ask(self, asked: Mapping[str, Any], deadline: float) -> dict[str, Any]:
+        """The answer of a process that is kept, or of a new one."""
+        try:
+            process = self._idle.pop()
+            answer = process.ask(asked, deadline)
+        except (IndexError, RendererFailed):  # none is kept, or it was ended while it waited
+            process = _Process(self._job)
+            answer = process.ask(asked, deadline)
+        if not answer.get("spent"):
+            self._idle.append(process)
+        return answer
+
 
 class _Process:
-    """One that renders, and the socket to it. It ends when the socket is closed, also by this process's end."""
+    """One that renders, and the socket to it. It ends when the socket is closed, also by this process's end.
+
+    Raises RendererFailed where none can be started.
+    """
 
     def __init__(self, job: Mapping[str, Any]):
         self._socket, theirs = socket.socketpair()
         # numpy, which transformers imports, would take address space for threads.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "apps.serve.renderer"],
-                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
-            )  # fmt: skip
-        self._socket.sendall(json.dumps(job, default=str).encode() + b"\n")
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "apps.serve.renderer"],
+                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
+                )  # fmt: skip
+            self._socket.sendall(json.dumps(job, default=str).encode() + b"\n")
+        except OSError as error:
+            raise RendererFailed(f"no process that renders the model's chat template starts ({error})") from None
 
     def ask(self, asked: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-        """Its answer.  Raises TimeoutError, and UserError where the kernel ended it; it is gone then."""
+        """Its answer.
+
+        Raises TimeoutError, UserError where the kernel ended it for the time that it took, and RendererFailed where it
+        ended otherwise; it is gone then.
+        """
         try:
             self._wait_until(deadline)
             self._socket.sendall(json.dumps(asked).encode() + b"\n")
@@ -110,7 +134,9 @@ class _Process:
             raise TimeoutError
         self._socket.settimeout(left)
 
-    def _ended(self) -> UserError:
+    def _ended(self) -> UserError | RendererFailed:
         if self._process.wait() == -signal.SIGXCPU:
             return UserError(f"the model's chat template takes more than {CPU_S} s for these messages")
-        return UserError(f"the model's chat template could not be rendered (exit code {self._process.returncode})")
+        return RendererFailed(
+            f"the process that renders the model's chat template has ended (exit code {self._process.returncode})"
+        )

@@ -53,11 +53,10 @@ class Text:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """None where the model brings none.  Raises UserError where it brings several and none is the default."""
-        given = self.hf.chat_template
-        if isinstance(given, dict) and "default" not in given:
-            raise UserError(f"the model's chat templates are {', '.join(given)}, and none is called default")
-        return None if given is None else ChatTemplate(self.hf.get_chat_template(), self.hf.special_tokens_map)
+        """None where the model brings none."""
+        if self.hf.chat_template is None:
+            return None
+        return ChatTemplate(self.hf.get_chat_template(), self.hf.special_tokens_map)
 
     def start(self) -> None:
         """What the first dialogue would have to wait for."""
@@ -122,7 +121,10 @@ _BYTE_OF_LETTER = _byte_letters()
 
 
 def load_text(folder: Path) -> Text:
-    """The tokenizer of a Hugging Face folder.  Raises UserError where there is none that loads."""
+    """The tokenizer of a Hugging Face folder.
+
+    Raises UserError where there is none that loads, and where it brings several chat templates and none is the default.
+    """
     with importing():
         from transformers import AutoTokenizer
 
@@ -134,6 +136,11 @@ def load_text(folder: Path) -> Text:
     except Exception as error:  # tokenizers raises bare Exception
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{folder} holds no tokenizer that loads ({why})") from None
+    if isinstance(hf.chat_template, dict) and "default" not in hf.chat_template:
+        raise UserError(
+            f"{folder}: the tokenizer's chat templates are {', '.join(hf.chat_template)}, and none is called default; "
+            "rename one to default in tokenizer_config.json"
+        )
     return Text(hf, _end_ids(folder))
 
 

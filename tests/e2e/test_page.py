@@ -288,6 +288,28 @@ def test_with_a_chat_template_the_page_talks_by_it(page: Any) -> None:
     assert sent[-1][1]["prompt"] == "Once"
 
 
+def test_the_first_scenario_stays_when_the_model_changes(page: Any) -> None:
+    """Without a tab chosen, too: the text is written to its end by the model that was asked, and stays in sight."""
+    by_hand(page)
+    ask(page, "Once", wait=False)
+    feed(page, " upon")
+    assert page.is_disabled("#model")
+    page.evaluate(  # as when the list of models is read anew, with another one in front
+        """() => {
+          document.querySelector("#model").value = "taught";
+          document.querySelector("#model").dispatchEvent(new Event("change"));
+        }"""
+    )
+    page.wait_for_timeout(500)  # so long that the texts are saved with the next piece
+    feed(page, " a time")
+    feed(page, None)
+    done(page)
+    assert texts(page) == ["Once upon a time"]
+    assert page.locator("#status").inner_text() != "stopped"
+    assert page.locator("#scenarios [aria-selected=true]").inner_text() == "Continue text"
+    assert page.is_enabled("#model")
+
+
 def at_end(page: Any) -> bool:
     return page.evaluate("innerHeight + scrollY >= document.documentElement.scrollHeight - 2")
 

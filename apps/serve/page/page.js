@@ -131,6 +131,7 @@ function showButtons() {
   $("send").disabled = underway !== null;
   $("stop").disabled = underway === null;
   $("clear").disabled = underway !== null || turns().length === 0;
+  $("model").disabled = underway !== null || models.length < 2;
 }
 
 function showError(message) {
@@ -190,7 +191,6 @@ async function loadModels() {
   if (!response.ok) throw await Refused.from(response);
   models = (await response.json()).data;
   $("model").replaceChildren(...models.map(({ id }) => new Option(id, id)));
-  $("model").disabled = models.length < 2;
   if (models.some(({ id }) => id === page.model)) $("model").value = page.model;
   modelChosen();
 }
@@ -305,6 +305,8 @@ async function generate() {
   const length = turn.theirs.length;
   if (!goesOn) record().turns.push(turn);
   underway = { abort: new AbortController(), turn, id };
+  page.scenario = id; // no longer that which comes first with the model
+  savePage();
   following = true;
   $("input").value = "";
   if (byTouch()) $("input").blur(); // the keyboard covers the answer

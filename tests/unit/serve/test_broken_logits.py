@@ -123,6 +123,24 @@ def test_forgotten_pages() -> None:
     assert len(pages.match((1, 2, 3)).path) == 1
 
 
+def test_a_long_text_is_forgotten_with_all_behind_it() -> None:
+    """Of a text with more pages than Python nests calls, the first is forgotten while the rest are idle."""
+    text = tuple(n % 7 for n in range(6001))
+    pages = Pages(6000, 2)
+    long = pages.claim(pages.match(text))
+    pages.grow(long, 6000)
+    pages.commit(long, text, 6000)
+    other = pages.claim(pages.match((*text[:2], 8, 9)))
+    pages.give_back(long)
+    pages.forget(other)
+    assert pages.match(text).path == ()
+    pages.give_back(other)
+    assert pages.num_free == 6000
+    held = pages.claim(pages.match(text))
+    pages.grow(held, 12000)
+    assert sorted(held.pages) == list(range(6000))
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = small_model(tmp_path_factory.mktemp("models") / "first", tied_head=False)

@@ -113,7 +113,7 @@ def test_refusals(capsys, tmp_path):
     assert "port 70000" in refusal(capsys, "--model", model, "--port", 70000)
     assert "cannot read the key" in refusal(capsys, "--model", model, "--api-key-file", "/nowhere")
     assert "give at least 65" in refusal(capsys, "--model", model, "--engine.max-batch-tokens", 3)
-    assert "hold no sequence" in refusal(capsys, "--model", model, "--engine.cache", "10KB")
+    assert "holds no sequence of" in refusal(capsys, "--model", model, "--engine.cache", "10KB")
     assert "positions for 512" in refusal(capsys, "--model", model, "--engine.max-length", 1000)
     assert "no address" in refusal(capsys, "bench", "--url", "nonsense")
     assert "no answer from http://127.0.0.1:9" in refusal(capsys, "bench", "--url", "http://127.0.0.1:9")

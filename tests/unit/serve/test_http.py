@@ -320,12 +320,15 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
     [
         ({}, "prompt", "required"),
         ({"prompt": []}, "prompt", "empty list"),
-        ({"prompt": [[]]}, None, "empty"),
-        ({"prompt": [257]}, None, "0 … 256"),
+        ({"prompt": [[]]}, "prompt", "empty"),
+        ({"prompt": [257]}, "prompt", "0 … 256"),
         ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
         ({"prompt": ["a", 1]}, "prompt[1]", "string"),
         ({"prompt": "a\ud800b"}, "prompt", "U+D800"),
         ({"prompt": "x" * 600}, "prompt", "maximum context length is 512 tokens. However, your prompt has 600"),
+        ({"prompt": "x" * 512}, "prompt", "your prompt has 512 tokens, which leaves none for the text"),
+        ({"prompt": "x" * 512, "max_tokens": 1}, "prompt", "513 tokens (512 in the prompt, 1 in the text)"),
+        ({"prompt": "x" * 513, "max_tokens": 0, "echo": True}, "prompt", "you requested 513 tokens"),
         ({"prompt": "x" * 100_000}, "prompt", "maximum context length is 512 tokens. However, the prompt of 100000"),
         ({"prompt": "x", "max_tokens": 600}, "max_tokens", "maximum context length is 512 tokens. However, you req"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens", ""),
@@ -359,9 +362,9 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ({"prompt": "x", "suffix": "end"}, "suffix", "leave it out"),
         ({"prompt": "x", "max_tokens": 3, "min_tokens": 4}, "min_tokens", "more than the 3"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "digits"),
-        ({"prompt": "x", "logit_bias": {"300": 1}}, None, "token 300"),
+        ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias", "token 300"),
         ({"prompt": "x", "logit_bias": {"3": 101}}, "logit_bias.3", "less than or equal to 100"),
-        ({"prompt": "x", "stop_token_ids": [300]}, None, "token 300"),
+        ({"prompt": "x", "stop_token_ids": [300]}, "stop_token_ids", "token 300"),
         ({"prompt": "x", "seed": 2**70}, "seed", ""),
         ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", ""),
         ({"prompt": "x", "guided_json": {}}, "guided_json", "no such field"),
@@ -380,6 +383,11 @@ def test_refused_completions(running, body, param, says):
     assert says in error["message"]
     assert "\n" not in error["message"]
     assert ("maximum context length" in error["message"]) == (error["code"] == "context_length_exceeded")
+
+
+def test_a_prompt_of_all_that_the_model_takes_is_scored(running):
+    answer = complete(running, prompt="x" * 512, max_tokens=0, echo=True, logprobs=0)
+    assert answer["usage"]["prompt_tokens"] == len(answer["choices"][0]["logprobs"]["tokens"]) == 512
 
 
 @pytest.mark.parametrize(
@@ -413,6 +421,7 @@ def test_refused_completions(running, body, param, says):
         (CHAT | {"tool_choice": "required"}, "tool_choice", "calls no tools"),
         (CHAT | {"prompt": "x"}, "prompt", "no such field"),
         (CHAT | {"max_tokens": 1000}, "max_tokens", "maximum context length is 512 tokens"),
+        (CHAT | {"max_completion_tokens": 1000}, "max_completion_tokens", "maximum context length is 512 tokens"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "maximum context length is 512 tokens"),
         ({"messages": [CHAT["messages"][0] | {"content": "x" * 100}] * 9}, "messages", "maximum context length is 512"),
         ({"messages": [{"role": "user", "content": "a\ud83d"}]}, "messages", "U+D83D"),

@@ -8,7 +8,7 @@ from apps.serve.memory import Asked, Format, Load, Need, folder_format, need, qu
 from apps.serve.model import build_engines, find_source
 from apps.serve.plan import formats
 from apps.serve.runner import Runner, Step
-from core.config import UserError
+from core.config import UserError, size_in_bytes
 from core.metrics import MemoryAccount
 from core.models import save_pretrained
 from core.nn.routing import MoEConfig
@@ -103,6 +103,51 @@ def test_what_does_not_fit_is_refused_by_its_parts():
         share_out([small, large], 5 * 10**9, "cpu")
     with pytest.raises(UserError, match=r"small .*2\.79 GiB for pages"):
         share_out([Asked("small", Need(1000, 10, 100), 10**9, kv_bytes=3 * 10**9)], 10**9, "cpu")
+
+
+def test_pages_that_hold_no_sequence_are_refused():
+    """Two pages are the least: given where a share would be less, and refused where they do not fit."""
+    one = Asked("a", Need(1000, 100, 100), most_pages=100)
+    for device in ("cpu", "cuda"):
+        assert share_out([one], 1300, device)[0].num_pages == 2
+        for free in (1299, 1200, 1100):
+            with pytest.raises(UserError, match=r"1.\d\d KiB are free .* a 1000 bytes for .*, 200 bytes for pages"):
+                share_out([one], free, device)
+    several = [one, Asked("b", Need(1000, 10, 100), 10**6), Asked("c", Need(1000, 300, 100), 100, least_pages=3)]
+    assert [room.num_pages for room in share_out(several, 4420, "cpu")] == [2, 2, 3]
+    tight = Asked("a", Need(1000, 100, 100, forms=150), 100)
+    assert [share_out([tight], free, "cpu")[0].forms for free in (1449, 1450)] == [False, True]
+
+
+def test_a_cache_that_holds_no_sequence_is_told_what_would():
+    needed = Need(1000, 3333, 100)
+    with pytest.raises(UserError, match=r"^--engine.cache 3.91 KiB holds no sequence of a; give") as caught:
+        share_out([Asked("a", needed, 100, kv_bytes=4000)], 10**6, "cpu")
+    told = size_in_bytes(str(caught.value).split("at least ")[1], "engine.cache", "GiB")
+    assert share_out([Asked("a", needed, 100, kv_bytes=told)], 10**6, "cpu")[0].num_pages == 2
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_no_weights_are_read_where_no_sequence_would_fit(tmp_path, monkeypatch, page_size):
+    source = find_source(small_model(tmp_path / "one"))
+    asked = []
+
+    def kept(found, free, device):
+        asked.extend(found)
+        return share_out(found, free, device)
+
+    monkeypatch.setattr("apps.serve.model.share_out", kept)
+    engine = EngineConfig(page_size=page_size)
+    enough = build_engines([source], engine, "cpu")["one"]
+    least, needed = asked[0].least_pages, asked[0].need
+    monkeypatch.setattr("apps.serve.model.free_bytes", lambda device, axis: needed.total(least))
+    assert build_engines([source], engine, "cpu")["one"].pages.num_pages == least < enough.pages.num_pages
+    monkeypatch.setattr("apps.serve.model._load", lambda *options: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("apps.serve.model.free_bytes", lambda device, axis: needed.total(least) - 1)
+    with pytest.raises(UserError, match="memory does not suffice"):
+        build_engines([source], engine, "cpu")
+    with pytest.raises(UserError, match="holds no sequence"):
+        build_engines([source], EngineConfig(page_size=page_size, cache=f"{least * needed.page - 1}B"), "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

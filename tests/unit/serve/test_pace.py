@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+from apps.serve import sampler
 from apps.serve.pace import Pace
+from apps.serve.runner import Step
 from apps.serve.scheduler import Limits
-from tests.support.serving import expected, greedy, run, stand_in_engine
+from tests.support.serving import StandIn, expected, greedy, run, stand_in_engine
 
 MOST, BATCH = 512, 2048
 
@@ -136,6 +139,41 @@ def test_it_follows_what_changes() -> None:
             found = served(pace, other, 1500)
         assert found.first_s <= 3 * other.alone_s(1500)
         assert found.mean_s <= 2 * other.writer_s
+
+
+class Asynchronous(StandIn):
+    """A GPU: `run` only launches; its time passes where what it computes is read or waited for."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        super().__init__(num_pages, page_size)
+        self.now_s = self._left_s = 0.0
+
+    def run(self, step: Step) -> torch.Tensor:
+        self._left_s += seconds(step)
+        return super().run(step)
+
+    def wait(self) -> None:
+        self.now_s, self._left_s = self.now_s + self._left_s, 0.0
+
+
+def seconds(step: Step) -> float:
+    return 0.05 + 0.004 * len(step.ids)
+
+
+def test_a_step_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pace learns what each step took, also where `run` returns before, and where nothing of a chunk is read."""
+    limits = Limits(page_size=4, max_batch_tokens=32, prefill_chunk=16, max_running=4)
+    engine = stand_in_engine(100, limits)
+    engine.runner = runner = Asynchronous(100, limits.page_size)
+    engine.pace, observed = Pace(2.0), []
+    observe = engine.pace.observe
+    monkeypatch.setattr(engine.pace, "observe", lambda *step: observed.append(step) or observe(*step))
+    monkeypatch.setattr("apps.serve.engine.time.perf_counter", lambda: runner.now_s)
+    sample = sampler.sample
+    monkeypatch.setattr(sampler, "sample", lambda *asked: runner.wait() or sample(*asked))
+    run(engine, [greedy("a", range(40), 20), greedy("b", range(10, 45), 4)])
+    assert [took for *_, took in observed] == pytest.approx([seconds(step) for step in runner.steps])
+    assert any(not step.rows for step in runner.steps)
 
 
 class Impatient(Pace):

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,44 @@ def test_limits(quick: None) -> None:
         assert ours.render(SAID[:1], 100, HANGS_S) == "B"
 
 
+def renderers(before: Container[int] = ()) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.pid not in before]
+
+
 def test_no_process_is_left() -> None:
-    before = {child.pid for child in psutil.Process().children()}
+    before = {child.pid for child in renderers()}
     ours = ChatTemplate(CHATML, {})
     ours.render(SAID, 1000, HANGS_S)
-    mine = [child for child in psutil.Process().children() if child.pid not in before]
+    mine = renderers(before)
     assert len(mine) == 1
     del ours
     assert psutil.wait_procs(mine, timeout=HANGS_S)[1] == []
+
+
+def test_a_kept_process_that_was_ended_is_replaced() -> None:
+    """Whoever ended it, the next dialogue is rendered; one that needs too much is refused for that all the same."""
+    before = {child.pid for child in renderers()}
+    ours = ChatTemplate("{% for a in messages %}{{ 'x' * (70000000 if a.content == 'much' else 1) }}{% endfor %}", {})
+    assert ours.render(SAID, 100, HANGS_S) == "xxx"
+    (kept,) = renderers(before)
+    kept.kill()
+    kept.wait(HANGS_S)
+    assert ours.render(SAID, 100, HANGS_S) == "xxx"
+    with pytest.raises(UserError, match="needs more than 512 MiB"):  # in telling the text, not in rendering it
+        ours.render([{"role": "user", "content": "much"}] * 3, 10**10, HANGS_S)
+
+
+@pytest.mark.parametrize("command", ["/bin/false", "/no/such/python"])
+def test_where_no_process_renders_the_server_is_at_fault(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    with served(with_template(folder, tmp_path, CHATML)) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(template.sys, "executable", command)
+            status, _, answer = post(running.port, "/v1/chat/completions", CHAT)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert "process that renders the model's chat template" in answer["error"]["message"]
+        assert post(running.port, "/v1/chat/completions", CHAT)[0] == 200
 
 
 @pytest.fixture(scope="module", params=["endless", "huge", "nested"])
