@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.rank import end_with
 from core.watch import Watch
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ def ranks_of(nproc: int) -> int:
 def leads() -> bool:
     """Whether this process is rank 0, before any process group exists."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def agreed(value: _Value) -> _Value:
+    """Rank 0's value, on every rank of the process group; without one the value itself."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 @contextmanager
