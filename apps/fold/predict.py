@@ -37,7 +37,7 @@ from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
-from apps.fold.output.unfinished import Row, Unfinished, read_object, write_whole
+from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object, write_whole
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
@@ -306,10 +306,16 @@ def _left(
     Raises UserError where its folder cannot be, or is another's.
     """
     done = read_object(folder / "ranking.json")
-    if done is not None and done.get("key") == key:
+    missing = None if done is None else lacking(done, folder, key)
+    if missing == []:
         return done, {}
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}, where its folder goes, is a file; give another --out, or another name")
+    if missing and not overwrite:
+        raise UserError(
+            f"{folder} is of a run without {' and '.join(missing)}; give --overwrite, leave "
+            f"{'that' if len(missing) == 1 else 'these'} out here, too, or give another --out"
+        )
     if folder.exists() and not overwrite:
         raise UserError(f"{folder} stems from other options or files; give --overwrite, or another --out")
     return None, unfinished.left()
@@ -440,7 +446,7 @@ def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, 
 
 
 def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str, Any]:
-    """What a record's folder depends on; a folder with another key is not taken for done."""
+    """What a record's folder depends on, and its files on request; see `lacking` for which folder is taken for done."""
     return {
         "input": target.digest(),
         "weights": [f"{model.name} {model.identity}" for model in models],

@@ -33,6 +33,26 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
+_SUFFIXES = {"pdb": ".pdb", "plots": "_plddt.png", "distogram": "_distogram.npz"}
+"""of what is written on request, by the names in a key's "files", a file that each prediction has"""
+
+
+def lacking(done: dict[str, Any], folder: Path, key: dict[str, Any]) -> list[str] | None:
+    """What is asked for in key["files"] and not in a finished folder, whose ranking is `done`; None: another's folder.
+
+    What it holds beyond that is no matter. Without a word of its files, as once, it has what lies in it.
+    """
+    stored = done.get("key")
+    if not isinstance(stored, dict) or _without_files(stored) != _without_files(key):
+        return None
+    held = stored.get("files", [name for name, suffix in _SUFFIXES.items() if any(folder.glob(f"rank_1{suffix}"))])
+    return [name for name in key["files"] if name not in held]
+
+
+def _without_files(key: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in key.items() if name != "files"}
+
+
 class Unfinished:
     """Predictions of one record, numbered from 0.  rows: those that are there, `left` by an earlier run or new.
 
