@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
 from core.comm.volume import Volume, count_volume
-from core.config import UserError, as_json, in_one_line
+from core.config import UserError, as_json, in_one_line, require_device
 from core.data import Batches, Prefetch
 from core.files import replace_file
 from core.gemini.config import GeminiConfig
@@ -50,7 +50,7 @@ from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.run_folder import hold
-from core.runtime import Runtime, StopRequest, agreed, launch, require_kind, seed_everything, watch_steps
+from core.runtime import Runtime, StopRequest, agreed, launch, seed_everything, watch_steps
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -103,7 +103,7 @@ class TrainConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_kind(self.device)
+        require_device("device", self.device, numbered=False)
         for name in ("steps", "stop_after", "microbatch"):
             value = getattr(self, name)
             if value is not None and value < 1:
