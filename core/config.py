@@ -272,8 +272,15 @@ def _check_values(config: Any, default: Any, prefix: str = "") -> None:
                 raise UserError(f"{name}={one}; that is too large, give a number below 2^63")
         if item.name == "seed" and isinstance(value, int) and value < 0:
             raise UserError(f"{name}={value}; give a number from 0 to below 2^63")
-        if item.name == "device" and value != usual and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
-            raise UserError(f"{name}={value}; the devices are cpu and cuda, or auto for CUDA where there is one")
+        if item.name == "device" and value != usual:
+            require_device(name, str(value))
+
+
+def require_device(name: str, value: str, numbered: bool = True) -> None:
+    """Raises UserError for what is no device: auto, cpu, cuda, and where one may be `numbered` cuda:N."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?" if numbered else r"auto|cpu|cuda", value):
+        which = "cuda:N for one of several" if numbered else "CUDA_VISIBLE_DEVICES says which GPUs"
+        raise UserError(f"{name}={value}; the devices are cpu and cuda ({which}), or auto for CUDA where there is one")
 
 
 def require_finite(name: str, value: Any) -> None:

@@ -204,7 +204,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
 
 
 def derive_axes(mesh: DeviceMesh) -> None:
-    """Make the process groups of every axis that is derived of this mesh's, and `host_group`; once a mesh.
+    """Make the process groups of every axis that is derived of this mesh's, `host_group` and `checkpoint_group`; once.
 
     A collective of all ranks. `build_mesh` has done it; a mesh of somebody else's needs it before it is used, and has
     only those of the axes that it names.
@@ -218,16 +218,26 @@ def derive_axes(mesh: DeviceMesh) -> None:
     if pipeline_ranks(mesh) > 1:
         _flatten(mesh, _beside_pp(mesh))
     backend = None if dist.get_backend() == "fake" else "gloo"  # ranks that are not there connect to nobody
-    vars(mesh)["_host_group"] = cast(ProcessGroup, dist.new_group(backend=backend)).group_name
+    for name in ("_host_group", "_checkpoint_group"):
+        vars(mesh)[name] = cast(ProcessGroup, dist.new_group(backend=backend)).group_name
 
 
 def host_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """A gloo group of all ranks, for what is said beside the steps (checkpoints in the background); made with the mesh.
+    """A gloo group of all ranks, for what they say within the steps of what lies on the host; made with the mesh.
 
     None of no mesh, and of one whose axes nobody has derived.
     """
+    return _group_of(mesh, "_host_group")
+
+
+def checkpoint_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """Another one, for what a thread says while the steps go on: collectives of two threads must not share a group."""
+    return _group_of(mesh, "_checkpoint_group")
+
+
+def _group_of(mesh: DeviceMesh | None, key: str) -> ProcessGroup | None:
     # By name, as the mesh keeps its own: a copy of a mesh, in that of a model, has the same groups.
-    name = None if mesh is None else vars(mesh).get("_host_group")
+    name = None if mesh is None else vars(mesh).get(key)
     return None if name is None else dist.distributed_c10d._resolve_process_group(name)
 
 

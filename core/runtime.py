@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -29,11 +29,13 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.config import LAUNCHER, UserError, in_one_line
+from core.config import LAUNCHER, UserError, in_one_line, require_device
 from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.rank import end_with
 from core.watch import Watch
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ def ranks_of(nproc: int) -> int:
 def leads() -> bool:
     """Whether this process is rank 0, before any process group exists."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def agreed(value: _Value) -> _Value:
+    """Rank 0's value, on every rank of the process group; without one the value itself."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 @contextmanager
@@ -146,18 +156,12 @@ def pretended(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def require_kind(device: str) -> None:
-    """Raises UserError for what is no kind of device that ranks run on; which of a kind, their number says."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={device}; the devices are auto, cpu and cuda (CUDA_VISIBLE_DEVICES says which GPUs)")
-
-
 def device_kind(name: str) -> Literal["cpu", "cuda"]:
     """cpu or cuda, of auto CUDA where there is one.  Raises UserError for another, and for one that torch does not see.
 
     name  of what ranks run on
     """
-    require_kind(name)
+    require_device("device", name, numbered=False)  # which of a kind, the rank's number says
     return "cuda" if device_of(name).type == "cuda" else "cpu"
 
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
 from core.comm.volume import Volume, count_volume
-from core.config import UserError, as_json, in_one_line
+from core.config import UserError, as_json, in_one_line, require_device
 from core.data import Batches, Prefetch
 from core.files import replace_file
 from core.gemini.config import GeminiConfig
@@ -50,7 +50,7 @@ from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.run_folder import hold
-from core.runtime import Runtime, StopRequest, launch, require_kind, seed_everything, watch_steps
+from core.runtime import Runtime, StopRequest, agreed, launch, seed_everything, watch_steps
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -103,7 +103,7 @@ class TrainConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_kind(self.device)
+        require_device("device", self.device, numbered=False)
         for name in ("steps", "stop_after", "microbatch"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -497,7 +497,7 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -
 
     Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
     """
-    latest = _agreed(checkpointer.latest())
+    latest = agreed(checkpointer.latest())  # file systems need not show all ranks the same at once
     if config.resume is None:
         if latest is not None:
             raise UserError(
@@ -507,13 +507,6 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -
     if config.resume == "auto":
         return None if latest is None else state.load(checkpointer, None)
     return state.load(checkpointer, checkpoint_path(Path(config.resume)))
-
-
-def _agreed(value: Any) -> Any:
-    """Rank 0's view, on every rank: file systems need not show all of them the same at once."""
-    views = [value]
-    dist.broadcast_object_list(views, src=0)
-    return views[0]
 
 
 def _nothing_to_do(config: TrainConfig, runtime: Runtime, first: int, last: int) -> dict[str, Any]:
@@ -568,7 +561,7 @@ def open_run(config: TrainConfig, runtime: Runtime) -> Iterator[None]:
                 said = in_one_line(error)
                 if said is None:
                     raise
-        if (refused := _agreed(said)) is not None:
+        if (refused := agreed(said)) is not None:
             raise UserError(refused)
         yield
 

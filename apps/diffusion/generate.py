@@ -42,7 +42,7 @@ class Sampling:
     guidance_rescale: float = 0.0
     """0.7 for models with zero terminal SNR, against overexposure"""
     negative: str = ""
-    """what not to draw"""
+    """what not to draw; not of a U-Net that is told its guidance, as those of LCM are"""
     height: int | None = None
     """pixels; by default what the model was trained on"""
     width: int | None = None
@@ -115,8 +115,13 @@ def picture_size(pipeline: Pipeline, sampling: Sampling) -> tuple[int, int]:
 
 def sampler_of(pipeline: Pipeline, sampling: Sampling, device: torch.device | str = "cpu") -> Sampler:
     """Raises UserError for settings that the model or the sampler has not."""
-    if sampling.guidance_rescale and pipeline.guidance_width is not None:
-        raise UserError("guidance_rescale with a U-Net that is told its guidance; there is nothing to rescale")
+    if pipeline.guidance_width is not None:
+        for name, why in (("guidance_rescale", "rescale"), ("negative", "lead away from")):
+            if getattr(sampling, name):
+                raise UserError(
+                    f"{name} with a U-Net that is told its guidance (time_cond_proj_dim): it predicts once, with the "
+                    f"prompt, so that there is nothing to {why}; leave out --{name.replace('_', '-')}"
+                )
     scheduler = build_scheduler(sampling.sampler, pipeline.schedule, sampling.spacing, sampling.sigmas, sampling.eta)
     return Sampler(scheduler, sampling.steps, device, sampling.eta)
 

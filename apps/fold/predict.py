@@ -11,11 +11,11 @@ import csv
 import io
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
-from apps.fold.output.unfinished import Unfinished, read_object, write_whole
+from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object, write_whole
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
@@ -51,6 +51,7 @@ from core.config import UserError, parse, size_in_bytes
 from core.mesh import MeshConfig
 from core.precision import Precision, compute_dtype
 from core.runtime import (
+    agreed,
     device_kind,
     give_back_freed_memory,
     keep_freed_memory,
@@ -238,28 +239,51 @@ def _attempt(record: Record, models: list[Model], config: PredictConfig, progres
         allowed = Allowed(config.max_template_date)
         target = find_target(record, config.msa, config.templates, alone, allowed)
         return _fold(target, models, config, progress)
-    except (UserError, MemoryError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except _OF_A_RECORD as error:
+        reason = _reason(error)
         if leads():
             print(f"error: {config.input}, record {record.number} ({record.name}): {reason}", file=sys.stderr)
         return Outcome(record.name, len(record.sequence), f"failed: {reason}")
 
 
+_OF_A_RECORD = (UserError, MemoryError, RuntimeError, OSError)
+"""Errors after which the other records are folded all the same."""
+
+_Result = TypeVar("_Result")
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _on_the_first(do: Callable[[], _Result]) -> _Result:
+    """What rank 0 returns of `do`, which it alone calls, or the error that it meets: on every rank.
+
+    So all of them go on with the same record; each alone, they would meet in collectives of different ones.
+    """
+    result, failure = None, None
+    if leads():
+        try:
+            result = do()
+        except _OF_A_RECORD as error:
+            failure = _reason(error)
+    result, failure = agreed((result, failure))
+    if failure is not None:
+        raise UserError(failure)
+    return cast(_Result, result)
+
+
 def _fold(target: Target, models: list[Model], config: PredictConfig, progress: Progress) -> Outcome:
     record, folder = target.record, config.out / target.record.safe_name
     key = _key(target, models, config)
-    done = read_object(folder / "ranking.json")
-    if done is not None and done.get("key") == key:
+    unfinished = Unfinished(folder, key)
+    done, unfinished.rows = _on_the_first(partial(_left, folder, key, config.overwrite, unfinished))
+    if done is not None:
         progress.console.print(f"{record.name}: done before", markup=False)
         return _outcome(target, done)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}, where its folder goes, is a file; give another --out, or another name")
-    if folder.exists() and not config.overwrite:
-        raise UserError(f"{folder} stems from other options or files; give --overwrite, or another --out")
     of_templates = target.notes if any(model.config.templates is not None for model in models) else ()
     for note in filter(None, (_about_alignment(target, models), *of_templates)):
         progress.console.print(f"{record.name}: {note}", markup=False)
-    unfinished = Unfinished(folder, key)
     try:
         seconds = _predict_all(target, models, config, unfinished, progress)
     except BaseException:
@@ -270,9 +294,31 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
     order = sorted(rows, key=lambda number: (-rows[number]["mean_plddt"], number))
     ranking = [{"rank": rank, **rows[number]} for rank, number in enumerate(order, 1)]
     done = {"key": key, "name": record.name, "predictions": ranking, "seconds": round(seconds, 2)}
-    if leads():
-        unfinished.finish(order, done)
+    _on_the_first(partial(unfinished.finish, order, done))
     return _outcome(target, done)
+
+
+def _left(
+    folder: Path, key: dict[str, Any], overwrite: bool, unfinished: Unfinished
+) -> tuple[dict[str, Any] | None, dict[int, Row]]:
+    """What earlier runs left of a record: its ranking where it is done, and rows where it is not.
+
+    Raises UserError where its folder cannot be, or is another's.
+    """
+    done = read_object(folder / "ranking.json")
+    missing = None if done is None else lacking(done, folder, key)
+    if missing == []:
+        return done, {}
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}, where its folder goes, is a file; give another --out, or another name")
+    if missing and not overwrite:
+        raise UserError(
+            f"{folder} is of a run without {' and '.join(missing)}; give --overwrite, leave "
+            f"{'that' if len(missing) == 1 else 'these'} out here, too, or give another --out"
+        )
+    if folder.exists() and not overwrite:
+        raise UserError(f"{folder} stems from other options or files; give --overwrite, or another --out")
+    return None, unfinished.left()
 
 
 def _predict_all(
@@ -290,10 +336,9 @@ def _predict_all(
         one = _predict(target, model, seed, config)
         _check_finite(one, f"{model.name}, seed {seed}", config.precision)
         row = {**origin, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
-        if leads():
-            unfinished.write(number, row, partial(_write, one=one, record=record, row=origin, config=config))
-        else:
-            unfinished.rows[number] = row
+        files = partial(_write, one=one, record=record, row=origin, config=config)
+        _on_the_first(partial(unfinished.write, number, row, files))
+        unfinished.rows[number] = row  # on the other ranks, too
         progress.console.print(f"{of_record}: {_said(one)}", markup=False)
     return time.monotonic() - begun
 
@@ -401,7 +446,7 @@ def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, 
 
 
 def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str, Any]:
-    """What a record's folder depends on; a folder with another key is not taken for done."""
+    """What a record's folder depends on, and its files on request; see `lacking` for which folder is taken for done."""
     return {
         "input": target.digest(),
         "weights": [f"{model.name} {model.identity}" for model in models],

@@ -93,12 +93,11 @@ def trial(config: PretrainConfig, options: list[str]) -> int:
     shutil.rmtree(folder)
     spent_s = max(time.process_time(), time.perf_counter() - begin)  # the former knows what importing cost
     # Starting the ranks again, export and sample take about as long as what came before.
-    return steps_that_fit(60 * MINUTES - 1.8 * spent_s, summary["tokens_per_s"])
+    return steps_that_fit(config, 60 * MINUTES - 1.8 * spent_s, summary["tokens_per_s"])
 
 
-def steps_that_fit(seconds: float, tokens_per_s: float) -> int:
-    """How many of the recipe's steps; at least a tenth of them, so that something is learned on any machine."""
-    config = demo()
+def steps_that_fit(config: PretrainConfig, seconds: float, tokens_per_s: float) -> int:
+    """How many of the run's steps; at least a tenth of them, so that something is learned on any machine."""
     fit = int(seconds * tokens_per_s / (config.data.global_batch * config.data.sequence_length)) - EVALUATION_STEPS
     return min(config.steps, max(config.steps // 10, fit))
 

@@ -244,10 +244,11 @@ def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
     )
 
 
-def warning(config: PretrainConfig, device_bytes: int, host_bytes: int) -> str | None:
+def warning(config: PretrainConfig, kind: str, device_bytes: int, host_bytes: int) -> str | None:
     """A line where the run is estimated to need more than a rank's device, or with a budget its host, has; else None.
 
-    host_bytes  of a rank; on a CPU the host is the device
+    kind        cpu or cuda, of the device; on a CPU the host is the device
+    host_bytes  of a rank
     """
     model, run = decoder_shape(config.model), run_shape(config)
     if config.gemini.budget is None:
@@ -264,7 +265,7 @@ def warning(config: PretrainConfig, device_bytes: int, host_bytes: int) -> str |
         )
     found = estimate_memory(model, run)
     data = found.parameters_bytes + found.gradients_bytes + found.optimizer_bytes
-    away = max(0, data - (budget if device_bytes != host_bytes else 0))
+    away = max(0, data - (budget if kind == "cuda" else 0))
     if away > host_bytes:
         return (
             f"{in_words(away)} of parameters, gradients and optimizer state a rank are more than the host's "

@@ -30,7 +30,7 @@ from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
 from core.parallel.pipeline.split import Costs
 from core.precision import compute_dtype
-from core.runtime import Runtime, device_bytes, launched, leads, ranks_of, start
+from core.runtime import Runtime, device_bytes, device_kind, launched, leads, ranks_of, start
 from core.train import fit, launch_run, open_run
 
 
@@ -45,8 +45,8 @@ def run(command: str, config: PretrainConfig, argv: list[str], materialise: Call
     if config.nproc > 1 and not launched():
         return launch_run(config.out, config.nproc, "apps.llm", [command, *argv])
     if leads():
-        ranks = ranks_of(config.nproc)
-        if line := warning(config, device_bytes(config.device, ranks), device_bytes("cpu", ranks)):
+        ranks, kind = ranks_of(config.nproc), device_kind(config.device)
+        if line := warning(config, kind, device_bytes(kind, ranks), device_bytes("cpu", ranks)):
             print(f"warning: {line}", file=sys.stderr)
     corpus = prepare(config.data, config.out.parent / "corpora", progress=show_progress)
     if leads() and corpus.skipped:

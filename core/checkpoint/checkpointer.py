@@ -10,8 +10,9 @@ A save, on every rank of the group:
 5. Complete: when all ranks have reported, the coordinator writes tensors.json and complete.json, renames the folder to
    `step-…`, and only then removes the oldest. A kill at any moment leaves the previous complete checkpoint as it was.
 
-Phases 2 and 5 exchange objects over a gloo group that nothing else uses, and that one thread uses at a time (phase 1),
-so these collectives cannot interleave with those of training.
+Phases 2 and 5 exchange objects over a gloo group that only checkpoints use, and one thread at a time (phase 1, which
+waits for the saves of other Checkpointers on that group, too): these collectives cannot interleave with each
+other, nor with those of training.
 
 A load asks nothing of the mesh that saved: each rank reads, of every stored chunk, what overlaps with its own boxes.
 
@@ -23,6 +24,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,8 +61,10 @@ from core.checkpoint.stored import (
 from core.checkpoint.tensor_file import Chunk, write_chunks
 from core.config import UserError
 from core.files import crc32, naming, signed, stamp, sync_folder, write_file
-from core.mesh import host_group
+from core.mesh import checkpoint_group
 
+_LATEST: dict[str, Future] = {}
+"""group's name -> the save that was begun last in a thread over it"""
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
 
@@ -138,8 +142,8 @@ class Checkpointer:
 
     folder  holds `step-00000100/` …; made by the first save
     mesh    noted in each checkpoint; rank values are only given back to the same mesh
-    group   a gloo group for this alone; by default the mesh's, without a mesh a new one of all ranks, or none where
-            there is no process group
+    group   a gloo group for checkpoints alone; by default the mesh's, without a mesh a new one of all ranks, or none
+            where there is no process group
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class Checkpointer:
         self._mesh: dict[str, int] = (
             {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         )
-        group = host_group(mesh) if group is None else group
+        group = checkpoint_group(mesh) if group is None else group
         self._owns_group = group is None and dist.is_initialized()
         if self._owns_group:
             group = cast(ProcessGroup, dist.new_group(backend="gloo"))
@@ -183,7 +187,7 @@ class Checkpointer:
         All arguments may change as soon as this returns. Raises UserError when the disk is full or the folder refuses,
         and whatever went wrong in the save before.
         """
-        self.wait()
+        self._wait_for_all()
         record = {
             "format": FORMAT,
             "step": step,
@@ -202,6 +206,8 @@ class Checkpointer:
         if self.config.asynchronous:
             self._staging.copy((item.index.fqn, shards[item.index.fqn]) for item in plan.items)
             self._running = self._thread.submit(self._write, save)
+            if self._group is not None:
+                _LATEST[self._group.group_name] = self._running
         else:
             self._write(save)
 
@@ -219,7 +225,7 @@ class Checkpointer:
         Raises UserError, the same on every rank, for a checkpoint that is missing, incomplete, damaged, foreign, or has
         other names, shapes or kinds of dtype.
         """
-        self.wait()
+        self._wait_for_all()
         with _one_error(f"cannot load from {self.folder}"):
             path = self._ranks.broadcast("find", lambda: self._find(at))
             load = _Load(path, {name: Shard(tensor) for name, tensor in tensors.items()}, under)
@@ -234,6 +240,12 @@ class Checkpointer:
             running, self._running = self._running, None
             running.result()
 
+    def _wait_for_all(self) -> None:
+        """`wait`, and return when no other Checkpointer's save uses the group, either; its errors are its own."""
+        self.wait()
+        if self._group is not None and (latest := _LATEST.get(self._group.group_name)) is not None:
+            futures.wait([latest])
+
     def close(self) -> None:
         """Wait, and give back the thread and the group."""
         try:
@@ -241,6 +253,7 @@ class Checkpointer:
         finally:
             self._thread.shutdown()
             if self._owns_group and dist.is_initialized():
+                _LATEST.pop(cast(ProcessGroup, self._group).group_name, None)
                 dist.destroy_process_group(self._group)
 
     def _find(self, at: int | Path | None) -> Path:

@@ -75,7 +75,7 @@ def reference(
         grads = [g * grad_scale for g in grads]
     lists = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
     if seed is None and _fuses(lists):
-        steps = [torch.tensor(float(step - 1)) for _ in params]
+        steps = [torch.tensor(float(step - 1), dtype=torch.float32, device="cpu") for _ in params]
         adamw_of_torch(
             *lists, [], steps, fused=True, amsgrad=False, beta1=betas[0], beta2=betas[1], lr=lr, eps=eps,
             weight_decay=weight_decay, maximize=maximize,

@@ -147,7 +147,7 @@ def _padded(bias: Tensor, num_heads: int, width: int) -> Tensor:
 
 def _hidden(mask: Tensor | None, count: int, num_keys: int, width: int) -> Tensor:
     """What is added to the scores of a key: 0, or -inf where it is hidden, as what lies behind the last one is."""
-    hidden = torch.full((count, width), -torch.inf)
+    hidden = torch.full((count, width), -torch.inf, dtype=torch.float32, device="cpu")
     hidden[:, :num_keys] = 0.0 if mask is None else torch.where(mask != 0, 0.0, -torch.inf)
     return hidden
 
@@ -167,7 +167,8 @@ def _apart(x_BLK: Tensor, count: int) -> Tensor:
 
 def _room(head_size: int, width: int) -> Tensor:
     """For each thread keys or values, some queries, their scores."""
-    return torch.empty(num_workers(), head_size * width + _ROWS * head_size + _ROWS * width)
+    size = head_size * width + _ROWS * head_size + _ROWS * width
+    return torch.empty(num_workers(), size, dtype=torch.float32, device="cpu")
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -28,7 +28,8 @@ def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [programs]: counts[i] programs work on tensor i."""
-    return torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts)).to(device)
+    repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    return torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(repeats).to(device)
 
 
 def starts(counts: Sequence[int]) -> list[int]:

@@ -28,7 +28,8 @@ def fastest_from_memory(kernels: Mapping[str, tuple[Callable[[Given], Any], Sequ
     In a model a weight comes from memory: a kernel that arranges it anew would be faster in a cache. So each has
     weights of its own, and before each round others are read.
     """
-    taken, other = dict.fromkeys(kernels, float("inf")), torch.zeros(_CACHED_BYTES // 4, device="cpu")
+    taken = dict.fromkeys(kernels, float("inf"))
+    other = torch.zeros(_CACHED_BYTES // 4, dtype=torch.float32, device="cpu")
     for kernel, given in kernels.values():
         kernel(given[0])  # made when it is first called
     for _ in range(rounds):

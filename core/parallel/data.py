@@ -151,7 +151,7 @@ class DataParallel(ParallelModel):
         if ranks.size() == 1:
             return set(self._used)
         own = [name in self._used for name in self.masters]
-        marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8).to(device_of(self.mesh))
+        marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8, device=device_of(self.mesh))
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=None if self._stage is None else self._stage.get_group())
         used, unused = ({n for n, mark in zip(self.masters, row, strict=True) if mark} for row in marks.tolist())
         if apart := used & unused & self._used_together():

@@ -120,7 +120,9 @@ def kept(key: int, places: list[Tensor], p: float, device: torch.device) -> Tens
     shape = [len(place) for place in places]
     for dim, place in enumerate(places[:-1]):
         hashed = _mix((hashed[:, None] ^ _mix(place + _GOLDEN * (dim + 1) % 2**62)).flatten())
-    last = _mix(places[-1] + _GOLDEN * len(places) % 2**62) if places else torch.zeros(1, dtype=torch.int64)
+    last = (
+        _mix(places[-1] + _GOLDEN * len(places) % 2**62) if places else torch.zeros(1, dtype=torch.int64, device=device)
+    )
     mask = torch.empty(len(hashed), len(last), dtype=torch.bool, device=device)
     least = min(int(p * 2**63), 2**63 - 1)
     rows = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS) // max(1, len(last)))
@@ -275,8 +277,8 @@ class Draws:
                     f"{cut.local_length} places of the sequence that this rank has; set its p to 0, or use mesh.cp=1"
                 )
             if dims > 1:
-                own = [torch.arange(start, start + cut.piece_length) for start in cut.starts(rank)]
-                places[1] = torch.cat(own).to(x.device)
+                own = [torch.arange(start, start + cut.piece_length, device=x.device) for start in cut.starts(rank)]
+                places[1] = torch.cat(own)
         return places
 
     def _part_of(self, module: nn.Module, name: str) -> Part | None:

@@ -110,7 +110,7 @@ def _block_moments(
     twins = dict(zip(block.modules(), plain.modules(), strict=True))
     told = set()
     for reader, stage in _stages(block, calls, items):
-        cross_II = hessian_II = torch.zeros(())
+        cross_II = hessian_II = torch.zeros((), dtype=torch.float64, device="cpu")
         for plain_call, call in zip(plain_calls, calls):
             x_NI, rounded_NI = _read(plain, twins[reader], plain_call), _read(block, reader, call)
             if rounded_NI is None:  # an expert without tokens

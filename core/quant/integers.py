@@ -37,9 +37,9 @@ from core.quant.weight import QuantizedWeight
 
 _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
 # Numbers as tensors of the format that they meet: others would be converted in each call.
-_PLACES = torch.tensor([127.0, 127.0 * 2**7, 127.0 * 2**14], device="cpu")[:, None, None]
+_PLACES = torch.tensor([127.0, 127.0 * 2**7, 127.0 * 2**14], dtype=torch.float32, device="cpu")[:, None, None]
 _VALUES = 1 / _PLACES
-_BASE, _MOST = torch.tensor(128.0, device="cpu"), torch.tensor(127.0, device="cpu")
+_BASE, _MOST = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (128.0, 127.0))
 _ZERO = 128
 """the byte that stands for the integer 0"""
 _SMALLEST = 1e-30
@@ -278,9 +278,9 @@ def exact_kernels() -> tuple[str, ...]:
 
 
 def _is_exact(name: str) -> bool:
-    codes_OI = torch.full((16, 64), 127, dtype=torch.int8)
+    codes_OI = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
     codes_OI[1::2, ::2] = -127
-    q_RI = torch.full((16, 64), 127.0)
+    q_RI = torch.full((16, 64), 127.0, dtype=torch.float32, device="cpu")
     q_RI[1::2] = -127.0
     expected = q_RI.double() @ codes_OI.double().T
     try:
@@ -290,5 +290,5 @@ def _is_exact(name: str) -> bool:
 
 
 def _given(codes_OI: Tensor, has_form: bool) -> Codes:
-    scale_O = torch.ones(len(codes_OI), device="cpu")
+    scale_O = torch.ones(len(codes_OI), dtype=torch.float32, device="cpu")
     return Codes(codes_OI, scale_O, packed_integers(codes_OI, scale_O) if has_form else None)

@@ -213,7 +213,7 @@ def _widens(
     few, many = (_examples(channels, half, group, symmetric) for _ in range(2))
     for weight in few:
         weight.packed = int4_packed(weight) if kind is Packed else Form()
-    x_MI = torch.ones(3 << (row_bits - 2), 2 * half, device="cpu")
+    x_MI = torch.ones(3 << (row_bits - 2), 2 * half, dtype=torch.float32, device="cpu")
     kernels = {
         "few": (lambda weight: weight.packed.product(x_MI, weight), few),
         "many": (lambda weight: _by_widening(x_MI, weight), many),
@@ -225,7 +225,7 @@ def _widens(
 def _fastest_int4(channels: int, half: int, group: int, threads: int) -> str:
     """How one token's product is the fastest."""
     stored, packed = (_examples(channels, half, group, True) for _ in range(2))
-    x_MI = torch.ones(1, 2 * half, device="cpu")
+    x_MI = torch.ones(1, 2 * half, dtype=torch.float32, device="cpu")
     kernels: dict[str, tuple[Callable[[QuantizedWeight], Tensor], list[QuantizedWeight]]] = {}
     if offered():
         kernels["stored"] = (lambda weight: Form().product(x_MI, weight), stored)

@@ -159,10 +159,18 @@ def test_each_prediction_is_written_when_it_is_there_and_a_stopped_run_goes_on(
     assert made.keys() == whole.keys()
     assert all(made[name] == whole[name] for name in whole if name != "ranking.json" and not name.endswith(".npz"))
 
-    # Other files are other options.
+    # What is there is not made anew where less is asked for, nor where an earlier version did not say what is there.
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--no-pdb", *options, tmp_path / "out")
+    assert (code, "done before" in said) == (0, True), err
+    ranking = tmp_path / "out" / "a" / "ranking.json"
+    told = json.loads(ranking.read_text())
+    assert told["key"].pop("files") == ["pdb"]
+    ranking.write_text(json.dumps(told))
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "out")
+    assert (code, "done before" in said) == (0, True), err
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--distogram", *options, tmp_path / "out")
     assert code == 2
-    assert "give --overwrite" in err
+    assert "is of a run without distogram; give --overwrite" in err
     code, _, err = fold(
         capsys, "predict", tmp_path / "in.fasta", "--distogram", "--overwrite", *options, tmp_path / "out"
     )

@@ -2,7 +2,9 @@
 
 import itertools
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -284,6 +286,29 @@ def test_attention_in_16_bits_is_the_same_under_autocast_and_on_any_number_of_th
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_attention_in_16_bits_asks_no_default_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loops read and write fp32 on the CPU, whatever the user's tensors are by default."""
+    inputs, mask, do = in_16_bits(torch.bfloat16, (1, 2), "two kinds")
+    want = with_gradients(lambda q, k, v, b: attention(q, k, v, bias=b, mask=mask), inputs, do, torch.bfloat16)
+    monkeypatch.setattr(attention_loops, "_room", partial(_fp32_room, attention_loops._room))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            got = with_gradients(lambda q, k, v, b: attention(q, k, v, bias=b, mask=mask), inputs, do, torch.bfloat16)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _fp32_room(room: Callable[[int, int], Tensor], head_size: int, width: int) -> Tensor:
+    """Less memory, or none, would be written beyond."""
+    found = room(head_size, width)
+    assert (found.dtype, found.device.type) == (torch.float32, "cpu")
+    return found
 
 
 def test_attention_in_16_bits_without_a_bias_keeps_no_more_than_its_inputs() -> None:

@@ -203,6 +203,22 @@ def test_adamw_rounds_at_random(kernels: bool) -> None:
     assert abs(float(torch.corrcoef(torch.stack((again.float().flatten(), p.float().flatten())))[0, 1])) < 0.03
 
 
+def test_adamw_asks_no_default_of_torch() -> None:
+    """Step 1003 is none of bf16's numbers."""
+    found = []
+    before = torch.get_default_dtype()
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta")):
+        lists = [[torch.full((8,), value)] for value in (0.5, 0.1, 0.01, 1e-4)]
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                adamw(*lists, step=1003)
+        finally:
+            torch.set_default_dtype(before)
+        found.append(lists[0][0])
+    assert torch.equal(*found)
+
+
 def test_adamw_names_what_does_not_fit() -> None:
     p = torch.zeros(3)
     with pytest.raises(ValueError, match=r"\[3\], \[4\]"):

@@ -239,6 +239,13 @@ def test_what_is_not_covered_is_named_once(ranks) -> None:
     assert second == []
 
 
+def test_masks_lie_on_the_device_that_is_asked_for() -> None:
+    """A scalar's, too, which has no places that tell."""
+    assert draws.kept(1, [], 0.5, torch.device("meta")).is_meta
+    with torch.device("meta"):
+        assert draws.kept(1, [], 0.5, torch.device("cpu")).device.type == "cpu"
+
+
 def test_masks_have_their_share_and_are_independent() -> None:
     places = [torch.arange(64), torch.arange(50), torch.arange(40)]
     for p in (0.1, 0.5, 0.9):

@@ -1,9 +1,13 @@
 """The model over n ranks equals one rank: outputs, gradients, slices in place; and what travels for it is counted."""
 
+import errno
 import os
+import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig, preset, tiny
 from apps.fold.model.features import Features
+from apps.fold.output.unfinished import Unfinished
 from apps.fold.predict import main
 from apps.fold.shares import Absent, plan_shares, rank_bytes
 from apps.fold.subbatch import HEADS, How, Job, plan_subbatches
@@ -207,6 +212,65 @@ def test_predict_over_ranks_writes_what_one_process_does(ranks, tmp_path: Path) 
         assert pae[0].shape == pae[1].shape
         assert np.abs(pae[0].astype(float) - pae[1].astype(float)).max() < 1e-3
         assert (tmp_path / "ranks" / name / "rank_1.cif").is_file()
+
+
+def _predict_two_seeds(folder: str, out: str, spoilt: str) -> tuple[int, list[str]]:
+    """Exit code and the names of what is in the folder; `spoilt` is what goes wrong, on one of two ranks."""
+    rank = torch.distributed.get_rank()
+    started = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    options = [
+        "--model",
+        f"{folder}/weights",
+        "--no-plots",
+        "--num-seeds",
+        "2",
+        "--num-recycles",
+        "0",
+        "--device",
+        "cpu",
+        "--out",
+        out,
+    ]
+    done = Path(out) / "a"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def late(*given: Any) -> Unfinished:
+        """Looks when rank 0, if it does not wait for this one, has given the record its name."""
+        waited = time.monotonic() + 1
+        while not done.exists() and time.monotonic() < waited:
+            time.sleep(0.01)
+        return Unfinished(*given)
+
+    spoils = {
+        ("write", 0): ("apps.fold.predict.write_confidence", Mock(side_effect=[full, None, None])),
+        ("finish", 0): ("apps.fold.output.unfinished.Unfinished.finish", Mock(side_effect=full)),
+        ("late", 1): ("apps.fold.predict.Unfinished", late),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, started))
+        if (spoilt, rank) in spoils:
+            stack.enter_context(patch(*spoils[spoilt, rank]))
+        code = main([f"{folder}/in.fasta", *options])
+    torch.distributed.barrier()
+    return code, sorted(path.name for path in Path(out).iterdir())
+
+
+def test_what_one_rank_cannot_write_fails_on_all_and_the_next_record_is_folded(ranks, tmp_path: Path) -> None:
+    """All go on with the same record: with different ones they would wait for each other without end."""
+    save_folder(tmp_path / "weights", tiny(), random_parameters(tiny()))
+    (tmp_path / "in.fasta").write_text(">a\nMKTAY\n>b\nMKTAYWCAAGG\n")
+    found = ranks(2).run(_predict_two_seeds, str(tmp_path), str(tmp_path / "out"), "write")
+    assert found == [(2, ["b", "summary.csv"]), (0, ["b", "summary.csv"])]
+    assert "failed: [Errno 28] No space left on device" in (tmp_path / "out" / "summary.csv").read_text()
+
+
+def test_a_slow_rank_hears_of_the_predictions_that_are_left(ranks, tmp_path: Path) -> None:
+    """Not from the files, which rank 0 may have given other names by then."""
+    save_folder(tmp_path / "weights", tiny(), random_parameters(tiny()))
+    (tmp_path / "in.fasta").write_text(">a\nMKTAY\n")
+    for spoilt, left in (("finish", ".a.part"), ("late", "a")):
+        found = ranks(2).run(_predict_two_seeds, str(tmp_path), str(tmp_path / "out"), spoilt)
+        assert found == [(2 if spoilt == "finish" else 0, [left, "summary.csv"]), (0, [left, "summary.csv"])]
 
 
 def _budgets(size: int, shares: tuple[float, ...]) -> list[tuple[int, int, int, float]]:

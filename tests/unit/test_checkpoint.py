@@ -34,6 +34,7 @@ from core.checkpoint import checkpointer as checkpointer_module
 from core.checkpoint.shards import Shard, item_bytes, staged_bytes, write_once
 from core.config import UserError
 from core.layout import Layout, tag
+from core.mesh import MeshConfig, build_mesh, host_group
 from tests.support.checkpoints import edit_json, flipped, flips, sign_again, without_checksums
 
 
@@ -675,3 +676,35 @@ def test_device_tensors_are_staged_before_training_changes_them(tmp_path, open_c
     assert not torch.equal(torch.rand(3, device="cuda"), drawn)
     set_rng_state(rank_values)
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
+
+
+def test_two_checkpointers_of_a_mesh_never_use_its_group_at_once(tmp_path: Path, monkeypatch) -> None:
+    """Each has a thread; what two threads say over one group, two ranks need not hear in one order."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = build_mesh(MeshConfig().resolve(1), "cpu")
+        first, second = (Checkpointer(tmp_path / name, CheckpointConfig(), mesh) for name in "ab")
+        assert first._group is not host_group(mesh), "what the steps say goes over another"
+        released, order = threading.Event(), []
+        write, plan = first._write_mine, second._plan_all
+
+        def slow(save):
+            released.wait(5)
+            order.append("the first has written")
+            return write(save)
+
+        def planned(*given):
+            order.append("the second plans")
+            return plan(*given)
+
+        monkeypatch.setattr(first, "_write_mine", slow)
+        monkeypatch.setattr(second, "_plan_all", planned)
+        first.save(1, some_tensors(), {}, {})
+        threading.Timer(0.2, released.set).start()
+        second.save(1, some_tensors(), {}, {})
+        assert order == ["the first has written", "the second plans"]
+        for one in (first, second):
+            one.close()
+            assert one.steps() == [1]
+    finally:
+        torch.distributed.destroy_process_group()

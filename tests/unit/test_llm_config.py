@@ -58,8 +58,8 @@ def test_stages_are_checked_and_counted() -> None:
 def test_a_run_that_does_not_fit_says_what_would() -> None:
     config = replace(RECIPES["gpt2_xl"](), nproc=8, zero=0, precision="bf16")
     needed = estimate_memory(decoder_shape(config.model), run_shape(config)).peak_bytes
-    assert warning(config, needed, needed) is None
-    line = warning(config, needed - 1, needed)
+    assert warning(config, "cuda", needed, needed) is None
+    line = warning(config, "cuda", needed - 1, needed)
     assert line is not None
     assert "--zero 1" in line
     assert "\n" not in line
@@ -69,11 +69,11 @@ def test_with_a_budget_the_budget_has_to_fit_and_the_rest_has_to_fit_the_host() 
     """What needs 25 GB of state in 4 GiB of a device runs where the host has room for the rest."""
     config = replace(RECIPES["gpt2_xl"](), zero=0, precision="bf16", gemini=GeminiConfig("4GiB"))
     state = 20 * decoder_shape(config.model).num_parameters()
-    assert warning(config, 4 << 30, state - (4 << 30)) is None
-    assert "gemini.budget=4GiB and the device has" in str(warning(config, (4 << 30) - 1, 1 << 40))
-    assert "more than the host's" in str(warning(config, 4 << 30, state - (4 << 30) - (1 << 30)))
-    assert "more than the host's" in str(warning(config, state - 1000, state - 1000)), "on a CPU the host is the device"
-    assert warning(config, state + 1000, state + 1000) is None
+    assert warning(config, "cuda", 4 << 30, state - (4 << 30)) is None
+    assert "gemini.budget=4GiB and the device has" in str(warning(config, "cuda", (4 << 30) - 1, 1 << 40))
+    assert "more than the host's" in str(warning(config, "cuda", 4 << 30, state - (4 << 30) - (1 << 30)))
+    assert "more than the host's" in str(warning(config, "cpu", state, state - 1000)), "on a CPU the host is the device"
+    assert warning(config, "cpu", state, state + 1000) is None
 
 
 def goes_together() -> Iterator[tuple[str, str, str]]:

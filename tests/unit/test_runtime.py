@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from core.comm import collectives
-from core.config import UserError
+from core.config import UserError, require_device
 from core.mesh import AXES, MeshConfig
-from core.runtime import StopRequest, seed_everything, start
+from core.runtime import StopRequest, device_kind, seed_everything, start
 
 
 def test_a_process_alone_is_a_group_of_one_and_leaves_it() -> None:
@@ -107,3 +107,17 @@ def test_a_handler_that_python_did_not_set_is_left_in_place(monkeypatch: pytest.
     with StopRequest():
         pass
     assert None not in set_handlers
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:", "CPU"])
+def test_what_is_no_device_is_refused_alike_wherever_one_is_given(device: str) -> None:
+    """By options, of which some take cuda:1, and by what starts ranks, whose number says which of several it is."""
+    words = f"device={device}; the devices are cpu and cuda .*, or auto for CUDA where there is one"
+    for numbered in (True, False):
+        with pytest.raises(UserError, match=words):
+            require_device("device", device, numbered)
+    with pytest.raises(UserError, match=words):
+        device_kind(device)
+    require_device("device", "cuda:1")
+    with pytest.raises(UserError, match=r"device=cuda:1; .*CUDA_VISIBLE_DEVICES says which GPUs"):
+        device_kind("cuda:1")

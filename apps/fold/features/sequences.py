@@ -33,10 +33,9 @@ class Record:
 
     @property
     def safe_name(self) -> str:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).strip("._")[:_LONGEST_NAME]
-        if name.lower() in _OURS:
-            name += "_"
-        return name.lstrip("-") or f"record_{self.number}"  # what begins with - would be read as an option
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).lstrip("-._").rstrip("._")
+        name = name[:_LONGEST_NAME] or f"record_{self.number}"  # what begins with - would be read as an option
+        return f"{name}_" if name.lower() in _OURS else name
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core.config import UserError
+from core.config import UserError, in_words
 
-_MOST_BYTES = 2**30  # unpacked: a small file may unpack to any length
+_MOST_BYTES = 2**30  # of what was packed: a small file may unpack to any length
 _PACKED: dict[bytes, tuple[str, Callable[..., Any]]] = {
     b"\x1f\x8b": (".gz", gzip.open),
     b"BZh": (".bz2", bz2.open),
@@ -32,21 +32,21 @@ def read_text(path: Path, wanted: str, encoding: str = "utf-8-sig") -> str:
     wanted  what the file should be, for the line that says why it cannot be read
 
     Raises UserError for a file that is not there, packed in a way that is not read, cut off within its packing, or
-    longer than 1 GiB.
+    longer than 1 GiB when it is unpacked.
     """
     try:
         with open(path, "rb") as file:
             start = file.read(8)
         opened = next((opens for magic, (_, opens) in _PACKED.items() if start.startswith(magic)), None)
         with open(path, "rb") if opened is None else opened(path) as file:
-            content = file.read(_MOST_BYTES + 1)
+            content = file.read(-1 if opened is None else _MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"cannot read {path} ({error}); give {wanted}") from error
     foreign = next((kind for magic, kind in _FOREIGN.items() if content.startswith(magic)), None)
     if foreign is not None:
         raise UserError(f"{path} is {foreign}; unpack it and give {wanted}")
-    if len(content) > _MOST_BYTES:
-        raise UserError(f"{path} holds more than 1 GiB of text; give {wanted}")
+    if opened is not None and len(content) > _MOST_BYTES:
+        raise UserError(f"{path} unpacks to more than {in_words(_MOST_BYTES)}; unpack it, or split it")
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content.decode("utf-16", "replace")
     if content[1:2] == b"\0" or content[:1] == b"\0":  # a letter of 16 bits, without the mark that says so

@@ -33,30 +33,54 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-class Unfinished:
-    """Predictions of one record, numbered from 0.  rows: those that an earlier run with the same key left.
+_SUFFIXES = {"pdb": ".pdb", "plots": "_plddt.png", "distogram": "_distogram.npz"}
+"""of what is written on request, by the names in a key's "files", a file that each prediction has"""
 
-    Ranks that share predictions all read the rows before the first one writes.
+
+def lacking(done: dict[str, Any], folder: Path, key: dict[str, Any]) -> list[str] | None:
+    """What is asked for in key["files"] and not in a finished folder, whose ranking is `done`; None: another's folder.
+
+    What it holds beyond that is no matter. Without a word of its files, as once, it has what lies in it.
+    """
+    stored = done.get("key")
+    if not isinstance(stored, dict) or _without_files(stored) != _without_files(key):
+        return None
+    held = stored.get("files", [name for name, suffix in _SUFFIXES.items() if any(folder.glob(f"rank_1{suffix}"))])
+    return [name for name in key["files"] if name not in held]
+
+
+def _without_files(key: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in key.items() if name != "files"}
+
+
+class Unfinished:
+    """Predictions of one record, numbered from 0.  rows: those that are there, `left` by an earlier run or new.
+
+    Of ranks that share predictions the first one reads and writes, and tells the others the rows: a slower one would
+    read files that are no longer there.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]):
         self.folder, self.key = folder.with_name(f".{folder.name}.part"), key
         self._named = folder
         self.rows: dict[int, Row] = {}
-        if (read_object(self.folder / "key.json") or {}).get("key") == key:
+
+    def left(self) -> dict[int, Row]:
+        """The rows that an earlier run with the same key left."""
+        rows: dict[int, Row] = {}
+        if (read_object(self.folder / "key.json") or {}).get("key") == self.key:
             for path in self.folder.glob("prediction_*.json"):
                 number, row = path.stem.removeprefix("prediction_"), read_object(path)
                 if number.isdecimal() and row is not None:
-                    self.rows[int(number)] = row
-        self._begun = bool(self.rows)
+                    rows[int(number)] = row
+        return rows
 
     def write(self, number: int, row: Row, files: Callable[[Path, str], None]) -> None:
         """files(folder, stem) writes the prediction's; `row` is what is kept of it."""
-        if not self._begun:
+        if not self.rows:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
             write_whole(self.folder / "key.json", json.dumps({"key": self.key}))
-            self._begun = True
         files(self.folder, _stem(number))
         write_whole(self.folder / f"{_stem(number)}.json", json.dumps(row))
         self.rows[number] = row

@@ -125,7 +125,7 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
     Raises UserError for a model with templates where there are none, and the other way round.
     """
     if of_weights is not None:
-        model, name = of_weights, str(config.weights)
+        model, name = of_weights, config.model
     else:
         name = config.model
         model = _OWN_MODELS[name]() if name in _OWN_MODELS else preset(name)

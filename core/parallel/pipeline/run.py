@@ -81,7 +81,7 @@ class Pipeline(ParallelModel):
         stages.evaluate = self._evaluate
         stages.leave_before_the_loss()
         # NCCL wants all ranks of a group in its first message, and stages talk to their neighbours only.
-        dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.mesh.device_type), group=self.group)
         self.publish()
 
     @property
@@ -137,7 +137,7 @@ class Pipeline(ParallelModel):
         if not names:
             return set()
         own = [(m := self.inner.masters.get(name)) is not None and m.grad is not None for name in names]
-        marks = torch.tensor(own, dtype=torch.uint8).to(self.mesh.device_type)
+        marks = torch.tensor(own, dtype=torch.uint8, device=self.mesh.device_type)
         dist.all_reduce(marks, dist.ReduceOp.MAX, group=self.group)
         return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
 

@@ -175,6 +175,16 @@ def test_refused(pipeline, name, steps, changes, options, said):
         build_scheduler("plms", schedule())
 
 
+@pytest.mark.parametrize("options", [{"negative": "a blue circle"}, {"guidance_rescale": 0.7}])
+def test_what_a_unet_that_is_told_its_guidance_cannot_obey_is_refused(pipeline, options, monkeypatch):
+    monkeypatch.setattr(type(pipeline), "guidance_width", 8)
+    monkeypatch.setattr(pipeline, "schedule", schedule())
+    check_sampling(pipeline, Sampling("lcm", 2))
+    (name,) = options
+    with pytest.raises(UserError, match=f"{name} with a U-Net .*leave out --{name.replace('_', '-')}"):
+        check_sampling(pipeline, Sampling("lcm", 2, **options))
+
+
 @pytest.mark.parametrize("name", ["ddim", "dpm++", "euler", "euler_a", "unipc"])
 def test_all_timesteps_of_a_schedule_can_be_taken(name):
     sampler = Sampler(build_scheduler(name, schedule(timestep_spacing="trailing")), 1000)

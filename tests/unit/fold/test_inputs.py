@@ -88,8 +88,11 @@ def test_what_is_packed_otherwise_is_named(tmp_path: Path, start: bytes, kind: s
 
 def test_a_file_that_unpacks_to_any_length_is_not_read_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "in.fasta").write_bytes(gzip.compress(b">a\n" + b"M" * 5000))
-    with patch("apps.fold.features.text._MOST_BYTES", 4000), pytest.raises(UserError, match="more than"):
-        read_fasta(tmp_path / "in.fasta")
+    with patch("apps.fold.features.text._MOST_BYTES", 4000):
+        with pytest.raises(UserError, match=r"in\.fasta unpacks to more than 3\.91 KiB; unpack it, or split it"):
+            read_fasta(tmp_path / "in.fasta")
+        (tmp_path / "in.fasta").write_bytes(b">a\n" + b"M" * 5000)
+        assert len(read_fasta(tmp_path / "in.fasta")[0][0].sequence) == 5000, "plain, it is as long as it says"
 
 
 def test_a_sequence_without_a_known_residue_is_refused(tmp_path: Path) -> None:
@@ -106,6 +109,11 @@ def test_proteins_of_nucleotides_letters(tmp_path: Path) -> None:
     assert [r.name for r in records] == ["a", "g"]
     assert all("DNA or RNA; give the protein's sequence, or --proteins if it is one" in str(one) for one in refused)
     assert [r.name for r in read_fasta(tmp_path / "in.fasta", proteins=True)[0]] == ["a", "g", "ag", "rna"]
+
+
+def test_no_dash_dot_or_underline_hides_what_a_name_is(tmp_path: Path) -> None:
+    names = ("-summary.csv", "_-.summary.csv", "-.x", "-_-y", "z-")
+    assert [Record(1, name, "MKT").safe_name for name in names] == ["summary.csv_", "summary.csv_", "x", "y", "z-"]
 
 
 def test_names_that_are_no_names_of_folders(tmp_path: Path) -> None:
