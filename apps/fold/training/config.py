@@ -124,10 +124,10 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
 
     Raises UserError for a model with templates where there are none, and the other way round.
     """
+    name = config.model
     if of_weights is not None:
-        model, name = of_weights, config.model
+        model = of_weights
     else:
-        name = config.model
         model = _OWN_MODELS[name]() if name in _OWN_MODELS else preset(name)
     if model.templates is not None and config.data.templates is None:
         raise UserError(
