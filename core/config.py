@@ -47,7 +47,7 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
     name, options = _take_recipe(argv, default)
     if name not in recipes:
         raise UserError(f"no recipe '{name}'{_nearest(name, recipes)}; the recipes are {', '.join(recipes)}")
-    config = recipes[name]()
+    config = _as_named(recipes[name](), options)
     options, notes = _spelled_out(options, config)
     if {"-h", "--help", "--help-all"} & set(options):
         about = f"--recipe NAME gives the defaults, here {name}; the recipes are {', '.join(recipes)}"
@@ -127,6 +127,43 @@ class Called(Protocol):
 
     CALLED: ClassVar[Mapping[str, str]]
     """field -> option: {"source": "model"} beside a field `model` with options of its own"""
+
+
+class Named(Protocol):
+    """A part of a configuration whose class, and so whose options, go by its field `name`."""
+
+    name: str
+
+    def named(self, name: str) -> Any:
+        """The configuration of another name."""
+        ...
+
+    def foreign(self, option: str) -> str | None:
+        """Why an option is refused that belongs to another name; None where it belongs to none."""
+        ...
+
+
+def _as_named(config: Config, options: list[str], prefix: str = "") -> Config:
+    """The config, each part that goes by a name of the one that the user types."""
+    if hasattr(config, "named"):
+        for word, after in zip(options, [*options[1:], ""]):
+            name, equals, value = word.removeprefix("--").partition("=")
+            if name == f"{prefix}name" and (equals or word.startswith("--")):
+                config = config.named(value if equals else after)  # pyright: ignore[reportAttributeAccessIssue]
+    changed = {}
+    for item in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
+        part = getattr(config, item.name)
+        if dataclasses.is_dataclass(part) and (found := _as_named(part, options, f"{prefix}{item.name}.")) is not part:
+            changed[item.name] = found
+    return dataclasses.replace(config, **changed) if changed else config  # pyright: ignore[reportArgumentType]
+
+
+def _foreign(config: Any, name: str) -> str | None:
+    """Why an option by its dotted name is refused that a part of another name has."""
+    first, _, rest = name.partition(".")
+    if rest:
+        return _foreign(getattr(config, first), rest) if dataclasses.is_dataclass(getattr(config, first, 0)) else None
+    return config.foreign(name) if hasattr(config, "foreign") else None
 
 
 def option(name: str, config: Any = None) -> str:
@@ -251,6 +288,8 @@ def _check_names(options: list[str], config: Any, command: str) -> None:
         may_be_value = before.startswith("--") and "=" not in before  # as in --out a=b
         is_option = word.startswith("--") or ("=" in word and not may_be_value)
         if is_option and name not in known and name.replace("no_", "", 1) not in known:
+            if (why := _foreign(config, name)) is not None:
+                raise UserError(f"{why}; see {command} --help-all")
             near = [n for n in names if n.startswith(f"{name}.") or n.endswith(f".{name}")]
             former = {old: new.partition("=")[0] for old, new in _renamed(config)}
             near = near[:3] or difflib.get_close_matches(name, [*names, *former, "recipe"], n=3, cutoff=0.5)

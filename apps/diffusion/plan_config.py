@@ -18,7 +18,7 @@ from core.config import UserError, size_in_bytes
 from core.gemini.config import GeminiConfig
 from core.gemini.tracer import Speed
 from core.metrics.throughput import gpu_peak_flops
-from core.optim.build import OptimConfig
+from core.optim.build import OptimConfig, without_size
 from core.parallel.recompute import RecomputeConfig
 from core.precision import COMPUTE_DTYPE, master_dtype
 
@@ -149,7 +149,12 @@ WITHOUT_EFFECT = (
     *("optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.warmup_steps", "optim.schedule.final"),
     *("optim.schedule.scaling", "lora.layout"),
 )
-"""Options of a training run that its plan is the same without."""
+"""Options of a training run that its plan is the same without, whatever the optimizer."""
+
+
+def without_effect(config: PlanConfig) -> set[str]:
+    """The options that this plan is the same without."""
+    return {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
 
 
 def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:

@@ -113,7 +113,7 @@ def _in_little(config: FinetuneConfig, budget: str | None) -> FinetuneConfig:
         config,
         precision="bf16",
         recompute=RecomputeConfig("full"),
-        optim=replace(config.optim, name="adamw8bit"),
+        optim=config.optim.named("adamw8bit"),
         gemini=GeminiConfig(budget),
     )
 

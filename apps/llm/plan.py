@@ -30,6 +30,7 @@ from core.gemini.tier import parse_bytes
 from core.gemini.tracer import Speed
 from core.metrics import peak_flops
 from core.metrics.throughput import gpu_peak_flops
+from core.optim.build import without_size
 from core.precision import compute_dtype
 
 UNKNOWN_FLOPS = 1e11
@@ -115,7 +116,8 @@ def main(argv: list[str]) -> int:
 
 def without_effect(config: PlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
-    return set(WITHOUT_EFFECT) - set(() if config.gemini.budget is None else WITH_GEMINI)
+    found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
+    return found - set(() if config.gemini.budget is None else WITH_GEMINI)
 
 
 def _show(config: PlanConfig, console: Console) -> None:

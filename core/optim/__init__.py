@@ -2,7 +2,7 @@
 
 from core.optim.adafactor import Adafactor
 from core.optim.adamw8bit import AdamW8bit
-from core.optim.build import OptimConfig, build_optimizer
+from core.optim.build import OPTIMIZERS, OptimConfig, build_optimizer
 from core.optim.came import Came
 from core.optim.lamb import Lamb
 from core.optim.lars import Lars
@@ -11,6 +11,7 @@ from core.optim.schedule import ScheduleConfig, learning_rate
 from core.optim.sm3 import Sm3
 
 __all__ = [
+    "OPTIMIZERS",
     "Adafactor",
     "AdamW8bit",
     "Came",

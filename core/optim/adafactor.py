@@ -23,15 +23,27 @@ transformers' `relative_step=True, lr=None` is lr=1e-2 here, its `relative_step=
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from core.kernels.adafactor import Phases
-from core.optim.blockwise import dequantize, in_8_bits, quantize
-from core.optim.factored import Factors, Parts, SecondMoment, WhichDims, factored_dims, phases_for, variance_squares
-from core.optim.sharded import CODES, SCALES, Batch, Held, Reduction, ShardedOptimizer, check_options
+from core.optim.blockwise import block_bytes, dequantize, in_8_bits, quantize
+from core.optim.factored import (
+    Factors,
+    Parts,
+    SecondMoment,
+    WhichDims,
+    factored_dims,
+    factors_bytes,
+    phases_for,
+    variance_squares,
+)
+from core.optim.sharded import CODES, SCALES, Batch, Held, Reduction, ShardedOptimizer
+from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_options, decay_groups, own_values
 
 MomentumFormat = Literal["fp32", "bf16", "8bit"]
 Convention = Literal["torch", "paper"]
@@ -65,18 +77,10 @@ class Adafactor(ShardedOptimizer):
         momentum_format: MomentumFormat = "fp32", relative_step: bool = True, scale_parameter: bool = True,
         warmup_init: bool = False, factored: WhichDims = "last", convention: Convention = "torch",
     ):  # fmt: skip
-        check_options(
-            "adafactor",
-            lr=(lr, float(lr) >= 0, "a number >= 0"),
-            beta2_decay=(beta2_decay, beta2_decay <= 0, "a number <= 0"),
-            eps=(eps, (eps[0] is None or eps[0] >= 0) and eps[1] >= 0, "two numbers >= 0, or None for the first"),
-            d=(d, d >= 1, "a number >= 1"),
-            weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
-            beta1=(beta1, beta1 is None or 0 <= beta1 < 1, "a number from 0 to below 1, or None"),
-            momentum_format=(momentum_format, momentum_format in ("fp32", "bf16", "8bit"), "fp32, bf16 or 8bit"),
-            factored=(factored, factored in ("last", "largest"), "last or largest"),
-            convention=(convention, convention in ("torch", "paper"), "torch or paper"),
-        )
+        _check(
+            lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, beta1=beta1,
+            momentum_format=momentum_format, factored=factored, convention=convention,
+        )  # fmt: skip
         defaults = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay,
             "foreach": foreach, "maximize": maximize, "beta1": beta1, "momentum_format": momentum_format,
@@ -261,3 +265,76 @@ def _parts_of(batch: Batch) -> list[_Part]:
         kind, by = _Vectors if len(h.place.layout.shape) < 2 else _Matrices, phases_for(h)
         found.setdefault((kind, id(by), bool(h.place.over())), (kind, by, []))[2].append(h)
     return [kind(batch, held, by) for kind, by, held in found.values()]
+
+
+def _check(
+    *, lr: Any, beta2_decay: float, eps: tuple[float | None, float], d: float, weight_decay: float,
+    beta1: float | None, momentum_format: str, factored: str, convention: str, **_: bool,
+) -> None:  # fmt: skip
+    check_options(
+        "adafactor",
+        lr=(lr, float(lr) >= 0, "a number >= 0"),
+        beta2_decay=(beta2_decay, beta2_decay <= 0, "a number <= 0"),
+        eps=(eps, (eps[0] is None or eps[0] >= 0) and eps[1] >= 0, "two numbers >= 0, or None for the first"),
+        d=(d, d >= 1, "a number >= 1"),
+        weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
+        beta1=(beta1, beta1 is None or 0 <= beta1 < 1, "a number from 0 to below 1, or None"),
+        momentum_format=(momentum_format, momentum_format in ("fp32", "bf16", "8bit"), "fp32, bf16 or 8bit"),
+        factored=(factored, factored in ("last", "largest"), "last or largest"),
+        convention=(convention, convention in ("torch", "paper"), "torch or paper"),
+    )
+
+
+@dataclass(frozen=True)
+class AdafactorConfig(OptimConfig):
+    name: str = "adafactor"
+    beta2_decay: float = -0.8
+    """the second moment averages with weight t^beta2_decay"""
+    eps: float | None = None
+    """of the second moment; by default that of the convention"""
+    eps2: float = 1e-3
+    """least RMS that a parameter counts with"""
+    d: float = 1.0
+    """RMS that an update is scaled down to"""
+    weight_decay: float = 0.0
+    """of matrices; vectors (norms, biases) are never decayed"""
+    beta1: float | None = None
+    """decay of a first moment; by default there is none"""
+    momentum_format: MomentumFormat = "fp32"
+    """of the first moment: fp32, bf16 or 8bit"""
+    relative_step: bool = True
+    """the step falls as 1 / sqrt t"""
+    scale_parameter: bool = True
+    """the step is relative to the parameter's RMS"""
+    warmup_init: bool = False
+    """the step is at most 1e-6 t"""
+    factored: WhichDims = "last"
+    """the last two dims, or the largest two"""
+    convention: Convention = "torch"
+    """epsilon and decay as in torch, or as in the paper and transformers"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(lr=self.lr, **_options(self))
+
+
+def _options(config: AdafactorConfig) -> dict[str, Any]:
+    options = own_values(config)
+    return options | {"eps": (options["eps"], options.pop("eps2"))}
+
+
+def _state_bytes(config: AdafactorConfig, part: Part) -> int:
+    factors = factors_bytes(part, factored_dims(part.whole, config.factored))
+    if config.beta1 is None:
+        return factors
+    if config.momentum_format == "8bit" and in_8_bits(part.whole):
+        return factors + block_bytes(part.shape, part.wide_bytes)
+    halved = config.momentum_format == "bf16" and part.wide_bytes < 8
+    return factors + part.num_bytes // (2 if halved else 1)
+
+
+def _build(config: AdafactorConfig, masters: Mapping[str, Tensor]) -> Adafactor:
+    return Adafactor(decay_groups(masters, config.weight_decay), lr=config.lr, **_options(config))
+
+
+SPEC = OptimizerSpec(AdafactorConfig, _state_bytes, _build, sized_by=("beta1", "momentum_format", "factored"))

@@ -11,13 +11,17 @@ makes blocks of its own on each side, and the codes there may differ from those 
 A checkpoint holds the moments as AdamW's, under the same names: a run may change between the two.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from core.kernels.adamw import adamw
-from core.optim.blockwise import dequantize, in_8_bits, quantize, row_slices
-from core.optim.sharded import CODES, SCALES, Batch, Held, ShardedOptimizer, check_options, is_signed
+from core.optim.adamw import AdamWConfig
+from core.optim.blockwise import block_bytes, dequantize, in_8_bits, quantize, row_slices
+from core.optim.sharded import CODES, SCALES, Batch, Held, ShardedOptimizer, is_signed
+from core.optim.spec import OptimizerSpec, Part, check_moments, decay_groups, own_values
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -32,13 +36,7 @@ class AdamW8bit(ShardedOptimizer):
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, maximize: bool = False,
     ):  # fmt: skip
-        check_options(
-            "adamw8bit",
-            lr=(lr, lr >= 0, "a number >= 0"),
-            betas=(betas, all(0 <= beta < 1 for beta in betas), "numbers from 0 to below 1"),
-            eps=(eps, eps > 0, "a number > 0"),
-            weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
-        )
+        check_moments("adamw8bit", lr, betas, eps, weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
@@ -68,3 +66,19 @@ def _update_blocks(h: Held, **options: Any) -> None:
             new_codes, new_scales = quantize(moment, signed)
             codes.copy_(new_codes)
             scales.copy_(new_scales)
+
+
+@dataclass(frozen=True)
+class AdamW8bitConfig(AdamWConfig):
+    name: str = "adamw8bit"
+
+
+def _state_bytes(_: AdamW8bitConfig, part: Part) -> int:
+    return 2 * (block_bytes(part.shape, part.wide_bytes) if in_8_bits(part.whole) else part.num_bytes)
+
+
+def _build(config: AdamW8bitConfig, masters: Mapping[str, Tensor]) -> AdamW8bit:
+    return AdamW8bit(decay_groups(masters, config.weight_decay), lr=config.lr, **own_values(config))
+
+
+SPEC = OptimizerSpec(AdamW8bitConfig, _state_bytes, _build)

@@ -61,6 +61,11 @@ def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return (_blocks(relative) * scales.unsqueeze(-1)).flatten(1)[:, :length].reshape(codes.shape)
 
 
+def block_bytes(shape: tuple[int, ...], scale_bytes: int) -> int:
+    """Of the codes and scales of a tensor of that shape."""
+    return math.prod(shape) + scale_bytes * math.prod(scales_shape(shape))
+
+
 def row_slices(x: Tensor) -> Iterator[slice]:
     """Slices of rows that are worked on at once: what the cache holds on a CPU, 64 MiB of fp32 on a GPU."""
     most = 1 << (16 if x.device.type == "cpu" else 24)

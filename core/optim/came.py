@@ -11,14 +11,25 @@ A vector keeps its second moment whole and moves by lr m. The third message cann
 is depends on the RMS, and its expansion into sums that do not would lose the digits of a small residual.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.kernels.adafactor import Phases
-from core.optim.factored import Factors, Parts, SecondMoment, factored_dims, phases_for, variance_squares
-from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer, check_options
+from core.optim.factored import (
+    Factors,
+    Parts,
+    SecondMoment,
+    factored_dims,
+    factors_bytes,
+    phases_for,
+    variance_squares,
+)
+from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer
+from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_options, decay_groups, own_values
 
 _FACTORS = ("row_var", "col_var", "res_row_var", "res_col_var")
 
@@ -37,14 +48,7 @@ class Came(ShardedOptimizer):
         eps: tuple[float, float] = (1e-30, 1e-16), d: float = 1.0, weight_decay: float = 0.0, *,
         maximize: bool = False,
     ):  # fmt: skip
-        check_options(
-            "came",
-            lr=(lr, lr >= 0, "a number >= 0"),
-            betas=(betas, len(betas) == 3 and all(0 <= beta < 1 for beta in betas), "three numbers from 0 to below 1"),
-            eps=(eps, all(e > 0 for e in eps), "two numbers > 0"),
-            d=(d, d >= 1, "a number >= 1"),
-            weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
-        )
+        _check(lr, betas, eps, d, weight_decay)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "d": d, "weight_decay": weight_decay, "maximize": maximize
         }  # fmt: skip
@@ -133,3 +137,46 @@ class _One:
     @staticmethod
     def _factors(moment: SecondMoment) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         return moment.row_vars, moment.col_vars, moment.means
+
+
+def _check(lr: float, betas: tuple[float, ...], eps: tuple[float, float], d: float, weight_decay: float) -> None:
+    check_options(
+        "came",
+        lr=(lr, lr >= 0, "a number >= 0"),
+        betas=(betas, len(betas) == 3 and all(0 <= beta < 1 for beta in betas), "three numbers from 0 to below 1"),
+        eps=(eps, all(e > 0 for e in eps), "two numbers > 0"),
+        d=(d, d >= 1, "a number >= 1"),
+        weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
+    )
+
+
+@dataclass(frozen=True)
+class CameConfig(OptimConfig):
+    name: str = "came"
+    betas: tuple[float, float, float] = (0.9, 0.999, 0.9999)
+    eps: float = 1e-30
+    """added to the squares of gradients"""
+    eps2: float = 1e-16
+    """added to squared residuals"""
+    d: float = 1.0
+    """RMS that an update is scaled down to"""
+    weight_decay: float = 0.0
+    """of matrices; vectors (norms, biases) are never decayed"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.lr, self.betas, (self.eps, self.eps2), self.d, self.weight_decay)
+
+
+def _state_bytes(_: CameConfig, part: Part) -> int:
+    dims = factored_dims(part.whole, "last")
+    return part.num_bytes + (1 if dims is None else 2) * factors_bytes(part, dims)
+
+
+def _build(config: CameConfig, masters: Mapping[str, Tensor]) -> Came:
+    options = own_values(config)
+    eps = options.pop("eps"), options.pop("eps2")
+    return Came(decay_groups(masters, config.weight_decay), lr=config.lr, eps=eps, **options)
+
+
+SPEC = OptimizerSpec(CameConfig, _state_bytes, _build)

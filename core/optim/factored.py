@@ -11,6 +11,7 @@ new squares, before r is updated: all that the update needs is one message a pro
 A statistic that lies whole on several ranks (r, where only columns are cut) is counted on the first of them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,7 @@ from torch import Tensor
 from core.kernels.adafactor import TORCH, Phases, phases
 from core.optim.adafactor_cpu import BLOCKED
 from core.optim.sharded import Held, Line, Place
+from core.optim.spec import Part
 
 WhichDims = Literal["last", "largest"]
 Parts = list[tuple[Tensor, tuple[Line, ...]]]
@@ -37,6 +39,13 @@ def factored_dims(shape: tuple[int, ...], which: WhichDims) -> tuple[int, int] |
         return len(shape) - 2, len(shape) - 1
     rows, cols = sorted(sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))[-2:])
     return rows, cols
+
+
+def factors_bytes(part: Part, dims: tuple[int, int] | None) -> int:
+    """Of the second moment of a part, factored along `dims` of the whole."""
+    if dims is None:
+        return part.num_bytes
+    return sum(math.prod(part.shape) // max(1, part.shape[dim]) for dim in dims) * part.wide_bytes
 
 
 @dataclass(frozen=True)

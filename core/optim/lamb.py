@@ -10,13 +10,17 @@ either norm is zero.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core.optim.adamw import two_moments
 from core.optim.pieces import pieces
-from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer, check_options
+from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer
+from core.optim.spec import OptimConfig, OptimizerSpec, check_moments, check_options, decay_groups, own_values
 
 
 class Lamb(ShardedOptimizer):
@@ -34,14 +38,7 @@ class Lamb(ShardedOptimizer):
         weight_decay: float = 0.01, *, adapt: bool = True, max_norm: float | None = None,
         bias_correction: bool = True, maximize: bool = False,
     ):  # fmt: skip
-        check_options(
-            "lamb",
-            lr=(lr, lr >= 0, "a number >= 0"),
-            betas=(betas, all(0 <= beta < 1 for beta in betas), "numbers from 0 to below 1"),
-            eps=(eps, eps > 0, "a number > 0"),
-            weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
-            max_norm=(max_norm, max_norm is None or max_norm > 0, "a number > 0, or None"),
-        )
+        _check(lr, betas, eps, weight_decay, max_norm)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt, "max_norm": max_norm,
             "bias_correction": bias_correction, "maximize": maximize,
@@ -110,3 +107,31 @@ def _lists(batch: Batch) -> tuple[list[Tensor], ...]:
         return h.value, h.grad, h.own("exp_avg"), h.own("exp_avg_sq")
 
     return tuple(map(list, zip(*map(of, batch.held))))
+
+
+def _check(lr: float, betas: tuple[float, ...], eps: float, weight_decay: float, max_norm: float | None) -> None:
+    check_moments("lamb", lr, betas, eps, weight_decay)
+    check_options("lamb", max_norm=(max_norm, max_norm is None or max_norm > 0, "a number > 0, or None"))
+
+
+@dataclass(frozen=True)
+class LambConfig(OptimConfig):
+    name: str = "lamb"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    """of matrices; vectors (norms, biases) are never decayed"""
+    max_norm: float | None = None
+    """bound of the weights' norm in the trust ratio; by default there is none"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.lr, **own_values(self))
+
+
+def _build(config: LambConfig, masters: Mapping[str, Tensor]) -> Lamb:
+    matrices, vectors = decay_groups(masters, config.weight_decay)
+    return Lamb([matrices, vectors | {"adapt": False}], lr=config.lr, **own_values(config))
+
+
+SPEC = OptimizerSpec(LambConfig, two_moments, _build)

@@ -8,13 +8,17 @@
 message a process group. The rate is 1 where |p| or |g| is zero.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.optim.pieces import pieces
-from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer, check_options
+from core.optim.sgd import one_moment
+from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer
+from core.optim.spec import OptimConfig, OptimizerSpec, check_momentum, check_options, decay_groups, own_values
 
 
 class Lars(ShardedOptimizer):
@@ -30,14 +34,7 @@ class Lars(ShardedOptimizer):
         self, params: Any, lr: float = 1.0, momentum: float = 0.9, weight_decay: float = 5e-4, *,
         trust: float = 1e-3, eps: float = 1e-8, adapt: bool = True, maximize: bool = False,
     ):  # fmt: skip
-        check_options(
-            "lars",
-            lr=(lr, lr >= 0, "a number >= 0"),
-            momentum=(momentum, 0 <= momentum < 1, "a number from 0 to below 1"),
-            weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
-            trust=(trust, trust > 0, "a number > 0"),
-            eps=(eps, eps >= 0, "a number >= 0"),
-        )
+        _check(lr, momentum, weight_decay, trust, eps)
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps, "adapt": adapt,
             "maximize": maximize,
@@ -90,3 +87,31 @@ def _lists(batch: Batch) -> tuple[list[Tensor], ...]:
         return h.value, h.grad, h.own("momentum_buffer")
 
     return tuple(map(list, zip(*map(of, batch.held))))
+
+
+def _check(lr: float, momentum: float, weight_decay: float, trust: float, eps: float) -> None:
+    check_momentum("lars", lr, momentum, weight_decay)
+    check_options("lars", trust=(trust, trust > 0, "a number > 0"), eps=(eps, eps >= 0, "a number >= 0"))
+
+
+@dataclass(frozen=True)
+class LarsConfig(OptimConfig):
+    name: str = "lars"
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    """of matrices; vectors (norms, biases) are never decayed"""
+    trust: float = 1e-3
+    """the layers' rates are trust |p| / |g|"""
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.lr, **own_values(self))
+
+
+def _build(config: LarsConfig, masters: Mapping[str, Tensor]) -> Lars:
+    matrices, vectors = decay_groups(masters, config.weight_decay)
+    return Lars([matrices, vectors | {"adapt": False}], lr=config.lr, **own_values(config))
+
+
+SPEC = OptimizerSpec(LarsConfig, one_moment, _build)

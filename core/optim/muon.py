@@ -14,7 +14,8 @@ Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks; Liu
 training, section 2.2 (the factor of step 3).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from torch import Tensor
 
 from core.config import UserError
 from core.kernels.adamw import adamw
-from core.optim.sharded import Batch, Held, ShardedOptimizer, check_options
+from core.layout import layout_of
+from core.optim.adamw import two_moments
+from core.optim.sharded import Batch, Held, ShardedOptimizer
+from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_moments, check_momentum, own_values
 from core.precision import bf16_units
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at 0 among those that keep singular values within about [0.7, 1.2]
@@ -40,14 +44,7 @@ class Muon(ShardedOptimizer):
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, *,
         maximize: bool = False,
     ):  # fmt: skip
-        check_options(
-            "muon",
-            lr=(lr, lr >= 0, "a number >= 0"),
-            momentum=(momentum, 0 <= momentum < 1, "a number from 0 to below 1"),
-            betas=(betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1"),
-            eps=(eps, eps > 0, "a number > 0"),
-            weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
-        )
+        _check(lr, momentum, betas, eps, weight_decay)
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, defaults | {"maximize": maximize})
 
@@ -114,3 +111,56 @@ def orthogonalised(matrix_OI: Tensor, num_iterations: int = 5) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.T).to(matrix_OI.dtype)
+
+
+def _check(lr: float, momentum: float, betas: tuple[float, ...], eps: float, weight_decay: float) -> None:
+    check_momentum("muon", lr, momentum)
+    check_moments("muon", lr, betas, eps, weight_decay)
+
+
+@dataclass(frozen=True)
+class MuonConfig(OptimConfig):
+    name: str = "muon"
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    """of what AdamW updates"""
+    eps: float = 1e-8
+    """of what AdamW updates"""
+    weight_decay: float = 0.1
+    """of matrices; vectors (norms, biases) are never decayed"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.lr, **own_values(self))
+
+
+def is_hidden(name: str, parameter: Tensor) -> bool:
+    """Whether it is a matrix of the repeated blocks."""
+    return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
+
+
+def _state_bytes(config: MuonConfig, part: Part) -> int:
+    if not part.hidden:
+        return two_moments(config, part)
+    return part.num_bytes
+
+
+def _build(config: MuonConfig, masters: Mapping[str, Tensor]) -> Muon:
+    """Muon for the matrices of the repeated blocks, whose names hold a number; AdamW for the others.
+
+    Raises UserError when a matrix is sharded.
+    """
+    if any(layout_of(master).cuts for master in masters.values()):
+        raise UserError("optim.name=muon needs whole matrices on every rank; use --zero 0 and mesh.tp=1, or adamw")
+    hidden = {n for n, m in masters.items() if is_hidden(n, m)}
+    matrices = [m for n, m in masters.items() if n not in hidden and m.ndim >= 2]
+    vectors = [m for m in masters.values() if m.ndim < 2]
+    groups = [
+        {"params": [masters[n] for n in masters if n in hidden], "orthogonalise": True},
+        {"params": matrices, "orthogonalise": False},
+        {"params": vectors, "orthogonalise": False, "weight_decay": 0.0},
+    ]
+    return Muon(groups, lr=config.lr, **own_values(config))
+
+
+SPEC = OptimizerSpec(MuonConfig, _state_bytes, _build)

@@ -340,13 +340,6 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_options(name: str, **ranges: tuple[Any, bool, str]) -> None:
-    """Raises UserError that names the first option whose value is out of range: option -> (value, fine, allowed)."""
-    for option, (value, fine, allowed) in ranges.items():
-        if not fine:
-            raise UserError(f"{name}: {option}={value}; give {allowed}")
-
-
 def numbers(values: Sequence[Tensor]) -> list[float]:
     """Scalars of one device as Python numbers, with one wait for it."""
     return torch.stack(list(values)).tolist() if values else []

@@ -10,13 +10,16 @@ The update needs nothing of other ranks. Only the accumulators do, for the next 
 the other dims, one message a process group, which travels while the parameters move.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer, check_options
+from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer
+from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_momentum, decay_groups
 
 _ACCUMULATOR = "accumulator_"
 
@@ -30,11 +33,7 @@ class Sm3(ShardedOptimizer):
     """
 
     def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9, *, maximize: bool = False):
-        check_options(
-            "sm3",
-            lr=(lr, lr >= 0, "a number >= 0"),
-            momentum=(momentum, 0 <= momentum < 1, "a number from 0 to below 1"),
-        )
+        check_momentum("sm3", lr, momentum)
         super().__init__(params, {"lr": lr, "momentum": momentum, "maximize": maximize})
 
     def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
@@ -94,3 +93,25 @@ def _move(h: Held, v: Tensor, batch: Batch) -> None:
     if batch.options["momentum"]:
         update = h.own("exp_avg").lerp_(update, 1 - batch.options["momentum"])
     h.value.add_(update, alpha=batch.options["lr"] if batch.options["maximize"] else -batch.options["lr"])
+
+
+@dataclass(frozen=True)
+class Sm3Config(OptimConfig):
+    name: str = "sm3"
+    momentum: float = 0.9
+    """0 keeps no first moment"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_momentum("sm3", self.lr, self.momentum)
+
+
+def _state_bytes(config: Sm3Config, part: Part) -> int:
+    return part.wide_bytes * (sum(part.shape) if part.shape else 1) + (part.num_bytes if config.momentum else 0)
+
+
+def _build(config: Sm3Config, masters: Mapping[str, Tensor]) -> Sm3:
+    return Sm3(decay_groups(masters), lr=config.lr, momentum=config.momentum)
+
+
+SPEC = OptimizerSpec(Sm3Config, _state_bytes, _build, sized_by=("momentum",))

@@ -11,7 +11,7 @@ from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh, data_axis
-from core.optim.build import DEFAULTS, OptimConfig, build_optimizer
+from core.optim.build import OPTIMIZERS, OptimConfig, build_optimizer
 from core.parallel.compose import parallelize
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.split import PipelinePlan
@@ -175,7 +175,7 @@ def test_complex_parameters_are_refused_by_name(ranks, mode: str) -> None:
         assert said.startswith("parameter phase is of complex64")
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_optimizer_moves_what_has_no_gradient(name: str) -> None:
     masters = {f"blocks.{n}.weight": torch.ones(4, 6, requires_grad=True) for n in range(2)}
     optimizer = build_optimizer(OptimConfig(name=name, lr=0.1), masters)

@@ -1,8 +1,14 @@
 """LAMB, LARS, SM3, CAME and 8-bit AdamW on one rank, each against the algorithm of its paper written out densely."""
 
+import copy
+import inspect
 import itertools
 import math
+import pickle
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +18,8 @@ from torch import Tensor
 from core.config import UserError, parse
 from core.optim import AdamW8bit, Came, Lamb, Lars, OptimConfig, Sm3, build_optimizer
 from core.optim.blockwise import BLOCK, code_values, dequantize, in_8_bits, quantize
-from core.optim.build import DEFAULTS
+from core.optim.build import OPTIMIZERS
+from core.optim.came import CameConfig
 from core.optim.pieces import pieces
 from core.optim.schedule import ScheduleConfig, batch_factor
 from core.optim.size import state_bytes
@@ -257,7 +264,7 @@ def test_a_checkpoint_of_8_bits_holds_moments_under_adamws_names() -> None:
 # --- by name ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(DEFAULTS))
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_every_name_is_built_and_its_state_has_the_size_that_is_foretold(name: str) -> None:
     config = OptimConfig(name=name, lr=0.1)  # pyright: ignore
     shapes = {"blocks.0.w": (40, 300), "head": (30, 200), "blocks.0.conv": (8, 8, 3, 3), "b": (50,), "s": ()}
@@ -293,7 +300,7 @@ def test_an_unknown_name_lists_the_valid_ones() -> None:
         OptimConfig(name="adam")  # pyright: ignore
     with pytest.raises(UserError) as refusal:
         parse({"r": OptimConfig}, ["--name", "adam"], "command", "r")
-    assert all(name in str(refusal.value) for name in DEFAULTS)
+    assert all(name in str(refusal.value) for name in OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +349,48 @@ def test_options_come_from_the_command_line() -> None:
     assert (group["lr"], group["beta1"], group["momentum_format"]) == (0.01, 0.9, "8bit")
     assert (group["relative_step"], group["convention"], group["eps"]) == (False, "paper", (None, 1e-3))
     came = parse({"r": OptimConfig}, ["--name", "came", "--betas", "0.8", "0.9", "0.99"], "command", "r")
-    assert came.options()["betas"] == (0.8, 0.9, 0.99)
+    assert (type(came), came.betas) == (CameConfig, (0.8, 0.9, 0.99))
+
+
+@pytest.mark.parametrize(
+    "words", ["--momentum 0.9", "momentum=0.9", "--name lars --betas 0.8 0.9", "--name=sgd --eps 1"]
+)
+def test_an_option_of_another_optimizer_is_refused_by_name(words: str) -> None:
+    *_, option = [word.lstrip("-").partition("=")[0] for word in words.split() if word.startswith(("--", "momentum"))]
+    with pytest.raises(UserError, match=rf"optim\.name=\w+ has no option {option}; its options are lr, .*weight_decay"):
+        parse({"r": OptimConfig}, words.split(), "command", "r")
+    with pytest.raises(UserError, match=r"no option --typo; see"):
+        parse({"r": OptimConfig}, ["--typo", "1"], "command", "r")
+
+
+def test_what_a_recipe_changes_goes_along_to_another_optimizer() -> None:
+    schedule = ScheduleConfig(warmup_steps=7)
+
+    def recipe() -> OptimConfig:
+        return OptimConfig(lr=0.5, weight_decay=0.0, betas=(0.5, 0.6), clip_norm=None, schedule=schedule)
+
+    lars = parse({"r": recipe}, ["--name", "lars", "--trust", "0.5"], "command", "r")
+    assert lars == OptimConfig("lars", lr=0.5, weight_decay=0.0, clip_norm=None, schedule=schedule, trust=0.5)
+    lamb = parse({"r": recipe}, ["--name", "lamb"], "command", "r")
+    assert lamb.betas == (0.5, 0.6)
+    assert lamb.eps == OptimConfig("lamb").eps != OptimConfig().eps  # a default of the other is no choice
+
+
+def test_a_config_is_data_that_can_be_copied_and_sent() -> None:
+    for name in OPTIMIZERS:
+        config = OptimConfig(name, lr=0.5)
+        assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == replace(config) == config
+        assert config != replace(config, lr=0.25)
+        assert isinstance(config, OptimConfig)
+
+
+def test_every_optimizer_is_told_of() -> None:
+    documented = re.findall(
+        r"^\| `(\w+)` \|", Path("docs/optim.md").read_text().partition("## Sharded")[0], re.MULTILINE
+    )
+    assert sorted(documented) == sorted(OPTIMIZERS)
+    (told,) = [line for line in inspect.getsource(OptimConfig).splitlines() if "each has options of its own" in line]
+    assert re.findall(r"\w+", told.partition(";")[0].replace(" or ", " ")) == list(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])

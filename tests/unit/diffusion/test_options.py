@@ -38,10 +38,11 @@ ALSO = {
     "sample --sampler ddim --guidance 1": ["negative", "guidance_rescale"],
     "plan --task train --method lora --nproc 2": ["lora.start"],
 }
+_TRAIN = [*WITHOUT_EFFECT, "optim.betas", "optim.eps", "optim.weight_decay"]
 TOLD = {
-    "plan --task train": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
-    "plan --task train --method lora --nproc 2": WITHOUT_EFFECT,
-    "plan --task train --gemini.budget 60MB": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
+    "plan --task train": [name for name in _TRAIN if not name.startswith("lora.")],
+    "plan --task train --method lora --nproc 2": _TRAIN,
+    "plan --task train --gemini.budget 60MB": [name for name in _TRAIN if not name.startswith("lora.")],
 }
 
 
