@@ -34,16 +34,18 @@ class Layout:
     cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest;
            axes of a mesh without names are called by their position, "0", "1", …
     units  (axis, rows that its cut keeps together); 1 where an axis is not named
+    absent the whole lies on one other rank, and nothing of it here
     """
 
     shape: tuple[int, ...]
     mesh: DeviceMesh | None = None
     cuts: tuple[tuple[str, int], ...] = ()
     units: tuple[tuple[str, int], ...] = ()
+    absent: bool = False
 
     def box(self, coordinate: dict[str, int] | None = None) -> tuple[slice, ...]:
         """The slices of the full tensor held at `coordinate` (axis -> index on it); by default those of this rank."""
-        start, stop = [0] * len(self.shape), list(self.shape)
+        start, stop = [0] * len(self.shape), [0 if self.absent else n for n in self.shape]
         units = dict(self.units)
         for axis, dim in self.cuts:
             index = self.axis_index(axis) if coordinate is None else coordinate[axis]

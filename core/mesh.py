@@ -291,6 +291,24 @@ def stage_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     return None if pipeline_ranks(mesh) == 1 else _joined(mesh, _beside_pp(mesh))
 
 
+def stage_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Those of the ranks of a mesh that hold the same stages of a pipeline; of a part of a mesh, of the whole's.
+
+    Raises UserError where no group has just these ranks.
+    """
+    root = mesh._get_root_mesh()
+    if (stage := stage_axis(root)) is not None:
+        return stage.get_group()
+    if root.ndim == 1:
+        return root.get_group()
+    if root.size() != dist.get_world_size():
+        raise UserError(
+            f"a mesh of {root.size()} of {dist.get_world_size()} ranks in {root.ndim} dims has no group of all its "
+            "ranks; make it of all that there are, or of one dim"
+        )
+    return cast(ProcessGroup, dist.group.WORLD)
+
+
 _CUTS = ((), (EXPERT_AXIS,))
 """Which axes of those whose ranks see different data may cut a parameter."""
 

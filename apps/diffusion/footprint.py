@@ -41,6 +41,7 @@ from core.config import UserError, in_words
 from core.estimate.residency import described_bandwidth, estimate_gemini
 from core.gemini.tier import parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
+from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.plan import blocks_of
@@ -278,7 +279,10 @@ class ModelData:
         self.own = {name: _own_shape(parameter, ranks) for name, parameter in self.learned.items()}
         self.masters = wide * sum(map(prod, self.own.values()))
         self.state = sum(
-            state_bytes(config.optim, self.own[name], wide, whole=tuple(p.shape)) for name, p in self.learned.items()
+            state_bytes(
+                config.optim, self.own[name], wide, whole=tuple(p.shape), hidden=is_hidden(name, p), ranks=config.nproc
+            )
+            for name, p in self.learned.items()
         )
         average = self.masters if config.average else 0
         self.resident = {"parameters": _bytes(model), "masters": self.masters, "optimizer's state": self.state}

@@ -81,17 +81,6 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
     check_experts_of(config.model, mesh)
-    for axis in ("tp", "ep"):
-        if config.optim.name == "muon" and (size := getattr(mesh, axis)) > 1:
-            raise UserError(
-                f"optim.name=muon needs whole matrices on every rank, and mesh.{axis}={size} cuts them; "
-                f"use mesh.{axis}=1, or --optim.name adamw"
-            )
-    if config.optim.name == "muon" and config.zero:
-        raise UserError(
-            f"optim.name=muon needs whole matrices on every rank, and zero={config.zero} shards them; "
-            "use --zero 0, or --optim.name adamw"
-        )
     if mesh.tp_mode == "1d":  # a grid goes without context parallelism
         check_exchange(config.model.num_heads // mesh.tp, mesh.exchange_ranks)
     check_length(config.data.sequence_length, mesh.cp)

@@ -216,7 +216,8 @@ def _optimizer_bytes(model: ModelShape, weights: list[Weight], run: RunShape) ->
     for weight in weights:
         hidden = len(weight.shape) == 2 and 0 <= weight.block < model.num_blocks
         part = weight.part(run, shard)
-        total += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden)
+        ranks = run.num_gradient_ranks * run.tp
+        total += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden, ranks=ranks)
     return total
 
 

@@ -20,8 +20,8 @@ from core.gemini.timeline import Bandwidth
 from core.gemini.tracer import Speed, StepTrace
 from core.gemini.transport import message_bytes
 from core.optim.build import OptimConfig
+from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
-from core.parallel.plan import blocks_of
 
 HOST_UPDATE = 2e10
 """Bytes of masters and state that the host's optimizer goes through in a second."""
@@ -72,7 +72,6 @@ def estimate_gemini(
     ranks      over which chunks are sharded
     sends      whether gradients are added up over several ranks
     """
-    hidden = {id(p) for block in blocks_of(model) for p in block.parameters() if p.ndim == 2}
     parameters = dict(model.named_parameters())
     members = {name: _member(name, parameters[name], ranks, wide) for name in step.order}
     state = {
@@ -81,7 +80,7 @@ def estimate_gemini(
             tuple(member.rows.shape),
             wide.itemsize,
             whole=tuple(parameters[name].shape),
-            hidden=id(parameters[name]) in hidden,
+            hidden=is_hidden(name, parameters[name]),
         )
         for name, member in members.items()
         if member.trainable

@@ -25,6 +25,7 @@ from core.gemini.residency import Policy
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh
 from core.optim.clip import gradient_norm, scale_gradients
+from core.optim.home import WholeMatrixOptimizer
 from core.parallel.rows import own_rows
 from core.precision import Precision
 from core.runtime import join
@@ -155,6 +156,8 @@ def _replaced(
             state = {**state, key: value}
         if data.shard is None or data.shard.size() == 1 or not isinstance(value, Tensor) or not value.ndim:
             continue
+        if isinstance(optimizer, WholeMatrixOptimizer) and optimizer.takes_whole(parameter):
+            continue  # its home keeps it
         if value.shape != parameter.shape:
             raise UserError(
                 f"gemini.wrap: the optimizer's {key} is not shaped like its parameter, so it cannot be cut over ranks; "

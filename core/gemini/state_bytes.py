@@ -59,4 +59,10 @@ def _probed(optimizer: torch.optim.Optimizer, index: int) -> int:
 
 
 def _size(state: Mapping[str, object]) -> int:
-    return sum(t.numel() * t.itemsize for t in state.values() if isinstance(t, Tensor) and t.ndim)
+    """Room for what lies at one home is counted on every rank: all follow one plan."""
+    return sum(_elements(t) * t.itemsize for t in state.values() if isinstance(t, Tensor) and t.ndim)
+
+
+def _elements(tensor: Tensor) -> int:
+    layout = layout_of(tensor)
+    return math.prod(layout.shape) if layout.absent else tensor.numel()

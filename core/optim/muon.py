@@ -7,14 +7,15 @@ For a hidden matrix W[O, I] with gradient G, each step
 3. W <- (1 - lr wd) W - lr 0.2 sqrt(max(O, I)) U, so that an entry moves about as far as under AdamW
 
 A convolution's kernel [O, I, ..] is the matrix [O, I ..], as in the authors' code. A stack of matrices, as experts'
-weights are, is none. Embeddings, heads, norms and biases get AdamW. Orthogonalising needs whole matrices, so none of
-those may be sharded.
+weights are, is none. Embeddings, heads, norms and biases get AdamW. Orthogonalising needs whole matrices: a sharded one
+goes to its home rank (core/optim/home.py), which has its momentum.
 
 Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks; Liu et al. 2025, Muon is scalable for LLM
 training, section 2.2 (the factor of step 3).
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,20 +24,20 @@ from torch import Tensor
 
 from core.config import UserError
 from core.kernels.adamw import adamw
-from core.layout import layout_of
 from core.optim.adamw import two_moments
-from core.optim.sharded import Batch, Held, ShardedOptimizer
+from core.optim.home import WholeMatrixOptimizer
+from core.optim.sharded import Batch, Held
 from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_moments, check_momentum, own_values
 from core.precision import bf16_units
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at 0 among those that keep singular values within about [0.7, 1.2]
 
 
-class Muon(ShardedOptimizer):
+class Muon(WholeMatrixOptimizer):
     """Muon for the parameter groups with `orthogonalise` True, AdamW for those with False; each group says which.
 
     Raises UserError for values out of range, a group that does not say `orthogonalise`, and a parameter that is to be
-    orthogonalised and has fewer than two dims or lies on several ranks.
+    orthogonalised and has fewer than two dims.
     """
 
     def __init__(
@@ -63,37 +64,39 @@ class Muon(ShardedOptimizer):
                         "put it into a group with orthogonalise False"
                     )
 
-    def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        if not options["orthogonalise"]:
-            return {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
-        place = self.place(parameter)
-        if place.over():
-            raise UserError(
-                f"muon: a matrix of shape {list(place.layout.shape)} lies on several ranks, and is orthogonalised as a "
-                "whole; use --zero 0 and mesh.tp=1, or adamw"
-            )
-        return {"momentum_buffer": self._zeros(parameter)}
+    def _is_whole(self, options: dict[str, Any]) -> bool:
+        return options["orthogonalise"]
 
-    def _update(self, batches: list[Batch]) -> None:
+    def _cost(self, shape: Sequence[int]) -> float:
+        """Of the products with the smaller Gram matrix."""
+        sides = shape[0], math.prod(shape[1:])
+        return float(max(sides) * min(sides) ** 2)
+
+    def _home_state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {"momentum_buffer": shape}
+
+    def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        if options["orthogonalise"]:
+            return super()._new_state(parameter, options)
+        return {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
+
+    def _direction(self, grad: Tensor, h: Held, batch: Batch) -> Tensor:
+        momentum = h.own("momentum_buffer").mul_(batch.options["momentum"]).add_(grad)
+        ahead = grad.add(momentum, alpha=batch.options["momentum"])
+        return orthogonalised(ahead.flatten(1)).reshape(grad.shape)
+
+    def _move(self, h: Held, update: Tensor, batch: Batch) -> None:
+        options, shape = batch.options, h.place.layout.shape
+        size = options["lr"] * 0.2 * max(shape[0], math.prod(shape[1:])) ** 0.5
+        h.value.mul_(1 - options["lr"] * options["weight_decay"])
+        h.value.add_(update, alpha=size if options["maximize"] else -size)
+
+    def _update_parts(self, batches: list[Batch]) -> None:
         for batch in batches:
             held = [h for h in batch.held if h.value.numel()]
-            if batch.options["orthogonalise"]:
-                for h in held:
-                    _move(h, batch)
-                continue
             options = {name: batch.options[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
             moments = ([h.own(name) for h in held] for name in ("exp_avg", "exp_avg_sq"))
             adamw([h.value for h in held], [h.grad for h in held], *moments, step=batch.step, **options)
-
-
-def _move(h: Held, batch: Batch) -> None:
-    options, grad = batch.options, h.grad.to(batch.wide)
-    momentum = h.own("momentum_buffer").mul_(options["momentum"]).add_(grad)
-    update_OI = grad.add(momentum, alpha=options["momentum"]).flatten(1)
-    size = options["lr"] * 0.2 * max(update_OI.shape) ** 0.5
-    update = orthogonalised(update_OI).reshape(h.value.shape)
-    h.value.mul_(1 - options["lr"] * options["weight_decay"])
-    h.value.add_(update, alpha=size if options["maximize"] else -size)
 
 
 def orthogonalised(matrix_OI: Tensor, num_iterations: int = 5) -> Tensor:
@@ -142,16 +145,11 @@ def is_hidden(name: str, parameter: Tensor) -> bool:
 def _state_bytes(config: MuonConfig, part: Part) -> int:
     if not part.hidden:
         return two_moments(config, part)
-    return part.num_bytes
+    return -(-part.wide_bytes * math.prod(part.whole) // part.ranks)
 
 
 def _build(config: MuonConfig, masters: Mapping[str, Tensor]) -> Muon:
-    """Muon for the matrices of the repeated blocks, whose names hold a number; AdamW for the others.
-
-    Raises UserError when a matrix is sharded.
-    """
-    if any(layout_of(master).cuts for master in masters.values()):
-        raise UserError("optim.name=muon needs whole matrices on every rank; use --zero 0 and mesh.tp=1, or adamw")
+    """Muon for the matrices of the repeated blocks, whose names hold a number; AdamW for the others."""
     hidden = {n for n, m in masters.items() if is_hidden(n, m)}
     matrices = [m for n, m in masters.items() if n not in hidden and m.ndim >= 2]
     vectors = [m for m in masters.values() if m.ndim < 2]

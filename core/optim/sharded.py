@@ -170,6 +170,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         """Dims along which a state tensor has size 1 and the parameter has not."""
         return ()
 
+    def _lies(self, parameter: Tensor, key: str) -> Layout:
+        """Where a state tensor lies in its whole."""
+        return self.place(parameter).layout.collapsed(self._collapsed(parameter, key))
+
     @_disable_dynamo  # torch.compiler.disable, without importing torch's tracer, a second, in every process
     @torch.no_grad()
     def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -201,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             elif key == "step" or isinstance(value, DTensor):
                 found[key] = value
             elif not key.endswith(SCALES):
-                found[key] = tag(value, layout.collapsed(self._collapsed(parameter, key)))
+                found[key] = tag(value, self._lies(parameter, key))
         return found
 
     def restore(self, parameter: Tensor, tensors: dict[str, Tensor]) -> None:

@@ -32,6 +32,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -92,6 +93,8 @@ class DataParallel(ParallelModel):
         if precision == "fp64":
             widen_buffers(model)
         self._spread(materialise)
+        for master in self.masters.values():  # also one that nothing cuts says among which ranks it is
+            tag(master, replace(layout_of(master), mesh=mesh))
 
     @abstractmethod
     def _spread(self, materialise: Callable[[nn.Module], None]) -> None:

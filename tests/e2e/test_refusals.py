@@ -50,7 +50,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "3d"), ("cube", "mesh.tp=8")),
         (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d", "--compile"), ("--compile", "1d")),
         (("--nproc", 25, "--mesh.tp", 25, "--mesh.tp-mode", "2d"), ("8 key/value heads", "tp_col=5", "at most 4")),
-        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d", "--optim.name", "muon"), ("muon", "mesh.tp=1")),
+        (("--optim.name", "muon", "--optim.trust", 1), ("optim.name=muon", "no option trust", "momentum, betas")),
         (("--mesh.cp", 2), ("cp=2", "1 is running", "--nproc 2")),
         (("--nproc", 40, "--mesh.cp", 40), ("32 tokens", "cp=40", "smaller cp")),
         (("--nproc", 12, "--mesh.cp", 12, "--mesh.cp-mode", "ulysses"), ("8 heads", "12 ranks", "cp_mode=ring")),

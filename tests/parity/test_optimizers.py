@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.optim import Adafactor, AdamW8bit, Came, Lamb, Lars, Sm3
+from core.optim import Adafactor, AdamW8bit, Came, Lamb, Lars, Muon, Sm3
 from tests.support.covering import FEW, MANY
 from tests.support.sharded_optim import (
     LARGE,
@@ -23,6 +23,12 @@ from tests.support.sharded_optim import (
     messages,
     without_collectives,
 )
+
+
+def _muon(parameters: list[torch.Tensor], **options: float) -> Muon:
+    whole, rest = ([p for p in parameters if (p.ndim in (2, 4)) is kind] for kind in (True, False))
+    return Muon([{"params": whole, "orthogonalise": True}, {"params": rest, "orthogonalise": False}], **options)
+
 
 ADAFACTOR: dict[str, Any] = {
     "adafactor": partial(Adafactor, lr=0.03),
@@ -39,6 +45,7 @@ FAMILY: dict[str, Any] = {
     "sm3": partial(Sm3, lr=0.03),
     "came": partial(Came, lr=0.03, weight_decay=0.1),
     "adamw8bit": partial(AdamW8bit, lr=0.03, weight_decay=0.1),
+    "muon": partial(_muon, lr=0.03, weight_decay=0.1),
 }
 EIGHT_BITS: dict[str, Any] = {
     "adamw8bit": FAMILY["adamw8bit"],
@@ -103,6 +110,14 @@ def test_its_family(ranks, which: str, case: Case) -> None:
     check(ranks, which, case, steps=MANY if case == SOME[0] else FEW)
 
 
+EVERY_KIND = [*(c for c in CROSS if c != SIXTEEN), *(replace(c, kind="dtensor") for c in CROSS[3::3]), *FSDP]
+
+
+@pytest.mark.parametrize("case", EVERY_KIND, ids=name_of)
+def test_muon_in_every_layout(ranks, case: Case) -> None:
+    check(ranks, "muon", case, steps=MANY)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("which", list(ADAFACTOR | FAMILY))
 def test_ten_steps_in_every_layout(ranks, which: str) -> None:
@@ -127,7 +142,7 @@ def test_state_goes_on_on_another_mesh(ranks, tmp_path: Path, which: str) -> Non
 def test_a_missing_collective_is_seen(ranks) -> None:
     """The tests above can fail: where partial sums are not completed, they would."""
     for name, make in (ADAFACTOR | FAMILY).items():
-        if name != "adamw8bit":  # which needs none
+        if name not in ("adamw8bit", "muon"):  # the one needs none, the other has a test of its own
             found = min(ranks(4).run(without_collectives, make, Case(2, 2, 1), ["matrix", "ragged_cube"]))
             assert found > 1e-3, name
 

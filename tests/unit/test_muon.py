@@ -1,12 +1,14 @@
-"""Muon: updates are nearly orthogonal, along U V^T; the rest is torch's AdamW; sharded matrices are refused."""
+"""Muon: updates are nearly orthogonal, along U V^T; the rest is torch's AdamW; homes are balanced."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.config import UserError
-from core.layout import Layout, tag
 from core.optim import muon
 from core.optim.build import OptimConfig, build_optimizer
+from core.optim.home import balanced, pieces_from_home, pieces_to_home
 from core.optim.muon import Muon, orthogonalised
 
 
@@ -58,20 +60,65 @@ def test_the_step() -> None:
         torch.testing.assert_close(masters[name], reference[name], rtol=1e-12, atol=1e-12)
 
 
-def test_sharded_matrices_are_refused(ranks) -> None:
-    assert ranks(2).run(_refusal) == ["refused", "refused"]
+def _optimum(costs: list[float], num_ranks: int) -> float:
+    """The least that the busiest rank can have, by trying all there is."""
+    best, costs = sum(costs), sorted(costs, reverse=True)
+
+    def deal(index: int, loads: list[float]) -> None:
+        nonlocal best
+        if max(loads) >= best:
+            return
+        if index == len(costs):
+            best = max(loads)
+            return
+        for rank, load in enumerate(loads):
+            if load not in loads[:rank]:
+                deal(index + 1, [*loads[:rank], load + costs[index], *loads[rank + 1 :]])
+
+    deal(0, [0.0] * num_ranks)
+    return best
 
 
-def _refusal() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
+_SIDES = st.integers(1, 64)
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    shard = tag(torch.zeros(3, 4), Layout((6, 4), mesh, (("dp_shard", 0),)))
-    try:
-        build_optimizer(OptimConfig(name="muon"), {"blocks.0.qkv.weight": shard})
-    except UserError:
-        return "refused"
-    return "accepted"
+
+@given(
+    st.integers(2, 4),
+    st.one_of(
+        st.lists(st.integers(1, 20).map(float), min_size=1, max_size=9),
+        st.lists(st.sampled_from([3.0, 1.0, 4.0, 12.0]), min_size=1, max_size=9),
+        st.lists(st.builds(lambda m, n: float(max(m, n) * min(m, n) ** 2), _SIDES, _SIDES), min_size=1, max_size=9),
+    ),
+)  # fmt: skip
+def test_homes_are_within_a_tenth_of_the_best_balance(num_ranks: int, costs: list[float]) -> None:
+    homes = balanced(costs, num_ranks)
+    loads = [sum(cost for cost, home in zip(costs, homes, strict=True) if home == rank) for rank in range(num_ranks)]
+    assert max(loads) <= 1.1 * _optimum(costs, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 24, 100])
+def test_homes_of_a_transformer(num_ranks: int) -> None:
+    """GPT-2's 48 matrices; more ranks than matrices, too: no rank has more than it must."""
+    costs = [float(n * 768**2) for n in (2304, 768, 3072, 3072)] * 12
+    homes = balanced(costs, num_ranks)
+    loads = [sum(cost for cost, home in zip(costs, homes, strict=True) if home == rank) for rank in range(num_ranks)]
+    assert max(loads) <= 1.1 * max(sum(costs) / num_ranks, max(costs))
+
+
+def test_every_element_goes_home_once_and_comes_back_to_all() -> None:
+    """Two halves of one matrix on two ranks each, another whole on all, the third in part on one alone."""
+    upper, lower, whole, nothing = ((0, 2), (0, 3)), ((2, 4), (0, 3)), ((0, 5), (0, 2)), ((0, 0), (0, 0))
+    boxes = [[upper, whole, whole], [lower, whole, nothing], [upper, whole, nothing], [lower, whole, nothing]]
+    homes = [1, 2, 3]
+    there, back = (list(way(boxes, homes)) for way in (pieces_to_home, pieces_from_home))
+    assert {(p.matrix, p.source, p.dest, p.box) for p in there} == {
+        *((0, 0, 1, upper), (0, 1, 1, lower)),  # the home has its own half itself
+        *((1, 2, 2, whole), (2, 0, 3, whole)),
+    }
+    assert {(p.matrix, p.source, p.dest) for p in back} == {
+        *((0, 1, 0), (0, 1, 1), (0, 1, 2), (0, 1, 3)),
+        *((1, 2, 0), (1, 2, 1), (1, 2, 2), (1, 2, 3), (2, 3, 0)),
+    }
 
 
 def test_kernels_of_convolutions_are_matrices() -> None:

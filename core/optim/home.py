@@ -1,0 +1,273 @@
+"""Updates that need whole matrices, of parameters that are sharded in any way: each matrix has a home rank.
+
+1. every rank sends to a matrix's home what it holds of its gradient           -> one all-to-all
+   meanwhile: what needs nothing of others takes its whole step
+2. the home updates its state, which lies there alone, and makes the update of the whole
+3. every rank gets the part of the update that it holds a part of              -> one all-to-all
+
+So a step sends two messages among the ranks that have a stage's parameters between them, whatever the layout and the
+number of matrices, and each matrix is worked on once. What several ranks hold alike, one of them sends: the home, where
+it is among them. Homes are dealt out by cost, alike on every rank and without a message (`balanced`).
+
+A matrix that no mesh is known of is this rank's alone.
+"""
+
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.layout import Layout, tag
+from core.mesh import device_of, stage_group
+from core.optim.sharded import Batch, Held, Place, ShardedOptimizer, own, wide_dtype
+
+Box = tuple[tuple[int, int], ...]
+"""(first, behind the last) of each dim."""
+
+
+def balanced(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """The rank of each item, so that the busiest rank has little more to do than it must.
+
+    The costliest first, each to the rank that has least (Graham 1969); then the busiest gives an item away, or changes
+    one for a cheaper one, as long as that relieves it.
+    """
+    loads, items = [0.0] * num_ranks, [set[int]() for _ in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(num_ranks), key=lambda r: (loads[r], r))
+        items[rank].add(item)
+        loads[rank] += costs[item]
+    while (change := _relief(costs, loads, items)) is not None:
+        for rank, gone, come in change:
+            items[rank] = items[rank] - gone | come
+            loads[rank] = sum(costs[item] for item in sorted(items[rank]))
+    rank_of = {item: rank for rank, mine in enumerate(items) for item in mine}
+    return [rank_of[item] for item in range(len(costs))]
+
+
+_Change = tuple[int, set[int], set[int]]
+"""rank, the items that it gives, those that it takes"""
+
+
+def _relief(costs: Sequence[float], loads: list[float], items: list[set[int]]) -> tuple[_Change, _Change] | None:
+    """What the busiest rank and another change, after which both have less than it had; the best with the idlest."""
+    busiest = max(range(len(loads)), key=lambda r: (loads[r], -r))
+    mine = {costs[item]: {item} for item in sorted(items[busiest], reverse=True)}  # of equal costs the first
+    for other in sorted(range(len(loads)), key=lambda r: (loads[r], r)):
+        gap = loads[busiest] - loads[other]
+        theirs = {0.0: set[int]()} | {costs[item]: {item} for item in sorted(items[other], reverse=True)}
+        gains = {(min(a - b, gap - a + b), a, b) for a in mine for b in theirs}
+        gain, given, taken = max(gains, default=(0.0, 0.0, 0.0))
+        if gain > 1e-12 * gap:
+            return (busiest, mine[given], theirs[taken]), (other, theirs[taken], mine[given])
+    return None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a matrix that goes from rank to rank.  matrix: its place among all of the pool"""
+
+    matrix: int
+    source: int
+    dest: int
+    box: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole[tuple(slice(*ends) for ends in self.box)]
+
+
+def pieces_to_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> Iterator[Piece]:
+    """What is sent so that every home has its matrices whole, each element once.  boxes: [rank][matrix]"""
+    for matrix, home in enumerate(homes):
+        holders: dict[Box, list[int]] = {}
+        for rank, held in enumerate(boxes):
+            if _size(held[matrix]):
+                holders.setdefault(held[matrix], []).append(rank)
+        for box, ranks in holders.items():
+            yield Piece(matrix, home if home in ranks else ranks[matrix % len(ranks)], home, box)
+
+
+def pieces_from_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> Iterator[Piece]:
+    """What is sent so that every rank has what it holds of each matrix."""
+    for matrix, home in enumerate(homes):
+        yield from (Piece(matrix, home, r, held[matrix]) for r, held in enumerate(boxes) if _size(held[matrix]))
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+class Pool:
+    """The matrices that go home among the ranks of one stage, and what each of these holds of them.
+
+    homes  the rank of each, within the group
+    """
+
+    def __init__(self, places: Mapping[Tensor, Place], cost: Callable[[Sequence[int]], float]):
+        self.index = {parameter: index for index, parameter in enumerate(places)}
+        self.layouts = [place.layout for place in places.values()]
+        meshes = [layout.mesh for layout in self.layouts if layout.mesh is not None]
+        self.group = stage_group(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
+        self.device = device_of(meshes[0]) if meshes else torch.device("cpu")
+        self.rank, self.num_ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)
+        self.homes = balanced([cost(layout.shape) for layout in self.layouts], self.num_ranks)
+        self._ways: tuple[list[Piece], list[Piece]] | None = None
+
+    def home_of(self, parameter: Tensor) -> int | None:
+        """None of a matrix that is this rank's alone."""
+        index = self.index[parameter]
+        return None if self.num_ranks == 1 or self.layouts[index].mesh is None else self.homes[index]
+
+    def ways(self) -> tuple[list[Piece], list[Piece]]:
+        """This rank's pieces on the way home, and on the way back; the first call is a collective."""
+        if self._ways is None:
+            own = [tuple((s.start, s.stop) for s in layout.box()) for layout in self.layouts]
+            boxes: list[list[Box]] = [own] * self.num_ranks
+            dist.all_gather_object(boxes, own, group=self.group)
+            both = pieces_to_home(boxes, self.homes), pieces_from_home(boxes, self.homes)
+            there, back = ([p for p in way if self.rank in (p.source, p.dest)] for way in both)
+            self._ways = there, back
+        return self._ways
+
+
+class _Message:
+    """Pieces on their way; `wait` returns those that have come here."""
+
+    def __init__(self, pool: Pool, pieces: Iterable[Piece], part: Callable[[Piece], Tensor], dtype: torch.dtype):
+        pieces = list(pieces)
+        sent = sorted((p for p in pieces if p.source == pool.rank), key=lambda p: (p.dest, p.matrix))
+        self._coming = sorted((p for p in pieces if p.dest == pool.rank), key=lambda p: (p.source, p.matrix))
+        parts = [part(piece).reshape(-1).to(pool.device, dtype) for piece in sent]
+        self._sent = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=pool.device)
+        going, coming = Counter[int](), Counter[int]()
+        for piece in sent:
+            going[piece.dest] += _size(piece.box)
+        for piece in self._coming:
+            coming[piece.source] += _size(piece.box)
+        sizes = [[count[rank] for rank in range(pool.num_ranks)] for count in (coming, going)]
+        self._message = self._sent.new_empty(coming.total())
+        self._work = dist.all_to_all_single(self._message, self._sent, *sizes, group=pool.group, async_op=True)
+
+    def wait(self) -> list[tuple[Piece, Tensor]]:
+        assert self._work is not None
+        self._work.wait()
+        parts = self._message.split([_size(piece.box) for piece in self._coming])
+        return [(piece, part.view(piece.shape)) for piece, part in zip(self._coming, parts, strict=True)]
+
+
+class WholeMatrixOptimizer(ShardedOptimizer):
+    """An optimizer some of whose groups are updated as whole matrices, each at its home; the others where they lie.
+
+    The state of such a matrix lies at its home, and nothing of it elsewhere: a checkpoint holds it under the
+    parameter's name, and on another mesh it has another home.
+    """
+
+    _pool: Pool | None = None
+
+    @abstractmethod
+    def _is_whole(self, options: dict[str, Any]) -> bool:
+        """Whether the parameters of a group are updated as whole matrices."""
+
+    @abstractmethod
+    def _cost(self, shape: Sequence[int]) -> float:
+        """What the update of a matrix costs its home, relative to others."""
+
+    @abstractmethod
+    def _home_state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """State tensor -> its shape, of a matrix of that shape; all begin as zeros."""
+
+    @abstractmethod
+    def _direction(self, grad: Tensor, h: Held, batch: Batch) -> Tensor:
+        """At home: the update of the whole matrix, whose state goes on.  grad: whole, in the batch's wide dtype"""
+
+    @abstractmethod
+    def _move(self, h: Held, update: Tensor, batch: Batch) -> None:
+        """Apply to what this rank holds its part of the update."""
+
+    @abstractmethod
+    def _update_parts(self, batches: list[Batch]) -> None:
+        """One step of the other groups."""
+
+    def takes_whole(self, parameter: Tensor) -> bool:
+        """Whether its state lies at a home."""
+        return self._is_whole(self._options_of(parameter)) and self._pool_of(parameter).home_of(parameter) is not None
+
+    def _pool_of(self, parameter: Tensor) -> Pool:
+        """The pool of the matrices that there are; made anew where they are others than before."""
+        if self._pool is None or parameter not in self._pool.index:
+            matrices = [p for group in self.param_groups if self._is_whole(group) for p in group["params"]]
+            self._pool = Pool({p: self.place(p) for p in matrices}, self._cost)
+        return self._pool
+
+    def _ensure_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        state = super()._ensure_state(parameter, options)
+        pool = self._pool_of(parameter) if self._is_whole(options) else None
+        if pool is not None and pool.home_of(parameter) not in (None, pool.rank):
+            for key, value in state.items():
+                if key != "step" and value.numel():  # it was whole on every rank before
+                    state[key] = self._new_state(parameter, options)[key]
+        return state
+
+    def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        whole, value = self.place(parameter).layout.shape, self.place(parameter).shaped(own(parameter))
+        made = {}
+        for key, shape in self._home_state(whole).items():
+            if self._pool_of(parameter).home_of(parameter) is None and shape == whole:
+                made[key] = self._zeros(parameter)
+            else:
+                layout = self._lies(parameter, key)
+                made[key] = tag(value.new_zeros(layout.local_shape(), dtype=wide_dtype(parameter.dtype)), layout)
+        return made
+
+    def _lies(self, parameter: Tensor, key: str) -> Layout:
+        options = self._options_of(parameter)
+        pool = self._pool_of(parameter) if self._is_whole(options) else None
+        if pool is None or (home := pool.home_of(parameter)) is None or key == "step":
+            return super()._lies(parameter, key)
+        return Layout(self._home_state(self.place(parameter).layout.shape)[key], absent=home != pool.rank)
+
+    def _update(self, batches: list[Batch]) -> None:
+        whole = [(h, batch) for batch in batches if self._is_whole(batch.options) for h in batch.held]
+        shared = {}
+        for h, batch in whole:
+            pool = self._pool_of(h.parameter)
+            if pool.home_of(h.parameter) is not None:
+                shared[pool.index[h.parameter]] = h, batch
+            elif h.value.numel():
+                self._move(h, self._direction(h.grad.to(batch.wide), h, batch), batch)
+        others = [batch for batch in batches if not self._is_whole(batch.options)]
+        if not shared:
+            self._update_parts(others)
+            return
+        dtype = reduce(torch.promote_types, (batch.wide for _, batch in shared.values()))
+        there, back = ([p for p in way if p.matrix in shared] for way in pool.ways())
+        gradients = _Message(pool, there, lambda piece: shared[piece.matrix][0].grad, dtype)
+        self._update_parts(others)
+        wholes = _assembled(gradients.wait(), pool)
+        updates = {matrix: self._direction_at_home(*shared[matrix], wholes.pop(matrix)) for matrix in list(wholes)}
+        for piece, update in _Message(pool, back, lambda piece: piece.of(updates[piece.matrix]), dtype).wait():
+            h, batch = shared[piece.matrix]
+            self._move(h, update.to(h.value.device), batch)
+
+    def _direction_at_home(self, h: Held, batch: Batch, grad: Tensor) -> Tensor:
+        return self._direction(grad.to(h.value.device, batch.wide), h, batch)
+
+
+def _assembled(came: list[tuple[Piece, Tensor]], pool: Pool) -> dict[int, Tensor]:
+    """matrix -> the whole of it, of those whose home this is."""
+    wholes: dict[int, Tensor] = {}
+    for piece, part in came:
+        if piece.matrix not in wholes:
+            wholes[piece.matrix] = part.new_empty(pool.layouts[piece.matrix].shape)
+        piece.of(wholes[piece.matrix]).copy_(part)
+    return dict(sorted(wholes.items()))

@@ -1,0 +1,121 @@
+"""Muon on n ranks is Muon on one, whatever cuts its matrices: ten steps in fp64, ragged shapes, two messages a step."""
+
+from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import core.gemini
+from core.comm.volume import count_volume
+from core.mesh import MeshConfig
+from core.optim.muon import Muon
+from tests.parity.test_experts import SWITCH, TOPK
+from tests.parity.test_pipeline import TWO, deep, staged
+from tests.parity.test_tensor_grid import CUBE, RAGGED, ROTARY, SQUARE, TESSERACT
+from tests.parity.test_train import GPT2, HYBRID, LLAMA, TOLERANCE, parallel
+from tests.support.covering import MANY
+from tests.support.training import Case, batch_of, build, data_axis, difference_from_single, loss, train_step, weight
+
+CASES = {
+    "zero 0": (3, Case(GPT2, parallel=parallel())),
+    "zero 1": (3, Case(GPT2, parallel=parallel(1))),
+    "zero 2": (2, Case(GPT2, parallel=parallel(2), microbatch=4)),
+    "zero 3": (3, Case(GPT2, parallel=parallel(3))),
+    "hybrid": (4, Case(LLAMA, HYBRID, parallel(3))),
+    "tp": (3, Case(GPT2, MeshConfig(tp=3), parallel())),
+    "tp zero 1": (4, Case(LLAMA, MeshConfig(tp=2), parallel(1))),
+    "tp zero 3": (4, Case(LLAMA, MeshConfig(tp=2), parallel(3))),
+    "cp zero 2": (4, Case(GPT2, MeshConfig(cp=2), parallel(2))),
+    "2d": (4, Case(RAGGED, SQUARE, parallel(), batch=11)),
+    "2.5d": (8, Case(RAGGED, TESSERACT, parallel(), batch=11)),
+    "3d": (8, Case(ROTARY, CUBE, parallel(), batch=11)),
+    "2d zero 3": (8, Case(RAGGED, SQUARE, parallel(3))),
+    "experts": (4, Case(TOPK, MeshConfig(ep=2), parallel(3))),
+    "experts tp": (4, Case(SWITCH, MeshConfig(ep=2, tp=2), parallel())),
+    "stages": (2, Case(deep(GPT2), TWO, staged("zbv"), batch=11)),
+    "stages zero 1 tp": (8, Case(deep(LLAMA, 3), replace(TWO, tp=2), staged("1f1b", 1))),
+    "gemini": (2, Case(GPT2, parallel=parallel(3), budget="420KB", planned=True)),
+    "gemini zero 0": (2, Case(GPT2, parallel=parallel(0), budget="420KB", planned=True)),
+    "gemini tp": (4, Case(GPT2, MeshConfig(tp=2), parallel(3), budget="420KB", planned=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_every_layout(ranks, name: str) -> None:
+    num_ranks, case = CASES[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="muon", steps=MANY))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.parametrize("name", ["zero 0", "zero 3", "tp", "gemini"])
+def test_a_missing_message_is_seen(ranks, name: str) -> None:
+    num_ranks, case = CASES[name]
+    without = ("core.optim.home", "all_to_all_single")
+    difference, _ = difference_from_single(ranks, num_ranks, replace(case, optim="muon"), without)
+    assert not difference <= 1e4 * TOLERANCE
+
+
+def messages_of_a_step(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of an optimizer's step, by operation; and elements of momentum here, by matrix."""
+    state, config = build(replace(case, optim="muon"))
+    axis = data_axis(state.data.mesh)
+    rows = case.batch // axis.size()
+    mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
+    found: Counter[str] = Counter()
+    step = state.optimizer.step
+
+    def counted() -> None:
+        with count_volume(state.data.mesh) as volume:
+            step()
+        found.clear()
+        for (operation, _), calls in volume.calls.items():
+            found[operation] += calls
+
+    with patch.object(state.optimizer, "step", counted):
+        for index in range(2):
+            train_step(state, mine, loss, weight, config, index)
+    states = {name: state.optimizer.state[master] for name, master in state.data.masters.items()}
+    return dict(found), {n: s["momentum_buffer"].numel() for n, s in states.items() if "momentum_buffer" in s}
+
+
+@pytest.mark.parametrize("name", ["zero 0", "zero 3", "tp zero 1", "2d", "experts", "stages zero 1 tp"])
+def test_two_messages_a_step_and_each_momentum_at_one_home(ranks, name: str) -> None:
+    """Whatever the number of matrices; among the ranks of a stage every momentum is whole, once."""
+    num_ranks, case = CASES[name]
+    found = ranks(num_ranks).run(messages_of_a_step, case)
+    assert [calls for calls, _ in found] == [{"all_to_all": 2}] * num_ranks
+    held: Counter[str] = Counter()
+    for _, momenta in found:
+        held.update(momenta)
+        assert sum(momenta.values()) > 0, "a rank has no home"
+    [(_, whole)] = ranks(1).run(messages_of_a_step, replace(case, mesh=MeshConfig(), parallel=parallel()))
+    assert held == whole
+
+
+def stepped(wrapped: bool, steps: int) -> dict[str, torch.Tensor]:
+    """Steps of a small model by hand, the last of them under `gemini.wrap`: whole values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Linear(7, 6)).double()
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) is kind] for kind in (True, False))
+    groups = [{"params": matrices, "orthogonalise": True}, {"params": vectors, "orthogonalise": False}]
+    optimizer, gemini = Muon(groups, lr=0.01), None
+    for step in range(steps):
+        if wrapped and step == 2:
+            gemini = core.gemini.wrap(model, optimizer, "1MB", precision="fp64", device="cpu")
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        (model(x) - x).square().mean().div(dist.get_world_size() if gemini else 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return gemini.state_dict() if gemini else {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_a_momentum_that_was_whole_everywhere_goes_home(ranks) -> None:
+    """Gemini takes over a model and its optimizer in the middle of a run."""
+    expected = ranks(1).run(stepped, False, 5)[0]
+    for found in ranks(2).run(stepped, True, 5):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
