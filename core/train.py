@@ -47,7 +47,7 @@ from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.compose import ParallelConfig
 from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
-from core.parallel.pipeline.schedule import SPLIT_BACKWARD
+from core.parallel.pipeline.schedule import SCHEDULES
 from core.precision import LossScale, LossScaleConfig, compute_dtype
 from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, launch, seed_everything, watch_steps
@@ -149,10 +149,11 @@ class TrainConfig(ParallelConfig):
                 f"{given} with mesh.ep={self.mesh.ep}: experts would be chunks of other ranks than all else, and there "
                 "is one kind of chunks; use mesh.ep=1, where Gemini moves experts, too"
             )
-        if self.mesh.pp > 1 and self.pipeline.schedule in SPLIT_BACKWARD:
+        why = SCHEDULES[self.pipeline.schedule].refuses.get("gemini.budget")
+        if self.mesh.pp > 1 and why is not None:
             raise UserError(
-                f"{given} with pipeline.schedule={self.pipeline.schedule}: parameters leave before their gradients are "
-                "computed; use --pipeline.schedule 1f1b, gpipe or interleaved"
+                f"{given} with pipeline.schedule={self.pipeline.schedule}: {why}; "
+                "use --pipeline.schedule 1f1b, gpipe or interleaved"
             )
 
     def spread(

@@ -25,7 +25,7 @@ from core.parallel.data import DataParallel, data_parallel
 from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
-from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig
+from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig
 from core.parallel.pipeline.split import PipelinePlan
 from core.parallel.pipeline.stages import Stages, cut_into_stages
 from core.parallel.plan import Plan, apply_plan, blocks_of, check_trained
@@ -69,12 +69,9 @@ class ParallelConfig:
                     "pipeline options with mesh.pp=1: there are no stages; leave --pipeline.* out, or use --mesh.pp 2"
                 )
             return
-        for option, given, why in (
-            ("zero=3", self.zero == 3, "parameters are let go before their gradients are computed"),
-            ("compile", self.compile, "a compiled block computes both parts of its backward at once"),
-            ("recompute.mode", self.recompute.mode != "none", "blocks would be computed again for every weight"),
-        ):
-            if given and name in SPLIT_BACKWARD:
+        given = {"zero=3": self.zero == 3, "compile": self.compile, "recompute.mode": self.recompute.mode != "none"}
+        for option, why in SCHEDULES[name].refuses.items():
+            if given.get(option):
                 nearest = "--zero 2" if option == "zero=3" else f"no {option}"
                 raise UserError(
                     f"{option} with pipeline.schedule={name}: {why}; use --pipeline.schedule 1f1b or interleaved, "

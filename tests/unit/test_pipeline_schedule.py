@@ -1,14 +1,17 @@
 """Schedules without a process: complete, in order, free of deadlock, with the published bubble and memory."""
 
 from collections import Counter
+from functools import partial
 from typing import get_args
 
 import pytest
 
 from core.config import UserError
+from core.gemini.config import GeminiConfig
+from core.mesh import MeshConfig
 from core.parallel.pipeline.messages import Message, Step, message_of, with_messages
 from core.parallel.pipeline.schedule import (
-    SPLIT_BACKWARD,
+    SCHEDULES,
     Action,
     B,
     F,
@@ -27,6 +30,8 @@ from core.parallel.pipeline.schedule import (
     simulate,
 )
 from core.parallel.pipeline.split import Costs, split_by_cost, stage_ranges
+from core.parallel.recompute import RecomputeConfig
+from core.train import TrainConfig
 
 NAMES = get_args(ScheduleName)
 SIZES = [
@@ -68,7 +73,9 @@ def test_a_small_one() -> None:
 @pytest.mark.parametrize(("name", "ranks", "number", "chunks"), every_schedule())
 def test_every_microbatch_once_on_every_stage_and_nobody_waits_for_ever(name, ranks, number, chunks) -> None:
     of = schedule(name, ranks, number, chunks)
-    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHTS) if name in SPLIT_BACKWARD else (Kind.FORWARD, Kind.BACKWARD)
+    kinds = (
+        (Kind.FORWARD, Kind.INPUT, Kind.WEIGHTS) if SCHEDULES[name].splits_backward else (Kind.FORWARD, Kind.BACKWARD)
+    )
     stages = ranks * {"interleaved": chunks, "zbv": 2}.get(name, 1)
     assert of.num_stages == stages
     done = Counter(action for actions in of.ranks for action in actions)
@@ -77,7 +84,7 @@ def test_every_microbatch_once_on_every_stage_and_nobody_waits_for_ever(name, ra
         assert {action.stage for action in actions} == set(of.stages_of(rank))
     times = simulate(of, cost)
     for action, (begin, _) in times.items():
-        for before in needs(action, stages, name in SPLIT_BACKWARD):
+        for before in needs(action, stages, SCHEDULES[name].splits_backward):
             assert times[before][1] <= begin
 
 
@@ -100,7 +107,7 @@ def test_messages_arrive_where_every_exchange_stops_for_its_partners(name, ranks
         for rank in going:
             step = step_of(rank)
             if isinstance(step, Action):
-                assert set(needs(step, of.num_stages, name in SPLIT_BACKWARD)) <= here[rank], step
+                assert set(needs(step, of.num_stages, SCHEDULES[name].splits_backward)) <= here[rank], step
                 here[rank].add(step)
             for message in messages[rank]:
                 assert message.sender != rank or message.action in here[rank]
@@ -144,6 +151,26 @@ def test_activations_in_flight_are_the_published_ones(name: ScheduleName, ranks:
     of = schedule(name, ranks, number)
     found = [most_in_flight(actions) for actions in of.ranks]
     assert found == [in_flight_in_theory(name, ranks, number, rank) for rank in range(ranks)]
+
+
+def test_a_schedule_is_one_record() -> None:
+    """What is offered is what there is, and what a schedule refuses is what the config refuses."""
+    assert tuple(SCHEDULES) == NAMES
+    given = {
+        "zero=3": {"zero": 3},
+        "compile": {"compile": True},
+        "recompute.mode": {"recompute": RecomputeConfig("full")},
+        "gemini.budget": {"gemini": GeminiConfig("1MB")},
+    }
+    for name, spec in SCHEDULES.items():
+        for option, values in given.items():
+            config = partial(TrainConfig, mesh=MeshConfig(pp=2), pipeline=PipelineConfig(name), **values)
+            if option in spec.refuses:
+                with pytest.raises(UserError, match=f"pipeline.schedule={name}: {spec.refuses[option]}"):
+                    config()
+            else:
+                config()
+        assert set(spec.refuses) <= set(given)
 
 
 def test_a_deadlock_is_seen() -> None:

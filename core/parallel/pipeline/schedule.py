@@ -21,8 +21,8 @@ does, so that W can fill what would be a bubble.
 `simulate` runs a schedule on a clock. It raises where ranks would wait for one another for ever.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from typing import Literal
@@ -30,7 +30,6 @@ from typing import Literal
 from core.config import UserError
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
-SPLIT_BACKWARD = ("zb-h1", "zbv")
 MICROBATCHES_PER_STAGE = 4
 
 
@@ -62,7 +61,7 @@ class PipelineConfig:
 
     @property
     def stages_per_rank(self) -> int:
-        return {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)
+        return SCHEDULES[self.schedule].stages_per_rank(self.chunks)
 
     def microbatch_rows(self, rows: int, num_ranks: int) -> list[int]:
         """Rows of each microbatch of a rank's `rows`: as many as asked for, as far as there are rows, nearly equal."""
@@ -151,31 +150,24 @@ class Schedule:
 @lru_cache
 def schedule(name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """The schedule of a step.  chunks: stages of a rank under `interleaved`."""
-    per_rank = {
-        "gpipe": _gpipe,
-        "1f1b": _one_f_one_b,
-        "interleaved": lambda ranks, rank, number: _interleaved(ranks, rank, number, chunks),
-        "zb-h1": _zb_h1,
-        "zbv": _zbv,
-    }[name]
-    ranks = tuple(tuple(per_rank(num_ranks, rank, num_microbatches)) for rank in range(num_ranks))
-    return Schedule(ranks, owners(name, num_ranks, chunks))
+    spec = SCHEDULES[name]
+    ranks = (tuple(spec.actions(num_ranks, rank, num_microbatches, chunks)) for rank in range(num_ranks))
+    return Schedule(tuple(ranks), owners(name, num_ranks, chunks))
 
 
 def owners(name: ScheduleName, num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
     """The rank of each stage: round after round, in a V there and back."""
-    rounds = range(num_ranks)
-    if name == "zbv":
-        return (*rounds, *reversed(rounds))
-    return tuple(rounds) * (chunks if name == "interleaved" else 1)
+    there = tuple(range(num_ranks))
+    rounds = SCHEDULES[name].stages_per_rank(chunks)
+    return there + there[::-1] if SCHEDULES[name].turns_back else there * rounds
 
 
-def _gpipe(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+def _gpipe(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
     yield from (F(n, rank) for n in range(num_microbatches))
     yield from (B(n, rank) for n in range(num_microbatches))
 
 
-def _one_f_one_b(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+def _one_f_one_b(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
     forwards = [F(n, rank) for n in range(num_microbatches)]
     backwards = [B(n, rank) for n in range(num_microbatches)]
     return _in_turn(forwards, backwards, num_ranks - 1 - rank)
@@ -201,7 +193,7 @@ def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> Ite
         yield backward
 
 
-def _zb_h1(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+def _zb_h1(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
     forwards = [F(n, rank) for n in range(num_microbatches)]
     inputs = [I(n, rank) for n in range(num_microbatches)]
     for action in _in_turn(forwards, inputs, num_ranks - 1 - rank):
@@ -211,7 +203,7 @@ def _zb_h1(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]
     yield from (W(n, rank) for n in range(max(0, num_microbatches - rank), num_microbatches))
 
 
-def _zbv(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+def _zbv(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
     """Counted for enough microbatches to fill the pipeline; those that there are not are left out."""
     number = max(num_microbatches, 2 * num_ranks - 1)
     there, back = rank, 2 * num_ranks - 1 - rank
@@ -236,6 +228,66 @@ def _zbv(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Action]:
         counts[kind, stage] += 1
         if microbatch < num_microbatches:
             yield Action(kind, microbatch, stage)
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """One schedule.
+
+    actions          (ranks, rank, microbatches, chunks) -> the actions of a rank, in order
+    idle             (cost of a backward, chunks) -> the published bubble, in forwards, for each rank beyond the first
+    in_flight        (ranks, rank, microbatches, chunks) -> the published most that forwards have left for backwards at
+                     a time, in microbatches of a stage; of interleaved and zbv with at least as many (twice as many)
+                     microbatches as ranks
+    stages_per_rank  chunks -> stages of a rank
+    turns_back       the stages go there and back over the ranks, not round after round
+    splits_backward  into the gradient of a stage's input and those of its weights
+    refuses          option -> why it does not go with the schedule
+    """
+
+    actions: Callable[[int, int, int, int], Iterator[Action]]
+    idle: Callable[[float, int], float]
+    in_flight: Callable[[int, int, int, int], int]
+    stages_per_rank: Callable[[int], int] = lambda chunks: 1
+    turns_back: bool = False
+    splits_backward: bool = False
+    refuses: Mapping[str, str] = field(default_factory=dict)
+
+
+_SPLIT_BACKWARD = {
+    "zero=3": "parameters are let go before their gradients are computed",
+    "gemini.budget": "parameters leave before their gradients are computed",
+    "compile": "a compiled block computes both parts of its backward at once",
+    "recompute.mode": "blocks would be computed again for every weight",
+}
+SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
+    "gpipe": ScheduleSpec(_gpipe, lambda backward, _: 1 + backward, lambda ranks, rank, number, _: number),
+    "1f1b": ScheduleSpec(
+        _one_f_one_b, lambda backward, _: 1 + backward, lambda ranks, rank, number, _: min(number, ranks - rank)
+    ),
+    "interleaved": ScheduleSpec(
+        _interleaved,
+        lambda backward, chunks: (1 + backward) / chunks,
+        lambda ranks, rank, number, chunks: min(chunks * number, (chunks + 1) * ranks - 2 * rank - 1),
+        stages_per_rank=lambda chunks: chunks,
+    ),
+    "zb-h1": ScheduleSpec(
+        _zb_h1,
+        lambda _b, _c: 1.0,
+        lambda ranks, rank, number, _: min(number, ranks),
+        splits_backward=True,
+        refuses=_SPLIT_BACKWARD,
+    ),
+    "zbv": ScheduleSpec(
+        _zbv,
+        lambda _b, _c: 0.5,
+        lambda ranks, rank, number, _: 2 * min(number, ranks),
+        stages_per_rank=lambda _: 2,
+        turns_back=True,
+        splits_backward=True,
+        refuses=_SPLIT_BACKWARD,
+    ),
+}
 
 
 # --- on a clock -------------------------------------------------------------------------------------------------------
@@ -303,13 +355,7 @@ def bubble_in_theory(
     zbv with fewer than twice the ranks, or where a backward is not two forwards.
     """
     step = num_microbatches * (1 + backward)
-    idle = {
-        "gpipe": 1 + backward,
-        "1f1b": 1 + backward,
-        "interleaved": (1 + backward) / chunks,
-        "zb-h1": 1.0,
-        "zbv": 0.5,
-    }[name] * (num_ranks - 1)
+    idle = SCHEDULES[name].idle(backward, chunks) * (num_ranks - 1)
     return idle / (step + idle)
 
 
@@ -336,16 +382,5 @@ def most_in_flight(
 
 
 def in_flight_in_theory(name: ScheduleName, num_ranks: int, num_microbatches: int, rank: int, chunks: int = 2) -> int:
-    """The published peak of a rank: microbatches of a stage, of which interleaved and zbv have several a rank.
-
-    Of interleaved and zbv with at least as many (twice as many) microbatches as ranks.
-    """
-    all_of_them = num_microbatches * {"interleaved": chunks, "zbv": 2}.get(name, 1)
-    limit = {
-        "gpipe": num_microbatches,
-        "1f1b": num_ranks - rank,
-        "interleaved": (chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank) + 1,
-        "zb-h1": num_ranks,
-        "zbv": 2 * num_ranks,
-    }[name]
-    return min(all_of_them, limit)
+    """The published peak of a rank: `ScheduleSpec.in_flight`."""
+    return SCHEDULES[name].in_flight(num_ranks, rank, num_microbatches, chunks)

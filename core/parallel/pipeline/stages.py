@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
-from core.parallel.pipeline.schedule import SPLIT_BACKWARD, PipelineConfig, owners
+from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, owners
 from core.parallel.pipeline.split import PipelinePlan, split_by_cost, stage_ranges
 from core.parallel.plan import parameter_names, set_parameter
 
@@ -35,7 +35,7 @@ def cut_into_stages(model: nn.Module, plan: PipelinePlan, axis: DeviceMesh, conf
     owner_of = owners(config.schedule, axis.size(), config.chunks)
     split = config.split or split_by_cost(num_blocks, len(owner_of), plan.costs)
     stages = Stages(model, plan, owner_of, split, axis.get_local_rank())
-    if config.schedule in SPLIT_BACKWARD:
+    if SCHEDULES[config.schedule].splits_backward:
         stages.note_ends()
     return stages
 
