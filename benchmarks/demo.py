@@ -58,7 +58,7 @@ def _trained(out: Path, argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]
 
 MEASURES = (
     "apps/llm",
-    "core/train.py",
+    "core/train",
     "core/models",
     "core/nn",
     "core/optim",

@@ -304,7 +304,7 @@ def write_inputs(folder: Path, shape: Shape, pixels: int) -> None:
 
 MEASURES = (
     "apps/diffusion",
-    "core/train.py",
+    "core/train",
     "core/optim",
     "core/parallel",
     "core/kernels",

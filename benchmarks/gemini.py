@@ -377,7 +377,7 @@ MEASURES = (
     "core/gemini",
     "core/optim",
     "core/models",
-    "core/train.py",
+    "core/train",
     "benchmarks/gemini_needs.py",
     "benchmarks/offload.py",
     "benchmarks/gemini.py",

@@ -288,7 +288,7 @@ def opponent(name: str) -> str:
 
 
 MEASURES = (
-    "core/train.py",
+    "core/train",
     "core/models",
     "core/nn",
     "core/optim",

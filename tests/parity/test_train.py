@@ -143,7 +143,7 @@ def test_documents_apart(ranks, model: DecoderConfig) -> None:
         (MeshConfig(), 3, ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "fsdp")),
         (HYBRID, 1, ("core.parallel.data", "all_reduce")),
         (MeshConfig(), 1, ("core.optim.clip", "all_reduce")),
-        (MeshConfig(), 0, ("core.train", "all_reduce")),
+        (MeshConfig(), 0, ("core.train.loop", "all_reduce")),
         (MeshConfig(tp=2), 0, ("core.parallel.data", "all_reduce")),
         (MeshConfig(tp=2), 0, ("core.comm.collectives", "all_reduce")),
         (MeshConfig(tp=2), 0, ("core.comm.collectives", "reduce_scatter_tensor")),

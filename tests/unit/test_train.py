@@ -22,7 +22,6 @@ from core.metrics import read_metrics
 from core.precision import LossScaleConfig
 from core.runtime import start
 from core.train import (
-    MOST_SKIPPED_IN_A_ROW,
     TrainConfig,
     TrainState,
     checkpoint_path,
@@ -31,6 +30,7 @@ from core.train import (
     open_run,
     train_step,
 )
+from core.train.state import MOST_SKIPPED_IN_A_ROW
 from tests.support.full_disk import limited_files
 from tests.support.small import Rows, Small, build, config_of, loss, train
 

@@ -1,0 +1,133 @@
+"""The configuration of a training run, which every app's own adds to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import ClassVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.checkpoint import CheckpointConfig
+from core.config import UserError, require_device
+from core.gemini.config import GeminiConfig
+from core.gemini.replicas import GeminiReplicas
+from core.mesh import MeshConfig
+from core.optim.build import OptimConfig
+from core.parallel.compose import ParallelConfig
+from core.parallel.data import DataParallel
+from core.parallel.pipeline.schedule import SCHEDULES
+from core.precision import LossScaleConfig
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    tensorboard: bool = True
+    """also write TensorBoard events, when tensorboard is installed"""
+    wandb_project: str | None = None
+    """Weights & Biases project to report to"""
+
+
+@dataclass(frozen=True)
+class TrainConfig(ParallelConfig):
+    """A training run: how the model runs (see ParallelConfig), on which mesh, for how long, and what is kept of it."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("steps", "out", "resume", "seed", "device", "precision", "microbatch", "optim.name", "optim.lr"),
+        *("optim.schedule.warmup_steps", "checkpoint.every", "evaluate_every", "compile", "recompute.mode"),
+        *("zero", "mesh.tp", "mesh.pp", "mesh.cp", "gemini.budget"),
+    )
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    steps: int = 1000
+    """optimizer steps of the whole run; the learning-rate schedule spans them"""
+    stop_after: int | None = None
+    """save and leave after this step, as if interrupted; --resume continues"""
+    microbatch: int | None = None
+    """rows of a microbatch on one rank; gradients accumulate over the others. None: all rows at once"""
+    seed: int = 0
+    out: Path = Path("runs/latest")
+    """folder of the run: config.json, metrics.jsonl, summary.json, checkpoints"""
+    resume: str | None = None
+    """continue: "auto" (a bare --resume) from the latest checkpoint in --out, or a run or checkpoint folder"""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hang_after: float | None = None
+    """end a run whose step takes more seconds, with the stacks of all ranks; None: max(300, 20 median steps)"""
+    evaluate_every: int = 0
+    """steps between evaluations on held-out data; 0: only at the end"""
+    log: LogConfig = field(default_factory=LogConfig)
+    device: str = "auto"
+    """cpu or cuda; auto: CUDA where there is one"""
+    gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    """train in a given amount of device memory: model data that does not fit lives on the host"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_device("device", self.device, numbered=False)
+        for name in ("steps", "stop_after", "microbatch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}; give a positive number")
+        if self.hang_after is not None and not 0 < self.hang_after < float("inf"):
+            raise UserError(f"hang_after={self.hang_after}; give seconds, or leave it out for 20 median steps")
+        if self.compile and self.mesh.tp_mode != "1d":
+            raise UserError(
+                f"compile with mesh.tp_mode={self.mesh.tp_mode}: torch.compile does not trace the messages inside its "
+                "products; leave --compile out, or use --mesh.tp-mode 1d"
+            )
+        if self.gemini.budget is not None:
+            self._check_gemini()
+        if self.evaluate_every < 0:
+            raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
+        self.check_pipeline(self.mesh.pp)
+        if self.microbatch is not None and self.pipeline.microbatches is not None:
+            raise UserError(
+                f"microbatch={self.microbatch} and pipeline.microbatches={self.pipeline.microbatches} both say how "
+                "rows are cut; give one of them"
+            )
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        found = {}
+        if self.precision != "fp16":
+            why = f"with precision={self.precision}: only fp16 scales the loss; give --precision fp16"
+            found |= {f"loss_scale.{item.name}": why for item in fields(self.loss_scale)}
+        if self.gemini.budget is not None:
+            found["reduce_each"] = "with a budget: Gemini says itself when gradients are reduced; leave it out"
+        return found
+
+    def _check_gemini(self) -> None:
+        """Raises UserError for what Gemini does not go with."""
+        given = f"gemini.budget={self.gemini.budget}"
+        if self.zero not in (0, 3):
+            raise UserError(
+                f"{given} with zero={self.zero}: Gemini shards parameters, gradients and optimizer together; "
+                "use --zero 3, or --zero 0 for copies"
+            )
+        if self.mesh.ep > 1:
+            raise UserError(
+                f"{given} with mesh.ep={self.mesh.ep}: experts would be chunks of other ranks than all else, and there "
+                "is one kind of chunks; use mesh.ep=1, where Gemini moves experts, too"
+            )
+        why = SCHEDULES[self.pipeline.schedule].refuses.get("gemini.budget")
+        if self.mesh.pp > 1 and why is not None:
+            raise UserError(
+                f"{given} with pipeline.schedule={self.pipeline.schedule}: {why}; "
+                "use --pipeline.schedule 1f1b, gpipe or interleaved"
+            )
+
+    def spread(
+        self, model: nn.Module, mesh: DeviceMesh, materialise: Callable[[nn.Module], None] = lambda model: None
+    ) -> DataParallel:
+        if self.gemini.budget is None:
+            return super().spread(model, mesh, materialise)
+        return GeminiReplicas(model, mesh, self.zero, self.precision, materialise, self.gemini)
+
+    def microbatch_rows(self, rows: int) -> list[int]:
+        """How many of a rank's rows each microbatch takes."""
+        if self.microbatch is None and self.mesh.pp > 1:
+            return self.pipeline.microbatch_rows(rows, self.mesh.pp)
+        size = min(self.microbatch or rows, rows)
+        return [min(size, rows - start) for start in range(0, rows, size)]

@@ -1,0 +1,254 @@
+"""The training loop, one for every app and every form of parallelism.
+
+`fit` takes a model that `core.parallel.compose` has spread over the mesh, an optimizer over its masters, batches and a
+loss. One step is
+
+1. take the batch of this step: a function of the step and the data rank alone, so no mesh changes what is learned from
+2. for each microbatch: forward, loss times its share of the whole batch's weight, backward, in the order and on the
+   ranks that the `ParallelModel` decides
+3. complete the gradients; their global norm says whether they are finite and how far they are clipped
+4. the optimizer updates the masters; the parameters take over their values
+5. one row of metrics; a checkpoint, an evaluation, the end when it is time
+
+A step whose gradients are not finite is skipped and counted; under fp16 that is how the loss scale finds its place.
+SIGTERM on any rank lets all ranks finish the step, save, and return.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.checkpoint import Checkpointer
+from core.config import UserError
+from core.data import Batches, Prefetch
+from core.mesh import data_axis, gradient_axis, pipeline_ranks
+from core.metrics import Progress
+from core.nn.moe import load_figures, take_load
+from core.optim.average import WeightAverage
+from core.optim.clip import gradient_norm, scale_gradients
+from core.optim.schedule import batch_factor, learning_rate
+from core.parallel.parallel_model import ParallelModel, Sample
+from core.precision import LossScale, compute_dtype
+from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
+from core.train.config import TrainConfig
+from core.train.folder import changes, nothing_to_do, run_log
+from core.train.meter import Meter
+from core.train.state import TrainState, resume
+
+Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
+Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
+
+
+def num_rows(batch: dict[str, Tensor]) -> Tensor:
+    """The default weight of a microbatch: its rows."""
+    first = next(iter(batch.values()))
+    return torch.tensor(float(len(first)), dtype=torch.float64)
+
+
+def num_tokens(batch: dict[str, Tensor]) -> int:
+    """What throughput counts: the elements of input_ids where there are any, else rows."""
+    ids = batch.get("input_ids")
+    return ids.numel() if ids is not None else len(next(iter(batch.values())))
+
+
+def fit(
+    data: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    loss: Loss,
+    config: TrainConfig,
+    runtime: Runtime,
+    *,
+    weight: Callable[[dict[str, Tensor]], Tensor] = num_rows,
+    evaluate: Evaluate | None = None,
+    average: WeightAverage | None = None,
+    keep_frozen: bool = True,
+    flops_per_token: float | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train to `config.steps`, or to where it is stopped.  Returns what summary.json then holds.
+
+    loss             (model, batch) -> mean over the items of a microbatch, a scalar
+    weight           batch -> how many items that mean is over; the loss of a step is the weighted mean over all
+                     microbatches of all ranks
+    evaluate         model -> figures of an evaluation; called on every rank; where parameters are sharded, every rank
+                     must call the model equally often
+    average          follows the masters, and is part of the checkpoints
+    keep_frozen      checkpoints hold what does not learn; without it they are small where little learns, and whoever
+                     resumes has given the model those parameters
+    flops_per_token  of forward and backward, for the MFU
+    values           JSON-able data that goes into every checkpoint
+    """
+    loss_scale = LossScale(config.precision, config.loss_scale)
+    state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
+    axis = data_axis(data.mesh)
+    # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
+    # tokens and stages.
+    seed_everything(config.seed + _drawing_rank(data.mesh))
+    with ExitStack() as stack:
+        hangs = stack.enter_context(watch_steps(config.hang_after, data.device))
+        with hangs.step("what comes before the first step", counts=False):
+            data.prepare(optimizer, _sample(data, batches, loss, config))
+        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
+        stack.callback(checkpointer.close)
+        first = resume(state, checkpointer, config)
+        last = min(config.steps, config.stop_after or config.steps)
+        if first is not None and first >= last and config.resume == "auto":
+            return nothing_to_do(config, runtime, first, last)
+        log = stack.enter_context(run_log(config, runtime, first))
+        progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
+        if first is not None:
+            progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
+        source = stack.enter_context(Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0))
+        stop = stack.enter_context(StopRequest())
+        meter = Meter(data, config, runtime, flops_per_token)
+        step = first or 0
+        saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
+        while step < last and not state.stopping:
+            with meter.step(state), hangs.step(f"step {step + 1}"):
+                row = train_step(state, next(source), loss, weight, config, step, lambda: stop.requested)
+            step += 1
+            row = {"step": step, **row, **meter.row(row.pop("tokens"))}
+            if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
+                row |= _evaluated(data, evaluate)
+            log.write(row)
+            _require_finite(state.loss, step, config)
+            progress.update(row)
+            if config.checkpoint.every and step % config.checkpoint.every == 0 and step < last:
+                state.save(checkpointer, step)
+                saved = step
+        if step != saved:
+            state.save(checkpointer, step)
+        checkpointer.wait()
+        summary = meter.summary(step, config.steps, state)
+        if evaluate is not None and step == config.steps:
+            summary |= _evaluated(data, evaluate)
+        log.summarise(summary)
+        progress.close()
+        return summary
+
+
+def _require_finite(loss: float, step: int, config: TrainConfig) -> None:
+    """Raises UserError for a loss from which no training goes on: no update of such weights makes it finite again."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss is {loss} at step {step}; lower optim.lr (now {config.optim.lr:g}), warm up for longer "
+            f"(optim.schedule), or lower optim.clip_norm (now {config.optim.clip_norm})"
+        )
+
+
+def train_step(
+    state: TrainState,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    weight: Callable[[dict[str, Tensor]], Tensor],
+    config: TrainConfig,
+    step: int,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank.
+
+    Each parameter group's own learning rate is what it had when the run began, or torch's `initial_lr`; the schedule
+    multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
+
+    stop_requested  asked at the end of the step, on every rank; one that says yes stops all (`state.stopping`)
+    """
+    data, axis = state.data, data_axis(state.data.mesh)
+    device = data.device
+    scale = state.loss_scale.factor
+    parts = _microbatches(batch, config, device)
+    weights = torch.stack([weight(part).to(device, torch.float64) for part in parts])
+    whole_weight = weights.sum()
+    if axis.size() > 1:
+        dist.all_reduce(whole_weight, group=axis.get_group())
+
+    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor, int, int]) -> Tensor:
+        part, share, first_row, rows = microbatch
+        # Compiled blocks are not watched: a mode would be compiled with them.
+        with data.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
+            value = loss(data.model, part)
+        return value * share.to(torch.promote_types(value.dtype, torch.float32))
+
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
+    microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
+    mean = data.run(microbatches, share_of_loss, scale)
+    data.reduce()
+    norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
+    schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
+    rates = [
+        learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
+    ]
+    if state.loss_scale.update(norm < float("inf")):
+        clip = config.optim.clip_norm
+        factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
+        scale_gradients(data.masters.values(), factor / scale)
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        state.optimizer.step()
+        if state.average is not None:
+            state.average.follow()
+        data.release()  # before the parameters travel: the two need not share memory
+        data.publish()
+    data.release()
+    state.note_step(mean, stop_requested())
+    others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
+    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others | _expert_load(data)
+    if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
+        figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
+    return figures | {"tokens": num_tokens(batch) * axis.size()}
+
+
+def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.device) -> list[dict[str, Tensor]]:
+    """The rank's rows in microbatches, on the device, floating tensors in the compute format."""
+    dtype = compute_dtype(config.precision)
+    placed = {k: v.to(device, dtype if v.is_floating_point() else None, non_blocking=True) for k, v in batch.items()}
+    sizes = config.microbatch_rows(len(next(iter(placed.values()))))
+    pieces = {k: v.split(sizes) for k, v in placed.items()}
+    return [{k: v[index] for k, v in pieces.items()} for index in range(len(sizes))]
+
+
+def _drawing_rank(mesh: DeviceMesh) -> int:
+    """A number for each rank's random draws: alike where ranks compute the same, of the same rows and stages."""
+    axis = gradient_axis(mesh)
+    return mesh.get_local_rank("pp") * axis.size() + axis.get_local_rank()
+
+
+def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConfig) -> Sample:
+    """The losses of the run's first microbatches on this rank, for who wants to see a step before it runs."""
+
+    def draw() -> list[Callable[[torch.nn.Module], Tensor]]:
+        axis = data_axis(data.mesh)
+        parts = _microbatches(batches.batch(0, axis.get_local_rank(), axis.size()), config, data.device)
+        return [lambda model, part=part: loss(model, part) for part in parts]
+
+    return draw
+
+
+def _expert_load(data: ParallelModel) -> dict[str, Any]:
+    """Figures of the step's load of experts, over all ranks; none of a model without experts."""
+    load = take_load(data.model, data.device)
+    if load is None:
+        return {}
+    if data.mesh.size() > 1:
+        dist.all_reduce(load)
+    stages = pipeline_ranks(data.mesh)  # have other layers; ranks of tensor parallelism route alike
+    copies = data.mesh.size() // gradient_axis(data.mesh).size() // stages
+    return load_figures(load / copies)
+
+
+def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
+    modes = [(module, module.training) for module in data.model.modules()]
+    data.model.eval()
+    with torch.no_grad():
+        figures = dict(evaluate(data.model))
+    for module, training in modes:
+        module.training = training
+    return figures

@@ -1,0 +1,94 @@
+"""What a training run costs: time, throughput, memory and communication."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.comm.volume import Volume, count_volume
+from core.metrics import MemoryAccount, mfu, peak_bytes, peak_flops, resident_peak_bytes
+from core.parallel.parallel_model import ParallelModel
+from core.precision import compute_dtype
+from core.runtime import Runtime
+from core.train.config import TrainConfig
+from core.train.state import TrainState
+
+
+class Meter:
+    """Time, throughput, memory and communication of the steps of one call of `fit`.
+
+    Memory on a CPU is accounted tensor by tensor, and collectives are counted, during the second step alone: by then
+    the optimizer's state exists, and what counting costs does not touch the other steps.
+    """
+
+    COUNTED = 2
+
+    def __init__(self, data: ParallelModel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
+        self.data, self.runtime, self.flops_per_token = data, runtime, flops_per_token
+        self.num_devices = data.mesh.size()
+        self.account: MemoryAccount | None = None
+        self.volume: Volume | None = None
+        self.dispatch = not config.compile  # a dispatch mode would send compiled blocks back to eager
+        self.peak = peak_flops(runtime.device, compute_dtype(config.precision)) if flops_per_token else None
+        self.times: list[tuple[float, int]] = []
+        self.begin = self.step_begin = time.perf_counter()
+
+    @contextmanager
+    def step(self, state: TrainState) -> Iterator[None]:
+        self.step_begin = time.perf_counter()
+        with ExitStack() as stack:
+            if self.dispatch and len(self.times) == self.COUNTED - 1:
+                self.volume = stack.enter_context(count_volume(self.data.mesh))
+                if self.runtime.device.type == "cpu" and self.data.device_peak_bytes is None:
+                    self.account = stack.enter_context(MemoryAccount())
+                    self.account.add(self.data.model.parameters())
+                    self.account.add(self.data.masters.values())
+                    held = [v for s in state.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+                    self.account.add(held + list(state.average.tensors.values() if state.average else ()))
+            yield
+
+    def row(self, tokens: int) -> dict[str, float]:
+        """Figures of the step that has just ended."""
+        elapsed = time.perf_counter() - self.step_begin
+        self.times.append((elapsed, tokens))
+        row: dict[str, float] = {"tokens_per_s": tokens / elapsed, "step_s": elapsed}
+        if self.flops_per_token:
+            row |= {"mfu": share} if (share := self._mfu(tokens / elapsed)) is not None else {}
+        if self.account is not None or self.data.device_peak_bytes or self.runtime.device.type == "cuda":
+            row["memory_bytes"] = self._memory()
+        return row
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        return mfu(tokens_per_s, self.flops_per_token or 0.0, self.peak, self.num_devices)
+
+    def _memory(self) -> int:
+        return self.data.device_peak_bytes or peak_bytes(self.runtime.device, self.account)
+
+    def summary(self, step: int, num_steps: int, state: TrainState) -> dict[str, Any]:
+        """What the run came to; peaks are those of the rank that needed most."""
+        counted = self.times[self.COUNTED :] or self.times
+        tokens_per_s = sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else None
+        peaks = torch.tensor([self._memory(), resident_peak_bytes()], dtype=torch.int64, device=self.runtime.device)
+        if self.num_devices > 1:
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        device_peak, resident_peak = peaks.tolist()
+        return {
+            "step": step,
+            "status": "complete" if step == num_steps else "stopped",
+            "loss": state.loss,
+            "tokens_per_s": tokens_per_s,
+            "mfu": None if tokens_per_s is None or not self.flops_per_token else self._mfu(tokens_per_s),
+            "peak_flops_per_device": self.peak,
+            "device_peak_bytes": device_peak,
+            "resident_peak_bytes": resident_peak,
+            "communication_bytes_per_step": self.volume and self.volume.total_bytes,
+            "skipped_steps": state.loss_scale.skipped_steps,
+            "num_ranks": self.num_devices,
+            "device": self.runtime.device.type,
+            "wall_s": time.perf_counter() - self.begin,
+            **self.data.figures(),
+        }

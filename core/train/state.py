@@ -1,0 +1,152 @@
+"""What a training run keeps from step to step, and in checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.checkpoint import Checkpointer, rng_state, set_rng_state
+from core.config import UserError
+from core.mesh import data_axis
+from core.optim.average import WeightAverage
+from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
+from core.parallel.parallel_model import ParallelModel
+from core.precision import LossScale
+from core.runtime import agreed
+from core.train.config import TrainConfig
+from core.train.folder import checkpoint_path
+
+MOST_SKIPPED_IN_A_ROW = 20
+
+
+class TrainState:
+    """What a checkpoint keeps: masters and frozen parameters, their average, optimizer, loss scale, buffers, values.
+
+    And what is of a rank alone, its generators.
+    """
+
+    def __init__(
+        self,
+        data: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale,
+        values: dict[str, Any],
+        average: WeightAverage | None = None,
+        keep_frozen: bool = True,
+    ):
+        self.data, self.optimizer, self.loss_scale, self.values = data, optimizer, loss_scale, values
+        self.average, self.keep_frozen = average, keep_frozen
+        self.loaded: dict[str, Any] = {}
+        self.stopping = False
+        self.loss = float("nan")
+        self._skipped_in_a_row = 0
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of each parameter group its own, before any schedule: torch's `initial_lr`, or what it has at first."""
+        return [float(group.setdefault("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+
+    def tensors(self, optim: dict[str, dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """name -> local tensor of everything that is saved as tensors.
+
+        optim  parameter -> its optimizer's tensors; by default as they are now
+        """
+        frozen = self.data.frozen if self.keep_frozen else {}
+        found = {f"model/{name}": parameter for name, parameter in frozen.items()}
+        found |= {f"model/{name}": master for name, master in self.data.masters.items()}
+        persistent = self.data.model.state_dict(keep_vars=True)
+        found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}
+        for name, state in (self._optimizer_tensors() if optim is None else optim).items():
+            found |= {f"optim/{key}/{name}": value for key, value in state.items()}
+        if self.average is not None:
+            found |= {f"average/{name}": value for name, value in self.average.tensors.items()}
+        return found
+
+    def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {name: state_tensors(self.optimizer, master) for name, master in self.data.masters.items()}
+
+    def save(self, checkpointer: Checkpointer, step: int) -> None:
+        self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
+        values = {"values": self.values, "loss_scale": self.loss_scale.state()}
+        if self.average is not None:
+            values["average_steps"] = self.average.steps
+        checkpointer.save(step, self.tensors(), values, rng_state())
+
+    def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
+        """Take over a checkpoint, of whatever mesh.  Returns its step."""
+        self._make_optimizer_state()
+        with torch.no_grad():
+            optim = self._optimizer_tensors()
+            step, values, random = checkpointer.load(at, self.tensors(optim))
+            for name, loaded in optim.items():
+                restore_state(self.optimizer, self.data.masters[name], loaded)
+            self.data.publish()
+        self.loaded = values["values"]
+        self.loss_scale.load_state(values["loss_scale"])
+        if self.average is not None:
+            self.average.steps = values["average_steps"]
+        if random is not None:
+            set_rng_state(random)
+        return step
+
+    def _make_optimizer_state(self) -> None:
+        """State as it is before the first step, of every master that has none.
+
+        Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to zero: it exists, and
+        nothing has moved.
+        """
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.init_state()
+            return
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        bare = [m for m in self.data.masters.values() if id(m) in held and not self.optimizer.state.get(m)]
+        if not bare:
+            return
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for master in bare:
+            master.grad = torch.zeros_like(master)
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        for master in bare:
+            master.grad = None
+            for value in self.optimizer.state.get(master, {}).values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def note_step(self, mean: Tensor, stop_requested: bool) -> None:
+        """Agree over all ranks on the loss of the step and on whether to stop after it."""
+        axis = data_axis(self.data.mesh)
+        copies = self.data.mesh.size() // axis.size()
+        both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))
+        if self.data.mesh.size() > 1:
+            dist.all_reduce(both)
+        self.loss, stops = both.tolist()
+        self.stopping = stops > 0
+        self._skipped_in_a_row = 0 if self.loss_scale.good_steps else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"gradients were not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row (loss {self.loss}); "
+                "lower optim.lr, warm up for longer, or use --precision bf16 or fp32"
+            )
+
+
+def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -> int | None:
+    """Load what `config.resume` names.  Returns the step to go on from; None for a fresh run.
+
+    Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
+    """
+    latest = agreed(checkpointer.latest())  # file systems need not show all ranks the same at once
+    if config.resume is None:
+        if latest is not None:
+            raise UserError(
+                f"{config.out} already holds a run (step {latest}); add --resume to continue it, or give another --out"
+            )
+        return None
+    if config.resume == "auto":
+        return None if latest is None else state.load(checkpointer, None)
+    return state.load(checkpointer, checkpoint_path(Path(config.resume)))
