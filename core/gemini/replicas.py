@@ -9,7 +9,7 @@ Before the first step `prepare` packs the parameters into chunks and decides whe
 rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours or torch's work as without Gemini.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -301,7 +301,7 @@ class GeminiReplicas(DataParallel):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
+    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
         """Every microbatch is reduced, into the shards: whole gradients of two do not fit where parameters stand."""
         assert self.executor is not None, "prepare comes first"
         with self.foreseen():
@@ -310,7 +310,7 @@ class GeminiReplicas(DataParallel):
             except BaseException:
                 self.hooks.give_up()
                 raise
-            self.hooks.end_backward()
+            self.hooks.end_backward(names)
 
     @contextmanager
     def foreseen(self) -> Iterator[None]:

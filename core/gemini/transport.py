@@ -8,6 +8,7 @@
 Messages have their own memory, as large as the largest chunk needs, on the device for good.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,6 +23,9 @@ from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
 from core.mesh import gradient_axis, sub_mesh
 from core.parallel.rows import paired_rows, row_length
+
+MOST_ARRIVING = 4
+"""Gradients of chunks that may be on their way to the host at once: each has memory of its own there."""
 
 
 @contextmanager
@@ -61,7 +65,7 @@ class Transport:
         self.ranks = 1 if shard is None else shard.size()
         self._fetched: Tensor | None = None
         self._reduced: Tensor | None = None
-        self._arriving: list[tuple[torch.cuda.Event, Tensor, Tensor, bool]] = []
+        self._arriving: deque[tuple[torch.cuda.Event, Tensor, Tensor, bool]] = deque()
 
     @property
     def sends(self) -> bool:
@@ -170,6 +174,7 @@ class Transport:
         if not chunk.resident:
             self.tier.returned_bytes += values.numel() * values.itemsize
             if self.streams.on_cuda:
+                self._take_in(MOST_ARRIVING - 1)
                 there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
                 there.copy_(values, non_blocking=True)
                 event = self.streams.mark()
@@ -178,10 +183,14 @@ class Transport:
                 return
         grad.copy_(values) if first else grad.add_(values)
 
-    def finish(self) -> None:
-        """Return when every gradient is in its shard."""
-        for event, grad, values, first in self._arriving:
+    def _take_in(self, most: int) -> None:
+        """Add to the shards what has come to the host; wait for the oldest until at most `most` are on the way."""
+        while self._arriving and (len(self._arriving) > most or self._arriving[0][0].query()):
+            event, grad, values, first = self._arriving.popleft()
             event.synchronize()
             grad.copy_(values) if first else grad.add_(values)
-        self._arriving.clear()
+
+    def finish(self) -> None:
+        """Return when every gradient is in its shard."""
+        self._take_in(0)
         self.streams.join()

@@ -30,7 +30,7 @@ Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compr
 import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -117,8 +117,11 @@ class DataParallel(ParallelModel):
 
     @abstractmethod
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
-        """Around one microbatch's backward; gradients accumulate, and only the last one communicates."""
+    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
+        """Around one microbatch's backward; gradients accumulate, and only the last one communicates.
+
+        names  the masters that it has gradients for, where it is that of one stage of several; None: all
+        """
         yield
 
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
@@ -219,7 +222,7 @@ class Replicas(DataParallel):
         for names in parameter_names(model):
             self._adopt(names, self.compute_dtype)
         self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
-        self._buckets = self._make_buckets()
+        self._buckets = self._due = self._make_buckets()
         self._next = 0
         for bucket in self._buckets:
             for name in bucket.names:
@@ -291,29 +294,33 @@ class Replicas(DataParallel):
 
     def _launch_complete(self) -> None:
         """Start the reductions of the buckets that are complete, in their fixed order: all ranks must send alike."""
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting_for:
+        while self._next < len(self._due) and not self._due[self._next].waiting_for:
             if self.zero == 2 and self._next:
                 # It has had a bucket's worth of backward to travel: its whole gradients can go now.
-                self._buckets[self._next - 1].release_whole()
-            self._buckets[self._next].launch()
+                self._due[self._next - 1].release_whole()
+            self._due[self._next].launch()
             self._next += 1
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
-        self._sync = last or (self._reduce_each and self.zero == 2)
-        for bucket in self._buckets:
-            bucket.waiting_for = set(bucket.names)
+    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
+        each = self._reduce_each and self.zero == 2
+        self._sync = last or each
+        if each and names is not None:
+            # What other stages have is reduced by their own microbatches; what is there all the same goes along.
+            self._due = [b for b in self._buckets if b.filled or b.kept or not b.of.isdisjoint(names)]
+        for bucket in self._due:
+            bucket.waiting_for = set(bucket.names if names is None else bucket.of & set(names))
         yield
         if self._sync and not last:
             self._finish()
-            for bucket in self._buckets:
+            for bucket in self._due:
                 bucket.clear()
 
     def _finish(self) -> None:
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._due[self._next :]:
             bucket.launch()  # those of which not every parameter took part
         self._next = 0
-        for bucket in self._buckets:
+        for bucket in self._due:
             for name, grad in bucket.wait().items():
                 master = self.masters[name]
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
@@ -337,7 +344,7 @@ class _Bucket:
     """
 
     def __init__(self, names: list[str], owner: Replicas):
-        self.names, self.owner = names, owner
+        self.names, self.of, self.owner = names, frozenset(names), owner
         layout = layout_of(owner.parameters[names[0]])
         self.axis = owner.shard_axis(layout)
         self.gradient_axis = gradient_axis(owner.mesh, layout.axes())
@@ -518,7 +525,7 @@ class FullyShardedReplicas(DataParallel):
         self.masters = {n: detached(p).requires_grad_() for n, p in self._trained.items()}
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
+    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last or self._reduce_each)
         yield

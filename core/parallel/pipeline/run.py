@@ -22,6 +22,7 @@ common with this file is what follows from the schedules.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ from core.parallel.pipeline.shapes import (
     read_description,
 )
 from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
+from core.parallel.plan import parameter_names
 
 _MOST_UNFINISHED = 4  # sends that may be on their way before the oldest is waited for: they hold on to what they send
 Key = tuple[bool, int, int]
@@ -78,6 +80,8 @@ class Pipeline(ParallelModel):
         self.masters = {n: m for n, m in inner.masters.items() if stages.shared.get(n, [self.rank])[0] == self.rank}
         self.observe: Callable[[Action, float, float], None] | None = None
         self._shapes: dict[tuple[int, Any], Form] = {}
+        of = {names[0]: {stages.stage_of(name) for name in names} for names in parameter_names(self.model)}
+        self._names = {stage: frozenset(n for n in of if stage in of[n]) for stage in stages.own}
         stages.evaluate = self._evaluate
         stages.leave_before_the_loss()
         # NCCL wants all ranks of a group in its first message, and stages talk to their neighbours only.
@@ -101,6 +105,10 @@ class Pipeline(ParallelModel):
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self.inner.foresee(optimizer, None if sample is None else lambda: ForeseenStep(self, sample()))
+
+    def names_of(self, stage: int) -> frozenset[str]:
+        """Masters that a backward of the stage has gradients for."""
+        return self._names[stage]
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return schedule(self.config.schedule, self.axis.size(), num_microbatches, self.config.chunks)
@@ -258,7 +266,7 @@ class _Step:
         elif action.kind is Kind.INPUT:
             self._input(action, self.held[key])
         else:
-            with self.pipeline.inner.microbatch(last=action == self.last):
+            with self._backward_of(action, last=action == self.last):
                 split = self.held.pop(key).split
                 assert split is not None
                 split.weights()
@@ -296,7 +304,7 @@ class _Step:
     def _backward(self, action: Action, held: _Held) -> None:
         gradient = self._gradient(action, held)
         if held.output.requires_grad:
-            with self.pipeline.inner.microbatch(last=action == self.last):
+            with self._backward_of(action, last=action == self.last):
                 held.output.backward(gradient)
         if action.stage:
             assert held.entrance is not None
@@ -307,19 +315,23 @@ class _Step:
         assert held.entrance is not None, "the first block was given no tensor"
         output, gradient = held.output, self._gradient(action, held)
         if held.exit is not None:
-            output, gradient = self._back_to_blocks(held.output, *held.exit)
+            output, gradient = self._back_to_blocks(action, held.output, *held.exit)
         held.split = SplitBackward(output, gradient, held.entrance)
         held.output, held.exit = output, None
         gradient = held.split.input()
         if held.split.computed:
-            with self.pipeline.inner.microbatch(last=False):
+            with self._backward_of(action, last=False):
                 held.split.accumulate_computed()
         if action.stage:
             self._pass_gradient(action, held, gradient)
 
-    def _back_to_blocks(self, loss: Tensor, output: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
+    def _backward_of(self, action: Action, last: bool) -> AbstractContextManager[None]:
+        """Around the backward of a stage: gradients of its parameters come, and of no others."""
+        return self.pipeline.inner.microbatch(last, self.pipeline.names_of(action.stage))
+
+    def _back_to_blocks(self, action: Action, loss: Tensor, output: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
         """The last block's output and its gradient, when the backward of all that lies behind it is done."""
-        with self.pipeline.inner.microbatch(last=False):
+        with self._backward_of(action, last=False):
             loss.backward()
         return output, torch.zeros_like(copy) if copy.grad is None else copy.grad
 
