@@ -32,8 +32,9 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch.distributed import Store
+
+from core.compat import flight_record, group_named
 
 LEAST_S = 300.0
 MEDIANS = 20
@@ -287,17 +288,16 @@ def _collective_of(frame: FrameType | None) -> str | None:
 
 def _recorded_collective() -> str | None:
     """The oldest collective that torch has begun and not ended: its operation, tensors and ranks."""
-    ask = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if ask is None:
-        return None
     with contextlib.suppress(Exception):  # a record of another version: the stack says what it can
-        entries = json.loads(ask())["entries"]
+        if (record := flight_record()) is None:
+            return None
+        entries = json.loads(record)["entries"]
         running = next((e for e in entries if not e["retired"]), None)
         if running is None:
             return None
         operation = running["profiling_name"].rpartition(":")[2]
         group, axis = running["process_group"]
-        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+        ranks = dist.get_process_group_ranks(group_named(group))
         sizes = ", ".join(map(str, running["input_sizes"]))
         of = f" ({axis})" if axis.startswith("mesh_") else ""
         return f"{operation} of {sizes} over ranks {', '.join(map(str, ranks))}{of}"

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from core.compat import flattened, group_named, root_of, unflattened
 from core.config import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -238,7 +239,7 @@ def checkpoint_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
 def _group_of(mesh: DeviceMesh | None, key: str) -> ProcessGroup | None:
     # By name, as the mesh keeps its own: a copy of a mesh, in that of a model, has the same groups.
     name = None if mesh is None else vars(mesh).get(key)
-    return None if name is None else dist.distributed_c10d._resolve_process_group(name)
+    return None if name is None else group_named(name)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -296,7 +297,7 @@ def stage_group(mesh: DeviceMesh) -> ProcessGroup:
 
     Raises UserError where no group has just these ranks.
     """
-    root = mesh._get_root_mesh()
+    root = root_of(mesh)
     if (stage := stage_axis(root)) is not None:
         return stage.get_group()
     if root.ndim == 1:
@@ -365,7 +366,7 @@ def _flatten(mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     name = "dp" if axes == data_axes(mesh) else "+".join(axes)
     made = _joined_axes(mesh)
     if axes not in made:
-        made[axes] = sub_mesh(mesh, *axes)._flatten(name)
+        made[axes] = flattened(sub_mesh(mesh, *axes), name)
 
 
 def _joined_axes(mesh: DeviceMesh) -> dict[tuple[str, ...], DeviceMesh]:
@@ -375,9 +376,9 @@ def _joined_axes(mesh: DeviceMesh) -> dict[tuple[str, ...], DeviceMesh]:
 def split_axis(axis: DeviceMesh, inner: int, names: tuple[str, str]) -> tuple[DeviceMesh, DeviceMesh]:
     """One axis as two, the inner of that many neighbours; `build_mesh` has made those of its config."""
     known: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]]
-    known = vars(axis._get_root_mesh()).setdefault("_split_axes", {})
+    known = vars(root_of(axis)).setdefault("_split_axes", {})
     key = axis.mesh_dim_names, inner, names
     if key not in known:
-        both = axis._unflatten(0, (axis.size() // inner, inner), names)
+        both = unflattened(axis, (axis.size() // inner, inner), names)
         known[key] = both[names[0]], both[names[1]]
     return known[key]

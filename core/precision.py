@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from core.compat import has_amx, has_avx512_bf16
 from core.config import UserError
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -40,9 +41,9 @@ Bf16Units = Literal["matrix", "vector", None]
 
 
 def _of_this_cpu() -> Bf16Units:
-    if torch.cpu._is_amx_tile_supported():
+    if has_amx():
         return "matrix"
-    return "vector" if torch.cpu._is_avx512_bf16_supported() else None
+    return "vector" if has_avx512_bf16() else None
 
 
 _CPU_UNITS = _of_this_cpu()  # here, so that what is compiled sees a constant

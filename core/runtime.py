@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.compat import default_store, fake_store, has_cpp_compiler
 from core.config import LAUNCHER, UserError, in_one_line, require_device
 from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
@@ -144,12 +145,10 @@ def pretended(num_ranks: int) -> Iterator[None]:
     Messages come back at once, with whatever was in their memory: for shapes, bytes and FLOPs, not for values.
     Raises RuntimeError in a process that has a group.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise RuntimeError("this process has a process group, and ranks can be pretended only without one")
     _use_old_names()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=num_ranks)
     try:
         yield
     finally:
@@ -200,7 +199,7 @@ def watch_steps(hang_after: float | None, device: torch.device) -> HangWatch:
 
 def _connection() -> Store:
     """To the ranks' store, for a thread of its own."""
-    return dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+    return default_store().clone()
 
 
 def _tell(watch: Watch, error: BaseException) -> None:
@@ -334,15 +333,11 @@ def require_compiler(device: torch.device | str) -> None:
     """Raises UserError where torch.compile could not build what it writes for the device."""
     if torch.device(device).type != "cpu":
         return
-    from torch._inductor import cpp_builder, exc  # a second to import, of which most runs are spared
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
+    if not has_cpp_compiler():
         raise UserError(
             "compile needs a C++ compiler on a CPU, and there is none on the PATH; install one (apt-get install g++), "
             "or leave --compile out"
-        ) from None
+        )
 
 
 def _share_cores(num_local_ranks: int) -> None:

@@ -15,12 +15,12 @@ from functools import lru_cache
 
 import torch
 from torch import nn
-from torch.fx.experimental import _config as symbolic
 
 from apps.fold.model.attention import Attend, GatedAttention, GlobalAttention
 from apps.fold.model.layers import Transition
 from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
 from apps.fold.model.triangle import TriangleAttention
+from core.compat import allow_graphs, symbolic_shapes
 
 _PIECES: dict[type[nn.Module], tuple[str, ...]] = {
     RowAttentionWithPairBias: ("pair_bias", "sequences"),
@@ -40,10 +40,8 @@ def _left_out(attend: Attend) -> Attend:
 
 def compile_operations(model: nn.Module, backend: str = "inductor") -> None:
     """Let the model's operations compute by graphs, which are made as they are needed."""
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * _GRAPHS)
-    symbolic.use_duck_shape = False  # sizes that are equal now need not be in the next slice
+    allow_graphs(_GRAPHS, 8 * _GRAPHS)
+    symbolic_shapes.use_duck_shape = False  # sizes that are equal now need not be in the next slice
     for module in model.modules():
         if isinstance(module, GatedAttention | GlobalAttention):
             module.attend = _left_out(module.attend)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from apps.serve.runner import PagedAttend, PagedContext, Runner
+from core.compat import compiled_alone
 from core.config import UserError
 from core.models.decoder import Decoder
 from core.nn.attention import Attention
@@ -104,7 +105,7 @@ def _graph(function: Any, given: Sequence[Tensor]) -> Any:
     # sizes.
     checks = ("assert_indirect_indexing", "size_asserts", "alignment_asserts")
     options: Any = {"config_patches": dict.fromkeys(checks, False)}
-    return torch._inductor.standalone_compile(traced, list(given), options=options)
+    return compiled_alone(traced, list(given), options)
 
 
 class _Through(nn.Module):

@@ -29,17 +29,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint.shards import LoadPlanner, SavePlanner, Shard, Staging
@@ -59,9 +57,13 @@ from core.checkpoint.stored import (
     tensors_json,
 )
 from core.checkpoint.tensor_file import Chunk, write_chunks
+from core.compat import checkpoint_ranks, storage_info
 from core.config import UserError
 from core.files import crc32, naming, signed, stamp, sync_folder, write_file
 from core.mesh import checkpoint_group
+
+if TYPE_CHECKING:
+    from core.compat import CheckpointRanks
 
 _LATEST: dict[str, Future] = {}
 """group's name -> the save that was begun last in a thread over it"""
@@ -130,7 +132,7 @@ class _Load:
         stored = {name for name in self.stored.tensors if name.startswith(self.under)}
         require_names(self.path, unexpected=stored.difference(*names))
 
-    def read(self, ranks: _DistWrapper, mesh: dict[str, int]) -> None:
+    def read(self, ranks: "CheckpointRanks", mesh: dict[str, int]) -> None:
         self.stored.read(self.planner)
         # On another mesh of as many ranks, too, rank 1 has another part: two ranks that must draw alike would not.
         if (self.stored.world_size, self.stored.mesh) == (ranks.get_world_size(), mesh):
@@ -158,7 +160,7 @@ class Checkpointer:
         if self._owns_group:
             group = cast(ProcessGroup, dist.new_group(backend="gloo"))
         self._group = group
-        self._ranks = _DistWrapper(self._group, use_dist=self._group is not None, coordinator_rank=0)
+        self._ranks = checkpoint_ranks(self._group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
         self._running: Future | None = None
@@ -329,7 +331,7 @@ class Checkpointer:
 def _write_metadata(folder: Path, metadata: Metadata, chunks: dict[MetadataIndex, Chunk]) -> None:
     """torch's own index of the folder, for its tools."""
     results = [
-        WriteResult(index, chunk.num_bytes, _StorageInfo(chunk.file, chunk.first_byte, chunk.num_bytes))
+        WriteResult(index, chunk.num_bytes, storage_info(chunk.file, chunk.first_byte, chunk.num_bytes))
         for index, chunk in chunks.items()
     ]
     with naming(folder / METADATA):

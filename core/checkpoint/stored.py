@@ -34,7 +34,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -45,6 +44,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from core.checkpoint.shards import LoadPlanner, Shard
 from core.checkpoint.tensor_file import Chunk, ChunkReader, open_chunks
+from core.compat import narrowed
 from core.config import UserError
 from core.files import Damaged, check_stamp, unsigned
 
@@ -105,7 +105,7 @@ class Stored:
             for item in items:
                 stored = _read_chunk(reader, self.chunks[item.storage_index])
                 target = planner.resolve_tensor(item).detach()
-                part = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+                part = narrowed(stored, item.storage_offsets, item.lengths)
                 if target.shape != part.shape:
                     raise Damaged(f"its {TENSORS} and {self.chunks[item.storage_index].file} differ in shapes")
                 target.copy_(part)

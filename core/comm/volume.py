@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from core.compat import TorchDispatchMode, tree_leaves
 from core.mesh import EXPERT_AXIS, data_axis, gradient_axis, shard_axis
 
 # operator name -> (our name, which argument holds the full message)

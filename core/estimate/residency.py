@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from core.compat import own_part
 from core.gemini.chunk import Member
 from core.gemini.planning import infos
 from core.gemini.residency import Policy, ResidencyPlan
@@ -96,6 +97,6 @@ def estimate_gemini(
 
 def _member(name: str, parameter: nn.Parameter, ranks: int, wide: torch.dtype) -> Member:
     """With this rank's rows: those of the first, who has the most."""
-    whole: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    whole: Tensor = own_part(parameter) if isinstance(parameter, DTensor) else parameter
     shape = (-(-whole.shape[0] // ranks), *whole.shape[1:]) if whole.ndim else ()
     return Member(name, parameter, torch.empty(shape, dtype=wide, device="meta"))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.compat import without_torch_function
+
 _ALLOWED = {
     "__hash__", "__repr__", "__set__", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
     "is_floating_point", "nelement",
@@ -42,7 +44,7 @@ def _intercept(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[
             for element in tensor:
                 if isinstance(element, _ABSENT):
                     _refuse(element, func)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return func(*args, **(kwargs or {}))
 
 

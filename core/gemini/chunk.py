@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from core.compat import own_part
 from core.gemini.absent import give_back, placeholder, withdraw
 from core.gemini.states import COMPUTE, FREE, HOLD, READY_TO_REDUCE, State, require_move
 from core.parallel.data import own_gradient
@@ -43,7 +44,7 @@ class Member:
     def __init__(self, name: str, parameter: nn.Parameter, rows: Tensor):
         self.name, self.parameter, self.rows = name, parameter, rows
         self.trainable = parameter.requires_grad
-        self.tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        self.tensor = own_part(parameter) if isinstance(parameter, DTensor) else parameter
         self.kind = type(self.tensor)
         self.state: State = FREE
         self.users = 0

@@ -24,14 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from core.compat import OUTSIDE, backward_number, compiled_call, is_compiled, own_part, set_compiled_call
 from core.gemini.chunk import Chunk, Member
 from core.gemini.executor import Executor
 from core.gemini.outputs import tensors_in
 from core.gemini.states import COMPUTE, HOLD, HOLD_AFTER_BWD, HOLD_AFTER_FWD, READY_TO_REDUCE, State
 from core.gemini.trace import MomentKind
-
-OUTSIDE = -1
-"""torch's number of the running backward, where none runs."""
 
 
 class Unit:
@@ -82,9 +80,9 @@ class ModuleHooks:
 
     def _install(self, unit: Unit) -> None:
         module = unit.module
-        compiled = module._compiled_call_impl
+        compiled = compiled_call(module)
         if compiled is not None:  # its hooks would be compiled with it
-            module._compiled_call_impl = self._around(unit, compiled)
+            set_compiled_call(module, self._around(unit, compiled))
             return
         module.register_forward_pre_hook(
             lambda _, args, kwargs: self._before_forward(unit, (args, kwargs)), prepend=True, with_kwargs=True
@@ -143,7 +141,7 @@ class ModuleHooks:
     def _before_forward(self, unit: Unit, inputs: Any) -> None:
         if self.rests and self.executor.gauge is None:
             return
-        backward = torch._C._current_graph_task_id()
+        backward = backward_number()
         if backward == OUTSIDE and self._backwards:
             self.end_backward()
         self._end_calls(backward, None)
@@ -160,7 +158,7 @@ class ModuleHooks:
 
     def _kind(self) -> MomentKind:
         """A forward inside a backward is part of that."""
-        return "forward" if torch._C._current_graph_task_id() == OUTSIDE else "backward"
+        return "forward" if backward_number() == OUTSIDE else "backward"
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         if not self._forwards or self._forwards[-1].unit is not unit:
@@ -178,7 +176,7 @@ class ModuleHooks:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _before_backward(self, call: Call) -> None:
-        backward = torch._C._current_graph_task_id()
+        backward = backward_number()
         self._end_calls(backward, call)
         if call in self._backwards or (call.backward == backward and not call.unit.members):
             return
@@ -217,7 +215,7 @@ class ModuleHooks:
             assert grad is not None
             parameter.grad = None
             own.used.add(member.name)
-            own._take_gradient(member, grad._local_tensor if isinstance(grad, DTensor) else grad)
+            own._take_gradient(member, own_part(grad) if isinstance(grad, DTensor) else grad)
 
         return arrived
 
@@ -280,7 +278,7 @@ def units_of(model: nn.Module) -> dict[str, list[str]]:
 
 def _is_one(module: nn.Module) -> bool:
     """Whether its forward may read parameters of the modules below without calling them."""
-    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:  # torch.compile's
+    if is_compiled(module):
         return True
     containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, containers)

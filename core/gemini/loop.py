@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from core.compat import own_part
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
@@ -117,7 +118,7 @@ def wrap(
         raise UserError(
             "gemini.wrap: the optimizer has parameters that are not the model's; give it model.parameters()"
         )
-    own = {id(p): p._local_tensor if isinstance(p, DTensor) else p for p in model.parameters()}
+    own = {id(p): own_part(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     values = {key: tensor.data for key, tensor in own.items()}
     data = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget), policy))
     before = [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)

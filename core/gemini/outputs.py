@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from core.compat import tree_leaves
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from core.compat import own_part
 from core.config import UserError, in_words
 from core.gemini.chunk import Chunk, Member
 from core.gemini.config import GeminiConfig
@@ -116,7 +117,7 @@ class GeminiReplicas(DataParallel):
         """The same parameter in the format of computing; another one only where it has no values yet."""
         if given.is_meta:
             return cast_parameter(given, self.compute_dtype)
-        own = given._local_tensor if isinstance(given, DTensor) else given
+        own = own_part(given) if isinstance(given, DTensor) else given
         if given.is_floating_point():
             own.data = own.data.to(self.compute_dtype).contiguous()
         return given

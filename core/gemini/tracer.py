@@ -26,11 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from core.compat import OUTSIDE, FakeTensor, FakeTensorMode, backward_number, own_part, tree_leaves, tree_map_only
 from core.config import UserError
 from core.gemini.outputs import tensors_in
 from core.gemini.trace import ChunkInfo, Moment, MomentKind, Trace
@@ -197,7 +196,7 @@ def _stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[N
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, DTensor):
-        return _sharded_as(tensor, _fake(mode, tensor._local_tensor, device))
+        return _sharded_as(tensor, _fake(mode, own_part(tensor), device))
     if hasattr(tensor, "__tensor_flatten__"):
         return mode.from_tensor(tensor.detach())
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -222,7 +221,7 @@ def _drawn(tensor: Tensor, device: torch.device) -> Tensor:
     if _has_memory(tensor) and not tensor.is_meta:
         return _copy(tensor)
     if isinstance(tensor, DTensor):
-        return _sharded_as(tensor, _drawn(tensor._local_tensor, device))
+        return _sharded_as(tensor, _drawn(own_part(tensor), device))
     drawn = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     return drawn.normal_(0.0, 0.02) if tensor.is_floating_point() else drawn
 
@@ -451,7 +450,7 @@ class _Recorder(MemoryAccount):
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != OUTSIDE
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:

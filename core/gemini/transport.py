@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
+from core.compat import without_modes
 from core.gemini.chunk import Chunk, Member, aligned
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
@@ -35,7 +35,7 @@ def beside_the_step() -> Iterator[None]:
     A selective checkpoint matches the operators of the recomputation with those of the forward, and in the one a chunk
     may come that was there already in the other.
     """
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), without_modes():
         yield
 
 

@@ -27,8 +27,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from core.compat import FakeTensor
 from core.kernels import attention_loops
 from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from core.compat import FakeTensor
 from core.kernels.operator import launches, operator
 from core.kernels.timing import least_seconds
 from core.kernels.traced import number_of, traced

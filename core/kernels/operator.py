@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import CustomOpDef, custom_op
 
+from core.compat import FakeTensor
 from core.kernels.language import INSTALLED
 
 _forced = False

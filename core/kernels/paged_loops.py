@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from core.compat import FakeTensor
 from core.kernels.llvm import Code, Kernel, Value, bits_of, num_workers, on_all_threads
 
 _LANES, _TOGETHER = 16, 4

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from core.compat import int_mm
 from core.kernels.blocks import Blocks, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
@@ -273,7 +274,7 @@ def _integer_product(codes_MI: Tensor, weight_OI: Tensor) -> Tensor:
     """codes weight^T, exact."""
     M, I = codes_MI.shape
     if codes_MI.device.type == "cpu" and I >= 16 and M > 0 and len(weight_OI) > 0:  # _int_mm is wrong for I = 1
-        return torch._int_mm(codes_MI.contiguous(), weight_OI.contiguous().T)
+        return int_mm(codes_MI.contiguous(), weight_OI.contiguous().T)
     return codes_MI.double() @ weight_OI.double().T
 
 

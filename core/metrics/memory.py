@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.compat import TorchDispatchMode
 
 
 def peak_bytes(device: torch.device | str, account: MemoryAccount | None = None) -> int:

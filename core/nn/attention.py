@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
+from core.compat import uncompiled
 from core.nn.causal_attention import causal_attention, fits
 from core.nn.linear import Linear
 
@@ -43,7 +43,7 @@ class StepContext:
     auxiliary: Any = field(default=None, init=False, repr=False)
     _memo: dict[tuple, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
-    @_disable_dynamo  # torch.compiler.disable, without importing torch's tracer, a second, in every process
+    @uncompiled  # torch.compiler.disable, without importing torch's tracer, a second, in every process
     def once(self, name: tuple, inputs: tuple, build: Callable[[], Any]) -> Any:
         """build(), or what it returned before in this step for the same name and the very same input tensors."""
         key = (*name, *map(id, inputs))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.compat import softmax_backward
 from core.precision import bf16_units
 
 BLOCK_QUERIES = 128
@@ -57,7 +58,7 @@ def _backward(do_BLHK: Tensor, q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -
         p_NQS = _probabilities(q_BLHK[batch, queries], k_BLHK[batch, keys])
         _add(dv_BHLK[batch, :, keys], torch.bmm(p_NQS.mT, do_NQK))
         dp_NQS = torch.bmm(do_NQK, v_NSK.mT)
-        ds_NQS = torch._softmax_backward_data(dp_NQS, p_NQS, -1, p_NQS.dtype)
+        ds_NQS = softmax_backward(dp_NQS, p_NQS, -1, p_NQS.dtype)
         _put(dq_BLHK[batch, queries], torch.bmm(ds_NQS, k_NSK))
         _add(dk_BHLK[batch, :, keys], torch.bmm(ds_NQS.mT, q_NQK))
     dq_BLHK.mul_(scale)

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd import Function
 
+from core.compat import uncompiled
 from core.nn.experts import Experts
 from core.nn.mlp import ActivationName
 from core.nn.routing import Choice, MoEConfig, Routing, Rows, WholeRows, choose
@@ -62,7 +62,7 @@ class MoE(nn.Module):
         self.share = 1.0
         self.load: Tensor | None = None
 
-    @_disable_dynamo  # torch.compiler.disable, without importing torch's tracer, a second, in every process
+    @uncompiled  # torch.compiler.disable, without importing torch's tracer, a second, in every process
     def forward(
         self, x_BLD: Tensor, positions_BL: Tensor | None = None, mask: Tensor | None = None, context: Any = None
     ) -> Tensor:

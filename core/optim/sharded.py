@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
+from core.compat import own_part, uncompiled
 from core.config import UserError
 from core.layout import Layout, layout_of, tag
 from core.mesh import device_of
@@ -174,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         """Where a state tensor lies in its whole."""
         return self.place(parameter).layout.collapsed(self._collapsed(parameter, key))
 
-    @_disable_dynamo  # torch.compiler.disable, without importing torch's tracer, a second, in every process
+    @uncompiled  # torch.compiler.disable, without importing torch's tracer, a second, in every process
     @torch.no_grad()
     def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step.  closure: reevaluates the model and returns the loss, which is then returned.
@@ -321,7 +321,7 @@ def restore_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: 
 
 def own(tensor: Tensor) -> Tensor:
     """The plain tensor that this rank stores of it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return own_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _own_grad(parameter: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.compat import allow_graphs
 from core.config import UserError
 from core.mesh import EXPERT_AXIS, Zero, tensor_axes
 from core.parallel.data import DataParallel, data_parallel
@@ -168,8 +168,6 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
     kinds.discard(())  # those of other stages, which are not called
     if len(kinds) > 1:
         # One each in training and in evaluation, for some shapes of a batch: sizes of pictures, the last rows.
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, 16 * len(blocks))
-        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 64 * len(blocks))
+        allow_graphs(16 * len(blocks), 64 * len(blocks))
     for block in blocks:
         block.compile(dynamic=None if len(kinds) == 1 else False)

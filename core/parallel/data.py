@@ -43,6 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from core.compat import concatenated, num_holders, own_part
 from core.config import UserError
 from core.layout import Layout, detached, layout_of, local, tag
 from core.mesh import (
@@ -286,7 +287,7 @@ class Replicas(DataParallel):
                 return  # the model has outlived what spread it
             parameter.grad = None
             own._used.add(name)
-            bucket.add(name, grad._local_tensor if isinstance(grad, DTensor) else grad)
+            bucket.add(name, own_part(grad) if isinstance(grad, DTensor) else grad)
             if own._sync:
                 own._launch_complete()
 
@@ -583,7 +584,7 @@ def _with_replicas(mesh: DeviceMesh, axis: DeviceMesh) -> DeviceMesh:
     names = axis.mesh_dim_names
     if names == ("dp_shard",):
         return sub_mesh(mesh, *DATA_AXES)
-    return DeviceMesh._concatenate([sub_mesh(mesh, "dp_replicate"), axis])
+    return concatenated([sub_mesh(mesh, "dp_replicate"), axis])
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -608,15 +609,10 @@ def own_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """
     memory = grad.untyped_storage()
     # This tensor and the storage's name here. A torch that counts otherwise, or not at all, makes us copy.
-    is_alone = memory.nbytes() == grad.nbytes and _num_holders(memory) == 2
+    is_alone = memory.nbytes() == grad.nbytes and num_holders(memory) == 2
     if grad.dtype == dtype and grad.is_contiguous() and is_alone:
         return grad
     return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _num_holders(memory: torch.UntypedStorage) -> int | None:
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return None if count is None else count(memory._cdata)
 
 
 def widen_buffers(model: nn.Module) -> None:

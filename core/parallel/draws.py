@@ -39,10 +39,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from core.compat import uncompiled
 from core.config import UserError
 from core.layout import shares
 from core.mesh import pipeline_ranks, tensor_axes
@@ -233,7 +233,7 @@ class Draws:
             return x
         return self.dropped(module, name, function, x, module.p)  # pyright: ignore[reportArgumentType]
 
-    @_disable_dynamo
+    @uncompiled
     def dropped(self, module: nn.Module, name: str, function: str, x: Tensor, p: float) -> Tensor:
         """x after the dropout of torch.nn.functional's `function` that a module calls."""
         call = self._call(name)

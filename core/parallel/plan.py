@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from core.compat import own_part
 from core.config import UserError
 from core.layout import Layout, layout_of, tag
 
@@ -155,7 +156,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parameter):
         ctx.spec = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-        return parameter._local_tensor.view_as(parameter._local_tensor)
+        return own_part(parameter).view_as(own_part(parameter))
 
     @staticmethod
     def backward(ctx, grad):

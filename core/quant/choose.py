@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from core.compat import Convolution, TransposedConvolution
 from core.config import UserError
 from core.quant.weight import QuantizedWeight
 
@@ -80,7 +80,7 @@ def _kind(module: nn.Module, attribute: str, heads: set[int]) -> str | None:
         return "embedding"
     if id(module) in heads and weight.ndim == 2:
         return "head"
-    if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
+    if isinstance(module, Convolution) and not isinstance(module, TransposedConvolution):
         return "layer"
     return "layer" if isinstance(module, nn.Linear) or _is_transposed(module) else None
 

@@ -13,7 +13,7 @@ the weights lost, and a third would cost half as much again.
 
 VNNI multiplies unsigned by signed bytes, so q is kept as q + 128, one unsigned byte; 128 times the codes' sums are
 taken off. The kernel is the fastest one here for the shape (measured once a process): `core.kernels.vnni`'s, for few
-rows; `torch._int_mm`, unsigned or signed; or, where the weight has that form too (`core.quant.packed`), oneDNN's with
+rows; torch's, unsigned or signed; or, where the weight has that form too (`core.quant.packed`), oneDNN's with
 weights in its own order, which arranges nothing in a call and takes the sums and the scales on the way out. Where this
 CPU's instructions saturate (no VNNI): fp32 products of pieces small enough to be exact.
 
@@ -27,8 +27,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from core.compat import FakeTensor, int_mm
 from core.kernels.llvm import available
 from core.kernels.timing import fastest_from_memory
 from core.kernels.traced import number_of, traced
@@ -170,11 +170,11 @@ Kernel = Callable[[Tensor, Codes], Tensor]
 
 
 def _by_signed(q_RI: Tensor, codes: Codes) -> Tensor:
-    return torch._int_mm(q_RI.bitwise_xor(_ZERO).view(torch.int8), codes.codes_OI.T) * codes.scale_O
+    return int_mm(q_RI.bitwise_xor(_ZERO).view(torch.int8), codes.codes_OI.T) * codes.scale_O
 
 
 def _by_unsigned(q_RI: Tensor, codes: Codes) -> Tensor:
-    return torch._int_mm(q_RI, codes.codes_OI.T).sub_(codes.sums_O, alpha=_ZERO) * codes.scale_O
+    return int_mm(q_RI, codes.codes_OI.T).sub_(codes.sums_O, alpha=_ZERO) * codes.scale_O
 
 
 def _by_form(q_RI: Tensor, codes: Codes) -> Tensor:

@@ -5,7 +5,7 @@ here, for few rows:
 
     stored  `core.kernels.vnni`'s product with the weight as it is stored. Inputs are rounded to 16 bits a row, sums of
             groups are exact, results are fp32
-    packed  `torch._weight_int4pack_mm_for_cpu` with the weight in its own order. Inputs and results are bf16, sums
+    packed  `core.compat.int4_mm` with the weight in its own order. Inputs and results are bf16, sums
             fp32. Weights are not rounded again: the kernel takes (code - 8) scale + shift with a bf16 scale and shift,
             and the scales of `core.quant.weight` have so few bits that shift = (8 - zero) scale is exact
 
@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from core.compat import FakeTensor, int4_mm, pack_int4
 from core.kernels.llvm import available
 from core.kernels.quantized_matmul import dequantize_int4, int4_matmul
 from core.kernels.timing import fastest_from_memory
@@ -79,7 +79,7 @@ class Packed(Form):
     def product(self, x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
         group = weight.scheme.group_size
         x_MI = F.pad(x_MI.to(torch.bfloat16), (0, group * len(self.scale_shift) - x_MI.shape[1]))
-        y_MO = torch._weight_int4pack_mm_for_cpu(x_MI, self.codes, group, self.scale_shift)
+        y_MO = int4_mm(x_MI, self.codes, group, self.scale_shift)
         return y_MO[:, : len(weight.codes)].float()
 
 
@@ -142,7 +142,7 @@ def int4_packed(weight: QuantizedWeight) -> Packed:
         nibbles = weight.codes[start : start + _SLAB].view(-1, groups, group // 2)
         codes_OI = torch.cat((nibbles & 15, nibbles >> 4), 2).flatten(1).to(torch.int32)
         codes_OI = F.pad(codes_OI, (0, 0, 0, -len(codes_OI) % _ROWS))
-        pieces.append(torch._convert_weight_to_int4pack_for_cpu(codes_OI, _INNER_TILES))
+        pieces.append(pack_int4(codes_OI, _INNER_TILES))
     scale_OG = F.pad(weight.scale, (0, 0, 0, -rows % _ROWS))
     shift_OG = torch.zeros_like(scale_OG)
     if weight.zero is not None:

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from core.compat import tree_map, without_torch_function
 from core.config import UserError
 from core.kernels.quantized_matmul import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from core.layout import local
@@ -177,7 +177,7 @@ class QuantizedWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = FUNCTIONS.get(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return (known or func)(*args, **(kwargs or {}))
 
     @classmethod

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
+from core.compat import without_modes
 from core.mesh import host_group
 from core.parallel.pipeline.schedule import Action, Kind, Schedule
 from core.parallel.pipeline.shapes import (
@@ -135,7 +135,7 @@ class ForeseenStep:
         stage = action.stage + 1
         if stage == self.stages.num_stages or self.stages.owners[stage] == self.pipeline.rank:
             return []
-        with _disable_current_modes():
+        with without_modes():
             words = no_description("cpu") if form is None else description_of(form, "cpu")
             peer = self.pipeline.ranks[self.stages.owners[stage]]
             work = dist.isend(words, peer, host_group(self.pipeline.mesh), tag=self._tag(action.stage, action))
@@ -146,7 +146,7 @@ class ForeseenStep:
         stage = action.stage - 1
         if stage < 0 or self.stages.owners[stage] == self.pipeline.rank:
             return forms.get((stage, action.microbatch))
-        with _disable_current_modes():
+        with without_modes():
             words = no_description("cpu")
             peer = self.pipeline.ranks[self.stages.owners[stage]]
             dist.recv(words, peer, host_group(self.pipeline.mesh), tag=self._tag(stage, action))

@@ -1,0 +1,176 @@
+"""Every private name of torch that is used here, and nothing else: what a new torch may move or change stands in one
+place. tests/unit/test_compat.py has a canary for each, and holds that no other file names one.
+
+What takes long to import is imported when it is asked for. Operators (`torch.ops.aten._…`) and `torch._foreach_…`,
+which torch documents, are no matter of this file.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as without_torch_function
+from torch._C import _current_graph_task_id as backward_number
+from torch._compile import _disable_dynamo as uncompiled
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental import _config as symbolic_shapes
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.conv import _ConvTransposeNd as TransposedConvolution
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.utils import _DistWrapper as CheckpointRanks
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "OUTSIDE",
+    "Convolution",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "TransposedConvolution",
+    "backward_number",
+    "softmax_backward",
+    "symbolic_shapes",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "uncompiled",
+    "without_modes",
+    "without_torch_function",
+]
+
+OUTSIDE = -1
+"""`backward_number()`, torch's number of the running backward, where none runs."""
+softmax_backward = torch._softmax_backward_data
+int_mm = torch._int_mm
+int4_mm, pack_int4 = torch._weight_int4pack_mm_for_cpu, torch._convert_weight_to_int4pack_for_cpu
+has_amx, has_avx512_bf16 = torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported
+
+
+# --- distributed ------------------------------------------------------------------------------------------------------
+
+
+def own_part(tensor: "DTensor") -> Tensor:
+    """The plain tensor that this rank stores of a DTensor, itself: `to_local` makes another, and autograd sees it."""
+    return tensor._local_tensor
+
+
+def group_named(name: str) -> ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def default_store() -> Store:
+    """Of the process group that there is."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def fake_store() -> Store:
+    """For a process group of ranks that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def flight_record() -> str | None:
+    """What NCCL's flight recorder has noted, as JSON; None without one."""
+    from torch._C import _distributed_c10d
+
+    ask = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    return None if ask is None else ask()
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a part of; itself, where it is of none."""
+    return mesh._get_root_mesh()
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes as one of that name; a collective of all ranks."""
+    return mesh._flatten(name)
+
+
+def unflattened(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One axis as several; a collective of all ranks."""
+    return axis._unflatten(0, sizes, names)
+
+
+def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The axes of several parts of a mesh as those of one mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def checkpoint_ranks(group: ProcessGroup | None) -> "CheckpointRanks":
+    """What Distributed Checkpoint's ranks say to one another; the first leads. group: None where there is one rank"""
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
+
+
+def storage_info(file: str, first_byte: int, num_bytes: int) -> Any:
+    """Where a chunk lies, as Distributed Checkpoint's own index notes it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, first_byte, num_bytes)
+
+
+def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The box of a tensor, a view."""
+    from torch.distributed._shard._utils import narrow_tensor_by_index
+
+    return narrow_tensor_by_index(tensor, offsets, sizes)
+
+
+# --- memory and modules -----------------------------------------------------------------------------------------------
+
+
+def num_holders(memory: torch.UntypedStorage) -> int | None:
+    """How many tensors and names hold a storage; None where torch does not count."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else count(memory._cdata)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What a call of the module is compiled to; None where it is not."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    module._compiled_call_impl = call
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By its own `compile`, or by `torch.compile`, which puts another module around it."""
+    return compiled_call(module) is not None or "_orig_mod" in module._modules
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+
+def allow_graphs(of_one: int, of_all: int) -> None:
+    """Let torch.compile keep at least so many graphs of one piece of code, and of all."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, of_one)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, of_all)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch.compile finds what it builds its code for a CPU with."""
+    from torch._inductor import cpp_builder, exc  # a second to import, of which most runs are spared
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return False
+    return True
+
+
+def compiled_alone(traced: Any, given: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A traced graph as inductor compiles it, without torch.compile's checks around."""
+    return torch._inductor.standalone_compile(traced, given, options=options)
