@@ -150,6 +150,11 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled_call(module) is not None or "_orig_mod" in module._modules
 
 
+def follows_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run at each of an optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 # --- compilation ------------------------------------------------------------------------------------------------------
 
 

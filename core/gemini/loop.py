@@ -127,7 +127,7 @@ def wrap(
             _replaced(optimizer, p, values[id(p)].dtype, data.masters[names[id(p)]], data) for p in group["params"]
         ]
     try:
-        data.foresee(optimizer, sample)
+        data.prepare(optimizer, None if sample is None else lambda: [sample()])
     except UserError:  # model and optimizer are as they were: another budget can be tried
         for key, value in values.items():
             own[key].data = value

@@ -2,7 +2,7 @@
 
     data.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
     data.reduce()                  every master has its gradient, on the side where it lives
-    optimizer.step()               each side updates what lives there
+    data.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
     data.publish()                 the next fetch brings the new values
 
 Before the first step `prepare` packs the parameters into chunks and decides where each lives. The masters are this
@@ -37,11 +37,13 @@ from core.gemini.tracer import StepTrace, trace_step
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
 from core.mesh import Zero, device_of, shard_axis, stage_axis
-from core.parallel.data import DataParallel, cast_parameter, with_local
+from core.optim.sharded import step_over, steps_apart
+from core.parallel.data import DataParallel, begin, cast_parameter, on_mesh, with_local
+from core.parallel.parallel_model import Sample
 from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
-from core.precision import Precision
+from core.precision import Precision, compute_dtype, master_dtype
 from core.runtime import give_back_freed_memory
 
 DRAWN_STEPS = 2
@@ -61,15 +63,18 @@ class GeminiReplicas(DataParallel):
         config: GeminiConfig,
     ):
         assert config.budget is not None
-        self.config = config
+        self.completion = begin(model, mesh, precision)
+        self.model, self.mesh, self.zero, self.config = model, mesh, zero, config
+        self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self.tier = DeviceTier(parse_bytes(config.budget))
         self.planned: Chunking | None = None
         self._is_measured = False  # in this step
         self._warming: Gauge | None = None
         self._undrawn = DRAWN_STEPS if config.trace is not None else 0
         self.chunks: list[Chunk] = []
+        self._renewed: set[Chunk] = set()  # in this step's update
         self.executor: Executor | None = None
-        super().__init__(model, mesh, zero, precision, materialise, reduce_each=True)
+        self._spread(materialise)
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +116,7 @@ class GeminiReplicas(DataParallel):
             for shared in names:
                 set_parameter(self.model, shared, computing[name])
         self._rows = {name: tag(r.detach().requires_grad_(r.requires_grad), layout_of(r)) for name, r in rows.items()}
-        self.masters = {name: r for name, r in self._rows.items() if r.requires_grad}
+        self.masters = on_mesh({name: r for name, r in self._rows.items() if r.requires_grad}, self.mesh)
 
     def _cast(self, given: nn.Parameter) -> nn.Parameter:
         """The same parameter in the format of computing; another one only where it has no values yet."""
@@ -162,13 +167,13 @@ class GeminiReplicas(DataParallel):
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
-    def foresee(self, optimizer: torch.optim.Optimizer, step: Callable[[], Callable[[nn.Module], Any]] | None) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         """Pack, and decide where each chunk lives.  Raises UserError where no step fits into the budget."""
         if self.executor is not None:
             return
         self._optimizer = optimizer
         units = units_of(self.model)
-        traced = None if step is None else self._traced(step, units)
+        traced = None if sample is None else self._traced(sample, units)
         of = {member.name: member for member in self._adopt()}
         self.streams = Streams(self.device)
         transport = Transport(self.mesh, self.shard, self.tier, self.streams)
@@ -220,7 +225,7 @@ class GeminiReplicas(DataParallel):
         """Over which a chunk is sharded."""
         return 1 if self.shard is None else self.shard.size()
 
-    def _traced(self, step: Callable[[], Callable[[nn.Module], Any]], units: dict[str, list[str]]) -> StepTrace | None:
+    def _traced(self, sample: Sample, units: dict[str, list[str]]) -> StepTrace | None:
         """A step of the model; `units` learn what they read of modules that they do not call.
 
         None of a model without memory that looks at values: it goes without a plan. What goes wrong on one rank does on
@@ -230,7 +235,7 @@ class GeminiReplicas(DataParallel):
             speed = speed_of(self.device, self.compute_dtype)
             # Drawn parameters would be whole, and there is a budget because a device does not hold them whole.
             draws = self.device.type == "cpu"
-            traced = trace_step(self.model, step(), speed, self.device, units=units, draws=draws, agree=_agreed)
+            traced = trace_step(self.model, sample()[0], speed, self.device, units=units, draws=draws, agree=_agreed)
         except UserError as why:
             if not any(parameter.is_meta for parameter in self.model.parameters()):
                 raise
@@ -353,12 +358,12 @@ class GeminiReplicas(DataParallel):
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
         return sum(t.nbytes for t in (*own.values(), *state) if isinstance(t, Tensor) and t.ndim)
 
-    def _finish(self) -> None:
+    def reduce(self) -> None:
         assert self.executor is not None
         if self.executor.gauge is not None:
             self.executor.gauge.pause()
         self.executor.transport.finish()
-        self._used |= self.hooks.used
+        self.completion.used |= self.hooks.used
         for chunk in self.chunks:
             if not chunk.trainable or chunk.alone:
                 continue
@@ -367,9 +372,35 @@ class GeminiReplicas(DataParallel):
                 chunk.has_grad = True
             for member in chunk.members:
                 member.rows.grad = chunk.own_grad(member)
+        self.completion.complete(self.masters, together=self.masters if self.executor.transport.sends else ())
 
-    def _used_together(self) -> set[str]:
-        return set(self.masters) if self.executor is not None and self.executor.transport.sends else set()
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Chunk by chunk in the planned order: one that is new comes for the next step while others are updated."""
+        executor, planned = self.executor, self.planned
+        if executor is None or planned is None or self.hooks.rests or not steps_apart(optimizer):
+            optimizer.step()
+            return
+        gauge, executor.gauge = executor.gauge, None  # an optimizer's step is of no moment that is measured
+        for chunk in self._updated_in_order(planned):
+            executor.at("update", chunk.name, [])
+            step_over(optimizer, [member.rows for member in chunk.members])
+            self._renew(chunk)
+            self._renewed.add(chunk)
+        executor.gauge = gauge
+
+    def _updated_in_order(self, planned: Chunking) -> list[Chunk]:
+        """Chunks that learn: as the trace has their updates, then what it has not seen."""
+        traced = [self.chunks[m.chunks[0]] for m in planned.trace.moments if m.kind == "update"]
+        return traced + [chunk for chunk in self.chunks if chunk.trainable and chunk not in traced]
+
+    def _renew(self, chunk: Chunk) -> None:
+        """What lies on the device of the old values goes; what lives there is filled anew."""
+        assert self.executor is not None
+        chunk.refresh()
+        if chunk.is_outdated:
+            self.executor.drop(chunk)
+        if chunk.resident:
+            self.executor.load(chunk)
 
     def release(self) -> None:
         super().release()
@@ -380,15 +411,12 @@ class GeminiReplicas(DataParallel):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """What lies on the device of the old values goes; what lives there is filled anew."""
         if self.executor is None:
             return
         for chunk in self.chunks:
-            chunk.refresh()
-            if chunk.is_outdated:
-                self.executor.drop(chunk)
-            if chunk.resident:
-                self.executor.load(chunk)
+            if chunk not in self._renewed:
+                self._renew(chunk)
+        self._renewed.clear()
         self._is_measured = False
         if self._warming is not None and self.planned is not None and self._warming.has_measured:
             self._correct(self.planned, self._warming)

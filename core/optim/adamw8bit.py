@@ -32,6 +32,8 @@ class AdamW8bit(ShardedOptimizer):
     Raises UserError for values out of range.
     """
 
+    sends = False
+
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, maximize: bool = False,

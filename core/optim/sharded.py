@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from core.compat import own_part, uncompiled
+from core.compat import follows_steps, own_part, uncompiled
 from core.config import UserError
 from core.layout import Layout, layout_of, tag
 from core.mesh import device_of
@@ -152,7 +152,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     State dicts are those of torch.optim; `init_state`, `stored` and `restore` are what a checkpoint that is independent
     of the mesh needs.
+
+    sends  whether a step sends messages; steps of parts would send as many each
     """
+
+    sends: ClassVar[bool] = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]):
         super().__init__(params, defaults)
@@ -176,8 +180,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     @uncompiled  # torch.compiler.disable, without importing torch's tracer, a second, in every process
     @torch.no_grad()
-    def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step.  closure: reevaluates the model and returns the loss, which is then returned.
+    def step(self, closure=None, only: Iterable[Tensor] | None = None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step.
+
+        closure  reevaluates the model and returns the loss, which is then returned
+        only     parameters that it is of; a step is the steps of its parts, in any order, alike on all ranks
 
         Code under torch.compile breaks its graph here: what there is to fuse is fused, and a graph that has seen the
         number of the step would be compiled again in the next.
@@ -186,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update(self._batches())
+        self._update(self._batches(None if only is None else {id(parameter) for parameter in only}))
         return loss
 
     def init_state(self) -> None:
@@ -247,13 +254,13 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         """The group that a parameter is in."""
         return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
 
-    def _batches(self) -> list[Batch]:
-        """What has a gradient, its step counted on."""
+    def _batches(self, only: set[int] | None) -> list[Batch]:
+        """What has a gradient, its step counted on.  only: ids of parameters; None: of all"""
         found: dict[tuple, Batch] = {}
         count = itertools.count()
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or (only is not None and id(parameter) not in only):
                     continue
                 state = self._ensure_state(parameter, group)
                 state["step"] += 1
@@ -299,6 +306,27 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         shape = torch.Size(self.place(parameter).layout.collapsed(collapsed).shape)
         stride = torch.empty(shape, device="meta").stride() if collapsed else parameter.stride()
         return DTensor.from_local(made, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def step_over(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """One step of some of an optimizer's parameters. A step of all is such steps of its parts, in any order."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.step(only=parameters)
+        return
+    wanted = {id(parameter) for parameter in parameters}
+    all_of_them = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
+        optimizer.step()
+    finally:
+        for group, whole in zip(optimizer.param_groups, all_of_them, strict=True):
+            group["params"] = whole
+
+
+def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps of parts cost no more than one of all: nothing is sent, and nobody follows each step."""
+    return not (getattr(optimizer, "sends", False) or follows_steps(optimizer))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compr
 import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -57,7 +57,7 @@ from core.mesh import (
     stage_axis,
     sub_mesh,
 )
-from core.parallel.parallel_model import ParallelModel, Sample
+from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of, check_trained, parameter_names, partial_parameters, set_parameter
 from core.parallel.rows import own_rows, paired_rows, row_length
 from core.precision import Precision, compute_dtype, master_dtype
@@ -66,54 +66,13 @@ BUCKET_BYTES = 32 * 1024 * 1024
 
 
 class DataParallel(ParallelModel):
-    """A model spread over the data axes."""
+    """A model spread over the data axes, in whatever form: what a loop and a pipeline's stages ask of it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        zero: Zero,
-        precision: Precision,
-        materialise: Callable[[nn.Module], None],
-        reduce_each: bool,
-    ):
-        """Arguments as those of `data_parallel`.
-
-        Raises UserError when no parameter is to be trained, and for one that cannot be.
-        """
-        check_trained(model)
-        if not any(p.requires_grad for p in model.parameters()):
-            raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
-        self.model, self.mesh, self.zero, self._reduce_each = model, mesh, zero, reduce_each
-        self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
-        self._partial = partial_parameters(model)
-        derive_axes(mesh)
-        self._used: set[str] = set()  # masters that a loss of this rank has had a gradient for since `release`
-        self._stage = stage_axis(mesh)
-        agree_on_values(model, mesh)
-        if precision == "fp64":
-            widen_buffers(model)
-        self._spread(materialise)
-        for master in self.masters.values():  # also one that nothing cuts says among which ranks it is
-            tag(master, replace(layout_of(master), mesh=mesh))
-
-    @abstractmethod
-    def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
-        """Shard, give memory to what has none, materialise, and make the masters."""
-
-    def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
-        self.foresee(optimizer, None if sample is None else lambda: sample()[0])
-
-    def foresee(self, optimizer: torch.optim.Optimizer, step: Callable[[], Callable[[nn.Module], Any]] | None) -> None:
-        """As `prepare`.
-
-        step  draws the function model -> loss of a microbatch; or one that runs several forwards and backwards of the
-              model itself, and yields behind each backward
-        """
+    completion: "Completion"
 
     @contextmanager
     def foreseen(self) -> Iterator[None]:
-        """Around that part of a step which `foresee` was shown."""
+        """Around that part of a step which `prepare` was shown."""
         yield
 
     @abstractmethod
@@ -134,34 +93,49 @@ class DataParallel(ParallelModel):
                 total += value.detach()
         return total
 
-    @abstractmethod
-    def _finish(self) -> None:
-        """Wait for the data-parallel reductions and hand every master its gradient."""
+    def release(self) -> None:
+        self.completion.used.clear()
+        for master in self.masters.values():
+            master.grad = None
 
-    def reduce(self) -> None:
-        self._finish()
-        used = self._used_anywhere()
-        for name, master in self.masters.items():
+
+class Completion:
+    """What every form does for its gradients once its own reductions are over.
+
+    used  masters that a loss of this rank has had a gradient for since the last `release`
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh):
+        self.mesh, self.partial, self.stage = mesh, partial_parameters(model), stage_axis(mesh)
+        self.used: set[str] = set()
+
+    def complete(self, masters: Mapping[str, Tensor], together: Collection[str] = ()) -> None:
+        """Gradients for what any rank has used, none for the rest; and sums over the axes on which they are partial.
+
+        together  masters that every rank must use in the same steps
+        """
+        used = self.used_anywhere(masters, together)
+        for name, master in masters.items():
             if name not in used:
                 master.grad = None
             elif master.grad is None:
                 master.grad = torch.zeros_like(master)
-        for axis in dict.fromkeys(axis for axes in self._partial.values() for axis in axes):
-            self._sum_partial([m.grad for n, m in self.masters.items() if axis in self._partial.get(n, ())], axis)
+        for axis in dict.fromkeys(axis for axes in self.partial.values() for axis in axes):
+            self.sum_partial([m.grad for n, m in masters.items() if axis in self.partial.get(n, ())], axis)
 
-    def _used_anywhere(self) -> set[str]:
+    def used_anywhere(self, masters: Mapping[str, Tensor], together: Collection[str]) -> set[str]:
         """Masters for which any rank has a gradient: those of a stage agree on what an optimizer's step is of.
 
         Raises UserError, on all of them, where some have one and some have none, and the message of it needs all.
         """
-        ranks = self.mesh if self._stage is None else self._stage
+        ranks = self.mesh if self.stage is None else self.stage
         if ranks.size() == 1:
-            return set(self._used)
-        own = [name in self._used for name in self.masters]
+            return set(self.used)
+        own = [name in self.used for name in masters]
         marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8, device=device_of(self.mesh))
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=None if self._stage is None else self._stage.get_group())
-        used, unused = ({n for n, mark in zip(self.masters, row, strict=True) if mark} for row in marks.tolist())
-        if apart := used & unused & self._used_together():
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=None if self.stage is None else self.stage.get_group())
+        used, unused = ({n for n, mark in zip(masters, row, strict=True) if mark} for row in marks.tolist())
+        if apart := (used & unused).intersection(together):
             raise UserError(
                 f"parameter {min(apart)} took part in the loss of some ranks and not of others, and this form of data "
                 "parallelism sends its gradient when all have it; use --zero 0, 1 or 2 without --gemini.budget, or add "
@@ -169,11 +143,7 @@ class DataParallel(ParallelModel):
             )
         return used
 
-    def _used_together(self) -> set[str]:
-        """Masters that every rank must use in the same steps."""
-        return set()
-
-    def _sum_partial(self, grads: list[Tensor | None], axis: str) -> None:
+    def sum_partial(self, grads: list[Tensor | None], axis: str) -> None:
         """All-reduce over a model-parallel axis, in one message, what the shards of the activations contributed."""
         present = [g for g in grads if g is not None and g.numel()]
         if not present or sub_mesh(self.mesh, axis).size() == 1:
@@ -184,10 +154,25 @@ class DataParallel(ParallelModel):
         for grad, summed in zip(present, flat.split([g.numel() for g in present]), strict=True):
             grad.copy_(summed.view_as(grad))
 
-    def release(self) -> None:
-        self._used.clear()
-        for master in self.masters.values():
-            master.grad = None
+
+def begin(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> Completion:
+    """What comes first in every form: the mesh's groups, and values that are alike on all ranks.
+
+    Raises UserError when no parameter is to be trained, and for one that cannot be.
+    """
+    check_trained(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
+    derive_axes(mesh)
+    agree_on_values(model, mesh)
+    if precision == "fp64":
+        widen_buffers(model)
+    return Completion(model, mesh)
+
+
+def on_mesh(masters: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """The masters, each of which says among which ranks it is, also one that nothing cuts."""
+    return {name: tag(master, replace(layout_of(master), mesh=mesh)) for name, master in masters.items()}
 
 
 def data_parallel(
@@ -203,8 +188,9 @@ def data_parallel(
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
     """
-    kind = FullyShardedReplicas if zero == 3 else Replicas
-    return kind(model, mesh, zero, precision, materialise, reduce_each)
+    if zero == 3:
+        return FullyShardedReplicas(model, mesh, precision, materialise, reduce_each)
+    return Replicas(model, mesh, zero, precision, materialise, reduce_each)
 
 
 # --- ZeRO 0, 1, 2 -----------------------------------------------------------------------------------------------------
@@ -213,8 +199,19 @@ def data_parallel(
 class Replicas(DataParallel):
     """Whole parameters on every rank; the optimizer (zero 1) and the gradients (zero 2) sharded by rows."""
 
-    def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
-        model = self.model
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        zero: Zero,
+        precision: Precision,
+        materialise: Callable[[nn.Module], None],
+        reduce_each: bool,
+    ):
+        """Arguments as those of `data_parallel`."""
+        self.completion = begin(model, mesh, precision)
+        self.model, self.mesh, self.zero, self._reduce_each = model, mesh, zero, reduce_each
+        self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._sync = True
         allocate(model, self.mesh.device_type)
         materialise(model)
@@ -222,6 +219,7 @@ class Replicas(DataParallel):
         self.dims: dict[str, int] = {}
         for names in parameter_names(model):
             self._adopt(names, self.compute_dtype)
+        self.masters = on_mesh(self.masters, mesh)
         self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
         self._buckets = self._due = self._make_buckets()
         self._next = 0
@@ -286,7 +284,7 @@ class Replicas(DataParallel):
             if own is None or bucket is None:
                 return  # the model has outlived what spread it
             parameter.grad = None
-            own._used.add(name)
+            own.completion.used.add(name)
             bucket.add(name, own_part(grad) if isinstance(grad, DTensor) else grad)
             if own._sync:
                 own._launch_complete()
@@ -325,6 +323,10 @@ class Replicas(DataParallel):
             for name, grad in bucket.wait().items():
                 master = self.masters[name]
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
+
+    def reduce(self) -> None:
+        self._finish()
+        self.completion.complete(self.masters)
 
     def release(self) -> None:
         super().release()
@@ -479,8 +481,18 @@ class FullyShardedReplicas(DataParallel):
     no floating number stays whole on every rank.
     """
 
-    def _spread(self, materialise: Callable[[nn.Module], None]) -> None:
-        model, mesh = self.model, self.mesh
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        precision: Precision,
+        materialise: Callable[[nn.Module], None],
+        reduce_each: bool,
+    ):
+        """Arguments as those of `data_parallel`."""
+        self.completion = begin(model, mesh, precision)
+        self.model, self.mesh, self._reduce_each = model, mesh, reduce_each
+        self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         for names in parameter_names(model):
             parameter = cast_parameter(model.get_parameter(names[0]), self.reduce_dtype)
             for name in names:
@@ -523,7 +535,7 @@ class FullyShardedReplicas(DataParallel):
                 tag(parameter, layouts[name].cut(mesh, (axis.mesh_dim_names or ("",))[0], dim))
         materialise(model)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.masters = {n: detached(p).requires_grad_() for n, p in self._trained.items()}
+        self.masters = on_mesh({n: detached(p).requires_grad_() for n, p in self._trained.items()}, mesh)
 
     @contextmanager
     def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
@@ -531,12 +543,14 @@ class FullyShardedReplicas(DataParallel):
         self.model.set_requires_gradient_sync(last or self._reduce_each)
         yield
 
-    def _finish(self) -> None:
-        self._used |= {name for name, parameter in self._trained.items() if parameter.grad is not None}
+    def reduce(self) -> None:
+        self.completion.used |= {name for name, parameter in self._trained.items() if parameter.grad is not None}
         for name, parameter in self._trained.items():
             self.masters[name].grad = None if parameter.grad is None else local(parameter.grad)
             parameter.grad = None
         self._sum_scalars([m for m in self.masters.values() if m.ndim == 0])
+        sharded = {name for name, parameter in self._trained.items() if isinstance(parameter, DTensor)}
+        self.completion.complete(self.masters, together=sharded)
 
     def _sum_scalars(self, scalars: list[Tensor]) -> None:
         """All-reduce, in one message, the gradients of what FSDP2 leaves to us and has elements."""
@@ -546,9 +560,6 @@ class FullyShardedReplicas(DataParallel):
         dist.all_reduce(grads, group=gradient_axis(self.mesh).get_group())
         for scalar, grad in zip(scalars, grads.unbind()):
             scalar.grad = grad
-
-    def _used_together(self) -> set[str]:
-        return {name for name, parameter in self._trained.items() if isinstance(parameter, DTensor)}
 
     def publish(self) -> None:
         """The next forward gathers the masters, also where an earlier one (an evaluation's) left values gathered."""

@@ -5,7 +5,8 @@ A step is
     1. `run`: forward and backward of every microbatch; gradients accumulate
     2. `reduce`: every master's `.grad` is complete, the sum over all ranks that contribute to it; None, on all ranks
        that hold a part of it, where it took part on none, so that no optimizer moves it or lets it decay
-    3. the optimizer updates the masters (local tensors, each tagged with its layout); `release` drops the gradients
+    3. `update`: the optimizer updates the masters (local tensors, each tagged with its layout); `release` drops the
+   gradients
     4. `publish`: the masters' values enter the parameters that the next forward uses
 """
 
@@ -21,8 +22,9 @@ from core.layout import detached
 from core.mesh import device_of
 from core.parallel.draws import Draws
 
-Sample = Callable[[], Sequence[Callable[[nn.Module], Tensor]]]
-"""Draws the microbatches of a step: of each the function model -> its loss."""
+Sample = Callable[[], Sequence[Callable[[nn.Module], Any]]]
+"""Draws the microbatches of a step: of each the function model -> its loss; or one function for all, which runs their
+forwards and backwards itself, and yields behind each backward."""
 
 
 class ParallelModel(ABC):
@@ -80,6 +82,10 @@ class ParallelModel(ABC):
         Masters that took part in the loss of no rank have none, as in torch; those that did on some rank have one
         on all.
         """
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, of all at once or part by part."""
+        optimizer.step()
 
     @abstractmethod
     def release(self) -> None:

@@ -192,7 +192,7 @@ def train_step(
         scale_gradients(data.masters.values(), factor / scale)
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        state.optimizer.step()
+        data.update(state.optimizer)
         if state.average is not None:
             state.average.follow()
         data.release()  # before the parameters travel: the two need not share memory

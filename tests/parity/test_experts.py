@@ -21,7 +21,7 @@ from core.nn.moe import AuxiliaryLoss
 from core.nn.routing import MoEConfig
 from core.parallel import data as data_module
 from core.parallel import expert
-from core.parallel.data import DataParallel
+from core.parallel.data import Completion
 from core.parallel.recompute import RecomputeConfig
 from core.train import train_step
 from tests.parity.test_train import GPT2, LLAMA, TOLERANCE, parallel
@@ -164,7 +164,7 @@ def sent(mesh: MeshConfig) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     rows = 12 // axis.size()
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(Case(TOPK), 0).items()}
     # What says which parameters were used is counted in tests/unit/test_volume.py.
-    used = patch.object(DataParallel, "_used_anywhere", lambda data: set(data.masters))
+    used = patch.object(Completion, "used_anywhere", lambda _, masters, together: set(masters))
     with used, count_volume(state.data.mesh) as volume:
         train_step(state, mine, loss, weight, config, 0)
     elements = {"experts": 0, "others": 0}

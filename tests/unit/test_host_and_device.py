@@ -11,13 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.mesh import device_of
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.sharded import Line, Reduction
-from core.parallel.data import Replicas
+from core.parallel.data import Completion
 
 MESH: Any = SimpleNamespace(device_type="cuda", size=lambda *_: 2, mesh_dim_names=("dp_replicate",))
 GROUP: Any = "a group"
@@ -71,11 +71,11 @@ def test_sums_of_optimizers(sent: Sent, devices: list[str]) -> None:
 
 @pytest.mark.parametrize("devices", [["cpu", "cuda"], ["cuda", "cpu"], ["cpu", "cpu"]])
 def test_partial_gradients(sent: Sent, devices: list[str]) -> None:
-    replicas = Replicas.__new__(Replicas)
-    replicas.mesh, replicas.model = MESH, nn.Module()
+    completion = Completion.__new__(Completion)
+    completion.mesh = MESH
     grads = [torch.empty(5, device=device) for device in devices]
     axis = SimpleNamespace(size=lambda: 2, get_group=lambda: GROUP)
     with patch("core.parallel.data.sub_mesh", lambda *_: axis):
-        replicas._sum_partial(grads, "tp")
+        completion.sum_partial(grads, "tp")
     assert sent.devices == ["cuda"]
     assert [grad.device.type for grad in grads] == devices

@@ -22,6 +22,7 @@ from core.optim.build import OPTIMIZERS
 from core.optim.came import CameConfig
 from core.optim.pieces import pieces
 from core.optim.schedule import ScheduleConfig, batch_factor
+from core.optim.sharded import step_over
 from core.optim.size import state_bytes
 
 SHAPES = [(5, 7), (3,), (2, 3, 4), ()]
@@ -279,6 +280,25 @@ def test_every_name_is_built_and_its_state_has_the_size_that_is_foretold(name: s
         tensors = [t for key, t in optimizer.state[master].items() if key != "step"]
         hidden = n.startswith("blocks") and master.ndim == 2
         assert sum(t.nbytes for t in tensors) == state_bytes(config, shapes[n], 4, hidden=hidden), n
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_step_is_the_steps_of_its_parts_in_any_order(name: str) -> None:
+    shapes = {"blocks.0.w": (40, 300), "blocks.1.w": (30, 20), "head": (30, 200), "b": (50,)}
+    runs = []
+    for orders in ([["blocks.0.w", "blocks.1.w", "head", "b"]], [["b", "blocks.1.w"], [], ["head"], ["blocks.0.w"]]):
+        draw = torch.Generator().manual_seed(0)
+        masters = {n: torch.randn(shape, generator=draw).requires_grad_() for n, shape in shapes.items()}
+        optimizer = build_optimizer(OptimConfig(name=name, lr=0.1), masters)
+        for _ in range(3):
+            for master in masters.values():
+                master.grad = torch.randn(master.shape, generator=draw)
+            for part in orders:
+                step_over(optimizer, [masters[n] for n in part])
+        runs.append(masters)
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(masters)
+    for n in shapes:
+        torch.testing.assert_close(runs[0][n], runs[1][n], rtol=1e-6, atol=1e-6, msg=n)
 
 
 @pytest.mark.parametrize(

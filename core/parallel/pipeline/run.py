@@ -104,7 +104,7 @@ class Pipeline(ParallelModel):
         return self.inner.figures()
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
-        self.inner.foresee(optimizer, None if sample is None else lambda: ForeseenStep(self, sample()))
+        self.inner.prepare(optimizer, None if sample is None else lambda: [ForeseenStep(self, sample())])
 
     def names_of(self, stage: int) -> frozenset[str]:
         """Masters that a backward of the stage has gradients for."""
@@ -158,6 +158,12 @@ class Pipeline(ParallelModel):
             other = torch.empty(gradient.shape, dtype=gradient.dtype, device=device)
             dist.recv(other, self.ranks[copy], self.group)
             gradient += other.to(gradient.device)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.stages.shared:  # values of copies are new only after `publish`
+            optimizer.step()
+        else:
+            self.inner.update(optimizer)
 
     def release(self) -> None:
         self.inner.release()
