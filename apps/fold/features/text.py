@@ -56,9 +56,9 @@ def _encoding(content: bytes) -> str | None:
         return "utf-32"
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    zeros = tuple(byte == 0 for byte in content[:4])
-    wide = {(False, True, True, True): "utf-32-le", (True, True, True, False): "utf-32-be"}
-    return wide.get(zeros) or {(False, True): "utf-16-le", (True, False): "utf-16-be"}.get(zeros[:2])
+    zeros = "".join("0" if byte == 0 else "x" for byte in content[:4])
+    wide = {"x000": "utf-32-le", "000x": "utf-32-be"}
+    return wide.get(zeros) or {"x0": "utf-16-le", "0x": "utf-16-be"}.get(zeros[:2])
 
 
 def unpacked_name(path: Path) -> Path:
