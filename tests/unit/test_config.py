@@ -242,7 +242,7 @@ def test_run_command_turns_mistakes_into_exit_codes(capsys: pytest.CaptureFixtur
     assert run_command(lambda argv: None, []) == 0
     assert run_command(lambda argv: 3, []) == 3
     assert run_command(interrupted, []) == 130
-    assert run_command(mistaken, ["this"], speaks=False) == 2
+    assert run_command(mistaken, ["this"], speaks=lambda: False) == 2
     assert capsys.readouterr() == ("", "")
     assert run_command(mistaken, ["this"]) == 2
     assert capsys.readouterr() == ("", "error: given this; allowed that; do so\n")
