@@ -306,7 +306,7 @@ def _one_line(complaint: str, command: str) -> str:
         if line.startswith("╭"):
             paragraphs.append([])
     _title, *rest = (" ".join(p) for p in paragraphs if p)
-    said = "; ".join(rest)
+    said = re.sub(r"^Error parsing (?!--)[\w.-]+: ", "", "; ".join(rest))  # a field or class, before words of our own
     return f"{said.rstrip('.')}; see {command} --help-all"
 
 
