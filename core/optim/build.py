@@ -121,6 +121,12 @@ class OptimConfig:
         if self.name in _SHARDED:
             _sharded(self, {"nothing": torch.zeros(1)})  # what remains is its own to check
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.name != "adafactor" or self.beta1 is not None:
+            return {}
+        return {"momentum_format": "without a first moment; give --optim.beta1, too"}
+
     def options(self) -> dict[str, Any]:
         """The optimizer's options, lr aside: those that are given, and the defaults of the others."""
         given = {name: getattr(self, name) for name in DEFAULTS[self.name]}
