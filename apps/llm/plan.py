@@ -87,7 +87,13 @@ class PlanConfig(PretrainConfig):
         return found
 
 
+VALUES_ALONE = (
+    *("model.norm_eps", "model.rope_theta", "model.moe.balance_weight"),
+    *("model.moe.z_weight", "model.moe.jitter", "model.moe.second_expert"),
+)
+"""Options that say what is computed, and nothing of what that takes."""
 WITHOUT_EFFECT = (
+    *VALUES_ALONE,
     *("seed", "out", "resume", "device", "compile", "kernels", "hf", "hf_dtype", "hang_after", "evaluate_every"),
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),

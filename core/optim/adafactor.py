@@ -317,6 +317,10 @@ class AdafactorConfig(OptimConfig):
         super().__post_init__()
         _check(lr=self.lr, **_options(self))
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        return {} if self.beta1 is not None else {"momentum_format": "without a first moment; give --optim.beta1, too"}
+
 
 def _options(config: AdafactorConfig) -> dict[str, Any]:
     options = own_values(config)
