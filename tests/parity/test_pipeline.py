@@ -120,6 +120,18 @@ def test_microbatches_of_any_length(ranks, schedule: ScheduleName) -> None:
                 assert (found[name] - value).norm() <= TOLERANCE * max(float(value.norm()), 1e-6), name
 
 
+@pytest.mark.parametrize("budget", [None, "1GB"])
+def test_the_backward_of_a_stage_reduces_its_own_gradients(ranks, budget: str | None) -> None:
+    """And no other stage's: each is sent once a microbatch, however many stages a rank has."""
+    zero, each = (2, True) if budget is None else (3, False)
+    for stages in (2, 5):
+        parallel = staged("interleaved", zero, microbatches=4, reduce_each=each, chunks=stages)
+        case = Case(deep(GPT2, 10), TWO, parallel, batch=8, budget=budget)
+        most = 1.15 if budget is None else 1 + 0.15 * stages  # padding of ragged rows; chunks that two stages share
+        for sent, own in ranks(4).run(pipeline.bytes_reduced, case):
+            assert 4 * own <= sent <= 4 * most * own
+
+
 def test_waiting_is_no_computing(ranks) -> None:
     """What an action is said to take is without the messages that it waits for: a bubble is seen as one."""
     first, last = ranks(2).run(pipeline.seconds_of_forwards, Case(GPT2, TWO, staged("gpipe")), 1.0)

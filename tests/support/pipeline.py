@@ -1,5 +1,6 @@
 """Pipelines beside one rank: microbatches of several lengths, and steps that have one thing broken."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.layout import full_tensor
+from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
@@ -44,6 +45,28 @@ def gradients_of_lengths(model: DecoderConfig, pipeline: PipelineConfig, mesh: M
         found |= {f"{name} of step {step}": full_tensor(_gradient(m)).clone() for name, m in data.masters.items()}
         data.release()
     return {"losses": losses, **of_all_stages(found, built)}
+
+
+def bytes_reduced(case: Case) -> tuple[int, int]:
+    """Bytes that the second step reduce-scatters on this rank, and those of the gradients of its stages, once each."""
+    with patch("core.parallel.data.BUCKET_BYTES", 2000):
+        state, config = build(case)
+    axis, inner = data_axis(state.data.mesh), state.data.inner
+    rows = case.batch // axis.size()
+    mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
+    train_step(state, mine, loss, weight, config, 0)
+    sent, send = 0, dist.reduce_scatter_tensor
+
+    def counted(out: Tensor, whole: Tensor, **options: Any) -> Any:
+        nonlocal sent
+        sent += whole.nbytes
+        return send(out, whole, **options)
+
+    with patch.object(dist, "reduce_scatter_tensor", counted):
+        train_step(state, mine, loss, weight, config, 1)
+    if case.budget is not None:
+        return sent, sum(8 * chunk.own_elements * chunk.ranks for chunk in inner.chunks)
+    return sent, sum(8 * math.prod(layout_of(master).shape) for master in inner.masters.values())
 
 
 def expert_load(case: Case) -> dict[str, Any]:
