@@ -18,6 +18,22 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def kernels_are_chosen_in_a_moment() -> Iterator[None]:
+    """The fastest of some exact kernels is asked for by one call of each, on little: no test depends on which it is."""
+    from core.kernels import matmul, timing  # not before tests/kernels has chosen Triton's interpreter
+    from core.quant import integers, packed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_CACHED_BYTES", 4)
+        patch.setattr(integers, "_MEASURED_WEIGHTS", 1)
+        patch.setattr(integers, "_MEASURED_CHANNELS", 64)
+        patch.setattr(integers, "_ROUNDS", 1)
+        patch.setattr(packed, "_ROUNDS", 1)
+        patch.setattr(matmul, "_TRIES", 1)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_is_left() -> Iterator[None]:
     """What joins one for as long as the process lives (`core.gemini.wrap`) leaves it to the other tests here."""
