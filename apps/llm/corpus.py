@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from apps.llm.tokenizer import NUM_BYTES, Tokenizer, load_tokenizer, train_bpe
-from core.config import UserError
+from core.config import UserError, option
 from core.data import BatchSize, Document, Faults, RampConfig, ShardWriter, Source, TokenShards, split_of
 
 STDLIB = "stdlib"
@@ -79,7 +79,7 @@ class DataConfig:
             raise UserError("--data.path is empty; give a file, a folder, or stdlib")
         for name in ("sequence_length", "global_batch"):
             if getattr(self, name) < 1:
-                raise UserError(f"--data.{name} is {getattr(self, name)}; it must be at least 1")
+                raise UserError(f"{option(f'data.{name}')} is {getattr(self, name)}; it must be at least 1")
         _ = self.batch_size  # refuses a ramp that does not lead to it
         if not 0 <= self.heldout_fraction < 1:
             raise UserError(f"--data.heldout-fraction is {self.heldout_fraction}; it must be in [0, 1)")

@@ -182,7 +182,7 @@ def test_the_standard_library_is_there_without_its_tests():
         ({"sequence_length": 0}, "--data.sequence-length is 0; it must be at least 1"),
         ({"global_batch": -1}, "--data.global-batch is -1"),
         ({"heldout_fraction": 1.0}, r"--data.heldout-fraction is 1.0; it must be in \[0, 1\)"),
-        ({"heldout_fraction": float("nan")}, "heldout_fraction is nan"),
+        ({"heldout_fraction": float("nan")}, "--data.heldout-fraction is nan"),
         ({"vocab_size": 256}, "--data.vocab-size is 256; a bpe needs at least 257"),
     ],
 )

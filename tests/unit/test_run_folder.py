@@ -178,7 +178,7 @@ def test_the_demo_of_folding_keeps_to_its_out(tmp_path: Path, monkeypatch: pytes
     def train(options: list[str]) -> int:
         config = fold_demo.parse(fold_demo.RECIPES, options, "fold train", default="tiny")
         config.out.mkdir(parents=True)
-        trained.append((config.out, config.weights))
+        trained.append((config.out, Path(config.model)))
         return 0
 
     monkeypatch.setattr(fold_demo, "train", train)
