@@ -27,7 +27,7 @@ _HIT = "\nProbab="  # once for each hit of hhsearch
 @dataclass(frozen=True)
 class MsaConfig:
     input: Path | None = None
-    """a FASTA file; `fold msa IN.fasta` means the same"""
+    """a FASTA file; `megalith fold msa IN.fasta` means the same"""
     databases: tuple[Path, ...] = ()
     """FASTA files that jackhmmer searches, such as UniRef90 or MGnify"""
     hhblits_databases: tuple[Path, ...] = ()
@@ -93,12 +93,10 @@ class MsaConfig:
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when a record has no alignment; the others have theirs."""
-    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
-        argv = ["--input", *argv]
-    config = parse({"default": MsaConfig}, argv, "fold msa", default="default")
+    config = parse({"default": MsaConfig}, argv, "megalith fold msa", default="default", places=("input",))
     if config.input is None or not (config.databases or config.hhblits_databases or config.mmseqs_databases):
         raise UserError(
-            "fold msa needs a FASTA file and databases: fold msa IN.fasta --databases UNIREF.fasta … (jackhmmer), "
+            "megalith fold msa needs a FASTA file and databases: IN.fasta --databases UNIREF.fasta … (jackhmmer), "
             "--hhblits-databases PREFIX … or --mmseqs-databases UNIREF.fasta …"
             + (" (hhsearch begins with an alignment)" if config.hhsearch_databases else "")
         )
