@@ -20,6 +20,8 @@ import json
 import math
 import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -291,9 +293,18 @@ def _check_names(options: list[str], config: Any, command: str) -> None:
 
 
 _ELSEWHERE = {
-    **{"learning_rate": "lr", "batch_size": "global_batch", "per_device_train_batch_size": "microbatch"},
-    **{"max_steps": "steps", "num_steps": "steps", "max_length": "sequence_length", "seq_length": "sequence_length"},
-    **{"output_dir": "out", "output": "out", "gpus": "nproc", "num_gpus": "nproc", "world_size": "nproc"},
+    "learning_rate": "lr",
+    "batch_size": "global_batch",
+    "per_device_train_batch_size": "microbatch",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "max_length": "sequence_length",
+    "seq_length": "sequence_length",
+    "output_dir": "out",
+    "output": "out",
+    "gpus": "nproc",
+    "num_gpus": "nproc",
+    "world_size": "nproc",
 }
 """What other programs call it -> the last part of its name here."""
 
@@ -436,7 +447,14 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
     speaks  False on ranks other than 0, so that a line appears once
     """
     try:
-        return command(argv) or 0
+        try:
+            return command(argv) or 0
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
         line = in_one_line(error)
         if line is None:
@@ -446,6 +464,17 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _nobody_reads() -> bool:
+    """Whether what is printed goes to a program that has ended, as in `--help | head`; then it goes nowhere."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     source, target = config.input or config.model, config.out
     if source is None or target is None:
         raise UserError("megalith diffusion convert takes what to read and what to write: --model IN --out OUT")
-    if config.of_lora:
+    if config.input is not None and config.model is not None:
         lora = load_lora(source, load_pipeline(config.model, prediction_type=config.prediction_type))
         save_lora(lora, target, config.layout, COMPUTE_DTYPE[config.precision])
         print(f"{target}: {len(lora)} modules in {config.layout}'s layout")

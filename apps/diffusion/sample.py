@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from rich.console import Console
@@ -31,6 +31,11 @@ from core.runtime import device_of, freed_memory_given_back
 @dataclass(frozen=True)
 class SampleConfig(Sampling):
     """Draw pictures."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "prompt", "prompts", "out", "images", "grid", "sampler", "steps", "guidance", "negative"),
+        *("height", "width", "lora", "seed", "precision", "device"),
+    )
 
     model: Path | None = None
     """a diffusers folder or a single-file checkpoint; without it the small pipeline that comes with this program"""

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,6 +26,11 @@ _HIT = "\nProbab="  # once for each hit of hhsearch
 
 @dataclass(frozen=True)
 class MsaConfig:
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("input", "databases", "hhblits_databases", "mmseqs_databases", "hhsearch_databases", "out", "shards"),
+        *("workers", "threads", "max_rows"),
+    )
+
     input: Path | None = None
     """a FASTA file; `megalith fold msa IN.fasta` means the same"""
     databases: tuple[Path, ...] = ()

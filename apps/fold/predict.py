@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -66,6 +66,11 @@ from core.runtime import (
 
 @dataclass(frozen=True)
 class PredictConfig:
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("input", "model", "msa", "templates", "out", "num_recycles", "seed", "num_seeds", "precision", "device"),
+        *("memory", "nproc", "overwrite"),
+    )
+
     input: Path | None = None
     """a FASTA file; `megalith fold predict IN.fasta` means the same"""
     model: tuple[Path, ...] = ()

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,10 @@ from core.runtime import device_of
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "data.path", "data.sequence_length", "data.global_batch", "split", "precision", "device", "out"),
+    )
+
     model: Path = Path()
     """a Hugging Face folder, or a run folder of `megalith llm pretrain`"""
     data: DataConfig = field(default_factory=lambda: DataConfig(heldout_fraction=0.05, global_batch=8))

@@ -65,6 +65,14 @@ OTHER_RANKS = {"ranks", "world-size", "gpus", "devices", "num-gpus", "processes"
 MEMORY = {"memory", "gemini.budget", "engine.cache", "max-body"}
 
 
+def test_long_lists_of_options_have_a_short_help(configs):
+    """`--help` shows what most people need, at most a good screen of it; `--help-all` everything."""
+    for name, config in configs.items():
+        count, shown = len(list(option_names(config))), len(getattr(config, "ESSENTIAL", ()))
+        assert shown <= 32, (name, count, shown)
+        assert shown or count < 20, (name, count)
+
+
 def test_a_model_that_is_given_has_one_name(configs):
     assert {name for name, config in configs.items() if "model" not in spelled(config)} == WITHOUT_MODEL
     assert not {name: found for name, config in configs.items() if (found := OTHER_NAMES & spelled(config).keys())}

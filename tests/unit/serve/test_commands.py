@@ -109,7 +109,7 @@ def test_refusals(capsys, tmp_path):
     assert "4 heads do not divide over tp=3" in refusal(capsys, "--model", model, "--tp", 3)
     assert "called model" in refusal(capsys, "--model", model, model)
     assert "over tp=2" in refusal(capsys, "--model", model, model, "--tp", 2)
-    assert "did you mean --port or" in refusal(capsys, "--model", model, "--prot", 1)
+    assert "did you mean --port?" in refusal(capsys, "--model", model, "--prot", 1)
     assert "port 70000" in refusal(capsys, "--model", model, "--port", 70000)
     assert "cannot read the key" in refusal(capsys, "--model", model, "--api-key-file", "/nowhere")
     assert "give at least 65" in refusal(capsys, "--model", model, "--engine.max-batch-tokens", 3)
