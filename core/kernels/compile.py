@@ -95,7 +95,7 @@ def _compiling(chip: str, compiled: list[Any]) -> Iterator[None]:
 
     driver = triton.runtime.driver
     before = driver._active  # its own reset would look for a GPU
-    driver.set_active(_NamesAChip(TARGETS[chip]))
+    driver.set_active(_NamesAChip(TARGETS[chip]))  # pyright: ignore[reportArgumentType]  as much as is asked for
     for spec in specs().values():  # binaries of another chip are cached by device number
         _forget_binaries(spec)
     try:
@@ -166,7 +166,8 @@ def _spilled(kernel: Any, target: GPUTarget) -> int:
     """What ptxas says of spills when Triton assembles the kernel once more, with the options that it took before."""
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as said:
         knobs.nvidia.dump_ptxas_log = True
-        make_backend(target).make_cubin(kernel.asm["ptx"], {}, kernel.metadata, target.arch)
+        backend: Any = make_backend(target)  # NVIDIA's
+        backend.make_cubin(kernel.asm["ptx"], {}, kernel.metadata, target.arch)
     found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.getvalue())
     assert found is not None, said.getvalue()
     return max(int(found[1]), int(found[2]))
