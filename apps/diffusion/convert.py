@@ -62,7 +62,9 @@ def main(argv: list[str]) -> int:
     config = parse({"default": ConvertConfig}, argv, "megalith diffusion convert", "default", places=("input", "out"))
     source, target = config.input or config.model, config.out
     if source is None or target is None:
-        raise UserError("megalith diffusion convert takes what to read and what to write: --model IN --out OUT")
+        raise UserError(
+            "megalith diffusion convert takes what to read and what to write: IN OUT, or --model IN --out OUT"
+        )
     if config.input is not None and config.model is not None:
         lora = load_lora(source, load_pipeline(config.model, prediction_type=config.prediction_type))
         save_lora(lora, target, config.layout, COMPUTE_DTYPE[config.precision])

@@ -122,7 +122,8 @@ class PlanConfig:
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
         slow = self.kind == "cpu" and self.gemini.budget is None
-        names = ("utilisation", "memory_gb_s", "bandwidth_gb_s") if slow else ()
+        names = ["utilisation", "memory_gb_s", "bandwidth_gb_s"] if slow else []
+        names += ["steps"] if self.kind == "cpu" and self.task == "train" else []
         return dict.fromkeys(names, "on a CPU, whose time is not foreseen; give --gpu, such as A100") | self._unread()
 
     def _unread(self) -> dict[str, str]:

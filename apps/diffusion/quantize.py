@@ -55,7 +55,9 @@ class QuantizeConfig:
 def main(argv: list[str]) -> int:
     config = parse({"default": QuantizeConfig}, argv, "megalith diffusion quantize", "default", ("model", "out"))
     if config.model is None or config.out is None:
-        raise UserError("megalith diffusion quantize takes the pipeline and the folder to write: --model IN --out OUT")
+        raise UserError(
+            "megalith diffusion quantize takes the pipeline and the folder to write: IN OUT, or --model IN --out OUT"
+        )
     source, target = config.model, config.out
     check_free(target)
     pipeline = load_pipeline(source, prediction_type=config.prediction_type, tokenizer=config.tokenizer)

@@ -64,7 +64,9 @@ class QuantizeConfig:
 def main(argv: list[str]) -> int:
     config = parse({"default": QuantizeConfig}, argv, "megalith serve quantize", "default", places=("model", "out"))
     if config.model is None or config.out is None:
-        raise UserError("megalith serve quantize takes the model's folder and the one to write: --model IN --out OUT")
+        raise UserError(
+            "megalith serve quantize takes the model's folder and the one to write: IN OUT, or --model IN --out OUT"
+        )
     source, target = find_source(config.model), config.out
     scheme = Scheme(config.scheme, config.group_size, config.symmetric, config.threshold)
     options: dict[str, Any] = {"embeddings": config.embeddings, "head": config.head}

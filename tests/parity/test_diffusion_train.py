@@ -299,7 +299,7 @@ def test_a_missing_collective_is_seen(ranks) -> None:
 
 def test_compiled_blocks_train_as_they_are(ranks) -> None:
     """A U-Net's blocks are unlike each other: all are compiled, for two sizes of pictures, not only the first few."""
-    case = Case(prior=True, steps=2)
+    case = Case(prior=True, train_text=True, steps=2)
     graphs, compiled = ranks(1).run(counted, replace(case, compile=True))[0]
     difference, where = largest_difference([compiled], ranks(1).run(ours, case)[0], case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"

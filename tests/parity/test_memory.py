@@ -41,14 +41,14 @@ ROWS = {
 def test_estimate(ranks, name: str) -> None:
     precision, tp, zero, num_microbatches = ROWS[name].values()
     parallel = ParallelConfig(zero=zero, precision=precision, reduce_each=num_microbatches > 1)
-    measured = max(ranks(2 * tp).run(peak, MeshConfig(tp=tp), parallel, 2, num_microbatches))
+    measured = max(ranks(2 * tp).run(peak, MeshConfig(tp=tp), parallel, 4, num_microbatches))
     run = RunShape(
         precision=precision,
         dp_replicate=1 if zero else 2,
         dp_shard=2 if zero else 1,
         tp=tp,
         zero=zero,
-        microbatch_size=2,
+        microbatch_size=4,
         num_microbatches=num_microbatches,
         reduce_each=parallel.reduce_each,
         sequence_length=MODEL.max_length,
