@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
-from apps.diffusion.plan_config import RECIPES, WITHOUT_EFFECT, PlanConfig
+from apps.diffusion.plan_config import RECIPES, PlanConfig, without_effect
 from core.config import UserError, in_words, option, parse, size_in_bytes, typed
 
 NO_TIME = "how long a CPU takes is not foreseen; --gpu, such as A100, plans for a GPU, and says"
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         console.print(found.said)
     console.print(_process(found))
     console.print(_time(config, found) if config.kind == "cuda" else NO_TIME)
-    if ignored := sorted(typed(argv, config) & set(WITHOUT_EFFECT)):
+    if ignored := sorted(typed(argv, config) & without_effect(config)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     if config.memory is not None:
         size = size_in_bytes(config.memory, "memory", "GiB")

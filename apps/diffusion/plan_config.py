@@ -121,12 +121,6 @@ class PlanConfig:
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        slow = self.kind == "cpu" and self.gemini.budget is None
-        names = ["utilisation", "memory_gb_s", "bandwidth_gb_s"] if slow else []
-        names += ["steps"] if self.kind == "cpu" and self.task == "train" else []
-        return dict.fromkeys(names, "on a CPU, whose time is not foreseen; give --gpu, such as A100") | self._unread()
-
-    def _unread(self) -> dict[str, str]:
         if self.task == "sample":
             names = ["average", "method", "train_text_encoder", "nproc", "zero", "bandwidth_gb_s"]
             for group in ("lora", "recompute", "optim", "optim.schedule", "gemini"):
@@ -182,6 +176,14 @@ WITHOUT_EFFECT = (
     *("optim.schedule.scaling", "lora.layout"),
 )
 """Options of a training run that its plan is the same without."""
+
+
+def without_effect(config: PlanConfig) -> set[str]:
+    """Dotted names of the options that this plan does not depend on; on a CPU those of the time, too."""
+    if config.kind == "cuda":
+        return set(WITHOUT_EFFECT)
+    rates = set() if config.gemini.budget is not None else {"utilisation", "memory_gb_s", "bandwidth_gb_s"}
+    return set(WITHOUT_EFFECT) | rates | ({"steps"} if config.task == "train" else set())
 
 
 def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:

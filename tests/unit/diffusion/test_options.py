@@ -44,9 +44,12 @@ ALSO = {
     "plan --task train --method lora --nproc 2 --gpu H100": ["lora.start"],
 }
 TOLD = {
-    "plan --task train": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
+    "plan --task train --device cpu": ["steps", *(name for name in WITHOUT_EFFECT if not name.startswith("lora."))],
     "plan --task train --method lora --nproc 2 --gpu H100": WITHOUT_EFFECT,
-    "plan --task train --gemini.budget 60MB": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
+    "plan --task train --device cpu --gemini.budget 60MB": [
+        "steps",
+        *(name for name in WITHOUT_EFFECT if not name.startswith("lora.")),
+    ],
 }
 
 
