@@ -27,9 +27,9 @@ COMMANDS = {
     "quantize": ["DIR/weights OUT/quantized"],
     "plan": [
         "",
-        "--task train",
+        "--task train --device cpu",
         "--task train --method lora --nproc 2 --gpu H100",
-        "--task train --gemini.budget 60MB",
+        "--task train --device cpu --gemini.budget 60MB",
     ],
 }
 """command -> words of each of its modes"""
