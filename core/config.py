@@ -371,7 +371,7 @@ def _one_line(complaint: str, command: str) -> str:
         if line.startswith("╭"):
             paragraphs.append([])
     _title, *rest = (" ".join(p) for p in paragraphs if p)
-    said = re.sub(r"^Error parsing \w+: ", "", "; ".join(rest))  # whose name no user knows
+    said = re.sub(r"^Error parsing (?!--)[\w.-]+: ", "", "; ".join(rest))  # a field or class, before words of our own
     return f"{said.rstrip('.')}; see {command} --help-all"
 
 
@@ -441,10 +441,12 @@ def in_one_line(error: BaseException) -> str | None:
     return f"{where}{error.strerror}; {advice}"
 
 
-def run_command(command: Callable[[list[str]], int | None], argv: list[str], speaks: bool = True) -> int:
+def run_command(
+    command: Callable[[list[str]], int | None], argv: list[str], speaks: Callable[[], bool] = lambda: True
+) -> int:
     """Run a command; a UserError, or a path that cannot be used, becomes one line on stderr and exit code 2.
 
-    speaks  False on ranks other than 0, so that a line appears once
+    speaks  asked by a rank that has something to say: whether it is the one that does, so that a line appears once
     """
     try:
         try:
@@ -459,7 +461,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
         line = in_one_line(error)
         if line is None:
             raise
-        if speaks and not getattr(error, "told", False):
+        if not getattr(error, "told", False) and speaks():
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -512,7 +514,7 @@ class App:
     def name(self) -> str:
         return self.package.rpartition(".")[2]
 
-    def run(self, argv: list[str], speaks: bool) -> int:
+    def run(self, argv: list[str], speaks: Callable[[], bool]) -> int:
         """Run the command that argv names.  Returns its exit code; speaks: see `run_command`."""
         return run_command(self.dispatch, argv, speaks)
 

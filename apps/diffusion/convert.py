@@ -26,7 +26,7 @@ class ConvertConfig:
     """Write a pipeline, or a LoRA, in another format: OUT ends in .safetensors for a single file."""
 
     input: Path | None = None
-    """a pipeline, a folder or a single file; with --model a LoRA; `diffusion convert IN OUT` means the same"""
+    """a pipeline, a folder or a single file; with --model a LoRA; `megalith diffusion convert IN OUT` means the same"""
     out: Path | None = None
     """what to write: a name that ends in .safetensors for a single file, else a folder"""
     model: Path | None = None

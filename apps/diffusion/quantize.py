@@ -27,7 +27,7 @@ class QuantizeConfig:
     """Write a pipeline with weights in 8 or 4 bits."""
 
     model: Path | None = None
-    """a diffusers folder, or a single file; `diffusion quantize IN OUT` means the same"""
+    """a diffusers folder, or a single file; `megalith diffusion quantize IN OUT` means the same"""
     out: Path | None = None
     """folder to write"""
     scheme: SchemeName = "int8"
