@@ -23,7 +23,7 @@ class PlanConfig:
     length: int | None = None
     """residues; none: only the longest sequence that fits"""
     model: str = "model_1_ptm"
-    """a released model (`megalith fold recipes`), or weights as `megalith fold predict` takes them, ESMFold's among them"""
+    """a released model (`megalith fold recipes`), or weights as `fold predict` takes them, ESMFold's among them"""
     rows: int | None = None
     """rows of the MSA; by default all that the model takes"""
     extra_rows: int | None = None

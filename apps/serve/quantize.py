@@ -30,7 +30,7 @@ class QuantizeConfig:
     """Write the quantized model of a folder."""
 
     model: Path | None = None
-    """a Hugging Face folder, or a run folder of `megalith llm pretrain`; `megalith serve quantize IN OUT` means the same"""
+    """a Hugging Face folder, or a run folder of `megalith llm pretrain`; `serve quantize IN OUT` is the same"""
     out: Path | None = None
     """folder to write"""
     scheme: SchemeName = "int8"
