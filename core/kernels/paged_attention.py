@@ -363,11 +363,14 @@ def _put(pages: Tensor, slots: Tensor, x: Tensor) -> None:
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8[.., K], fp32[..]) with int8 * fp32 nearest to x[.., K]; the arithmetic is fp32, as the scale."""
+    """(int8[.., K], fp32[..]) with int8 * fp32 nearest to x[.., K]; the arithmetic is fp32, as the scale.
+
+    What is infinite beside a scale that is, too, gets 0: processors convert the NaN of that quotient differently.
+    """
     x = x.float()
     largest = x.abs().amax(-1)
     scale = torch.where(largest > _SMALLEST_SCALED.value, largest * _PER_STEP.value, 1.0)
-    return (x / scale[..., None]).round_().to(torch.int8), scale
+    return (x / scale[..., None]).round_().nan_to_num_(nan=0.0).to(torch.int8), scale
 
 
 def _check(
@@ -624,7 +627,7 @@ def _write_row(x, pages, scales, page, place, j, column, inside, K, p0, p1, p2, 
         tl.store(scales + page * s0 + place * s1 + j * s2, scale, mask=inside)
         x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         x = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is behind the point is rounded off, halves to even
-        x = x.to(tl.int8)
+        x = tl.where(x == x, x, 0.0).to(tl.int8)  # as `quantized` has what is infinite
     at = (page * p0 + place * p1 + j * p2)[:, None] + column[None, :] * p3
     tl.store(pages + at, x.to(pages.dtype.element_ty), mask=inside[:, None] & (column < K)[None, :])
 
