@@ -302,11 +302,11 @@ class AdafactorConfig(OptimConfig):
     """decay of a first moment; by default there is none"""
     momentum_format: MomentumFormat = "fp32"
     """of the first moment: fp32, bf16 or 8bit"""
-    relative_step: bool = True
+    relative_step: bool | None = True
     """the step falls as 1 / sqrt t"""
-    scale_parameter: bool = True
+    scale_parameter: bool | None = True
     """the step is relative to the parameter's RMS"""
-    warmup_init: bool = False
+    warmup_init: bool | None = False
     """the step is at most 1e-6 t"""
     factored: WhichDims = "last"
     """the last two dims, or the largest two"""
@@ -324,6 +324,9 @@ class AdafactorConfig(OptimConfig):
 
 def _options(config: AdafactorConfig) -> dict[str, Any]:
     options = own_values(config)
+    for name in ("relative_step", "scale_parameter", "warmup_init"):
+        if options[name] is None:  # on the command line an option that takes a value, and may take this one
+            del options[name]
     return options | {"eps": (options["eps"], options.pop("eps2"))}
 
 

@@ -96,13 +96,13 @@ def test_homes_are_within_a_tenth_of_the_best_balance(num_ranks: int, costs: lis
     assert max(loads) <= 1.1 * _optimum(costs, num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 24, 100])
-def test_homes_of_a_transformer(num_ranks: int) -> None:
-    """GPT-2's 48 matrices; more ranks than matrices, too: no rank has more than it must."""
-    costs = [float(n * 768**2) for n in (2304, 768, 3072, 3072)] * 12
+@pytest.mark.parametrize(("num_ranks", "best"), [(2, 72), (3, 48), (8, 18), (12, 12), (24, 7), (100, 4)])
+def test_homes_of_a_transformer(num_ranks: int, best: int) -> None:
+    """GPT-2's 48 matrices, in 768^3; more ranks than matrices, too. On 24 a four stands beside a three, or with one."""
+    costs = [3.0, 1.0, 4.0, 4.0] * 12
     homes = balanced(costs, num_ranks)
     loads = [sum(cost for cost, home in zip(costs, homes, strict=True) if home == rank) for rank in range(num_ranks)]
-    assert max(loads) <= 1.1 * max(sum(costs) / num_ranks, max(costs))
+    assert max(loads) <= 1.1 * best
 
 
 def test_every_element_goes_home_once_and_comes_back_to_all() -> None:
