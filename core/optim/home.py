@@ -199,8 +199,8 @@ class WholeMatrixOptimizer(ShardedOptimizer):
         """One step of the other groups."""
 
     def takes_whole(self, parameter: Tensor) -> bool:
-        """Whether its state lies at a home."""
-        return self._is_whole(self._options_of(parameter)) and self._pool_of(parameter).home_of(parameter) is not None
+        """Whether its state lies at a home, where ranks share it."""
+        return self._is_whole(self._options_of(parameter))
 
     def _pool_of(self, parameter: Tensor) -> Pool:
         """The pool of the matrices that there are; made anew where they are others than before."""
