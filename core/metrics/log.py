@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from core.config import UserError
+from core.files import replace_file
 
 
 class RunLog:
@@ -81,7 +81,7 @@ class RunLog:
             return
         self._summary.update(figures)
         text = json.dumps(_finite(self._summary), indent=2, allow_nan=False) + "\n"
-        _write_atomically(self.summary_path, text.encode())
+        replace_file(self.summary_path, text.encode())
         if self._wandb is not None:
             self._wandb.summary.update(dict(figures))
 
@@ -112,16 +112,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _drop_rows_after(path: Path, step: int) -> None:
     if path.exists():
-        _write_atomically(path, b"".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= step))
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    with open(aside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+        replace_file(path, b"".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= step))
 
 
 def _finite(value: Any) -> Any:
