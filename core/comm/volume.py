@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core.mesh import EXPERT_AXIS, data_axis, gradient_axis, shard_axis
+from core.mesh import derived_axes, joined_axis
 
 # operator name -> (our name, which argument holds the full message)
 _FULL_MESSAGE = {
@@ -128,10 +128,7 @@ def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
     axis_of: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in reversed(names)}
     axis_of.setdefault(torch.distributed.group.WORLD.group_name, "world")  # pyright: ignore[reportOptionalMemberAccess]
     volume = Volume(sizes={axis: mesh[axis].size() for axis in names})
-    made = [data_axis(mesh), shard_axis(mesh), gradient_axis(mesh)]
-    if EXPERT_AXIS in names:
-        made += [shard_axis(mesh, (EXPERT_AXIS,)), gradient_axis(mesh, (EXPERT_AXIS,))]
-    for axis in made:
+    for axis in (joined_axis(mesh, axes) for axes in derived_axes(mesh)):
         (name,) = axis.mesh_dim_names or ("dp",)
         axis_of.setdefault(axis.get_group().group_name, name)
         volume.sizes[name] = axis.size()

@@ -34,12 +34,12 @@ from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
 from core.gemini.transport import Transport
-from core.layout import layout_of, local, tag
+from core.layout import layout_of, local, tag, tagged_as
 from core.mesh import Zero, device_of, shard_axis, stage_axis
 from core.parallel.data import DataParallel, cast_parameter, with_local
 from core.parallel.pipeline.foreseen import Unforeseen
-from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
+from core.placement.table import Table, parameter_names, placement, set_parameter
 from core.precision import Precision
 from core.runtime import give_back_freed_memory
 
@@ -58,6 +58,7 @@ class GeminiReplicas(DataParallel):
         precision: Precision,
         materialise: Callable[[nn.Module], None],
         config: GeminiConfig,
+        table: Table | None = None,
     ):
         assert config.budget is not None
         self.config = config
@@ -68,7 +69,8 @@ class GeminiReplicas(DataParallel):
         self._undrawn = DRAWN_STEPS if config.trace is not None else 0
         self.chunks: list[Chunk] = []
         self.executor: Executor | None = None
-        super().__init__(model, mesh, zero, precision, materialise, reduce_each=True)
+        table = placement(model, None, mesh, zero, gemini=True) if table is None else table
+        super().__init__(model, mesh, zero, precision, materialise, reduce_each=True, table=table)
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +100,7 @@ class GeminiReplicas(DataParallel):
             give_back_freed_memory(self.tier.budget_bytes)
         self.shard = shard_axis(self.mesh) if self.zero else None
         given = {names[0]: (self.model.get_parameter(names[0]), names) for names in parameter_names(self.model)}
-        rows = {name: self._rows_of(parameter) for name, (parameter, _) in given.items()}
+        rows = {name: self._rows_of(name, parameter) for name, (parameter, _) in given.items()}
         for name, (_, names) in given.items():
             for shared in names:
                 set_parameter(self.model, shared, rows[name])
@@ -121,11 +123,10 @@ class GeminiReplicas(DataParallel):
             own.data = own.data.to(self.compute_dtype).contiguous()
         return given
 
-    def _rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _rows_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's rows of a parameter in the format that they are kept in; without values where it has none."""
-        layout, whole = layout_of(parameter), local(parameter.detach())
-        if self.shard is not None and whole.ndim:
-            layout = layout.cut(self.mesh, (self.shard.mesh_dim_names or ("",))[0])
+        row, whole = self.table[name], local(parameter.detach())
+        if self.shard is not None and not row.whole:
             whole = own_rows(whole, self.shard)
         dtype = whole.dtype
         if whole.is_floating_point():
@@ -133,9 +134,7 @@ class GeminiReplicas(DataParallel):
         kept = torch.empty(whole.shape, dtype=dtype)
         if not whole.is_meta:
             kept.copy_(whole)
-        made = nn.Parameter(kept, requires_grad=parameter.requires_grad)
-        tag(made, layout)
-        return made
+        return tag(nn.Parameter(kept, requires_grad=parameter.requires_grad), row.master)
 
     def _allocate_buffers(self) -> None:
         for module in self.model.modules():
@@ -287,7 +286,7 @@ class GeminiReplicas(DataParallel):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.device != member.rows.device:
                     moved = value.to(member.rows.device)
-                    state[key] = tag(moved, layout_of(value)) if hasattr(value, "layout_in_whole") else moved
+                    state[key] = tagged_as(moved, value)
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""
