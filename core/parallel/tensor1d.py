@@ -50,9 +50,11 @@ class Transition:
 
     def messages(self, features: Callable[[Site], int]) -> dict[str, tuple[Message, ...]]:
         """Those of a style, of activations of so many features."""
-        size = lambda site: site.batch * site.padded_length() * features(site)  # noqa: E731
-        if self.outside.is_replicate():
-            size = lambda site: site.batch * site.length * features(site)  # noqa: E731
+
+        def size(site: Site) -> int:
+            length = site.length if self.outside.is_replicate() else site.padded_length()
+            return site.batch * length * features(site)
+
         return {
             "forward": tuple(Message(operation, size) for operation in self.forward),
             "backward": tuple(Message(operation, size) for operation in self.backward),

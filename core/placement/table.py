@@ -63,25 +63,23 @@ class ModelPlan:
         Raises UserError for an axis of several ranks without a plan.
         """
         names = mesh.mesh_dim_names or ()
-        for option, plan, axes, what in (
-            ("tp", self.tensor, tensor_names(mesh), "say how the model's modules are cut"),
-            ("cp", self.context, ("cp",), "say how the sequence is cut"),
-            ("ep", self.experts, names, "say which modules hold experts"),
-            ("pp", self.pipeline, ("pp",), "say which modules are the model's blocks"),
+        for option, plan, axes, over, what in (
+            ("tp", self.tensor, tensor_names(mesh), tensor_names(mesh), "say how the model's modules are cut"),
+            ("cp", self.context, ("cp",), ("cp",), "say how the sequence is cut"),
+            ("ep", self.experts, (EXPERT_AXIS,), names, "say which modules hold experts"),
+            ("pp", self.pipeline, ("pp",), ("pp",), "say which modules are the model's blocks"),
         ):
-            ranks = math.prod(
-                axis_size(mesh, axis) for axis in ((option,) if option == "ep" else axes) if axis in names
-            )
+            ranks = math.prod(axis_size(mesh, axis) for axis in axes if axis in names)
             if ranks == 1:
                 continue
-            if option == "ep" and plan is not None and not plan:
+            if plan is None:
+                raise UserError(f"mesh.{option}={ranks} without a plan: {what}, or use mesh.{option}=1")
+            if not plan and option == "ep":
                 raise UserError(
                     f"mesh.ep={ranks} and the model has no experts; use mesh.ep=1, or give model.moe.num_experts"
                 )
-            if plan is None:
-                raise UserError(f"mesh.{option}={ranks} without a plan: {what}, or use mesh.{option}=1")
             if not isinstance(plan, PipelinePlan):
-                yield plan, axes
+                yield plan, over
 
 
 NO_PLAN = ModelPlan()
