@@ -59,6 +59,11 @@ _WIRE = {
 }
 
 
+def wire_share(operation: str, size: int) -> float:
+    """Of a full message over `size` ranks, what one of them sends with ring algorithms."""
+    return _WIRE.get(operation, lambda _: 1.0)(size)
+
+
 @dataclass
 class Volume:
     """calls and bytes by (operation, axis); an axis that is not of the mesh is called `other`."""
@@ -78,7 +83,7 @@ class Volume:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends with ring algorithms."""
-        return sum(n * _WIRE.get(op, lambda _: 1.0)(self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items())
+        return sum(n * wire_share(op, self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items())
 
 
 class _Counter(TorchDispatchMode):

@@ -26,6 +26,7 @@ from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeMode
+from core.placement.messages import Sent, Widths, microbatch_bytes
 from core.placement.table import Placed, Table, placement, shard_rows
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -115,6 +116,7 @@ class ModelShape:
     tp_parts               equal parts (key/value heads) that tensor parallelism may deal out
     bias_heads             heads with a bias [heads, L, L] on the scores (ALiBi), kept for the step; 0: none
     table                  where its weights lie on a mesh, by their names; without one only ZeRO cuts them
+    sent                   bytes of a microbatch that its plan sends on a rank of a run; None: by the published forms
     """
 
     weights: tuple[Weight, ...]
@@ -129,6 +131,7 @@ class ModelShape:
     expert_every: int = 1
     expert_rows: float = 0
     table: Callable[[MeshConfig, Zero], Table] | None = field(default=None, compare=False)
+    sent: Callable[[RunShape], Sent] | None = field(default=None, compare=False)
 
     def held(self, weight: Weight, run: RunShape) -> tuple[int, ...]:
         """The largest part of a weight that a rank computes with."""
@@ -309,7 +312,13 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         expert_every=config.moe.every,
         expert_rows=_expert_rows(config),
         table=lru_cache(256)(lambda mesh, zero: placement(model, decoder_plan(config, mesh), mesh, zero)),
+        sent=lru_cache(256)(lambda run: _sent(model, config, run)),
     )
+
+
+def _sent(model: Decoder, config: DecoderConfig, run: RunShape) -> Sent:
+    batch, widths = run.microbatch_size, Widths(run.width_bytes, run.wide_bytes)
+    return microbatch_bytes(model, decoder_plan(config, run.mesh), run.mesh, batch, run.tokens // batch, widths)
 
 
 def _block_index(name: str, num_blocks: int) -> int:

@@ -210,6 +210,17 @@ def test_what_shared_sequences_send():
         assert found == pytest.approx(gradients + sent)
 
 
+def test_what_a_plan_sends_is_the_published_volume():
+    """Of a model with a plan its styles are asked: Megatron's all-reduces with embedding and head beside them, a ring
+    and Ulysses to the byte."""
+    planned = decoder_shape(SHAPES["llama_7b"])
+    published, machine = replace(planned, sent=None), Machine(1e12, bandwidth=1.0)
+    for options, beyond in (({"tp": 8}, 0.02), ({"cp": 4}, 1e-9), ({"cp": 4, "cp_exchange": 4}, 1e-9)):
+        run = RunShape(precision="bf16", microbatch_size=8, sequence_length=2048, **options)
+        found, form = (estimate_time(model, run, machine).communication_s for model in (planned, published))
+        assert 1 - 1e-9 <= found / form <= 1 + beyond, options
+
+
 def test_a_run_that_does_not_fit_says_what_would():
     model = decoder_shape(SMALL)
     run = RunShape(precision="bf16", dp_replicate=4, microbatch_size=8, sequence_length=128)
