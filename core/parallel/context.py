@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_gather, reduce_from
 from core.config import UserError
-from core.placement.style import Message, Site, Style
+from core.placement.style import Message, Messages, Site, Style
 
 _IGNORED = -100
 
@@ -167,7 +167,7 @@ def shard_sequence(zigzag: bool) -> Style:
         model.forward = forward
         return model
 
-    return Style(forward=(Message("all_reduce", lambda site: 1, width="wide"),), wrap=wrap)
+    return Style(messages=Messages((Message("all_reduce", lambda site: 1, width="wide"),)), wrap=wrap)
 
 
 def _positions_of(model: nn.Module, input_ids: Tensor, mask: Tensor | None) -> Tensor:

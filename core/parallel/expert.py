@@ -43,7 +43,7 @@ from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, sub_mesh
 from core.parallel.context import ShardedContext
 from core.parallel.sequence import GATHER, SCATTER
 from core.parallel.tensor1d import in_features
-from core.placement.style import AXIS, Cut, Message, Site, Style
+from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 
 
 def _refuse(moe: Any, mesh: AnyMesh, axis: str) -> None:
@@ -107,13 +107,12 @@ def _both_ways(site: Site) -> float:
     return 2 * _balanced(site)
 
 
+_ROWS = Message("all_to_all", _both_ways, EXPERT_AXIS)
+_COUNTS = Message("all_to_all", lambda site: site.module.experts.num_experts, EXPERT_AXIS, width=8)
+
 expert_parallel = Style(
     cuts={"experts.**": Cut(0, EXPERT_AXIS)},
-    forward=(
-        Message("all_to_all", _both_ways, EXPERT_AXIS),
-        Message("all_to_all", lambda site: site.module.experts.num_experts, EXPERT_AXIS, width=8),
-    ),
-    backward=(Message("all_to_all", _both_ways, EXPERT_AXIS),),
+    messages=Messages((_ROWS, _COUNTS), (_ROWS,)),
     refuse=_refuse,
     wrap=_exchanged,
     is_local=True,
@@ -142,8 +141,7 @@ tensor_parallel = Style(
     partial={"experts.down.bias": (AXIS,), "router.weight": (AXIS,)},
     inputs={AXIS: Shard(1)},
     outputs={AXIS: Shard(1)},
-    forward=(*GATHER.messages(in_features)["forward"], *SCATTER.messages(in_features)["forward"]),
-    backward=(*GATHER.messages(in_features)["backward"], *SCATTER.messages(in_features)["backward"]),
+    messages=GATHER.messages(in_features) + SCATTER.messages(in_features),
     wrap=_features_of_all,
     is_local=True,
 )

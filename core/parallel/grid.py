@@ -35,7 +35,7 @@ from core.comm.collectives import all_gather, all_reduce
 from core.config import UserError
 from core.layout import largest_share, shares
 from core.mesh import AnyMesh, axis_size, sub_mesh
-from core.placement.style import Cut, Message, Site, Style
+from core.placement.style import Cut, Message, Messages, Site, Style
 
 
 @dataclass(frozen=True)
@@ -183,13 +183,14 @@ def _statistics(site: Site) -> int:
     return (2 if isinstance(site.module, nn.LayerNorm) else 1) * FIRST.tokens(site)
 
 
+_SUMS = Message("all_reduce", _statistics, FIRST.cols, width="wide")
+
 norm = Style(
     cuts={"*": FIRST.vector()},
     partial={"*": FIRST.rows},
     inputs=FIRST.lies(),
     outputs=FIRST.lies(),
-    forward=(Message("all_reduce", _statistics, FIRST.cols, width="wide"),),
-    backward=(Message("all_reduce", _statistics, FIRST.cols, width="wide"),),
+    messages=Messages((_SUMS,), (_SUMS,)),
     wrap=_norm,
     is_local=True,
 )

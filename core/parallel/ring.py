@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.comm.collectives import pass_on
 from core.kernels.partial_attention import Part, partial_attention, partial_gradients
 from core.parallel.context import SequenceCut, ShardedContext, head_size, heads_here
-from core.placement.style import AXIS, Message, Site, Style
+from core.placement.style import AXIS, Message, Messages, Site, Style
 
 
 def ring_attention(axis: DeviceMesh, *, causal: bool = True) -> Callable[..., Tensor]:
@@ -65,7 +65,7 @@ def attend_by_ring(causal: bool = True) -> Style:
     def passed(site: Site) -> int:
         return elements_passed(site.size(), site.batch, site.length, heads_here(site)[1], head_size(site))
 
-    return Style(**ring_messages(passed), wrap=wrap)
+    return Style(messages=ring_messages(passed), wrap=wrap)
 
 
 def elements_passed(num_ranks: int, batch: int, places: int, num_kv_heads: int, size: int) -> int:
@@ -73,10 +73,10 @@ def elements_passed(num_ranks: int, batch: int, places: int, num_kv_heads: int, 
     return (num_ranks - 1) * 2 * batch * places * num_kv_heads * size
 
 
-def ring_messages(passed: Callable[[Site], int], axis: str = AXIS) -> dict[str, tuple[Message, ...]]:
+def ring_messages(passed: Callable[[Site], int], axis: str = AXIS) -> Messages:
     """Those of a style: keys and values in both directions, and behind them their gradients."""
     keys, gradients = Message("send", passed, axis), Message("send", passed, axis, width="wide")
-    return {"forward": (keys,), "backward": (keys, gradients)}
+    return Messages((keys,), (keys, gradients))
 
 
 @dataclass(frozen=True)

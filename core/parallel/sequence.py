@@ -30,7 +30,7 @@ from core.parallel.tensor1d import (
     vocab_embedding_by,
     vocab_head_by,
 )
-from core.placement.style import AXIS, Style
+from core.placement.style import AXIS, Messages, Style
 
 _L = 1  # activations are [B, L, D]
 _ROWS = {AXIS: Shard(_L)}
@@ -49,7 +49,7 @@ colwise, rowwise = colwise_by(GATHER), rowwise_by(SCATTER)
 vocab_head, vocab_embedding = vocab_head_by(GATHER), vocab_embedding_by(SCATTER)
 
 colwise_of_whole = replace(
-    colwise, inputs={}, forward=(), backward=(), wrap=lambda linear, axis: on_local_parameters(linear)
+    colwise, inputs={}, messages=Messages(), wrap=lambda linear, axis: on_local_parameters(linear)
 )
 """x[B, L, I] -> y[B, L, O_tp], of which the caller has gathered x; its gradient is this rank's sum."""
 
@@ -72,7 +72,7 @@ def _gathered_input(module: nn.Module, axis: DeviceMesh) -> nn.Module:
     return module
 
 
-gather_input = Style(inputs=_ROWS, **GATHER.messages(in_features), wrap=_gathered_input)
+gather_input = Style(inputs=_ROWS, messages=GATHER.messages(in_features), wrap=_gathered_input)
 """A module x[B, L_tp, D] -> … whose parts see x[B, L, D]: gathered once for all the `colwise_of_whole` in it."""
 
 

@@ -30,7 +30,7 @@ from core.config import UserError
 from core.layout import largest_share, layout_of
 from core.mesh import AnyMesh, axis_size
 from core.parallel.plan import on_local_parameters
-from core.placement.style import AXIS, Cut, Message, Site, Style
+from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,15 @@ class Transition:
     forward: tuple[str, ...] = ()
     backward: tuple[str, ...] = ()
 
-    def messages(self, features: Callable[[Site], int]) -> dict[str, tuple[Message, ...]]:
+    def messages(self, features: Callable[[Site], int]) -> Messages:
         """Those of a style, of activations of so many features."""
 
         def size(site: Site) -> int:
             length = site.length if self.outside.is_replicate() else site.padded_length()
             return site.batch * length * features(site)
 
-        return {
-            "forward": tuple(Message(operation, size) for operation in self.forward),
-            "backward": tuple(Message(operation, size) for operation in self.backward),
-        }
+        sent = (tuple(Message(operation, size) for operation in each) for each in (self.forward, self.backward))
+        return Messages(*sent)
 
 
 COPY = Transition(copy_to, Replicate(), backward=("all_reduce",))
@@ -80,7 +78,7 @@ def colwise_by(enter: Transition) -> Style:
         cuts={"*": Cut(0)},
         inputs={AXIS: enter.outside},
         outputs={AXIS: Shard(-1)},
-        **enter.messages(in_features),
+        messages=enter.messages(in_features),
         wrap=lambda linear, axis: on_local_parameters(linear, before=lambda x: enter.move(x, axis)),
     )
 
@@ -100,7 +98,7 @@ def rowwise_by(leave: Transition) -> Style:
         partial={} if leave.outside.is_replicate() else {"bias": (AXIS,)},  # it meets this rank's rows alone
         inputs={AXIS: Shard(-1)},
         outputs={AXIS: leave.outside},
-        **leave.messages(_out_features),
+        messages=leave.messages(_out_features),
         wrap=wrap,
     )
 
@@ -124,7 +122,7 @@ def vocab_embedding_by(leave: Transition) -> Style:
     return Style(
         cuts={"weight": Cut(0)},
         outputs={AXIS: leave.outside},
-        **leave.messages(in_features),
+        messages=leave.messages(in_features),
         refuse=refuse_padding,
         wrap=wrap,
     )
@@ -169,13 +167,11 @@ def vocab_head_by(enter: Transition) -> Style:
         head.forward = forward
         return head
 
-    messages = enter.messages(in_features)
     statistics = Message("all_reduce", lambda site: 3 * site.batch * site.length, width="wide")
     return Style(
         cuts={"weight": Cut(0)},
         inputs={AXIS: enter.outside},
-        forward=(*messages["forward"], statistics),
-        backward=messages["backward"],
+        messages=enter.messages(in_features) + Messages((statistics,)),
         refuse=_refuse_vocabulary,
         wrap=wrap,
     )

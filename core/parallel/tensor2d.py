@@ -36,7 +36,7 @@ from core.parallel.grid import FIRST, Spread
 from core.parallel.summa import Elements, Grid, ab, abt, atb, broadcast, reduce, sent
 from core.parallel.summa import linear as summa_linear
 from core.parallel.tensor1d import refuse_padding
-from core.placement.style import Cut, Cuts, Message, Site, Style
+from core.placement.style import Cut, Cuts, Message, Messages, Site, Style
 
 _DEPTH = {"weight": ("tp_depth",)}
 """Over the depth a weight is repeated, and its gradient a partial sum."""
@@ -97,8 +97,7 @@ def linear_in_units(in_unit: int = 1, out_unit: int = 1) -> Style:
         partial={**_DEPTH, "bias": FIRST.rows},
         inputs=FIRST.lies(),
         outputs=FIRST.lies(),
-        forward=products(("ab",), ("abt",)),
-        backward=products(("abt", "atb"), ("ab", "atb")),
+        messages=Messages(products(("ab",), ("abt",)), products(("abt", "atb"), ("ab", "atb"))),
         wrap=wrap,
         is_local=True,
     )
@@ -227,6 +226,9 @@ def shared_rows(site: Site) -> int:
     return site.length * _columns_here(site)
 
 
+SHARED = Messages(*2 * ((Message("all_reduce", shared_rows, "tp_row"),),))
+"""The sums of such positions, and of their gradients."""
+
 _MATRIX: dict[str, Any] = {
     "cuts": {"weight": (Cut(0, "tp_row"), Cut(1, "tp_col"))},
     "partial": _DEPTH,
@@ -236,8 +238,7 @@ _MATRIX: dict[str, Any] = {
 embedding = Style(
     **_MATRIX,
     outputs=FIRST.lies(),
-    forward=(Message("reduce", _rounds, "tp_row"),),
-    backward=(Message("broadcast", _rounds, "tp_row"),),
+    messages=Messages((Message("reduce", _rounds, "tp_row"),), (Message("broadcast", _rounds, "tp_row"),)),
     refuse=refuse_padding,
     wrap=_embedding,
 )
@@ -249,8 +250,7 @@ Round t: every rank of a column looks up what it has for the sequences of row t;
 positions = Style(
     **_MATRIX,
     outputs=FIRST.lies(),
-    forward=(Message("all_reduce", shared_rows, "tp_row"),),
-    backward=(Message("all_reduce", shared_rows, "tp_row"),),
+    messages=SHARED,
     refuse=refuse_padding,
     wrap=_positions,
 )
@@ -278,7 +278,7 @@ def _head_products(*names: str) -> tuple[Message, ...]:
 head = Style(
     **_MATRIX,
     inputs=FIRST.lies(),
-    forward=(*_head_products("abt", "ab", "atb"), *grid_loss.messages(FIRST)),
+    messages=Messages((*_head_products("abt", "ab", "atb"), *grid_loss.messages(FIRST))),
     refuse=grid_loss.refuse_vocabulary(FIRST),
     wrap=_head,
 )

@@ -40,8 +40,8 @@ from core.mesh import sub_mesh
 from core.parallel import grid_loss
 from core.parallel.grid import FIRST, SECOND, Side, Spread
 from core.parallel.tensor1d import refuse_padding
-from core.parallel.tensor2d import shared_rows
-from core.placement.style import Cut, Message, Site, Style
+from core.parallel.tensor2d import SHARED
+from core.placement.style import Cut, Message, Messages, Site, Style
 
 
 class Matrix:
@@ -126,8 +126,9 @@ def linear_in_units(side: Side = FIRST, in_unit: int = 1, out_unit: int = 1) -> 
         partial={"bias": other.rows},
         inputs=side.lies(),
         outputs=other.lies(),
-        forward=sizes.sent(all_gather="iw", reduce_scatter="o"),
-        backward=sizes.sent(all_gather="oiw", reduce_scatter="iw"),
+        messages=Messages(
+            sizes.sent(all_gather="iw", reduce_scatter="o"), sizes.sent(all_gather="oiw", reduce_scatter="iw")
+        ),
         wrap=wrap,
         is_local=True,
     )
@@ -175,8 +176,9 @@ def embedding_on(side: Side = FIRST) -> Style:
     return Style(
         cuts={"weight": matrix_cuts(side)},
         outputs=side.lies(),
-        forward=sizes.sent(all_gather="w", reduce_scatter="i"),
-        backward=sizes.sent(all_gather="i", reduce_scatter="w"),
+        messages=Messages(
+            sizes.sent(all_gather="w", reduce_scatter="i"), sizes.sent(all_gather="i", reduce_scatter="w")
+        ),
         refuse=refuse_padding,
         wrap=wrap,
         is_local=True,
@@ -197,12 +199,9 @@ def _positions(module: Any, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-_SHARED = (Message("all_reduce", shared_rows, FIRST.rows[-1]),)
-
 positions = replace(
     embedding,
-    forward=(*Sizes(FIRST).sent(all_gather="w"), *_SHARED),
-    backward=(*Sizes(FIRST).sent(reduce_scatter="w"), *_SHARED),
+    messages=Messages(Sizes(FIRST).sent(all_gather="w"), Sizes(FIRST).sent(reduce_scatter="w")) + SHARED,
     wrap=_positions,
 )
 """nn.Embedding of positions[B, L], or of [1, L] that all sequences share -> x[B_ij or 1, L, D_l].
@@ -268,7 +267,7 @@ def head_on(side: Side = FIRST) -> Style:
     return Style(
         cuts={"weight": matrix_cuts(side)},
         inputs=side.lies(),
-        forward=(*sizes.sent(all_gather="iwo", reduce_scatter="oiw"), *grid_loss.messages(other)),
+        messages=Messages((*sizes.sent(all_gather="iwo", reduce_scatter="oiw"), *grid_loss.messages(other))),
         refuse=grid_loss.refuse_vocabulary(other),
         wrap=wrap,
         is_local=True,

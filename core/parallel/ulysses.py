@@ -29,7 +29,7 @@ from core.config import UserError
 from core.mesh import CONTEXT_AXES, AnyMesh, axis_size, split_axis
 from core.parallel.context import SequenceCut, ShardedContext, head_size, heads_here
 from core.parallel.ring import elements_passed, ring_attention, ring_messages
-from core.placement.style import AXIS, Message, Site, Style
+from core.placement.style import AXIS, Message, Messages, Site, Style
 
 Elements = Callable[[Site, slice], int]
 
@@ -111,7 +111,7 @@ def _refuse_exchange(num_ranks: Callable[[AnyMesh, str], int]) -> Callable[[Any,
     return refuse
 
 
-def _exchanged(axis: str) -> dict[str, tuple[Message, ...]]:
+def _exchanged(axis: str) -> Messages:
     """Heads for sequence: what a rank has of all heads; and sequence for heads: of its heads, what all ranks have."""
 
     def cut(site: Site) -> HeadCut:
@@ -133,7 +133,7 @@ def _exchanged(axis: str) -> dict[str, tuple[Message, ...]]:
             Message("all_to_all", lambda site: returned(site, queries), axis),
         )
 
-    return {"forward": messages(of_all, of_mine), "backward": messages(of_mine, of_all)}
+    return Messages(messages(of_all, of_mine), messages(of_mine, of_all))
 
 
 def _by_exchange(attention: Any, axis: DeviceMesh) -> nn.Module:
@@ -141,7 +141,7 @@ def _by_exchange(attention: Any, axis: DeviceMesh) -> nn.Module:
     return attention
 
 
-attend_by_ulysses = Style(**_exchanged(AXIS), refuse=_refuse_exchange(axis_size), wrap=_by_exchange)
+attend_by_ulysses = Style(messages=_exchanged(AXIS), refuse=_refuse_exchange(axis_size), wrap=_by_exchange)
 """Attention modules with their own `attend`, over the whole sequence and a share of the heads."""
 
 
@@ -160,10 +160,8 @@ def attend_by_both(num_exchange: int, causal: bool = True) -> Style:
         held = keys if keys == 1 or queries == keys * heads.group else queries  # as `HeadCut.spread`
         return elements_passed(site.size(across), site.batch, num_exchange * site.length, held, head_size(site))
 
-    exchanged, ring = _exchanged(within), ring_messages(passed, across)
     return Style(
-        forward=(*exchanged["forward"], *ring["forward"]),
-        backward=(*exchanged["backward"], *ring["backward"]),
+        messages=_exchanged(within) + ring_messages(passed, across),
         refuse=_refuse_exchange(lambda mesh, axis: num_exchange),
         wrap=wrap,
     )

@@ -50,7 +50,7 @@ def microbatch_bytes(
                 module, prefix = model.get_submodule(name), f"{name}." if name else ""
                 layouts = {n: table[prefix + n].layout for n, _ in module.named_parameters(remove_duplicate=False)}
                 site = Site(module, layouts, mesh, axis, batch, length)
-                for message in (*style.forward, *style.backward):
+                for message in (*style.messages.forward, *style.messages.backward):
                     if axis_size(mesh, message.axis or axis) > 1:
                         width = widths.of(message)
                         sent[message.operation, message.axis or axis] += round(width * message.elements(site))

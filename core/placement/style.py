@@ -3,7 +3,7 @@
     colwise = Style(
         cuts={"weight": Cut(0), "bias": Cut(0)},         # dims of parameters
         outputs={AXIS: Shard(-1)},                       # how activations lie; what is not named is replicated
-        backward=(Message("all_reduce", features),),     # what is sent, with its size as a closed form
+        messages=Messages(backward=(Message("all_reduce", features),)),  # with their sizes as closed forms
         wrap=...)                                        # the only thing that touches a forward
 
 A plan says how a model is cut: a dict from module-name pattern to style. `*` stands for one part of a dotted name (or
@@ -107,13 +107,20 @@ class Message:
     width: Literal["computing", "wide"] | int = "computing"
 
 
+@dataclass(frozen=True)
+class Messages:
+    """Those of a microbatch's forward, and of its backward."""
+
+    forward: tuple[Message, ...] = ()
+    backward: tuple[Message, ...] = ()
+
+    def __add__(self, other: "Messages") -> "Messages":
+        return Messages(self.forward + other.forward, self.backward + other.backward)
+
+
 def unchanged(module: Any, axis: Any) -> Any:
     """The wrapper of a style that changes no forward."""
     return module
-
-
-def no_cuts(module: Any) -> Cuts:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,7 @@ class Style:
     partial    pattern of parameters -> axes over which their gradients are partial sums
     inputs     axis -> how the first argument lies on it, and
     outputs    how the result does; replicated where nothing is said
-    forward    messages of a microbatch's forward, and
-    backward   of its backward
+    messages   what it sends
     refuse     (module, mesh, axis) -> raises UserError for a module that cannot be cut so over a mesh of these sizes
     wrap       (module, mesh of the plan's axes) -> module; its parameters are cut already
     is_local   parameters are local tensors that a layout describes, not DTensors
@@ -135,8 +141,7 @@ class Style:
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     inputs: "Mapping[str, Placement]" = field(default_factory=dict)
     outputs: "Mapping[str, Placement]" = field(default_factory=dict)
-    forward: tuple[Message, ...] = ()
-    backward: tuple[Message, ...] = ()
+    messages: Messages = Messages()
     refuse: Callable[[Any, AnyMesh, str], None] = lambda module, mesh, axis: None
     wrap: "Callable[[Any, DeviceMesh], Any]" = unchanged
     is_local: bool = False

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core.config import UserError
 from core.layout import Layout, is_dtensor, layout_of, local, tag
@@ -220,7 +220,7 @@ def _owned(row: Placed, mesh: AnyMesh, zero: Zero, stages: StageSplit | None, ge
     return replace(row, master=master, owners=owners, whole=whole)
 
 
-def _unsharded(parameter: nn.Parameter) -> str:
+def _unsharded(parameter: Tensor) -> str:
     """Why FSDP2, which cuts rows and casts what it gathers, leaves a parameter whole; empty where it does not."""
     for is_so, why in (
         (not parameter.ndim, "a scalar has no rows"),
