@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.compose import transform
+from core.compose import ParallelConfig, parallelize, transform
 from core.config import UserError
 from core.mesh import MeshConfig, Zero, axis_size, mesh_shape
 from core.models.decoder import Decoder, DecoderConfig
@@ -19,6 +19,7 @@ from core.parallel.tensor1d import colwise, rowwise
 from core.placement.messages import microbatch_bytes
 from core.placement.stages import PipelinePlan, StageSplit
 from core.placement.table import ModelPlan, placement
+from core.runtime import start
 
 PLAIN = DecoderConfig(vocab_size=515, dim=96, num_layers=2, num_heads=16, ffn_dim=250, max_length=33)
 EXPERTS = replace(PLAIN, ffn_dim=256, moe=MoEConfig(8, every=2, router="switch", capacity_factor=1.0))
@@ -155,3 +156,20 @@ def test_transforms_change_the_modules_that_their_patterns_mean() -> None:
     assert [module.weight.dtype for module in model.values()] == [torch.bfloat16, torch.float32]
     with pytest.raises(UserError, match="the plan's pattern 'c' matches no module"):
         transform(model, {"c": lambda module: module})
+
+
+def test_kernels_come_first_and_what_a_precision_adds_is_trained() -> None:
+    made: list[str] = []
+
+    def kernel(module: nn.Module) -> None:
+        made.append("kernel")
+
+    def widened(module: nn.Module) -> None:
+        made.append("precision")
+        module.register_parameter("scale", nn.Parameter(torch.ones(4)))
+
+    plan = ModelPlan(kernels={"0": kernel}, precision={"0": widened})
+    with start("cpu") as runtime:
+        data = parallelize(nn.Sequential(nn.Linear(4, 4)), runtime.mesh(MeshConfig()), ParallelConfig(), plan)
+        assert made == ["kernel", "precision"]
+        assert set(data.masters) == set(data.table) == {"0.weight", "0.bias", "0.scale"}
