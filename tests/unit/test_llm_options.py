@@ -9,7 +9,8 @@ from apps.llm.__main__ import APP
 from apps.llm.recipes import RECIPES
 from core.config import UserError, option_names, parse
 from core.data import RampConfig
-from core.models.decoder import RopeScaling
+from core.models.decoder import Decoder, DecoderConfig, RopeScaling
+from core.models.pretrained import save_pretrained
 from tests.support.options import TRAINING, Probe, recorded
 
 BASE = ["--recipe", "debug", "--optim.schedule.warmup-steps", "0"]
@@ -48,6 +49,9 @@ VALUES = TRAINING | {
 }
 
 
+SMALL = DecoderConfig(vocab_size=37, dim=16, num_layers=2, num_heads=2, ffn_dim=24, max_length=16)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a run."""
@@ -79,6 +83,14 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
     probe = Probe(APP.dispatch, [command, *given, *mode.replace("TMP", str(tmp_path)).split()], VALUES)
     probe.told = plan.without_effect(probe.config()) if command == "plan" else ()
     probe.check()
+
+
+def test_a_plan_takes_the_shape_of_a_folder(tmp_path, capsys):
+    save_pretrained(Decoder(SMALL), SMALL, tmp_path)
+    assert APP.dispatch(["plan", *BASE, "--model", str(tmp_path), "--data.sequence-length", "8"]) == 0
+    assert f"{sum(p.numel() for p in Decoder(SMALL).parameters()):,} parameters" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--model.dim beside --model: the shape is that of the folder; leave it out"):
+        APP.dispatch(["plan", *BASE, "--model", str(tmp_path), "--model.dim", "32"])
 
 
 def test_a_plan_says_what_it_is_the_same_without(capsys):
