@@ -112,10 +112,11 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside a file's to write to, which takes the file's place when the block has ended well."""
+    """A name beside a file's to write to, which takes the file's place when the block has ended well; see `naming`."""
     aside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.part")
     try:
-        yield aside
+        with naming(path):
+            yield aside
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from core.config import UserError
-from core.files import replace_file
+from core.files import naming, replace_file
 
 
 class RunLog:
@@ -67,7 +67,8 @@ class RunLog:
         """Add one row; `row["step"]` is the step, counted from 1, and other numbers are the step's scalars."""
         if self._rows is None:
             return
-        self._rows.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
+        with naming(self.metrics_path):
+            self._rows.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
         scalars = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         if self._board is not None:
             for name, value in scalars.items():
@@ -149,5 +150,5 @@ def _wandb_run(folder: Path, resume_step: int | None, project: str) -> Any:
     id_path = folder / "wandb_id"
     run_id = id_path.read_text().strip() if resume_step is not None and id_path.exists() else None
     run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
-    id_path.write_text(f"{run.id}\n")
+    replace_file(id_path, f"{run.id}\n".encode())
     return run

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.layout import largest_share, shares
+from core.layout import largest_share
 
 
 def row_length(whole: Tensor, ranks: int, dim: int = 0) -> int:
@@ -40,5 +40,6 @@ def paired_rows(slots: Tensor, whole: Tensor, dim: int = 0) -> Iterator[tuple[Te
 
 def own_rows(whole: Tensor, axis: DeviceMesh, dim: int = 0) -> Tensor:
     """This rank's rows of a dim: a view, perhaps empty."""
-    own = shares(whole.shape[dim], axis.size())[axis.get_local_rank()]
-    return whole.narrow(dim, own.start, own.stop - own.start)
+    rows = largest_share(whole.shape[dim], axis.size())
+    start = min(axis.get_local_rank() * rows, whole.shape[dim])
+    return whole.narrow(dim, start, min(rows, whole.shape[dim] - start))

@@ -67,8 +67,8 @@ MUTATIONS = [
     mutation(
         "a rank takes its neighbour's rows for its own",
         "core/parallel/rows.py",
-        "own = shares(whole.shape[dim], axis.size())[axis.get_local_rank()]",
-        "own = shares(whole.shape[dim], axis.size())[(axis.get_local_rank() + 1) % axis.size()]",
+        "start = min(axis.get_local_rank() * rows, whole.shape[dim])",
+        "start = min((axis.get_local_rank() + 1) % axis.size() * rows, whole.shape[dim])",
         f"{MESHES}[gpt2 on 2 zero 1]",
         f"{MESHES}[gpt2 on 3 zero 1]",
     ),

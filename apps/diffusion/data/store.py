@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from core.files import crc32, naming, replacing
+from core.files import crc32, replacing
 
 HELD_BYTES = 1 << 30
 _CRC_BYTES = 8
@@ -73,7 +73,7 @@ class Store:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = save({"value": value.detach().cpu().contiguous()})
-        with replacing(path) as aside, naming(aside):
+        with replacing(path) as aside:
             aside.write_bytes(crc32(raw).encode() + raw)
 
     def _hold(self, key: str, value: Tensor) -> None:

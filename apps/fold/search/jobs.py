@@ -138,8 +138,9 @@ class Searches:
         return failed
 
     def _search(self, job: Search) -> None:
+        text = job.result(self.folder)
         with replacing(self.path(job)) as aside:
-            aside.write_text(job.result(self.folder), encoding="utf-8")
+            aside.write_text(text, encoding="utf-8")
 
 
 def _completed(futures: Iterable[Future]) -> Iterator[Future]:
