@@ -21,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.kernels.activations import swiglu
-from core.kernels.attention import attention, attention_varlen
 from core.kernels.norms import layer_norm, rms_norm
 from core.kernels.operator import runs_kernel
 from core.kernels.rope import rope
-from core.nn.attention import Attention, StepContext, attend, rotate_both
+from core.nn.attention import Attention, StepContext, attend, attention_by_kernel, rotate_both
 from core.nn.mlp import MLP
 
 
@@ -58,21 +57,7 @@ def attend_by_kernel(
     why = "padding together with ALiBi or documents" if mixed else None
     if not runs_kernel("attention", q_BLHK, unless=why):
         return attend(q_BLHK, k_BLJK, v_BLJK, slopes=slopes, mask=mask, positions=positions, context=context)
-    if documents is None:
-        return attention(q_BLHK, k_BLJK, v_BLJK, causal=True, mask=mask, slopes=slopes)
-    assert context is not None
-    length = q_BLHK.shape[1]
-    begins = context.once(("cu_seqlens",), (documents,), lambda: _begins(documents))
-    q_THK, k_TJK, v_TJK = (x.flatten(0, 1) for x in (q_BLHK, k_BLJK, v_BLJK))
-    o_THK, _ = attention_varlen(q_THK, k_TJK, v_TJK, begins, begins, length, length, causal=True, slopes=slopes)
-    return o_THK.unflatten(0, q_BLHK.shape[:2])
-
-
-def _begins(documents_BL: Tensor) -> Tensor:
-    """int32: where each run of tokens of one document begins in the rows laid end to end, and where the last ends."""
-    first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
-    first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-    return F.pad(first_BL.flatten().nonzero().flatten(), (0, 1), value=documents_BL.numel()).int()
+    return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, mask, context)
 
 
 def turn_by_kernel(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> tuple[Tensor, Tensor]:
