@@ -30,6 +30,7 @@ from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
+from core.gemini.state_device import bring_state
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
@@ -274,20 +275,12 @@ class GeminiReplicas(DataParallel):
             chunk, info = self.chunks[index], planned.trace.chunks[index]
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
             chunk.settle(alone=not self.executor.transport.sends)
-            self._take_state_along(chunk)
+            for member in chunk.members:
+                bring_state(self._optimizer, member.rows)
             self.executor.load(chunk)
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
             self.tier.set_other(planned.trace.other_peak_bytes)
-
-    def _take_state_along(self, chunk: Chunk) -> None:
-        """The optimizer's state, if there is any, goes where the masters are."""
-        for member in chunk.members:
-            state = self._optimizer.state.get(member.rows, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim and value.device != member.rows.device:
-                    moved = value.to(member.rows.device)
-                    state[key] = tag(moved, layout_of(value)) if hasattr(value, "layout_in_whole") else moved
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""
