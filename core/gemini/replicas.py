@@ -25,7 +25,7 @@ from core.gemini.config import GeminiConfig
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
-from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, speed_of
+from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, probe_bytes, speed_of
 from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
@@ -184,7 +184,8 @@ class GeminiReplicas(DataParallel):
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
             self._require_room(parameters, messages(names))
         else:
-            self._bandwidth = bandwidth_of(self.device, self.ranks)
+            copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
+            self._bandwidth = bandwidth_of(self.device, self.ranks, copied)
             self.planned = plan(
                 traced,
                 parameters,
