@@ -21,6 +21,7 @@ from core.models import Decoder, DecoderConfig, load_config, load_pretrained, lo
 from core.nn.packing import pack_linear
 from core.precision import compute_dtype
 from core.quant import Scheme, is_quantized, load_quantized
+from core.quant.measured import measure_weights
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,9 @@ def _load(
             source.folder, scheme, **chosen, device=device, packed=packed, cut=cut if ranks > 1 else None
         )
         assert isinstance(model, Decoder)
-        return model.to(dtype)
+        model = model.to(dtype)
+        measure_weights(model, dtype)
+        return model
     if ranks == 1:
         model = load_pretrained(source.folder, dtype=dtype, device=device)
     else:
