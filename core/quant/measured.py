@@ -49,9 +49,8 @@ def _size(weight: QuantizedWeight) -> tuple:
 
 
 def _measured(weight: QuantizedWeight, dtype: torch.dtype, rows: int) -> str:
-    rows_first = weight.shape[::-1] if weight.transposed else weight.shape
     group = weight.scheme.group_size if weight.scheme.name == "int4" else None
     return measure_products(
-        weight.codes, weight.scale, weight.zero, rows_first[1], dtype, rows,
+        weight.codes, weight.scale, weight.zero, weight.num_columns, dtype, rows,
         group=group, rounds_inputs=weight.scheme.name == "w8a8",
     )  # fmt: skip
