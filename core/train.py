@@ -48,7 +48,7 @@ from core.parallel.compose import ParallelConfig
 from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
-from core.precision import LossScale, LossScaleConfig, compute_dtype
+from core.precision import LossScale, LossScaleConfig, MatmulPrecision, compute_dtype, set_matmul_precision
 from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, launch, seed_everything, watch_steps
 
@@ -98,6 +98,8 @@ class TrainConfig(ParallelConfig):
     log: LogConfig = field(default_factory=LogConfig)
     device: str = "auto"
     """cpu or cuda; auto: CUDA where there is one"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
     """train in a given amount of device memory: model data that does not fit lives on the host"""
 
@@ -210,6 +212,7 @@ def fit(
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """
+    set_matmul_precision(config.matmul_precision)
     loss_scale = LossScale(config.precision, config.loss_scale)
     state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
     axis = data_axis(data.mesh)

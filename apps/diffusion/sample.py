@@ -24,7 +24,7 @@ from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
-from core.precision import COMPUTE_DTYPE, bf16_units
+from core.precision import COMPUTE_DTYPE, MatmulPrecision, bf16_units, set_matmul_precision
 from core.runtime import device_of, freed_memory_given_back
 
 
@@ -59,6 +59,8 @@ class SampleConfig(Sampling):
     """also grid.png with all of them"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 where the device multiplies it, otherwise fp32"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     device: str = "auto"
     """cpu, cuda, cuda:N; auto: CUDA where there is one"""
     attention: AttentionName = "flash"
@@ -80,6 +82,7 @@ class SampleConfig(Sampling):
 
 def main(argv: list[str]) -> int:
     config = parse({"default": SampleConfig}, argv, "diffusion sample", default="default")
+    set_matmul_precision(config.matmul_precision)
     jobs = jobs_of(config)
     device = device_of(config.device)
     dtype = dtype_of(config.precision, device)

@@ -19,7 +19,7 @@ from apps.serve.text import Text, load_text
 from core.config import UserError, size_in_bytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
 from core.nn.packing import pack_linear
-from core.precision import compute_dtype
+from core.precision import compute_dtype, set_matmul_precision
 from core.quant import Scheme, is_quantized, load_quantized
 from core.quant.measured import measure_weights
 
@@ -68,6 +68,7 @@ def build_engines(
     Returns name -> engine. Raises UserError for a broken folder, and where memory does not suffice, before weights are
     read.
     """
+    set_matmul_precision(config.matmul_precision)
     texts = [load_text(source.folder) for source in sources]
     for source, text in zip(sources, texts, strict=True):
         check_vocabulary(source, text)
