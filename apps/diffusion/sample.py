@@ -24,6 +24,8 @@ from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
+from core.kernels.shown_right import shown
+from core.nn.by_kernels import by_kernels
 from core.precision import COMPUTE_DTYPE, MatmulPrecision, bf16_units, set_matmul_precision
 from core.runtime import device_of, freed_memory_given_back
 
@@ -89,6 +91,8 @@ def main(argv: list[str]) -> int:
     pipeline = load_pipeline(config.model or EMBEDDED, dtype, config.prediction_type, config.tokenizer)
     for path in config.lora:
         merge_lora(pipeline, load_lora(path, pipeline), config.lora_scale)
+    for module in (pipeline.unet, pipeline.vae):
+        by_kernels(module, shown())
     prepare(pipeline.to(device), config)
     for line in cut_prompts(pipeline, [config.negative, *(job.prompt for job in jobs)]):
         print(line, file=sys.stderr)

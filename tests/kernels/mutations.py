@@ -46,13 +46,6 @@ def of(specs: str, *changes: tuple[str, str, str]) -> list[Mutation]:
 MUTATIONS = {
     "activations": [
         *of(
-            "bias_gelu",
-            ("_bias_gelu_forward", "u * _distribution", "_distribution"),
-            ("_bias_gelu_backward", "total += tl.sum(du, 0)", "total += tl.sum(dout, 0)"),
-            ("_gelu_slope", "p + u * p", "u * p"),
-            ("_distribution", "0.044715", "0.0"),
-        ),
-        *of(
             "swiglu",
             ("_swiglu_forward_kernel", "g * tl.sigmoid(g) * u", "tl.sigmoid(g) * u"),
             ("_swiglu_backward_kernel", "(1.0 + g * (1.0 - s))", "1.0"),
