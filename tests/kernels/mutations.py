@@ -63,6 +63,13 @@ MUTATIONS = {
         ("_apply_tile", "tl.maximum(rms_u / d, 1.0)", "1.0"),
     ),
     "adamw": of("adamw", ("_adamw", "rest2 * g * g", "rest2 * g")),
+    "adamw8bit": of(
+        "adamw_8bit",
+        ("_adamw_8bit", "rest2 * g * g", "rest2 * g"),
+        ("_adamw_8bit", "block // of_row * length", "block * length"),
+        ("_moment", "scales + block", "scales + block * 0"),
+        ("_keep", "tl.abs(x), 1", "x, 1"),
+    ),
     "attention": of(
         "attention attention_varlen",
         ("_sequence", "offset = S - L", "offset = 0"),
@@ -132,11 +139,13 @@ MUTATIONS = {
             ("_store", "acc += tl.load(bias", "acc -= tl.load(bias"),
             ("_int8_rows", "codes.to(tl.float32) * values", "values"),
             ("_int8_tile", "values.to(tl.float32) * factors[None, :]", "values.to(tl.float32)"),
+            ("_merge_parts", "acc += tl.load(parts + n", "acc = 0 * acc + tl.load(parts + n"),
         ),
         *of(
             "int4_matmul",
             ("_int4_rows", "(high - middle)", "high"),
             ("_int4_tile", "(pair >> 4) - middle", "pair >> 4"),
+            ("_widen_int4", "byte // HALF", "byte * 0"),
         ),
         *of(
             "int8_dynamic_matmul",
