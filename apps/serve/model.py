@@ -19,8 +19,9 @@ from apps.serve.text import Text, load_text
 from core.config import UserError, size_in_bytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
 from core.nn.packing import pack_linear
-from core.precision import compute_dtype
+from core.precision import compute_dtype, set_matmul_precision
 from core.quant import Scheme, is_quantized, load_quantized
+from core.quant.measured import measure_weights
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def build_engines(
     Returns name -> engine. Raises UserError for a broken folder, and where memory does not suffice, before weights are
     read.
     """
+    set_matmul_precision(config.matmul_precision)
     texts = [load_text(source.folder) for source in sources]
     for source, text in zip(sources, texts, strict=True):
         check_vocabulary(source, text)
@@ -164,7 +166,9 @@ def _load(
             source.folder, scheme, **chosen, device=device, packed=packed, cut=cut if ranks > 1 else None
         )
         assert isinstance(model, Decoder)
-        return model.to(dtype)
+        model = model.to(dtype)
+        measure_weights(model, dtype)
+        return model
     if ranks == 1:
         model = load_pretrained(source.folder, dtype=dtype, device=device)
     else:
