@@ -306,7 +306,7 @@ def _one_line(complaint: str, command: str) -> str:
         if line.startswith("╭"):
             paragraphs.append([])
     _title, *rest = (" ".join(p) for p in paragraphs if p)
-    said = "; ".join(rest)
+    said = re.sub(r"^Error parsing (?!--)[\w.-]+: ", "", "; ".join(rest))  # a field or class, before words of our own
     return f"{said.rstrip('.')}; see {command} --help-all"
 
 
@@ -376,10 +376,12 @@ def in_one_line(error: BaseException) -> str | None:
     return f"{where}{error.strerror}; {advice}"
 
 
-def run_command(command: Callable[[list[str]], int | None], argv: list[str], speaks: bool = True) -> int:
+def run_command(
+    command: Callable[[list[str]], int | None], argv: list[str], speaks: Callable[[], bool] = lambda: True
+) -> int:
     """Run a command; a UserError, or a path that cannot be used, becomes one line on stderr and exit code 2.
 
-    speaks  False on ranks other than 0, so that a line appears once
+    speaks  asked by a rank that has something to say: whether it is the one that does, so that a line appears once
     """
     try:
         return command(argv) or 0
@@ -387,7 +389,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str], spe
         line = in_one_line(error)
         if line is None:
             raise
-        if speaks and not getattr(error, "told", False):
+        if not getattr(error, "told", False) and speaks():
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -429,7 +431,7 @@ class App:
     def name(self) -> str:
         return self.package.rpartition(".")[2]
 
-    def run(self, argv: list[str], speaks: bool) -> int:
+    def run(self, argv: list[str], speaks: Callable[[], bool]) -> int:
         """Run the command that argv names.  Returns its exit code; speaks: see `run_command`."""
         return run_command(self.dispatch, argv, speaks)
 

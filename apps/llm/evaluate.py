@@ -12,6 +12,7 @@ from apps.llm.loss import summed_loss
 from apps.llm.model import find_model
 from core.config import UserError, parse
 from core.data import EvalBatches, RampConfig
+from core.files import replace_file
 from core.metrics import bits_per_byte
 from core.precision import Precision, compute_dtype
 from core.runtime import device_of
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
     for name, value in figures.items():
         print(f"{name:16} {value:,.6g}")
     if config.out is not None:
-        config.out.write_text(json.dumps(figures, indent=2) + "\n")
+        replace_file(config.out, json.dumps(figures, indent=2).encode() + b"\n")
     return 0
 
 

@@ -86,7 +86,15 @@ class PlanConfig(PretrainConfig):
         return found
 
 
+VALUES_ALONE = (
+    *("optim.betas", "optim.eps", "optim.eps2", "optim.weight_decay", "optim.momentum", "optim.trust"),
+    *("optim.max_norm", "optim.d", "optim.beta2_decay", "optim.relative_step", "optim.scale_parameter"),
+    *("optim.warmup_init", "optim.convention", "model.norm_eps", "model.rope_theta", "model.moe.balance_weight"),
+    *("model.moe.z_weight", "model.moe.jitter", "model.moe.second_expert"),
+)
+"""Options that say what is computed, and nothing of what that takes."""
 WITHOUT_EFFECT = (
+    *VALUES_ALONE,
     *("seed", "out", "resume", "device", "compile", "kernels", "hf", "hf_dtype", "hang_after", "evaluate_every"),
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),
@@ -115,7 +123,10 @@ def main(argv: list[str]) -> int:
 
 def without_effect(config: PlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
-    return set(WITHOUT_EFFECT) - set(() if config.gemini.budget is None else WITH_GEMINI)
+    depends: set[str] = set() if config.gemini.budget is None else set(WITH_GEMINI)
+    if config.optim.name == "sm3":
+        depends.add("optim.momentum")  # 0 keeps no moment
+    return set(WITHOUT_EFFECT) - depends
 
 
 def _show(config: PlanConfig, console: Console) -> None:

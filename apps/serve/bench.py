@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.config import UserError, parse
+from core.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -173,5 +174,5 @@ def main(argv: list[str]) -> int:
         table.add_row(name, f"{value:,.4g}")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if config.out is not None:
-        config.out.write_text(json.dumps(found, indent=1) + "\n")
+        replace_file(config.out, json.dumps(found, indent=1).encode() + b"\n")
     return 0

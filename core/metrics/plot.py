@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from core.files import naming
 from core.metrics.log import read_metrics
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
@@ -43,7 +44,8 @@ def plot_loss(
             label = _PANELS[key].replace("tokens", counted)
             _draw_panel(figure.add_subplot(grid[1, column]), rows, key, label)
         Path(png).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, dpi=150)
+        with naming(Path(png)):
+            figure.savefig(png, dpi=150)
         plt.close(figure)
     return Path(png)
 
