@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.machine import machine_of
 from apps.serve.packet import Layout
-from apps.serve.sampler import NUM_NUMBERS, Ask
+from apps.serve.sampler import NUM_NUMBERS, Ask, Reading
 from core.config import UserError
 from core.kernels.paged_attention import Spans, attention_on_cpu, paged_attention, spans, write_pages
 from core.kernels.paged_loops import longest_apart, offered, write
 from core.models.decoder import Decoder
 from core.nn.attention import Attention, StepContext
-
-if TYPE_CHECKING:
-    from apps.serve.decode import Decode
 
 PAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
@@ -159,6 +156,16 @@ Graph = Callable[[Tensor, Tensor, PagedContext], Tensor]
 """(ids[1, T], positions[1, T], context) -> what the head is given, [1, T, D]."""
 
 
+class Captured(Protocol):
+    """What computes steps in which all write (`apps.serve.decode`, which knows the runner)."""
+
+    def way(self, step: Step) -> int | None: ...
+
+    def launch(self, step: Step, way: int) -> Reading: ...
+
+    def follow(self, words: Tensor) -> None: ...
+
+
 class Runner:
     """A decoder with pages in its `attend` slots.
 
@@ -187,7 +194,7 @@ class Runner:
         self.graph: Graph | None = None
         self.machine = machine_of(self.device)
         self.tokens: Tensor | None = None
-        self.decode: Decode | None = None
+        self.decode: Captured | None = None
         self._message = torch.zeros(_MESSAGE, dtype=torch.int32, device="cpu")
 
     def run(self, step: Step) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from apps.llm.tokenizer import byte_tokenizer
 from apps.serve import model
 from apps.serve.config import EngineConfig
+from apps.serve.decode import Decode
 from apps.serve.engine import Engine
 from apps.serve.memory import Load, Room, folder_format, need, page_bytes, share_out
 from apps.serve.model import find_source
@@ -72,7 +73,7 @@ def case(
     engine = engine_of(folder, tp, num_pages, scheme, forms, graphs)
     assert engine.pages.num_pages == num_pages
     if graphs == "on":  # those that captured steps know
-        assert engine.runner.decode is not None
+        assert isinstance(engine.runner.decode, Decode)
         assert engine.runner.tokens is engine.runner.decode.tokens
     if tp > 1 and dist.get_rank() > 0:
         engine.runner.follow()
