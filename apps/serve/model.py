@@ -20,7 +20,6 @@ from apps.serve.scheduler import Limits
 from apps.serve.text import Text, load_text
 from core.config import UserError, size_in_bytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
-from core.nn.by_kernels import by_kernels
 from core.nn.packing import pack_linear
 from core.precision import compute_dtype
 from core.quant import Scheme, is_quantized, load_quantized
@@ -131,6 +130,8 @@ def _build(
 ) -> Engine:
     model = _load(source, plan.format.dtype, scheme, device, axis, room.forms)
     if torch.device(device).type == "cuda":
+        from core.nn.by_kernels import by_kernels  # what it imports, a CPU need not wait for
+
         by_kernels(model)
     runner = Runner(model, room.num_pages, config.page_size, plan.format.pages, axis)
     if config.compile:
