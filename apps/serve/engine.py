@@ -378,7 +378,8 @@ class Engine:
             begin = len(step.ids)
             ids = sequence.tokens[first : first + count]
             if unread:
-                step.sources.extend([-1] * len(ids) if len(ids) == count else [*[-1] * (count - 1), sequence.unread])
+                drawn_at = -1 if sequence.unread is None or len(ids) == count else sequence.unread
+                step.sources.extend([-1] * (count - 1) + [drawn_at])
             step.ids.extend(ids if len(ids) == count else [*ids, 0])
             step.positions.extend(places)
             step.slots.extend(held.pages[place // size] * size + place % size for place in places)

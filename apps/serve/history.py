@@ -89,21 +89,25 @@ class Histories:
 
     def adjusted(
         self, logits_RV: Tensor, lane_R: Tensor, barred_R: Tensor, repetition_R: Tensor, presence_R: Tensor,
-        frequency_R: Tensor,
+        frequency_R: Tensor, looks: bool = False,
     ) -> Tensor:  # fmt: skip
         """Logits with bias and penalties, and without ends where they are barred; rows without a lane stay as they are.
 
         lane_R and the others  fp64, as the sampler has them
+        looks                  only tokens that are there are touched, which is looked up on the host
         """
-        dtype, lane_R = logits_RV.dtype, self._index(lane_R)
-        counts_RV = self.counts[lane_R]
-        x_RV = logits_RV + self.bias[lane_R]
-        factor_R1 = repetition_R.to(dtype)[:, None]
-        x_RV = torch.where(counts_RV > 0, torch.where(x_RV > 0, x_RV / factor_R1, x_RV * factor_R1), x_RV)
-        written_RV = counts_RV >> 1
-        paid_RV = presence_R.to(dtype)[:, None] + frequency_R.to(dtype)[:, None] * written_RV.to(dtype)
-        x_RV = torch.where(written_RV > 0, x_RV - paid_RV, x_RV)
-        return x_RV.masked_fill(self.ends[lane_R] & (barred_R > 0)[:, None], -torch.inf)
+        lane_R, dtype = self._index(lane_R), logits_RV.dtype
+        counts_RV, bias_RV = self.counts[lane_R], self.bias[lane_R]
+        paid_3R1 = [x.to(dtype)[:, None] for x in (repetition_R, presence_R, frequency_R)]
+        if not looks:
+            x_RV = _penalised(logits_RV + bias_RV, counts_RV, *paid_3R1)
+            return x_RV.masked_fill(self.ends[lane_R] & (barred_R > 0)[:, None], -torch.inf)
+        x_RV = logits_RV + bias_RV if bool(bias_RV.any()) else logits_RV.clone()
+        row, token = counts_RV.nonzero(as_tuple=True)
+        x_RV[row, token] = _penalised(x_RV[row, token], counts_RV[row, token], *(x[row, 0] for x in paid_3R1))
+        if bool((barred_R > 0).any()):
+            x_RV.masked_fill_(self.ends[lane_R] & (barred_R > 0)[:, None], -torch.inf)
+        return x_RV
 
     def add(self, lane_R: Tensor, token_R: Tensor) -> None:
         """The tokens that were drawn."""
@@ -112,3 +116,10 @@ class Histories:
 
     def _index(self, lane_R: Tensor) -> Tensor:
         return lane_R.long().where(lane_R >= 0, self.num_lanes)
+
+
+def _penalised(x: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Logits of tokens that a sequence has or has not, by `Histories.counts`."""
+    x = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    written = counts >> 1
+    return torch.where(written > 0, x - (presence + frequency * written.to(x.dtype)), x)

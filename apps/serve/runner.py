@@ -350,5 +350,7 @@ def _unpacked(words: Tensor) -> Step:
         return layout.array(words, name).tolist()
 
     copies, tables = of("copies"), layout.array(words, "tables").reshape(-1, max(width, 1)).tolist()
-    names = ("ids", "positions", "slots", "lengths", "starts", "rows", "sources", "drawn")
-    return Step(tables=tables, copies=list(zip(copies[::2], copies[1::2])), **{name: of(name) for name in names})
+    return Step(
+        of("ids"), of("positions"), of("slots"), tables, of("lengths"), of("starts"), of("rows"),
+        list(zip(copies[::2], copies[1::2])), of("sources"), of("drawn"),
+    )  # fmt: skip

@@ -249,9 +249,8 @@ def pick(logits_RV: Tensor, numbers: Tensor, way: Way, histories: Histories, loo
     largest_R, token_R = logits_RV.max(-1)  # NaN where a row has one
     sound_R, changed_RV = largest_R.isfinite(), logits_RV
     if way.adjusts:
-        changed_RV = histories.adjusted(
-            logits_RV, numbers[LANE], numbers[BARRED], numbers[REPETITION], numbers[PRESENCE], numbers[FREQUENCY]
-        )
+        chosen = (numbers[name] for name in (LANE, BARRED, REPETITION, PRESENCE, FREQUENCY))
+        changed_RV = histories.adjusted(logits_RV, *chosen, looks=looks)
         largest_R, token_R = changed_RV.max(-1)
         sound_R = sound_R & largest_R.isfinite()
     if way.draws:
@@ -300,7 +299,8 @@ def _by_number(probs_RV: Tensor, numbers: Tensor) -> Tensor:
 def _by_rank_of_few(probs_RV: Tensor, numbers: Tensor) -> Tensor:
     """On a CPU: a few likely tokens do for nearly all rows, and sorting takes long."""
     vocab_size = probs_RV.shape[1]
-    count = min(vocab_size, max(_LIKELY, int(numbers[TOP_K].max())))
+    least = _LIKELY if bool((numbers[TOP_K] == 0).any()) else 1
+    count = min(vocab_size, max(least, int(numbers[TOP_K].max())))
     probs_RN, order_RN = probs_RV.topk(count)
     token_R = _ranked(probs_RN, order_RN, numbers)
     short_R = (numbers[TOP_K] == 0) & (probs_RN.sum(-1) < numbers[TOP_P])
