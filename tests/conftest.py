@@ -1,13 +1,17 @@
 """Fixtures for all tests."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.chosen import choose_in_a_moment
 from tests.support.forkserver import PRELOADED
 from tests.support.ranks import Pools
+
+gc.disable()  # until all is imported, as commands do: nothing of it is garbage
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +20,11 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_are_chosen_in_a_moment() -> None:
+    choose_in_a_moment()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,6 +39,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What ranks will run is imported once, before they are forked."""
     modules = [item.module.__name__ for item in session.items if "ranks" in getattr(item, "fixturenames", ())]
     PRELOADED.extend(name for name in dict.fromkeys(modules) if name not in PRELOADED)
+    gc.collect()
+    gc.freeze()  # modules and tests stay; what tests leave is looked for among what came later
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

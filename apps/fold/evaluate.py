@@ -27,9 +27,9 @@ class EvaluateConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": EvaluateConfig}, argv, "fold evaluate", default="default")
+    config = parse({"default": EvaluateConfig}, argv, "megalith fold evaluate", default="default")
     if config.predicted is None or config.reference is None:
-        raise UserError("fold evaluate needs both --predicted FILE and --reference FILE")
+        raise UserError("megalith fold evaluate needs both --predicted FILE and --reference FILE")
     predicted = read_structure(config.predicted)[0]
     reference = _reference(predicted, read_structure(config.reference), config)
     scores = compare(predicted, reference)

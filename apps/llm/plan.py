@@ -38,7 +38,7 @@ UNKNOWN_FLOPS = 1e11
 
 @dataclass(frozen=True)
 class PlanConfig(PretrainConfig):
-    """Plan a training run: the options of `llm pretrain`, and the device that it is planned for."""
+    """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("gpu", "memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
@@ -113,7 +113,9 @@ def _of_run(recipe: Callable[[], PretrainConfig]) -> PlanConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "llm plan", "debug")
+    config = parse(
+        {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "megalith llm plan", "debug"
+    )
     console = Console(width=None if sys.stdout.isatty() else 120)
     (_show if config.gemini.budget is None else _show_residency)(config, console)
     if ignored := sorted(typed(argv, config) & without_effect(config)):
@@ -174,7 +176,9 @@ def _show_residency(config: PlanConfig, console: Console) -> None:
     """What Gemini makes of the run in its budget."""
     if config.timeline is not None or config.gemini.trace is not None:
         drawing = "--timeline" if config.timeline is not None else "--gemini.trace"
-        raise UserError(f"{drawing} with gemini.budget={config.gemini.budget}: llm plan does not draw it; leave it out")
+        raise UserError(
+            f"{drawing} with gemini.budget={config.gemini.budget}: megalith llm plan does not draw it; leave it out"
+        )
     machine = _machine(config)
     flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
     speed = Speed(flops_per_s, 1e9 * config.memory_gb_s)

@@ -17,7 +17,7 @@ APP = App(
     },
     bare=(
         "serve",
-        "serve --model DIR [--option value …]: serve models over HTTP; serve --model DIR --help lists the options",
+        "megalith serve --model DIR [--option value …]: serve models over HTTP; with --help, too, it lists the options",
     ),
 )
 

@@ -119,7 +119,7 @@ async def request(url: str, model: str | None, asked: Load) -> Served:
     try:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
     except OSError as error:
-        raise UserError(f"no answer from {url} ({error}); start one with serve --model DIR") from None
+        raise UserError(f"no answer from {url} ({error}); start one with megalith serve --model DIR") from None
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw)
@@ -164,7 +164,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": BenchConfig}, argv, "serve bench", default="default")
+    config = parse({"default": BenchConfig}, argv, "megalith serve bench", default="default")
     parts = urlsplit(config.url)
     if parts.scheme != "http" or not parts.hostname:
         raise UserError(f"{config.url} is no address to measure; give one such as http://127.0.0.1:8000")

@@ -70,6 +70,9 @@ def test_options_change_the_recipe(argv: str, expected: Run) -> None:
     ("argv", "says"),
     [
         ("--stpes 3", "llm pretrain has no option --stpes, did you mean --steps"),
+        ("--learning-rate 3", "llm pretrain has no option --learning-rate, did you mean --optim.lr"),
+        ("--num-gpus 3", "llm pretrain has no option --num-gpus"),
+        ("--zzz 3", "llm pretrain has no option --zzz; see"),
         ("stpes=3", "llm pretrain has no option stpes, did you mean --steps"),
         ("--recipes debug", "no option --recipes, did you mean --recipe?"),
         ("--optim.betas 0.8 0.9 xx=3", "llm pretrain has no option xx"),
