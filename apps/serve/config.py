@@ -44,6 +44,8 @@ class EngineConfig:
     """keep what was computed, for requests that begin alike"""
     compile: bool = False
     """compute by one graph of torch.compile, which takes up to a minute at the start; for CPUs with a C++ compiler"""
+    graphs: Literal["auto", "on", "off"] = "auto"
+    """capture steps in which all write, launch each as one, and decide on the next meanwhile; auto: on CUDA"""
 
     def __post_init__(self) -> None:
         if self.cache is not None:

@@ -367,7 +367,7 @@ def _int8_rows(x, w, scale, bias, y, N, K, xm, xk, wn, wk, BN: tl.constexpr, BK:
     _store(y, sums[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _int8_tile(
     x, w, scale, bias, y, M, N, K, xm, xk, wn, wk, part, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, ALONG_K: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -425,7 +425,7 @@ def _int4_rows(
     _store(y, tl.sum(total, 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _int4_tile(
     x, w, scale, zero, bias, y, M, N, K, G, xm, xk, wn, wk, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr,
@@ -492,7 +492,7 @@ def _quantize_rows(x, kinds, codes, largest, threshold, K, xm, xk, BK: tl.conste
         tl.store(codes + row * K + k, steps.to(tl.int8), mask=k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _int8_dynamic_tile(
     x, codes, largest, kinds, threshold, w, scale, bias, y, M, N, K, xm, xk, wn, wk, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
