@@ -1,4 +1,4 @@
-"""A serving machine whose GPU is not there: tensors with shapes and no numbers on it, and what a step asks of it, counted.
+"""A serving machine whose GPU is not there: tensors of shapes without numbers, and what a step asks of it, counted.
 
 torch computes shapes of tensors on CUDA without a device (`FakeTensorMode`), but for what looks for the device's own
 guard: indexing, `view(dtype)`, copies. A guard that does nothing is registered in its place. What would wait for a
