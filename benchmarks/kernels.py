@@ -51,7 +51,6 @@ ON_CPU: dict[str, Case] = {
     "rms_norm": {"B": 1, "L": 1024, "N": 2048, "weight": True},
     "group_norm": {"N": 1, "C": 320, "G": 32, "places": (64, 64)},
     "rope": {"B": 1, "L": 1024, "H": 16, "J": 16, "K": 64},
-    "bias_gelu": {"rows": (1024,), "F": 2048},
     "swiglu": {"rows": (1024,), "F": 2048},
     "attention": {"B": 1, "L": 512, "S": 512, "J": 8, "G": 1, "K": 64, "causal": True},
     "attention_varlen": {"q_lengths": (384, 128), "k_lengths": (384, 128), "J": 8, "G": 1, "K": 64, "causal": True},

@@ -7,6 +7,8 @@
 Experts are dealt out over the ep axis; under 1d their hidden features are cut, too.
 """
 
+from dataclasses import replace
+
 import torch
 
 from core.config import UserError
@@ -17,7 +19,16 @@ from core.parallel import expert, grid, sequence, tensor2d, tensor3d
 from core.parallel.context import shard_sequence
 from core.parallel.grid import FIRST, SECOND
 from core.parallel.ring import attend_by_ring
-from core.parallel.tensor1d import shard_heads
+from core.parallel.tensor1d import (
+    REDUCE,
+    WHOLE,
+    Move,
+    colwise_by,
+    rowwise_by,
+    shard_heads,
+    vocab_embedding_by,
+    vocab_head_by,
+)
 from core.parallel.ulysses import attend_by_both, attend_by_ulysses
 from core.placement.stages import ALIKE, Costs, PipelinePlan
 from core.placement.style import Plan
@@ -63,6 +74,26 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
         raise UserError(f"mesh.tp_mode={mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them")
     plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
+
+
+def replicated_plan(config: DecoderConfig, total: Move = REDUCE.move) -> Plan:
+    """1d for inference without experts: activations between the pairs lie on every rank, two sums a block.
+
+    For few tokens: what the sequence's sharding saves of memory is little then, and its messages are twice as many.
+    total  the sum over the axis of what a rowwise layer leaves
+    """
+    columns, leave = colwise_by(WHOLE), replace(REDUCE, move=total)
+    gate = {"blocks.*.mlp.gate": columns} if is_gated(config.activation) else {}
+    return {
+        "embedding.tokens": vocab_embedding_by(leave),
+        "blocks.*.attention": shard_heads,
+        "blocks.*.attention.qkv": columns,
+        "blocks.*.attention.out": rowwise_by(leave),
+        "blocks.*.mlp.up": columns,
+        **gate,
+        "blocks.*.mlp.down": rowwise_by(leave),
+        "head": vocab_head_by(WHOLE),
+    }
 
 
 def _all_have_experts(config: DecoderConfig) -> bool:

@@ -32,6 +32,8 @@ from core.mesh import AnyMesh, axis_size
 from core.parallel.plan import on_local_parameters
 from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 
+Move = Callable[[Tensor, DeviceMesh], Tensor]
+
 
 @dataclass(frozen=True)
 class Transition:
@@ -43,7 +45,7 @@ class Transition:
     backward  in a backward
     """
 
-    move: Callable[[Tensor, DeviceMesh], Tensor]
+    move: Move
     outside: Placement
     forward: tuple[str, ...] = ()
     backward: tuple[str, ...] = ()
@@ -60,6 +62,9 @@ class Transition:
 
 
 COPY = Transition(copy_to, Replicate(), backward=("all_reduce",))
+WHOLE = Transition(lambda x, axis: x, Replicate())
+"""Of activations that lie on every rank, and that nobody sends gradients back through."""
+
 REDUCE = Transition(reduce_from, Replicate(), forward=("all_reduce",))
 
 
