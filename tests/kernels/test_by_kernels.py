@@ -11,8 +11,9 @@ from core.kernels.operator import forced
 from core.models import SHAPES, Decoder, DecoderConfig, initialise
 from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
+from tests.support.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 CONFIGS = {
     "gpt2": replace(SHAPES["debug"], num_layers=1),
     "bloom": DecoderConfig(
@@ -86,10 +87,3 @@ def test_the_same_loss_and_gradients(name: str, what: str, expected: set[str]) -
     for got, wanted in zip(found, want, strict=True):
         # fp32, sums of some ten terms in another order, through one block.
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * max(float(wanted.abs().max()), 1.0))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="is about the CPU; runs where there is no CUDA device")
-def test_without_a_gpu_nothing_changes() -> None:
-    for name in CONFIGS:
-        want, found = results(built(name), "plain"), results(by_kernels(built(name)), "plain")
-        assert all(torch.equal(a, b) for a, b in zip(want, found, strict=True))
