@@ -111,7 +111,7 @@ class Beginning:
 def beginning(measures: Iterable[str] = ()) -> Beginning:
     """measures: files and folders, from the repository's root, whose code the figures will be of."""
     return Beginning(
-        commit=_git("rev-parse", "HEAD") or "unknown",
+        commit=git("rev-parse", "HEAD") or "unknown",
         dirty=_differs(),
         measures=contents("HEAD", measures),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -121,19 +121,19 @@ def beginning(measures: Iterable[str] = ()) -> Beginning:
 
 def _differs() -> bool:
     """Whether code differs from the commit's. A result does not count: the first would make the next ones dirty."""
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
-    new = _git("ls-files", "--others", "--exclude-standard", "--", "core/*.py", "apps/*.py", "benchmarks/*.py")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+    new = git("ls-files", "--others", "--exclude-standard", "--", "core/*.py", "apps/*.py", "benchmarks/*.py")
     return bool(changed or new)
 
 
 def contents(commit: str, paths: Iterable[str]) -> dict[str, str]:
     """path -> git's object id of that file or folder at a commit; two alike hold the same. "" where there is none."""
-    return {path: _git("rev-parse", "--verify", "--quiet", f"{commit}:{path}") for path in paths}
+    return {path: git("rev-parse", "--verify", "--quiet", f"{commit}:{path}") for path in paths}
 
 
 def in_history(commit: str) -> bool:
     """Whether the commit that is checked out has grown from this one."""
-    return commit != "" and _git("merge-base", "HEAD", commit) == commit
+    return commit != "" and git("merge-base", "HEAD", commit) == commit
 
 
 def result_of(name: str, title: str, command: str, measured: Measured, began: Beginning) -> Result:
@@ -188,7 +188,7 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 

@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.chosen import choose_in_a_moment
 from tests.support.forkserver import PRELOADED
 from tests.support.ranks import Pools
+
+gc.disable()  # until all is imported, as commands do: nothing of it is garbage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +43,11 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def kernels_are_chosen_in_a_moment() -> None:
+    choose_in_a_moment()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_is_left() -> Iterator[None]:
     """What joins one for as long as the process lives (`core.gemini.wrap`) leaves it to the other tests here."""
@@ -55,6 +64,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         take_interpreter()
     modules = [item.module.__name__ for item in session.items if "ranks" in getattr(item, "fixturenames", ())]
     PRELOADED.extend(name for name in dict.fromkeys(modules) if name not in PRELOADED)
+    gc.collect()
+    gc.freeze()  # modules and tests stay; what tests leave is looked for among what came later
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -206,7 +206,7 @@ def build_meta(component: str, config: Mapping[str, Any], origin: object) -> Any
     try:
         with torch.device("meta"):
             return _BUILD[component](config)
-    except (TypeError, ValueError, KeyError, NotImplementedError) as error:
+    except Exception as error:  # the classes raise whatever a value that they do not expect leads to
         raise UserError(f"{origin}: its configuration makes no {component} ({first_line(error)})") from error
 
 

@@ -26,6 +26,10 @@ Part = Literal["unet", "vae", "text_encoder"]
 class QuantizeConfig:
     """Write a pipeline with weights in 8 or 4 bits."""
 
+    model: Path | None = None
+    """a diffusers folder, or a single file; `megalith diffusion quantize IN OUT` means the same"""
+    out: Path | None = None
+    """folder to write"""
     scheme: SchemeName = "int8"
     """see docs/quantization.md; convolutions are rounded by all of them"""
     parts: tuple[Part, ...] = ("unet",)
@@ -49,14 +53,12 @@ class QuantizeConfig:
 
 
 def main(argv: list[str]) -> int:
-    paths = argv[:2]
-    if argv in (["-h"], ["--help"]):
-        print("diffusion quantize IN OUT [--option value …]")
-        paths = []
-    elif len(paths) < 2 or any(path.startswith("-") for path in paths):
-        raise UserError("diffusion quantize takes the pipeline and the folder to write: diffusion quantize IN OUT")
-    config = parse({"default": QuantizeConfig}, argv[len(paths) :], "diffusion quantize IN OUT", default="default")
-    source, target = Path(paths[0]), Path(paths[1])
+    config = parse({"default": QuantizeConfig}, argv, "megalith diffusion quantize", "default", ("model", "out"))
+    if config.model is None or config.out is None:
+        raise UserError(
+            "megalith diffusion quantize takes the pipeline and the folder to write: IN OUT, or --model IN --out OUT"
+        )
+    source, target = config.model, config.out
     check_free(target)
     pipeline = load_pipeline(source, prediction_type=config.prediction_type, tokenizer=config.tokenizer)
     before = {name: stored_bytes(module) for name, module in pipeline.modules.items()}

@@ -6,7 +6,7 @@ Pictures are numbered on from those that the folder holds. Each appears when it 
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,7 +32,10 @@ from core.runtime import device_of, freed_memory_given_back
 class SampleConfig(Sampling):
     """Draw pictures."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "prompt", "prompts", "out", "images", "grid", "sampler", "steps", "guidance", "negative"),
+        *("height", "width", "lora", "seed", "precision", "device"),
+    )
 
     model: Path | None = None
     """a diffusers folder or a single-file checkpoint; without it the small pipeline that comes with this program"""
@@ -79,7 +82,7 @@ class SampleConfig(Sampling):
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": SampleConfig}, argv, "diffusion sample", default="default")
+    config = parse({"default": SampleConfig}, argv, "megalith diffusion sample", default="default")
     jobs = jobs_of(config)
     device = device_of(config.device)
     dtype = dtype_of(config.precision, device)

@@ -23,7 +23,7 @@ class PlanConfig:
     length: int | None = None
     """residues; none: only the longest sequence that fits"""
     model: str = "model_1_ptm"
-    """a released model (fold recipes), or weights as `fold predict` takes them, ESMFold's among them"""
+    """a released model (`megalith fold recipes`), or weights as `fold predict` takes them, ESMFold's among them"""
     rows: int | None = None
     """rows of the MSA; by default all that the model takes"""
     extra_rows: int | None = None
@@ -57,7 +57,7 @@ class PlanConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": PlanConfig}, argv, "fold plan", default="default")
+    config = parse({"default": PlanConfig}, argv, "megalith fold plan", default="default")
     job, budget = _job(config, config.length or 1), _budget(config)
     of_ranks = "" if config.nproc == 1 else f" for each of {config.nproc} ranks"
     print(
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 def _show_shares(job: Job, budget: int, config: PlanConfig) -> int:
     if config.length is None:
-        raise UserError("fold plan --nproc needs the length: --length 10000")
+        raise UserError("megalith fold plan --nproc needs the length: --length 10000")
     if isinstance(job.config, ESMFoldConfig):
         raise UserError(f"{config.model} is ESMFold, which one rank predicts; leave out --nproc")
     axis = Absent(config.nproc)

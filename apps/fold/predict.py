@@ -11,7 +11,7 @@ import csv
 import io
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,19 +66,22 @@ from core.runtime import (
 
 @dataclass(frozen=True)
 class PredictConfig:
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("input", "model", "msa", "templates", "out", "num_recycles", "seed", "num_seeds", "precision", "device"),
+        *("memory", "nproc", "overwrite"),
+    )
 
     input: Path | None = None
-    """a FASTA file; `fold predict IN.fasta` means the same"""
+    """a FASTA file; `megalith fold predict IN.fasta` means the same"""
     model: tuple[Path, ...] = ()
-    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`, of ESMFold as
-    transformers has them; none: demo-tiny, a toy that the package carries"""
+    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `megalith fold convert`, of ESMFold
+    as transformers has them; none: demo-tiny, a toy that the package carries"""
     out: Path = Path("folded")
     """one folder a sequence, and summary.csv"""
     msa: Path | None = None
     """an A3M or Stockholm file, or a folder of NAME.a3m, NAME.sto or NAME/*; none: the sequence alone"""
     templates: Path | None = None
-    """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*; where --msa holds NAME.hhr (fold msa
+    """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*; where --msa holds NAME.hhr (megalith fold msa
     --hhsearch-databases), a folder of mmCIF files by the entries' names, for its hits"""
     max_template_date: str = ""
     """of hits those that were published until then, as 2018-04-30; by default all"""
@@ -127,7 +130,7 @@ For real predictions give --model one or more of
     https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar (CC BY 4.0)
   OpenFold's finetuning_*.pt: https://huggingface.co/nz/OpenFold (CC BY 4.0)
   ESMFold's folder, which needs no alignment: https://huggingface.co/facebook/esmfold_v1 (MIT)
-  a folder of `fold convert` or of `fold train`"""
+  a folder of `megalith fold convert` or of `megalith fold train`"""
 
 
 @dataclass(frozen=True)
@@ -158,12 +161,10 @@ class Outcome:
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when a record could not be folded; the others are."""
-    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
-        argv = ["--input", *argv]
-    config = parse({"default": PredictConfig}, argv, "fold predict", default="default")
+    config = parse({"default": PredictConfig}, argv, "megalith fold predict", default="default", places=("input",))
     config = replace(config, device=device_kind(config.device))
     if config.input is None:
-        raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --model W --out DIR")
+        raise UserError("megalith fold predict needs a FASTA file: megalith fold predict IN.fasta --model W --out DIR")
     for path in config.model if max(config.nproc, world_size()) > 1 else ():
         if path.is_dir() and is_esmfold(path):
             raise UserError(f"{path} holds ESMFold, which one rank predicts; leave out --nproc, or torchrun")

@@ -61,11 +61,10 @@ class PretrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class FinetuneConfig(PretrainConfig):
-    """Go on training a model that exists: a Hugging Face folder, or a run folder of `llm pretrain`."""
+    """Go on training a model that exists: a Hugging Face folder, or a run folder of `megalith llm pretrain`."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("source", "data.pairs", *PretrainConfig.ESSENTIAL)
     CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
-    RENAMED: ClassVar[Mapping[str, str]] = {"source": "model"}
 
     source: Path = Path()
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -12,6 +13,7 @@ from apps.llm.loss import summed_loss
 from apps.llm.model import find_model
 from core.config import UserError, parse
 from core.data import EvalBatches, RampConfig
+from core.files import replace_file
 from core.metrics import bits_per_byte
 from core.precision import Precision, compute_dtype
 from core.runtime import device_of
@@ -19,8 +21,12 @@ from core.runtime import device_of
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "data.path", "data.sequence_length", "data.global_batch", "split", "precision", "device", "out"),
+    )
+
     model: Path = Path()
-    """a Hugging Face folder, or a run folder of `llm pretrain`"""
+    """a Hugging Face folder, or a run folder of `megalith llm pretrain`"""
     data: DataConfig = field(default_factory=lambda: DataConfig(heldout_fraction=0.05, global_batch=8))
     split: str = "all"
     """all of the text, or only its `heldout` or `train` documents"""
@@ -39,14 +45,14 @@ class EvaluateConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": EvaluateConfig}, argv, "llm evaluate", default="default")
+    config = parse({"default": EvaluateConfig}, argv, "megalith llm evaluate", default="default")
     if config.split not in ("all", "heldout", "train"):
         raise UserError(f"split={config.split}; use all, heldout or train")
     figures = evaluate(config)
     for name, value in figures.items():
         print(f"{name:16} {value:,.6g}")
     if config.out is not None:
-        config.out.write_text(json.dumps(figures, indent=2) + "\n")
+        replace_file(config.out, json.dumps(figures, indent=2).encode() + b"\n")
     return 0
 
 

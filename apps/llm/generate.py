@@ -19,7 +19,7 @@ from core.runtime import device_of
 @dataclass(frozen=True)
 class GenerateConfig:
     model: Path = Path()
-    """a Hugging Face folder, or a run folder of `llm pretrain`"""
+    """a Hugging Face folder, or a run folder of `megalith llm pretrain`"""
     prompt: str = ""
     """text to continue; none: from the start of a document"""
     max_new_tokens: int = 200
@@ -43,7 +43,7 @@ class GenerateConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": GenerateConfig}, argv, "llm generate", default="default")
+    config = parse({"default": GenerateConfig}, argv, "megalith llm generate", default="default")
     source = find_model(config.model)
     model = source.load(compute_dtype(config.precision), device_of(config.device))
     tokenizer = source.tokenizer()

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.config import UserError, parse
+from core.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ async def request(url: str, model: str | None, asked: Load) -> Served:
     try:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
     except OSError as error:
-        raise UserError(f"no answer from {url} ({error}); start one with serve --model DIR") from None
+        raise UserError(f"no answer from {url} ({error}); start one with megalith serve --model DIR") from None
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw)
@@ -167,7 +168,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": BenchConfig}, argv, "serve bench", default="default")
+    config = parse({"default": BenchConfig}, argv, "megalith serve bench", default="default")
     parts = urlsplit(config.url)
     if parts.scheme != "http" or not parts.hostname:
         raise UserError(f"{config.url} is no address to measure; give one such as http://127.0.0.1:8000")
@@ -177,5 +178,5 @@ def main(argv: list[str]) -> int:
         table.add_row(name, f"{value:,.4g}")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if config.out is not None:
-        config.out.write_text(json.dumps(found, indent=1) + "\n")
+        replace_file(config.out, json.dumps(found, indent=1).encode() + b"\n")
     return 0

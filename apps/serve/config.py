@@ -97,7 +97,7 @@ class ServeConfig(HttpConfig):
     )
 
     model: tuple[Path, ...] = ()
-    """folders to serve: Hugging Face's, or runs of llm pretrain; the first is the default"""
+    """folders to serve: Hugging Face's, or runs of megalith llm pretrain; the first is the default"""
     quantize: SchemeName | None = None
     """quantize weights while they are loaded, embeddings and head too; see docs/quantization.md"""
     group_size: int = 64

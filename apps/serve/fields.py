@@ -163,7 +163,16 @@ class Options(Body):
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
     seed: Int | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    # Without an effect on the answer. OpenAI's completions know `user` alone; clients send the others there, too.
     user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    # Extensions.
     top_k: Annotated[Int, Field(ge=-1)] | None = None
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Float, Field(ge=0.01, le=100)] | None = None
@@ -192,15 +201,7 @@ class ChatBody(Options):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: Bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    # Without an effect on the answer.
-    metadata: dict[str, str] | None = None
-    store: Bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    parallel_tool_calls: Bool | None = None
+    parallel_tool_calls: Bool | None = None  # without an effect where no tools are called
     # Only what asks for nothing.
     tools: NoTools = None
     tool_choice: NoToolChoice = None

@@ -37,9 +37,11 @@ def find_source(folder: Path) -> Source:
     inside = folder / "hf"
     is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}; give a Hugging Face folder, or a run folder of llm pretrain")
+        raise UserError(f"no folder {folder}; give a Hugging Face folder, or a run folder of megalith llm pretrain")
     if (folder / "checkpoints").is_dir() and not is_run and not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} is a run without a folder to serve, hf; make it: llm export --model {folder}")
+        raise UserError(
+            f"{folder} is a run without a folder to serve, hf; make it: megalith llm export --model {folder}"
+        )
     name = folder.resolve().name if folder.resolve().name != "hf" else folder.resolve().parent.name
     folder = inside if is_run else folder
     return Source(folder, name, load_config(folder))

@@ -29,6 +29,10 @@ _BATCH_TOKENS, _LENGTH = 2048, 512
 class QuantizeConfig:
     """Write the quantized model of a folder."""
 
+    model: Path | None = None
+    """a Hugging Face folder, or a run folder of `megalith llm pretrain`; `serve quantize IN OUT` is the same"""
+    out: Path | None = None
+    """folder to write"""
     scheme: SchemeName = "int8"
     """see docs/quantization.md"""
     group_size: int = 64
@@ -58,14 +62,12 @@ class QuantizeConfig:
 
 
 def main(argv: list[str]) -> int:
-    folders = argv[:2]
-    if argv in (["-h"], ["--help"]):
-        print("serve quantize IN OUT [--option value …]")
-        folders = []
-    elif len(folders) < 2 or any(folder.startswith("-") for folder in folders):
-        raise UserError("serve quantize takes the model's folder and the one to write: serve quantize IN OUT")
-    config = parse({"default": QuantizeConfig}, argv[len(folders) :], "serve quantize IN OUT", default="default")
-    source, target = find_source(Path(folders[0])), Path(folders[1])
+    config = parse({"default": QuantizeConfig}, argv, "megalith serve quantize", "default", places=("model", "out"))
+    if config.model is None or config.out is None:
+        raise UserError(
+            "megalith serve quantize takes the model's folder and the one to write: IN OUT, or --model IN --out OUT"
+        )
+    source, target = find_source(config.model), config.out
     scheme = Scheme(config.scheme, config.group_size, config.symmetric, config.threshold)
     options: dict[str, Any] = {"embeddings": config.embeddings, "head": config.head}
     options["progress"] = _show if sys.stderr.isatty() else _list if config.calibration else None

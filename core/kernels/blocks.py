@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,7 +102,8 @@ def _fastest(candidates: Sequence[Blocks], run: Callable[[Blocks], None]) -> Blo
         if times and time.monotonic() - begin > LONGEST_S:
             break
         try:
-            times.append((do_bench(lambda blocks=blocks: run(blocks), warmup=5, rep=20), index))
+            taken: Any = do_bench(lambda blocks=blocks: run(blocks), warmup=5, rep=20)  # without quantiles one number
+            times.append((taken, index))
         except OutOfResources:  # more shared memory than this chip has
             continue
     return candidates[min(times)[1]]

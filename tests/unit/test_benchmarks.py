@@ -139,10 +139,10 @@ def test_tensor_parallelism_is_counted_and_equals_its_closed_form(form: str) -> 
 
 
 def test_a_result_names_the_tree_that_it_was_measured_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("benchmarks.result._git", lambda *arguments: "before")
+    monkeypatch.setattr("benchmarks.result.git", lambda *arguments: "before")
 
     def measure(options: runner.Options) -> Measured:
-        monkeypatch.setattr("benchmarks.result._git", lambda *arguments: "after")
+        monkeypatch.setattr("benchmarks.result.git", lambda *arguments: "after")
         return MEASURED
 
     runner.run(runner.Benchmark("toy", "A toy", measure, ()), runner.Options(), tmp_path, "command")
@@ -306,6 +306,33 @@ def test_a_result_that_is_older_than_what_it_measures(repository: Callable[..., 
     commit(repository, tmp_path, "core/measured.py")
     for one in (result, without):  # results of before they named what they measure are compared by their commit
         assert stale.reasons(one, MEASURES) == [f"code changed since {result.commit[:9]}: core/measured.py"]
+
+
+def test_words_about_the_code_age_no_result(repository: Callable[..., str], tmp_path: Path) -> None:
+    """Comments, docstrings and layout. Code that is changed, new or gone does, and a file that is none of Python's."""
+    file = tmp_path / "core" / "measured.py"
+
+    def says(text: str, name: str = "measured.py") -> None:
+        (file.parent / name).write_text(text)
+        repository("add", ".")
+        repository("commit", "-qm", "another")
+
+    says('"""It."""\n\ndef f(x):\n    """Adds."""\n    return x + 1\n')
+    for measures in (MEASURES, ("core",)):
+        result = measured_now(measures)
+        says('"""It, in other words."""\nclass C:\n    """Holds."""\n')
+        assert stale.reasons(result, measures), "code is gone"
+        says('"""It, anew."""\n# why\ndef f(x):\n    """Adds one."""\n    return (\n        x + 1  # here\n    )\n')
+        assert stale.reasons(result, measures) == []
+        says('"""It."""\n\ndef f(x):\n    """Adds."""\n    return x + 2\n')
+        assert stale.reasons(result, measures) == [f"code changed since {result.commit[:9]}: {measures[0]}"]
+        says('"""It."""\n\ndef f(x):\n    """Adds."""\n    return x + 1\n')
+    result = measured_now(("core",))
+    says("a table", "table.txt")
+    assert stale.reasons(result, ("core",))
+    result = measured_now(("core",))
+    says("another table", "table.txt")
+    assert stale.reasons(result, ("core",))
 
 
 def test_a_result_of_a_changed_tree(repository: Callable[..., str], tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Letters: the 20 amino acids; X (unknown), B, Z, U, O and J, which the network sees as X (the MSA's first row has B as
 aspartate, Z as glutamate, U as cysteine, as the original). Lower case is taken as upper case, a final * is dropped.
-The file may be packed (.gz, .bz2, .xz) and in UTF-8 or UTF-16.
+The file may be packed (.gz, .bz2, .xz) and in UTF-8, UTF-16 or UTF-32.
 """
 
 import re
@@ -78,6 +78,8 @@ def _entries(text: str, path: Path) -> list[tuple[str, str]]:
         if line.startswith(">"):
             entries.append(((line[1:].split() or [""])[0], []))
         elif line and not line.startswith(";"):
+            if not entries and re.search("[\0\ufffd]", line):
+                raise UserError(f"{path}, line {number}: bytes that are no text; give a FASTA file")
             if not entries:
                 raise UserError(f"{path}, line {number}: a sequence before the first > line; give a FASTA file")
             entries[-1][1].append("".join(line.split()))

@@ -1,4 +1,4 @@
-"""Text files as databases and editors leave them: plain, packed by gzip, bzip2 or xz; in UTF-8 or UTF-16.
+"""Text files as databases and editors leave them: plain, packed by gzip, bzip2 or xz; in UTF-8, UTF-16 or UTF-32.
 
 A file is known by what it begins with, not by its name.
 """
@@ -47,11 +47,18 @@ def read_text(path: Path, wanted: str, encoding: str = "utf-8-sig") -> str:
         raise UserError(f"{path} is {foreign}; unpack it and give {wanted}")
     if opened is not None and len(content) > _MOST_BYTES:
         raise UserError(f"{path} unpacks to more than {in_words(_MOST_BYTES)}; unpack it, or split it")
+    return content.decode(_encoding(content) or encoding, "replace")
+
+
+def _encoding(content: bytes) -> str | None:
+    """By the mark of the order of bytes, or by which of the first four are zero; None where neither tells."""
+    if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return content.decode("utf-16", "replace")
-    if content[1:2] == b"\0" or content[:1] == b"\0":  # a letter of 16 bits, without the mark that says so
-        return content.decode("utf-16-le" if content[1:2] == b"\0" else "utf-16-be", "replace")
-    return content.decode(encoding, "replace")
+        return "utf-16"
+    zeros = "".join("0" if byte == 0 else "x" for byte in content[:4])
+    wide = {"x000": "utf-32-le", "000x": "utf-32-be"}
+    return wide.get(zeros) or {"x0": "utf-16-le", "0x": "utf-16-be"}.get(zeros[:2])
 
 
 def unpacked_name(path: Path) -> Path:

@@ -59,10 +59,10 @@ def test_what_editors_and_databases_leave_in_a_fasta(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pack", "encoding"),
-    [(bytes, "utf-16"), (bytes, "utf-16-le"), (bytes, "utf-16-be")]
+    [(bytes, f"utf-{width}{order}") for width in (16, 32) for order in ("", "-le", "-be")]
     + [(pack, "utf-8") for pack in (gzip.compress, bz2.compress, lzma.compress)],
 )
-def test_packed_files_and_those_of_16_bits_a_letter_are_read(
+def test_packed_files_and_those_of_16_or_32_bits_a_letter_are_read(
     tmp_path: Path, pack: Callable[[bytes], bytes], encoding: str
 ) -> None:
     """Whatever they are called; a packed file that was cut off is said to be."""
@@ -83,6 +83,14 @@ def test_packed_files_and_those_of_16_bits_a_letter_are_read(
 def test_what_is_packed_otherwise_is_named(tmp_path: Path, start: bytes, kind: str) -> None:
     (tmp_path / "in.fasta").write_bytes(start + bytes(20))
     with pytest.raises(UserError, match=f"{kind}; unpack it and give a FASTA file"):
+        read_fasta(tmp_path / "in.fasta")
+
+
+@pytest.mark.parametrize("content", [bytes(range(256)), b"\x89PNG\r\n\x1a\n" + bytes(9)])
+def test_what_is_no_text_is_called_that(tmp_path: Path, content: bytes) -> None:
+    """Not a sequence without its name."""
+    (tmp_path / "in.fasta").write_bytes(content)
+    with pytest.raises(UserError, match=r"in\.fasta, line 1: bytes that are no text; give a FASTA file"):
         read_fasta(tmp_path / "in.fasta")
 
 

@@ -98,16 +98,18 @@ EFFECTS: dict[tuple[str, str], tuple[dict[str, Any], Any, Look]] = {
     (CHAT, "top_logprobs"): (GREEDY | {"logprobs": True}, 2, logprobs),
 }
 # Without an effect on an answer, by definition: values that clients send.
+HARMLESS: dict[str, Any] = {
+    "user": "me",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "auto",
+    "safety_identifier": "me",
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "implicit"},
+    "prompt_cache_retention": "24h",
+}
 WITHOUT: dict[tuple[str, str], Any] = {
-    (TEXT, "user"): "me",
-    (CHAT, "user"): "me",
-    (CHAT, "metadata"): {"a": "b"},
-    (CHAT, "store"): True,
-    (CHAT, "service_tier"): "auto",
-    (CHAT, "safety_identifier"): "me",
-    (CHAT, "prompt_cache_key"): "k",
-    (CHAT, "prompt_cache_options"): {"mode": "implicit"},
-    (CHAT, "prompt_cache_retention"): "24h",
+    **{(path, name): value for path in (TEXT, CHAT) for name, value in HARMLESS.items()},
     (CHAT, "parallel_tool_calls"): True,
 }
 # What asks for nothing is accepted, everything else refused by name.
