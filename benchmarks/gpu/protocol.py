@@ -166,8 +166,11 @@ def run_phase(phase: Phase, record: Record) -> None:
 
 def run_entry(entry: Entry, worker: "Worker", record: Record) -> bool:
     """Whether its worker can take another."""
-    began, limit_s = time.monotonic(), min(entry.most_s, record.left_s)
     worker.ask(entry.name)
+    if not worker.is_ready(record.left_s):  # importing takes seconds, and is none of the entry's time
+        record.note(f"{entry.name}: its process did not start in time", failed=True)
+        return False
+    began, limit_s = time.monotonic(), min(entry.most_s, record.left_s)
     while True:
         answer = worker.answer(began + limit_s - time.monotonic())
         if answer is None:
@@ -196,6 +199,7 @@ class Worker:
             start_new_session=True,
         )  # fmt: skip
         self._lines: Queue[str] = Queue()
+        self._is_ready = False
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -208,6 +212,12 @@ class Worker:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             print(name, file=self._process.stdin, flush=True)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether it has imported all and takes entries."""
+        if not self._is_ready:
+            self._is_ready = self.answer(timeout_s) == {"ready": True}
+        return self._is_ready
 
     def answer(self, timeout_s: float) -> dict[str, Any] | None:
         """The next thing that it says; None where nothing comes in time."""

@@ -21,6 +21,7 @@ def main(argv: list[str]) -> None:
     entries = {entry.name: entry for phase in phases(argv[0], where) for entry in phase.entries}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         for answer in answers_of(entries[line.strip()], where):
             print(json.dumps(answer), file=answers, flush=True)
