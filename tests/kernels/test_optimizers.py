@@ -13,8 +13,9 @@ from core.kernels.adamw8bit import adamw_8bit
 from core.kernels.adamw8bit import reference as adamw_8bit_reference
 from core.kernels.blockwise import BLOCK, code_tables, quantize
 from core.kernels.operator import forced
+from tests.support.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 SHAPES = [(5, 7), (3,), (2, 3, 4), ()]
 NUM_STEPS = 5
 
@@ -178,16 +179,16 @@ def test_adamw_kernel_is_that_of_torch(options: dict[str, Any]) -> None:
 
 def test_adamw_takes_what_does_not_lie_alike() -> None:
     """A transposed parameter with a gradient that is not, one that is channels last, one with gaps."""
-    params = [torch.randn(5, 7).mT, torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
-    params.append(torch.randn(6, 2)[:, 0])
+    params = [torch.randn(5, 7, device=DEVICE).mT, torch.randn(6, 2, device=DEVICE)[:, 0]]
+    params.insert(1, torch.randn(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last))
     copies = [p.clone(memory_format=torch.contiguous_format) for p in params]
-    grads = [torch.randn(p.shape) for p in params]
+    grads = [torch.randn(p.shape, device=DEVICE) for p in params]
     grads[1] = grads[1].to(memory_format=torch.channels_last)
     state = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
     plain = [torch.zeros_like(p) for p in copies], [torch.zeros_like(p) for p in copies]
     adamw(copies, grads, *plain, step=1, lr=0.1)
     with forced():
-        adamw([p.to(DEVICE) for p in params], grads, *state, step=1, lr=0.1)
+        adamw(params, grads, *state, step=1, lr=0.1)
     for got, want in zip(params + state[1], copies + plain[1], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 

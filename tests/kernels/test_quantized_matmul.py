@@ -18,8 +18,9 @@ from core.kernels.quantized_matmul import (
     quantize_int4,
     quantize_int8,
 )
+from tests.support.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from core.kernels import group_norm, rows, softmax, triangle
 from tests.kernels.test_specs import SPECS, check
 
+pytestmark = pytest.mark.usefixtures("device")
+
 FEW_PROGRAMS = [
     (rows, "PROGRAMS", "gated_residual", 3, 2),
     (softmax, "PROGRAMS", "softmax", 0, 1),

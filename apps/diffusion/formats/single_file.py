@@ -154,8 +154,10 @@ def _stored_shape(header: Mapping[str, str], path: Path) -> Shape | None:
     try:
         stored = json.loads(header[_CONFIG])
         schedule = stable_diffusion(**stored.pop("schedule"))
+        if not all(isinstance(config, dict) for config in stored.values()):
+            raise ValueError("a configuration is no object")
         return Shape(**stored, schedule=check_schedule(schedule, path))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path}: {_CONFIG} in its header describes no model ({error}); write the file again"
         ) from error
