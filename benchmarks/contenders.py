@@ -31,11 +31,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.result import versions
+from core.compose import parallelize
 from core.metrics import MemoryAccount, resident_peak_bytes
 from core.models import Decoder, DecoderConfig, initialise
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
-from core.parallel.compose import parallelize
 from core.precision import LossScale
 from core.runtime import Runtime, start
 from core.train import TrainConfig, TrainState, train_step

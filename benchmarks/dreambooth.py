@@ -307,6 +307,7 @@ MEASURES = (
     "core/train.py",
     "core/optim",
     "core/parallel",
+    "core/placement",
     "core/kernels",
     "benchmarks/dreambooth_run.py",
     "benchmarks/dreambooth.py",

@@ -1,6 +1,6 @@
 """The training loop, one for every app and every form of parallelism.
 
-`fit` takes a model that `core.parallel.compose` has spread over the mesh, an optimizer over its masters, batches and a
+`fit` takes a model that `core.compose` has spread over the mesh, an optimizer over its masters, batches and a
 loss. One step is
 
 1. take the batch of this step: a function of the step and the data rank alone, so no mesh changes what is learned from
@@ -26,16 +26,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, rng_state, set_rng_state
 from core.comm.volume import Volume, count_volume
+from core.compose import ParallelConfig
 from core.config import UserError, as_json, in_one_line, require_device
 from core.data import Batches, Prefetch
 from core.files import replace_file
-from core.gemini.config import GeminiConfig
-from core.gemini.replicas import GeminiReplicas
 from core.mesh import MeshConfig, data_axis, gradient_axis, pipeline_ranks
 from core.metrics import MemoryAccount, Progress, RunLog, mfu, peak_bytes, peak_flops, resident_peak_bytes
 from core.nn.moe import load_figures, take_load
@@ -44,8 +43,6 @@ from core.optim.build import OptimConfig
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
-from core.parallel.compose import ParallelConfig
-from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
 from core.precision import LossScale, LossScaleConfig, MatmulPrecision, compute_dtype, set_matmul_precision
@@ -100,8 +97,6 @@ class TrainConfig(ParallelConfig):
     """cpu or cuda; auto: CUDA where there is one"""
     matmul_precision: MatmulPrecision = "highest"
     """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
-    gemini: GeminiConfig = field(default_factory=GeminiConfig)
-    """train in a given amount of device memory: model data that does not fit lives on the host"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,13 +151,6 @@ class TrainConfig(ParallelConfig):
                 f"{given} with pipeline.schedule={self.pipeline.schedule}: parameters leave before their gradients are "
                 "computed; use --pipeline.schedule 1f1b, gpipe or interleaved"
             )
-
-    def spread(
-        self, model: nn.Module, mesh: DeviceMesh, materialise: Callable[[nn.Module], None] = lambda model: None
-    ) -> DataParallel:
-        if self.gemini.budget is None:
-            return super().spread(model, mesh, materialise)
-        return GeminiReplicas(model, mesh, self.zero, self.precision, materialise, self.gemini)
 
     def microbatch_rows(self, rows: int) -> list[int]:
         """How many of a rank's rows each microbatch takes."""

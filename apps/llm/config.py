@@ -11,10 +11,9 @@ from core.config import UserError
 from core.kernels.shown_right import all_shown
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
-from core.models.plan import check_experts_of, check_heads_of
+from core.models.plan import decoder_table
 from core.nn.by_kernels import DECODER
 from core.parallel.context import check_length
-from core.parallel.ulysses import check_exchange
 from core.runtime import ranks_of
 from core.train import TrainConfig
 
@@ -79,10 +78,9 @@ class FinetuneConfig(PretrainConfig):
 def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
-    check_heads_of(config.model, mesh)
+    decoder_table(config.model, mesh, config.zero)
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
-    check_experts_of(config.model, mesh)
     for axis in ("tp", "ep"):
         if config.optim.name == "muon" and (size := getattr(mesh, axis)) > 1:
             raise UserError(
@@ -94,8 +92,6 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
             f"optim.name=muon needs whole matrices on every rank, and zero={config.zero} shards them; "
             "use --zero 0, or --optim.name adamw"
         )
-    if mesh.tp_mode == "1d":  # a grid goes without context parallelism
-        check_exchange(config.model.num_heads // mesh.tp, mesh.exchange_ranks)
     check_length(config.data.sequence_length, mesh.cp)
     for _, batch in config.data.batch_size.stages:
         check_divides(batch, mesh.data_ranks)

@@ -39,8 +39,8 @@ from core.layout import layout_of, local, tag
 from core.mesh import Zero, device_of, shard_axis, stage_axis
 from core.parallel.data import DataParallel, cast_parameter, with_local
 from core.parallel.pipeline.foreseen import Unforeseen
-from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
+from core.placement.table import Table, parameter_names, placement, set_parameter
 from core.precision import Precision
 from core.runtime import give_back_freed_memory
 
@@ -59,6 +59,7 @@ class GeminiReplicas(DataParallel):
         precision: Precision,
         materialise: Callable[[nn.Module], None],
         config: GeminiConfig,
+        table: Table | None = None,
     ):
         assert config.budget is not None
         self.config = config
@@ -69,7 +70,8 @@ class GeminiReplicas(DataParallel):
         self._undrawn = DRAWN_STEPS if config.trace is not None else 0
         self.chunks: list[Chunk] = []
         self.executor: Executor | None = None
-        super().__init__(model, mesh, zero, precision, materialise, reduce_each=True)
+        table = placement(model, None, mesh, zero, gemini=True) if table is None else table
+        super().__init__(model, mesh, zero, precision, materialise, reduce_each=True, table=table)
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +101,7 @@ class GeminiReplicas(DataParallel):
             give_back_freed_memory(self.tier.budget_bytes)
         self.shard = shard_axis(self.mesh) if self.zero else None
         given = {names[0]: (self.model.get_parameter(names[0]), names) for names in parameter_names(self.model)}
-        rows = {name: self._rows_of(parameter) for name, (parameter, _) in given.items()}
+        rows = {name: self._rows_of(name, parameter) for name, (parameter, _) in given.items()}
         for name, (_, names) in given.items():
             for shared in names:
                 set_parameter(self.model, shared, rows[name])
@@ -122,11 +124,10 @@ class GeminiReplicas(DataParallel):
             own.data = own.data.to(self.compute_dtype).contiguous()
         return given
 
-    def _rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _rows_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's rows of a parameter in the format that they are kept in; without values where it has none."""
-        layout, whole = layout_of(parameter), local(parameter.detach())
-        if self.shard is not None and whole.ndim:
-            layout = layout.cut(self.mesh, (self.shard.mesh_dim_names or ("",))[0])
+        row, whole = self.table[name], local(parameter.detach())
+        if self.shard is not None and not row.whole:
             whole = own_rows(whole, self.shard)
         dtype = whole.dtype
         if whole.is_floating_point():
@@ -134,9 +135,7 @@ class GeminiReplicas(DataParallel):
         kept = torch.empty(whole.shape, dtype=dtype)
         if not whole.is_meta:
             kept.copy_(whole)
-        made = nn.Parameter(kept, requires_grad=parameter.requires_grad)
-        tag(made, layout)
-        return made
+        return tag(nn.Parameter(kept, requires_grad=parameter.requires_grad), row.master)
 
     def _allocate_buffers(self) -> None:
         for module in self.model.modules():

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.layout import layout_of, tag
+from core.layout import tagged_as
 
 
 def bring_state(optimizer: torch.optim.Optimizer, master: Tensor) -> None:
@@ -17,8 +17,7 @@ def bring_state(optimizer: torch.optim.Optimizer, master: Tensor) -> None:
     state = optimizer.state.get(master, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.device != master.device and _follows(optimizer, master, value):
-            moved = value.to(master.device)
-            state[key] = tag(moved, layout_of(value)) if hasattr(value, "layout_in_whole") else moved
+            state[key] = tagged_as(value.to(master.device), value)
 
 
 def _follows(optimizer: torch.optim.Optimizer, master: Tensor, value: Tensor) -> bool:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from core.config import UserError
@@ -97,6 +98,7 @@ class Place:
         """Lines of ranks that complete a sum over `dims` (by default over all elements)."""
         if dims not in self._over:
             mesh = self.layout.mesh
+            assert mesh is None or isinstance(mesh, DeviceMesh), f"the ranks of {mesh} do not exist"
             self._over[dims] = (
                 () if mesh is None else tuple(Line(group, device_of(mesh)) for group in self.layout.groups(dims))
             )

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.layout import detached
 from core.mesh import device_of
 from core.parallel.draws import Draws
+from core.placement.table import Table
 
 Sample = Callable[[], Sequence[Callable[[nn.Module], Tensor]]]
 """Draws the microbatches of a step: of each the function model -> its loss."""
@@ -31,12 +32,14 @@ class ParallelModel(ABC):
     model    the module to call; called without gradients it is the whole model on every rank
     masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout. Every parameter has
              one, on each rank that holds a part of it
+    table    where its parameters and masters lie, and those of other ranks
     draws    told which rows of which step a forward is of, so that dropout is that of one rank
     """
 
     model: nn.Module
     mesh: DeviceMesh
     masters: dict[str, Tensor]
+    table: Table
     draws: Draws = Draws()
 
     @property

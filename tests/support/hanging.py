@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.checkpoint import CheckpointConfig
+from core.compose import parallelize
 from core.optim.build import build_optimizer
-from core.parallel.compose import parallelize
 from core.runtime import launch, launched, start
 from core.train import TrainConfig, TrainState, fit
 from tests.support.small import Rows, Small, loss

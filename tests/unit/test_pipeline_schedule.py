@@ -26,7 +26,7 @@ from core.parallel.pipeline.schedule import (
     schedule,
     simulate,
 )
-from core.parallel.pipeline.split import Costs, split_by_cost, stage_ranges
+from core.placement.stages import Costs, split_by_cost, stage_ranges
 
 NAMES = get_args(ScheduleName)
 SIZES = [

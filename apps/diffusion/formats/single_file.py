@@ -13,7 +13,6 @@ A file holds no tokenizer; it is taken from the folder of any pipeline of the sa
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -41,6 +40,7 @@ from apps.diffusion.pipeline import (
 )
 from apps.diffusion.shapes import Shape
 from core.config import UserError
+from core.files import replacing
 from core.weights import Weights, write_safetensors
 
 _CONFIG = "megalith.config"
@@ -272,12 +272,8 @@ def save_single_file(pipeline: Pipeline, path: str | Path, dtype: torch.dtype | 
         names = stored_names(component, state, module.config, open_clip)
         entries |= {key: tensor.contiguous() for key, tensor in to_file(names, state).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as aside:
         write_safetensors(entries, aside, _header(pipeline, open_clip))
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
     return path
 
 
