@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Dozens of interpreters import the same modules: the first one keeps what it compiled, where the user's shell forbids it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e benchmarks soak gpu
+.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e benchmarks soak gpu gpu-pack
 
 install: .venv/.installed
 
@@ -57,8 +57,13 @@ soak: install
 	$(PYTEST) $(TWO) -m soak tests/parity
 	$(BIN)/python -m core.kernels.compile
 
-gpu: install
-	$(BIN)/python -m pytest -q -m gpu tests
+# Where there is a GPU there may be no registry: by .venv where it is, else by the machine's own Python and .gpu-pack.
+gpu:
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu tests
+
+# The wheels that images for GPUs lack, fetched where there is a registry and brought along (docs/gpu.md).
+gpu-pack: install
+	$(BIN)/python -m benchmarks.gpu.pack
 
 demo: install
 	$(BIN)/python -m apps.llm.demo

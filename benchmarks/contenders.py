@@ -31,11 +31,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.result import versions
+from core.compose import parallelize
 from core.metrics import MemoryAccount, resident_peak_bytes
 from core.models import Decoder, DecoderConfig, initialise
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
-from core.parallel.compose import parallelize
+from core.optim.spec import own_values
 from core.precision import LossScale
 from core.runtime import Runtime, start
 from core.train import TrainConfig, TrainState, train_step
@@ -146,7 +147,7 @@ def transformers_model(folder: str) -> Any:
 
 def peers_adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
     """torch's, fused, with the options that ours takes from OPTIM: matrices decayed, vectors not."""
-    parameters, options = list(parameters), OPTIM.options()
+    parameters, options = list(parameters), own_values(OPTIM)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options["weight_decay"]},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

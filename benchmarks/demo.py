@@ -63,6 +63,7 @@ MEASURES = (
     "core/nn",
     "core/optim",
     "core/parallel",
+    "core/placement",
     "core/data",
     "benchmarks/demo.py",
 )

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from benchmarks.ranks import device_of_rank, on_ranks
 from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
+from core.compose import ParallelConfig, parallelize
 from core.config import run_command
 from core.estimate import RunShape, Timeline, draw_timelines, timeline_of
 from core.mesh import MeshConfig, build_mesh
 from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import (
     Action,
@@ -45,6 +45,7 @@ from core.parallel.pipeline.schedule import (
     schedule,
     simulate,
 )
+from core.placement.table import ModelPlan
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -127,7 +128,7 @@ def step_of_rank(name: ScheduleName, sizes: Sizes) -> Found:
         model = Decoder(sizes.model)
     config = ParallelConfig(pipeline=PipelineConfig(name))
     data = parallelize(
-        model, mesh, config, pipeline_plan=pipeline_plan(), materialise=lambda m: initialise(m, 0)
+        model, mesh, config, ModelPlan(pipeline=pipeline_plan()), materialise=lambda m: initialise(m, 0)
     )  # fmt: skip
     assert isinstance(data, Pipeline)
     generator = torch.Generator().manual_seed(0)
@@ -302,6 +303,7 @@ def _bars(axes: Any, rows: list[Row], numbers: dict[str, str], scale: float = 1.
 
 MEASURES = (
     "core/parallel",
+    "core/placement",
     "core/estimate",
     "core/models",
     "benchmarks/ranks.py",

@@ -28,6 +28,7 @@ from benchmarks.ranks import on_ranks
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.comm.volume import count_volume
+from core.compose import ParallelConfig, parallelize
 from core.config import run_command
 from core.mesh import MeshConfig, build_mesh
 from core.metrics import MemoryAccount
@@ -36,9 +37,9 @@ from core.models.plan import context_parallel_plan, tensor_parallel_plan
 from core.nn.attention import attend_both_ways
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel import tensor1d
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.data import DataParallel
-from core.parallel.plan import Plan
+from core.placement.style import Plan
+from core.placement.table import ModelPlan
 
 UNIT = 48  # divides over 2, 3 and 4 ranks, twice for a zig-zag
 LIMIT_S = 3600.0
@@ -193,8 +194,7 @@ class _Run:
             model,
             device_mesh,
             options,
-            plan=plan,
-            context_plan=context_parallel_plan(mesh, causal=False),
+            ModelPlan(tensor=plan, context=context_parallel_plan(mesh, causal=False)),
             materialise=lambda m: initialise(m, 0),
         )
         self.optimizer = build_optimizer(OptimConfig(), self.data.masters)
@@ -234,6 +234,7 @@ class _Run:
 
 MEASURES = (
     "core/parallel",
+    "core/placement",
     "core/nn",
     "core/models",
     "core/comm",

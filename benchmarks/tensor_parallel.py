@@ -37,12 +37,12 @@ from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from benchmarks.tensor_parallel_bytes import Counts, pair_bytes
 from core.comm.volume import count_volume
+from core.compose import ParallelConfig, parallelize
 from core.config import UserError, run_command
 from core.mesh import MeshConfig, TpMode, build_mesh, tensor_axes
 from core.parallel import tensor1d, tensor2d, tensor3d
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.grid import Spread, on_grid
-from core.parallel.plan import Plan
+from core.placement.style import Plan
 from core.runtime import pretended
 
 PUBLISHED = {
@@ -109,7 +109,7 @@ def plan_of(mode: TpMode) -> Plan:
     if mode == "1d":
         return {"up": tensor1d.colwise, "down": tensor1d.rowwise}
     if mode == "3d":
-        return {"up": tensor3d.linear, "down": lambda module, mesh: tensor3d.linear(module, mesh, swapped=True)}
+        return {"up": tensor3d.linear, "down": tensor3d.linear_back}
     return {"up": tensor2d.linear, "down": tensor2d.linear}
 
 
@@ -128,7 +128,7 @@ def count(mesh: MeshConfig, sizes: Sizes) -> Found:
     """Of this rank of the process group that there is."""
     built = build_mesh(mesh.resolve(dist.get_world_size()), "cpu")
     data = parallelize(
-        Pair(sizes), built, ParallelConfig(), plan=plan_of(mesh.tp_mode) if mesh.tp > 1 else None
+        Pair(sizes), built, ParallelConfig(), plan_of(mesh.tp_mode) if mesh.tp > 1 else {}
     )  # fmt: skip
     x = torch.ones(sizes.rows, sizes.inner)
     if mesh.tp_mode != "1d":
@@ -201,7 +201,7 @@ def rounds(mesh: MeshConfig) -> int:
 
 
 def _row(mesh: MeshConfig, sizes: Sizes, is_real: bool, found: Found) -> Row:
-    ranks, form = mesh.tp, pair_bytes(mesh, sizes.rows, sizes.inner, sizes.outer, ITEMSIZE)
+    ranks, form = mesh.tp, pair_bytes(mesh, plan_of(mesh.tp_mode), sizes.rows, sizes.inner, sizes.outer, ITEMSIZE)
     published = PUBLISHED[mesh.tp_mode]
     weights, kept = 2 * sizes.inner * sizes.outer, sizes.rows * (2 * sizes.inner + sizes.outer)
     case = {
@@ -250,6 +250,7 @@ def _targets(rows: list[Row]) -> list[Target]:
 
 MEASURES = (
     "core/parallel",
+    "core/placement",
     "core/comm",
     "benchmarks/ranks.py",
     "benchmarks/tensor_parallel_bytes.py",

@@ -293,6 +293,7 @@ MEASURES = (
     "core/nn",
     "core/optim",
     "core/parallel",
+    "core/placement",
     "core/kernels",
     "core/comm",
     "core/precision.py",

@@ -86,6 +86,13 @@ def flight_record() -> str | None:
     return None if ask is None else ask()
 
 
+def symmetric_memory() -> Any:
+    """Memory that all ranks of a group see: `empty` makes it, and `rendezvous` shows it to the others."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
+
+
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh is a part of; itself, where it is of none."""
     return mesh._get_root_mesh()

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import IO, Any
 
 _PIECE_BYTES = 1 << 22
@@ -109,14 +110,22 @@ def write_file(path: Path, content: bytes) -> None:
         sync(file)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write aside, then rename: the file is never half there, and is on the disk when this returns."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside a file's to write to, which takes the file's place when the block has ended well; see `naming`."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.part")
     try:
-        write_file(aside, content)
+        with naming(path):
+            yield aside
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write aside, then rename: the file is never half there, and is on the disk when this returns."""
+    with replacing(path) as aside:
+        write_file(aside, content)
 
 
 def sync(file: IO[bytes]) -> None:

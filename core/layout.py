@@ -8,21 +8,21 @@ belong together (those of an attention head) are a unit: ceil(units / s) units g
 Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
 """
 
-import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from core.mesh import flat_axis, sub_mesh
+from core.mesh import AnyMesh, axis_group, axis_index, axis_size
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Layout:
     """The box of a full tensor that this rank holds.
 
     shape  the full shape
-    mesh   the mesh whose axes cut it; None when nothing does
+    mesh   the mesh whose axes cut it, or its shape where the ranks do not exist; None when nothing does
     cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest;
            axes of a mesh without names are called by their position, "0", "1", …
     units  (axis, rows that its cut keeps together); 1 where an axis is not named
@@ -38,7 +38,7 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    mesh: DeviceMesh | None = None
+    mesh: AnyMesh | None = None
     cuts: tuple[tuple[str, int], ...] = ()
     units: tuple[tuple[str, int], ...] = ()
     absent: bool = False
@@ -60,6 +60,10 @@ class Layout:
     def local_shape(self) -> tuple[int, ...]:
         return tuple(s.stop - s.start for s in self.box())
 
+    def largest_shape(self) -> tuple[int, ...]:
+        """The shape of the first rank's part, which has the most of every dim."""
+        return tuple(s.stop - s.start for s in self.box(dict.fromkeys(self.axes(), 0)))
+
     def axes(self) -> tuple[str, ...]:
         """The axes that cut, each once."""
         return tuple(dict.fromkeys(axis for axis, _ in self.cuts))
@@ -67,30 +71,17 @@ class Layout:
     def axis_size(self, axis: str) -> int:
         """Ranks on an axis; "a+b" is a and b as one."""
         assert self.mesh is not None
-        if self._is_joint(axis):
-            return math.prod(map(self.axis_size, axis.split("+")))
-        return self.mesh.size(int(axis)) if axis.isdigit() else sub_mesh(self.mesh, axis).size()
+        return axis_size(self.mesh, axis)
 
     def axis_index(self, axis: str) -> int:
         """Where this rank is on an axis."""
         assert self.mesh is not None
-        if self._is_joint(axis):
-            index = 0
-            for part in axis.split("+"):
-                index = index * self.axis_size(part) + self.axis_index(part)
-            return index
-        return self.mesh.get_local_rank(int(axis)) if axis.isdigit() else sub_mesh(self.mesh, axis).get_local_rank()
+        return axis_index(self.mesh, axis)
 
     def axis_group(self, axis: str) -> ProcessGroup:
         """The process group of this rank's line along an axis."""
         assert self.mesh is not None
-        if self._is_joint(axis):
-            return flat_axis(self.mesh, axis).get_group()
-        return self.mesh.get_group(int(axis)) if axis.isdigit() else sub_mesh(self.mesh, axis).get_group()
-
-    def _is_joint(self, axis: str) -> bool:
-        assert self.mesh is not None
-        return "+" in axis and axis not in (self.mesh.mesh_dim_names or ())
+        return axis_group(self.mesh, axis)
 
     def groups(self, dims: Iterable[int] | None = None) -> tuple[ProcessGroup, ...]:
         """Process groups of the axes of several ranks that cut one of `dims` (by default any), each once.
@@ -107,7 +98,7 @@ class Layout:
         shape = tuple(1 if dim in gone else n for dim, n in enumerate(self.shape))
         return Layout(shape, self.mesh, tuple((axis, dim) for axis, dim in self.cuts if dim not in gone), self.units)
 
-    def cut(self, mesh: DeviceMesh, axis: str, dim: int = 0, unit: int = 1) -> "Layout":
+    def cut(self, mesh: AnyMesh, axis: str, dim: int = 0, unit: int = 1) -> "Layout":
         """This layout with one more cut, of what is local now."""
         units = self.units if unit == 1 else (*self.units, (axis, unit))
         return Layout(self.shape, mesh, (*self.cuts, (axis, dim)), units)
@@ -115,8 +106,13 @@ class Layout:
 
 def shares(rows: int, size: int, unit: int = 1) -> list[slice]:
     """How `rows` rows are cut over `size` ranks, in units of `unit` rows: the last shares may be shorter or empty."""
-    most = -(-rows // (unit * size)) * unit
+    most = largest_share(rows, size, unit)
     return [slice(min(index * most, rows), min((index + 1) * most, rows)) for index in range(size)]
+
+
+def largest_share(rows: int, size: int, unit: int = 1) -> int:
+    """Rows of the first of `shares`, to which others are padded where they travel."""
+    return -(-rows // (unit * size)) * unit
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
@@ -147,7 +143,7 @@ def layout_of(tensor: Tensor) -> Layout:
     return Layout(tuple(tensor.shape), mesh, tuple(cuts))
 
 
-def tag(tensor: Tensor, layout: Layout) -> Tensor:
+def tag(tensor: AnyTensor, layout: Layout) -> AnyTensor:
     """Note on a local tensor how it lies in the whole; `layout_of` reads it back.
 
     A DTensor over what other axes left (FSDP2 over a local tensor) is noted as it lies in the whole of all axes.
@@ -155,6 +151,11 @@ def tag(tensor: Tensor, layout: Layout) -> Tensor:
     assert is_dtensor(tensor) or tuple(tensor.shape) == layout.local_shape(), (tuple(tensor.shape), layout)
     tensor.layout_in_whole = layout  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
+
+
+def tagged_as(tensor: AnyTensor, other: Tensor) -> AnyTensor:
+    """The tensor, noted to lie as another one does, where that is noted."""
+    return tag(tensor, layout_of(other)) if hasattr(other, "layout_in_whole") else tensor
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -196,6 +196,73 @@ class MeshConfig:
         return self.cp if self.cp_mode == "ulysses" else self.cp_ulysses
 
 
+@dataclass(frozen=True)
+class MeshShape:
+    """Axes of a mesh by name and size, and one rank of it; neither the ranks nor their process groups need exist.
+
+    ulysses  ranks of the inner of CONTEXT_AXES, as which cp is seen too
+    """
+
+    mesh_dim_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    rank: int = 0
+    ulysses: int = 1
+
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def at(self, rank: int) -> "MeshShape":
+        """The same mesh seen from another rank."""
+        return replace(self, rank=rank)
+
+
+AnyMesh = DeviceMesh | MeshShape
+
+
+def mesh_shape(config: MeshConfig, rank: int = 0) -> MeshShape:
+    """The mesh of a resolved config, without ranks."""
+    return MeshShape(config.axes, config.sizes(), rank, config.cp_ulysses)
+
+
+def axis_size(mesh: AnyMesh, axis: str) -> int:
+    """Ranks on an axis. "a+b" is a and b as one; axes of a mesh without names are called by their position."""
+    if _is_joint(mesh, axis):
+        return math.prod(axis_size(mesh, part) for part in axis.split("+"))
+    names = mesh.mesh_dim_names or ()
+    if isinstance(mesh, DeviceMesh) and axis not in names and not axis.isdigit():
+        return sub_mesh(mesh, axis).size()  # of others made later
+    if isinstance(mesh, MeshShape) and axis in CONTEXT_AXES:
+        return mesh.ulysses if axis == CONTEXT_AXES[1] else axis_size(mesh, "cp") // mesh.ulysses
+    return mesh.shape[names.index(axis) if axis in names else int(axis)]
+
+
+def axis_index(mesh: AnyMesh, axis: str) -> int:
+    """Where this rank is on an axis."""
+    if _is_joint(mesh, axis):
+        index = 0
+        for part in axis.split("+"):
+            index = index * axis_size(mesh, part) + axis_index(mesh, part)
+        return index
+    if isinstance(mesh, DeviceMesh):
+        return mesh.get_local_rank(int(axis)) if axis.isdigit() else sub_mesh(mesh, axis).get_local_rank()
+    if axis in CONTEXT_AXES:
+        return divmod(axis_index(mesh, "cp"), mesh.ulysses)[CONTEXT_AXES.index(axis)]
+    place = mesh.mesh_dim_names.index(axis)
+    return mesh.rank // math.prod(mesh.shape[place + 1 :]) % mesh.shape[place]
+
+
+def axis_group(mesh: AnyMesh, axis: str) -> ProcessGroup:
+    """The process group of this rank's line along an axis."""
+    assert isinstance(mesh, DeviceMesh), f"the ranks of {mesh} do not exist"
+    if _is_joint(mesh, axis):
+        return flat_axis(mesh, axis).get_group()
+    return mesh.get_group(int(axis)) if axis.isdigit() else sub_mesh(mesh, axis).get_group()
+
+
+def _is_joint(mesh: AnyMesh, axis: str) -> bool:
+    return "+" in axis and axis not in (mesh.mesh_dim_names or ())
+
+
 def _grid(mode: TpMode, side: int, depth: int) -> tuple[int, int, int]:
     """(tp_depth, tp_row, tp_col) of a grid of that side."""
     return {"2d": (1, side, side), "2.5d": (depth, side, side), "3d": (side, side, side)}[mode]
@@ -221,15 +288,30 @@ def derive_axes(mesh: DeviceMesh) -> None:
     """
     if host_group(mesh) is not None:
         return
-    if set(DATA_AXES) <= set(mesh.mesh_dim_names or ()):
-        for axes in sorted({data_axes(mesh), *(f(mesh, cut) for f in (gradient_axes, shard_axes) for cut in _CUTS)}):
-            if len(axes) > 1:
-                _flatten(mesh, axes)
+    for axes in derived_axes(mesh):
+        if len(axes) > 1:
+            _flatten(mesh, axes)
     if pipeline_ranks(mesh) > 1:
         _flatten(mesh, _beside_pp(mesh))
     backend = None if dist.get_backend() == "fake" else "gloo"  # ranks that are not there connect to nobody
     for name in ("_host_group", "_checkpoint_group"):
         vars(mesh)[name] = cast(ProcessGroup, dist.new_group(backend=backend)).group_name
+
+
+def derived_axes(mesh: AnyMesh) -> list[tuple[str, ...]]:
+    """Axes that data parallelism sums and shards over, each as those that it joins; of a mesh with its names."""
+    if not set(DATA_AXES) <= set(mesh.mesh_dim_names or ()):
+        return []
+    return sorted({data_axes(mesh), *(f(mesh, cut) for f in (gradient_axes, shard_axes) for cut in _CUTS)})
+
+
+def joined_axis(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Some axes as one: themselves, or what `derive_axes` has made of them."""
+    if len(axes) == 1:
+        return sub_mesh(mesh, *axes)
+    made = _joined_axes(mesh)
+    assert axes in made, f"the axes {axes} are not joined when the mesh {mesh} is made, and later not all ranks would"
+    return made[axes]
 
 
 def host_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
@@ -270,14 +352,17 @@ def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
 
 def tensor_axes(mesh: DeviceMesh) -> DeviceMesh:
     """What tensor parallelism is given: the axis tp, or the three of its grid."""
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return sub_mesh(mesh, "tp") if "tp" in names else sub_mesh(mesh, *GRID_AXES)
+    return sub_mesh(mesh, *tensor_names(mesh))
+
+
+def tensor_names(mesh: AnyMesh) -> tuple[str, ...]:
+    """Names of the axes that `tensor_axes` has."""
+    return ("tp",) if "tp" in (mesh.mesh_dim_names or ()) else GRID_AXES
 
 
 def data_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The one-dimensional mesh of the ranks that see different data: dp_replicate x dp_shard, and ep where it is."""
-    return _joined(mesh, data_axes(mesh))
+    return joined_axis(mesh, data_axes(mesh))
 
 
 def gradient_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
@@ -285,7 +370,7 @@ def gradient_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
 
     cut  axes that cut the parameter, so that their ranks hold other parts of it
     """
-    return _joined(mesh, gradient_axes(mesh, cut))
+    return joined_axis(mesh, gradient_axes(mesh, cut))
 
 
 def shard_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
@@ -293,12 +378,12 @@ def shard_axis(mesh: DeviceMesh, cut: Collection[str] = ()) -> DeviceMesh:
 
     cut  as above
     """
-    return _joined(mesh, shard_axes(mesh, cut))
+    return joined_axis(mesh, shard_axes(mesh, cut))
 
 
 def stage_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """The ranks that hold the same stages of a pipeline; None where all do."""
-    return None if pipeline_ranks(mesh) == 1 else _joined(mesh, _beside_pp(mesh))
+    return None if pipeline_ranks(mesh) == 1 else joined_axis(mesh, _beside_pp(mesh))
 
 
 def stage_group(mesh: DeviceMesh) -> ProcessGroup:
@@ -323,17 +408,17 @@ _CUTS = ((), (EXPERT_AXIS,))
 """Which axes of those whose ranks see different data may cut a parameter."""
 
 
-def data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Names of the axes that `data_axis` joins."""
     return (*DATA_AXES, *_of_mesh(mesh, EXPERT_AXIS))
 
 
-def gradient_axes(mesh: DeviceMesh, cut: Collection[str] = ()) -> tuple[str, ...]:
+def gradient_axes(mesh: AnyMesh, cut: Collection[str] = ()) -> tuple[str, ...]:
     """Names of the axes that `gradient_axis` joins."""
     return (*(axis for axis in data_axes(mesh) if axis not in cut), *_sequence_axis(mesh))
 
 
-def shard_axes(mesh: DeviceMesh, cut: Collection[str] = ()) -> tuple[str, ...]:
+def shard_axes(mesh: AnyMesh, cut: Collection[str] = ()) -> tuple[str, ...]:
     """Names of the axes that `shard_axis` joins."""
     return tuple(axis for axis in gradient_axes(mesh, cut) if axis != "dp_replicate")
 
@@ -342,33 +427,24 @@ def _beside_pp(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
 
 
-def pipeline_ranks(mesh: DeviceMesh) -> int:
+def pipeline_ranks(mesh: AnyMesh) -> int:
     """Ranks of the pp axis, which hold different parameters; a mesh of somebody else's need not name one."""
-    return sub_mesh(mesh, "pp").size() if "pp" in (mesh.mesh_dim_names or ()) else 1
+    return axis_size(mesh, "pp") if "pp" in (mesh.mesh_dim_names or ()) else 1
 
 
-def _of_mesh(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
+def _of_mesh(mesh: AnyMesh, name: str) -> tuple[str, ...]:
     """The axis, where the mesh has it; one of somebody else's need not name all of ours."""
     return (name,) if name in (mesh.mesh_dim_names or ()) else ()
 
 
-def _sequence_axis(mesh: DeviceMesh) -> tuple[str, ...]:
+def _sequence_axis(mesh: AnyMesh) -> tuple[str, ...]:
     """cp, where it has several ranks."""
-    return tuple(axis for axis in _of_mesh(mesh, "cp") if sub_mesh(mesh, axis).size() > 1)
+    return tuple(axis for axis in _of_mesh(mesh, "cp") if axis_size(mesh, axis) > 1)
 
 
 def flat_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The axes "a+b" of the mesh as one, which was made with it."""
-    return _joined(mesh, tuple(name.split("+")))
-
-
-def _joined(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """Some axes as one: themselves, or what `derive_axes` has made of them."""
-    if len(axes) == 1:
-        return sub_mesh(mesh, *axes)
-    made = _joined_axes(mesh)
-    assert axes in made, f"the axes {axes} are not joined when the mesh {mesh} is made, and later not all ranks would"
-    return made[axes]
+    return joined_axis(mesh, tuple(name.split("+")))
 
 
 def _flatten(mesh: DeviceMesh, axes: tuple[str, ...]) -> None:

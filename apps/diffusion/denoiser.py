@@ -16,7 +16,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from apps.diffusion.modules import TextEncoder, UNet
 from apps.diffusion.noise import NoiseSchedule
 from core.layout import layout_of, local
-from core.parallel.plan import set_parameter
+from core.placement.table import set_parameter
 
 _BLOCKS = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D, CLIPEncoderLayer)
 

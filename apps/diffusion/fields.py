@@ -5,17 +5,26 @@ that is run here does what it says. It is refused where this program would draw 
 says: conditions that nobody supplies, flow matching, statistics of latents that Stable Diffusion's pipeline leaves out.
 A field that nobody knows is refused, unless it says nothing (null, false, zero, empty).
 
+A value is of the type that the class annotates (`apps.diffusion.annotations`), or that the table names where the class
+annotates none, or a wrong one. So what only the forward would trip on is refused where it stands.
+
 `FIELDS` is held complete against the signatures of the installed classes by a test, and of tokenizers, which take any
 keyword, against the names that the source of the installed class reads.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import cache
+from typing import Any, Literal, get_args
 
+import diffusers
 from diffusers import __version__ as diffusers_version
+from transformers import CLIPTextConfig
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from apps.diffusion.annotations import annotated, fits, in_words, merged, one_of
 from apps.diffusion.noise import Prediction
+from apps.diffusion.samplers import CLASSES
 from core.config import UserError
 
 PIPELINES = (
@@ -32,12 +41,14 @@ PIPELINES = (
 class Field:
     """How a field is taken.
 
-    allowed  says of a value whether it is obeyed
+    allowed  says of a value of its type whether it is obeyed
     instead  what a refusal says of the field
+    type     by default the class's own; `Any` where `allowed` knows every value
     """
 
     allowed: Callable[[Any], bool]
     instead: str = ""
+    type: Any = None
 
 
 OBEYED = Field(lambda value: True)
@@ -45,12 +56,37 @@ OBEYED = Field(lambda value: True)
 
 
 def only(*values: Any, instead: str) -> Field:
-    return Field(lambda value: value in values, instead)
+    return Field(lambda value: value in values, instead, Any)
 
 
 def nothing(instead: str) -> Field:
     """Refused with any value that says something."""
-    return Field(lambda value: not value, instead)
+    return Field(lambda value: not value, instead, Any)
+
+
+def typed(kind: Any) -> Field:
+    """Of a type that the class does not annotate, or annotates wrongly."""
+    return Field(OBEYED.allowed, type=kind)
+
+
+def positive(kind: Any = None) -> Field:
+    """A number above 0, or several; null where the type has it."""
+    return Field(lambda value: all(number > 0 for number in _numbers(value)), "numbers here are above 0", kind)
+
+
+def at_least(least: int, why: str, kind: Any = None) -> Field:
+    return Field(lambda value: value >= least, f"{why}; give {least} or more", kind)
+
+
+def share() -> Field:
+    """A number of 0 to 1, or several; null where the type has it."""
+    return Field(lambda value: all(0 <= number <= 1 for number in _numbers(value)), "numbers here are 0 to 1")
+
+
+def _numbers(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [number for item in value for number in _numbers(item)]
+    return [] if value is None else [value]
 
 
 def _all(*names: str) -> dict[str, Field]:
@@ -65,21 +101,31 @@ _ADDED = (
 _WORDS = "words and their order of merging are those of the files beside it"
 _UNSAVED = "it is an argument of the class, and none that is saved"
 _CHATS = "prompts are no chats"
+_FIXED = ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log")
 _STATISTICS = "Stable Diffusion v1 and v2 scale latents by scaling_factor alone"
 
 UNET: dict[str, Field] = {
     "_class_name": only("UNet2DConditionModel", None, instead="Stable Diffusion v1 and v2 have a UNet2DConditionModel"),
     **_all(
-        "sample_size", "in_channels", "out_channels", "center_input_sample", "flip_sin_to_cos", "freq_shift",
-        "down_block_types", "mid_block_type", "up_block_types", "only_cross_attention", "block_out_channels",
-        "layers_per_block", "downsample_padding", "mid_block_scale_factor", "dropout", "act_fn", "norm_num_groups",
-        "norm_eps", "cross_attention_dim", "transformer_layers_per_block", "reverse_transformer_layers_per_block",
-        "attention_head_dim", "num_attention_heads", "use_linear_projection", "upcast_attention",
-        "resnet_time_scale_shift", "resnet_skip_time_act", "resnet_out_scale_factor", "time_embedding_type",
-        "time_embedding_dim", "time_embedding_act_fn", "timestep_post_act", "time_cond_proj_dim", "conv_in_kernel",
-        "conv_out_kernel", "mid_block_only_cross_attention", "cross_attention_norm", "addition_embed_type_num_heads",
+        "in_channels", "out_channels", "center_input_sample", "flip_sin_to_cos", "freq_shift", "down_block_types",
+        "mid_block_type", "up_block_types", "only_cross_attention", "block_out_channels", "layers_per_block", "dropout",
+        "act_fn", "cross_attention_dim", "use_linear_projection", "upcast_attention",
+        "resnet_time_scale_shift", "resnet_skip_time_act", "time_embedding_type", "time_embedding_dim",
+        "time_embedding_act_fn", "timestep_post_act", "time_cond_proj_dim", "conv_in_kernel", "conv_out_kernel",
+        "mid_block_only_cross_attention", "cross_attention_norm", "addition_embed_type_num_heads",
         "addition_time_embed_dim", "class_embeddings_concat", "projection_class_embeddings_input_dim",
     ),
+    **dict.fromkeys(
+        (
+            "sample_size", "norm_num_groups", "norm_eps", "attention_head_dim", "num_attention_heads",
+            "mid_block_scale_factor", "resnet_out_scale_factor",
+        ),
+        positive(),
+    ),
+    # the class annotates lists of lists only in part
+    "transformer_layers_per_block": typed(int | list[int | list[int]]),
+    "reverse_transformer_layers_per_block": typed(list[int | list[int]] | None),
+    "downsample_padding": Field(lambda value: value in (0, 1), "known are 0 and 1, by which pictures halve exactly"),
     "encoder_hid_dim": nothing("the text's width is changed on the way, which Stable Diffusion v1 and v2 do not"),
     "encoder_hid_dim_type": nothing("the U-Net reads something else than the prompt's text"),
     "dual_cross_attention": nothing("the U-Net reads two texts, and a prompt is one"),
@@ -94,18 +140,20 @@ VAE: dict[str, Field] = {
     "_class_name": only("AutoencoderKL", None, instead="Stable Diffusion v1 and v2 have an AutoencoderKL"),
     **_all(
         "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels", "layers_per_block",
-        "act_fn", "latent_channels", "norm_num_groups", "sample_size", "scaling_factor", "force_upcast",
-        "use_quant_conv", "use_post_quant_conv", "mid_block_add_attention",
+        "act_fn", "latent_channels", "force_upcast", "use_quant_conv", "use_post_quant_conv",
+        "mid_block_add_attention",
     ),
+    "sample_size": positive(int | list[int]),  # the class reads lists, and annotates none
+    **dict.fromkeys(("scaling_factor", "norm_num_groups"), positive()),
     "shift_factor": nothing(_STATISTICS),
     "latents_mean": nothing(_STATISTICS),
     "latents_std": nothing(_STATISTICS),
 }  # fmt: skip
 TEXT_ENCODER: dict[str, Field] = {
     **_all(
-        "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
-        "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
-        "initializer_factor", "pad_token_id", "bos_token_id", "eos_token_id",
+        "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers",
+        "max_position_embeddings", "hidden_act", "initializer_range", "initializer_factor", "pad_token_id",
+        "bos_token_id",
         # of the file, and of heads and of generation, which a text tower has not
         "transformers_version", "dtype", "torch_dtype", "output_attentions", "output_hidden_states", "return_dict",
         "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "dropout",
@@ -115,9 +163,13 @@ TEXT_ENCODER: dict[str, Field] = {
         "exponential_decay_length_penalty", "finetuning_task", "is_decoder", "length_penalty", "max_length",
         "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
         "prefix", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "task_specific_params",
-        "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_word_embeddings", "top_k", "top_p",
-        "torchscript", "typical_p", "use_bfloat16", "use_cache",
+        "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_word_embeddings", "top_k", "top_p", "torchscript",
+        "typical_p", "use_bfloat16", "use_cache",
     ),
+    "num_attention_heads": positive(),
+    "layer_norm_eps": positive(float),  # null and lists, which the class annotates, end in its forward
+    "eos_token_id": typed(int),
+    "attention_dropout": share(),
     "architectures": Field(
         lambda value: not value or value == ["CLIPTextModel"], "Stable Diffusion v1 and v2 read CLIPTextModel"
     ),
@@ -128,22 +180,25 @@ TEXT_ENCODER: dict[str, Field] = {
 }  # fmt: skip
 SCHEDULER: dict[str, Field] = {
     **_all(
-        "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "clip_sample",
-        "set_alpha_to_one", "steps_offset", "thresholding", "dynamic_thresholding_ratio", "clip_sample_range",
-        "sample_max_value", "timestep_spacing", "rescale_betas_zero_snr", "skip_prk_steps", "solver_order",
-        "algorithm_type", "solver_type", "lower_order_final", "euler_at_final", "use_karras_sigmas",
-        "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "final_sigmas_type", "lambda_min_clipped",
-        "predict_x0", "disable_corrector", "solver_p", "sigma_min", "sigma_max", "interpolation_type",
-        "timestep_type", "original_inference_steps", "timestep_scaling", "shift_terminal",
+        "beta_schedule", "clip_sample", "set_alpha_to_one", "steps_offset",
+        "thresholding", "clip_sample_range", "sample_max_value", "timestep_spacing", "rescale_betas_zero_snr",
+        "skip_prk_steps", "solver_order", "algorithm_type", "solver_type", "lower_order_final", "euler_at_final",
+        "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "final_sigmas_type",
+        "lambda_min_clipped", "predict_x0", "disable_corrector", "solver_p", "interpolation_type", "timestep_type",
+        "original_inference_steps", "timestep_scaling",
         "flow_shift", "time_shift_type",  # of flow matching, which use_flow_sigmas and the prediction decide on
     ),
     "prediction_type": only(
         *get_args(Prediction), instead=f"known are {', '.join(get_args(Prediction))} (flow matching is not)"
     ),
+    "num_train_timesteps": at_least(1, "noise has timesteps"),
+    **dict.fromkeys(("beta_start", "beta_end", "trained_betas", "dynamic_thresholding_ratio"), share()),
+    **dict.fromkeys(("sigma_min", "sigma_max"), positive(float | None)),  # one class says "true or false"
+    "shift_terminal": typed(float | None),
     "use_flow_sigmas": nothing(_FLOW),
     "use_dynamic_shifting": nothing(_FLOW),
-    "variance_type": Field(
-        lambda value: value not in ("learned", "learned_range"), "the U-Nets of Stable Diffusion predict no variance"
+    "variance_type": only(
+        *(None, *_FIXED), instead=f"known are {', '.join(_FIXED)}; the U-Nets of Stable Diffusion predict no variance"
     ),
     # of diffusers before 0.10
     "tensor_format": only("pt", instead="tensors are torch's"),
@@ -151,10 +206,18 @@ SCHEDULER: dict[str, Field] = {
     "predict_epsilon": only(True, instead="say prediction_type sample instead"),
 }  # fmt: skip
 TOKENIZER: dict[str, Field] = {
+    **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), typed(str | dict)),
+    **dict.fromkeys(("cls_token", "mask_token", "sep_token"), typed(str | dict | None)),
+    **dict.fromkeys(("added_tokens_decoder", "model_specific_special_tokens"), typed(dict[str, Any] | None)),
+    "additional_special_tokens": typed(list[str | dict] | None),
+    "extra_special_tokens": typed(list[str | dict] | dict[str, Any] | None),
+    "model_input_names": typed(list[str]),
+    **dict.fromkeys(("padding_side", "truncation_side"), typed(Literal["left", "right"])),
+    **dict.fromkeys(
+        ("model_max_length", "max_len"),
+        at_least(2, "a prompt has a token of its beginning and its end", int | one_of[VERY_LARGE_INTEGER]),
+    ),
     **_all(
-        "added_tokens_decoder", "additional_special_tokens", "bos_token", "cls_token", "eos_token",
-        "extra_special_tokens", "mask_token", "max_len", "model_input_names", "model_max_length",
-        "model_specific_special_tokens", "pad_token", "padding_side", "sep_token", "truncation_side", "unk_token",
         # of the file, of decoding, and what every call of the tokenizer says anew
         "clean_up_tokenization_spaces", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
         "errors", "files_loaded", "is_local", "local_files_only", "max_length", "name_or_path", "pad_to_multiple_of",
@@ -190,8 +253,8 @@ TOKENIZER: dict[str, Field] = {
 INDEX: dict[str, Field] = {
     # components, whose classes `load_pipeline` compares; the safety checker is not run, as docs/diffusion.md says
     **_all(
-        "unet", "vae", "text_encoder", "tokenizer", "scheduler", "safety_checker", "feature_extractor",
-        "image_encoder", "requires_safety_checker",
+        "unet", "vae", "text_encoder", "tokenizer", "scheduler", "safety_checker", "feature_extractor", "image_encoder",
+        "requires_safety_checker",
     ),
 }  # fmt: skip
 FIELDS: dict[str, dict[str, Field]] = {
@@ -205,22 +268,37 @@ FIELDS: dict[str, dict[str, Field]] = {
 """configuration -> field -> how it is taken"""
 
 
+@cache
+def types(kind: str) -> dict[str, Any]:
+    """Field -> type of the configuration `kind`, as the installed classes annotate it."""
+    if kind == "scheduler":  # a scheduler may be made of another's configuration
+        return merged([getattr(diffusers, name) for name in CLASSES.values()])
+    known = {"unet": diffusers.UNet2DConditionModel, "vae": diffusers.AutoencoderKL, "text_encoder": CLIPTextConfig}
+    return annotated(known[kind]) if kind in known else {}
+
+
 def check_fields(kind: str, config: Mapping[str, Any], origin: object) -> None:
-    """Raises UserError for a field of the configuration `kind` that is not obeyed.
+    """Raises UserError for a field of the configuration `kind` that is not obeyed, or whose value is of another type.
 
     Other names that begin with an underscore are the library's notes on the file.
     """
     table = FIELDS[kind]
     for name, value in config.items():
         field = table.get(name)
-        if field is None:
-            if not name.startswith("_") and says_something(value):
-                raise UserError(
-                    f"{origin}: {name} is {_shown(value)}, a field that is not known (diffusers {diffusers_version}); "
-                    "Stable Diffusion v1 and v2 have none of that name"
-                )
-        elif not field.allowed(value):
-            raise UserError(f"{origin}: {name} is {_shown(value)}, which is not supported: {field.instead}")
+        if field is not None:
+            _check_value(field, types(kind).get(name, Any) if field.type is None else field.type, name, value, origin)
+        elif not name.startswith("_") and says_something(value):
+            raise UserError(
+                f"{origin}: {name} is {_shown(value)}, a field that is not known (diffusers {diffusers_version}); "
+                "Stable Diffusion v1 and v2 have none of that name"
+            )
+
+
+def _check_value(field: Field, kind: Any, name: str, value: Any, origin: object) -> None:
+    if not fits(value, kind):
+        raise UserError(f"{origin}: {name} is {_shown(value)}; give {in_words(kind)}")
+    if not field.allowed(value):
+        raise UserError(f"{origin}: {name} is {_shown(value)}, which is not supported: {field.instead}")
 
 
 def says_something(value: Any) -> bool:

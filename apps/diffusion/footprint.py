@@ -33,7 +33,7 @@ from apps.diffusion.denoiser import Denoiser, Objective
 from apps.diffusion.generate import guide
 from apps.diffusion.modules import VAE
 from apps.diffusion.noise import NoiseSchedule
-from apps.diffusion.pipeline import INDEX, build_meta, check_index, read_schedule, sides_of, without_gaps
+from apps.diffusion.pipeline import INDEX, build_meta, check_fit, check_index, read_schedule, sides_of, without_gaps
 from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.checkpoint import staged_bytes
@@ -114,13 +114,15 @@ def shape_of(config: PlanConfig) -> Shape:
     index = read_json(folder / INDEX)
     check_index(index, folder)
     configs = {name: read_json(folder / name / "config.json") for name in ("unet", "vae", "text_encoder")}
-    configs = {name: without_gaps(name, config) for name, config in configs.items()}
+    configs = {name: without_gaps(name, config, folder / name / "config.json") for name, config in configs.items()}
     return Shape(**configs, schedule=read_schedule(folder, index))
 
 
 def _built(folder: Path, shape: Shape) -> Modules:
     configs = {"unet": shape.unet, "vae": shape.vae, "text_encoder": shape.text_encoder}
-    return {name: build_meta(name, config, folder) for name, config in configs.items()}
+    modules = {name: build_meta(name, config, folder / name / "config.json") for name, config in configs.items()}
+    check_fit(modules, folder)
+    return modules
 
 
 def factor_of(shape: Shape) -> int:

@@ -7,7 +7,6 @@ Shapes: B pictures, 3 channels, H x W pixels, values 0 to 1.
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
+
+from core.files import replacing
 
 
 def to_pil(picture_3HW: Tensor) -> Image.Image:
@@ -43,9 +44,8 @@ def save_png(picture: Image.Image, path: Path, settings: Mapping[str, Any] | Non
         text.add_text("parameters", _as_parameters(settings))
         text.add_text("megalith", json.dumps(settings))
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    picture.save(aside, format="PNG", pnginfo=text)
-    os.replace(aside, path)
+    with replacing(path) as aside:
+        picture.save(aside, format="PNG", pnginfo=text)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def schedule(**changes: Any) -> dict[str, Any]:
     return {**STABLE_DIFFUSION, **changes}
 
 
-def own_scheduler(stored: Schedule) -> Any:
+def own_scheduler(stored: Schedule, origin: object = "the schedule") -> Any:
     """diffusers' scheduler of a schedule, set up as its pipeline of Stable Diffusion does it.
 
     That pipeline takes every `steps_offset` for 1 and `clip_sample` for false, since old folders leave both out.
@@ -70,10 +70,8 @@ def own_scheduler(stored: Schedule) -> Any:
         warnings.simplefilter("ignore")  # fields that only other schedulers have
         try:
             scheduler = kind.from_config(dict(stored))
-        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-            raise UserError(
-                f"{stored['_class_name']} refuses its scheduler_config.json: {first_line(error)}"
-            ) from error
+        except Exception as error:  # the classes raise whatever a value that they do not expect leads to
+            raise UserError(f"{origin}: {stored['_class_name']} refuses it ({first_line(error)})") from error
     config = dict(scheduler.config)
     config |= {name: value for name, value in _MENDED.items() if name in config}
     scheduler._internal_dict = FrozenDict(config)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -126,9 +127,7 @@ class Pipeline:
         for prompt in prompts:
             check_text(prompt)
         length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
-        ids_BL = self.tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
-        ).input_ids
+        ids_BL = _token_ids(self.tokenizer, prompts, length)
         largest, known = int(ids_BL.max()) if ids_BL.numel() else 0, self.text_encoder.config.vocab_size
         if largest >= known:
             raise UserError(
@@ -143,19 +142,30 @@ class Pipeline:
 
     def check(self, origin: object) -> Pipeline:
         """Raises UserError unless the parts fit each other."""
-        latents, text = self.latent_channels, self.text_encoder.config.hidden_size
-        unet = self.unet.config
-        if (unet.in_channels, unet.out_channels) != (latents, latents):
-            raise UserError(
-                f"{origin}: the U-Net takes {unet.in_channels} channels and makes {unet.out_channels}, the VAE's "
-                f"latents have {latents}; give a text-to-image model (those for inpainting have 9) with its own VAE"
-            )
-        if unet.cross_attention_dim != text:
-            raise UserError(
-                f"{origin}: the U-Net reads texts of width {unet.cross_attention_dim}, the text encoder makes {text}; "
-                "give the text encoder it was trained with (768 in v1, 1024 in v2)"
-            )
+        check_fit(self.modules, origin)
         return self
+
+
+def check_fit(modules: Mapping[str, Any], origin: object) -> None:
+    """Raises UserError unless `unet`, `vae` and `text_encoder` fit each other."""
+    unet, vae, text = (modules[name].config for name in ("unet", "vae", "text_encoder"))
+    latents = vae.latent_channels
+    if (unet.in_channels, unet.out_channels) != (latents, latents):
+        raise UserError(
+            f"{origin}: the U-Net takes {unet.in_channels} channels and makes {unet.out_channels}, the VAE's "
+            f"latents have {latents}; give a text-to-image model (those for inpainting have 9) with its own VAE"
+        )
+    if unet.cross_attention_dim != text.hidden_size:
+        raise UserError(
+            f"{origin}: the U-Net reads texts of width {unet.cross_attention_dim}, the text encoder makes "
+            f"{text.hidden_size}; give the text encoder it was trained with (768 in v1, 1024 in v2)"
+        )
+
+
+def _token_ids(tokenizer: CLIPTokenizer, prompts: Sequence[str], length: int) -> Tensor:
+    return tokenizer(
+        list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+    ).input_ids
 
 
 def sides_of(sample_size: Any) -> tuple[int, int]:
@@ -184,10 +194,15 @@ def build_text_encoder(config: Mapping[str, Any]) -> TextEncoder:
     return CLIPTextModel(CLIPTextConfig.from_dict(dict(config)))
 
 
-def without_gaps(component: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's configuration with what it leaves out, as the module's class has it."""
+def without_gaps(component: str, config: Mapping[str, Any], origin: object) -> dict[str, Any]:
+    """A module's configuration with what it leaves out, as the module's class has it.
+
+    Raises UserError for one that says what is not obeyed.
+    """
+    check_fields(component, config, origin)
     if component == "text_encoder":
-        return CLIPTextConfig.from_dict(dict(config)).to_dict()
+        with _making(component, origin):
+            return CLIPTextConfig.from_dict(dict(config)).to_dict()
     kind = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}[component]
     return {name: p.default for name, p in signature(kind.__init__).parameters.items() if name != "self"} | {**config}
 
@@ -201,11 +216,14 @@ def build_meta(component: str, config: Mapping[str, Any], origin: object) -> Any
     Raises UserError for a configuration that makes no such module, or that says what is not obeyed.
     """
     check_fields(component, config, origin)
-    if component == "unet":
-        sides_of(config.get("sample_size", 64))
+    with _making(component, origin), torch.device("meta"):
+        return _BUILD[component](config)
+
+
+@contextmanager
+def _making(component: str, origin: object) -> Iterator[None]:
     try:
-        with torch.device("meta"):
-            return _BUILD[component](config)
+        yield
     except Exception as error:  # the classes raise whatever a value that they do not expect leads to
         raise UserError(f"{origin}: its configuration makes no {component} ({first_line(error)})") from error
 
@@ -315,7 +333,12 @@ def check_schedule(stored: Schedule, origin: object) -> Schedule:
             f"{origin} is of {kind}; the noise of Stable Diffusion is that of {', '.join(CLASSES.values())}"
         )
     check_fields("scheduler", stored, origin)
-    own_scheduler(stored)
+    scheduler = own_scheduler(stored, origin)
+    if len(scheduler.betas) != scheduler.config.num_train_timesteps:
+        raise UserError(
+            f"{origin}: trained_betas has {len(scheduler.betas)} numbers, and num_train_timesteps is "
+            f"{scheduler.config.num_train_timesteps}; give one a timestep"
+        )
     return stored
 
 
@@ -332,14 +355,14 @@ def _load_module(folder: Path, component: str, dtype: torch.dtype) -> Any:
     if is_quantized(folder):
         return load_quantized(folder, architecture=_architecture(component)).to(dtype)
     tensors = present_names(component, Weights(folder, _stem_in(folder, _STEMS[component])))
-    module = build_meta(component, config, folder)
+    module = build_meta(component, config, folder / "config.json")
     fill(module, tensors, dtype, folder)
     return module
 
 
 def _architecture(component: str) -> Architecture:
     def build(folder: Path) -> nn.Module:
-        module = build_meta(component, read_json(folder / "config.json"), folder)
+        module = build_meta(component, read_json(folder / "config.json"), folder / "config.json")
         _make_buffers(module)
         return module
 
@@ -390,12 +413,14 @@ def _present_attention(name: str) -> str:
 
 
 def load_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Raises UserError for a folder without one, and for one that says what is not obeyed."""
+    """Raises UserError for a folder without one, and for one that says what is not obeyed, or that cuts no prompt."""
     if (folder / "tokenizer_config.json").is_file():
         check_fields("tokenizer", read_json(folder / "tokenizer_config.json"), folder / "tokenizer_config.json")
     try:
-        return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        _token_ids(tokenizer, ["a"], min(tokenizer.model_max_length, 77))
+        return tokenizer
+    except Exception as error:  # the class raises whatever a value that it does not expect leads to
         raise UserError(f"{folder} holds no CLIP tokenizer ({first_line(error)}); copy the folder again") from error
 
 

@@ -14,10 +14,11 @@ from typing import Literal
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import Pipeline, check_free, save_pipeline
-from core.config import UserError, in_words, parse
+from core.config import UserError, in_words, parse, require_device
 from core.precision import COMPUTE_DTYPE
 from core.quant import quantize, stored_bytes
 from core.quant.scheme import SchemeName
+from core.runtime import device_of
 
 Part = Literal["unet", "vae", "text_encoder"]
 
@@ -46,8 +47,11 @@ class QuantizeConfig:
     """what the U-Net predicts, for single files of v2 that do not say it"""
     tokenizer: Path | None = None
     """folder of a tokenizer, for single files, which hold none"""
+    device: str = "auto"
+    """where weights are rounded, one at a time: cpu, cuda or cuda:N"""
 
     def __post_init__(self) -> None:
+        require_device("device", self.device)
         if not self.parts:
             raise UserError("parts is empty; name unet, vae or text_encoder")
 
@@ -73,6 +77,7 @@ def main(argv: list[str]) -> int:
 
 def quantize_parts(pipeline: Pipeline, config: QuantizeConfig) -> None:
     """In place.  Raises UserError as core's `quantize` does."""
+    device = device_of(config.device)
     for name in config.parts:
         quantize(
             pipeline.modules[name],
@@ -81,4 +86,5 @@ def quantize_parts(pipeline: Pipeline, config: QuantizeConfig) -> None:
             symmetric=config.symmetric,
             threshold=config.threshold,
             embeddings=name == "text_encoder",
+            device=device,
         )

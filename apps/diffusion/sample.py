@@ -24,7 +24,9 @@ from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
-from core.precision import COMPUTE_DTYPE, bf16_units
+from core.kernels.shown_right import shown
+from core.nn.by_kernels import by_kernels
+from core.precision import COMPUTE_DTYPE, MatmulPrecision, bf16_units, set_matmul_precision
 from core.runtime import device_of, freed_memory_given_back
 
 
@@ -62,6 +64,8 @@ class SampleConfig(Sampling):
     """also grid.png with all of them"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 where the device multiplies it, otherwise fp32"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     device: str = "auto"
     """cpu, cuda, cuda:N; auto: CUDA where there is one"""
     attention: AttentionName = "flash"
@@ -83,12 +87,15 @@ class SampleConfig(Sampling):
 
 def main(argv: list[str]) -> int:
     config = parse({"default": SampleConfig}, argv, "megalith diffusion sample", default="default")
+    set_matmul_precision(config.matmul_precision)
     jobs = jobs_of(config)
     device = device_of(config.device)
     dtype = dtype_of(config.precision, device)
     pipeline = load_pipeline(config.model or EMBEDDED, dtype, config.prediction_type, config.tokenizer)
     for path in config.lora:
         merge_lora(pipeline, load_lora(path, pipeline), config.lora_scale)
+    for module in (pipeline.unet, pipeline.vae):
+        by_kernels(module, shown())
     prepare(pipeline.to(device), config)
     for line in cut_prompts(pipeline, [config.negative, *(job.prompt for job in jobs)]):
         print(line, file=sys.stderr)

@@ -111,7 +111,7 @@ def rehearse(sampler: Sampler, name: str) -> None:
     try:
         for timestep in sampler.timesteps:
             x = sampler.step(sampler.model_input(x, timestep), timestep, x, generators)
-    except (ValueError, TypeError, RuntimeError, IndexError, AssertionError, NotImplementedError) as error:
+    except Exception as error:  # schedulers raise whatever a value that they do not expect leads to
         raise UserError(
             f"the folder's schedule does not fit {name} ({first_line(error)}); take another --sampler"
         ) from error
@@ -129,7 +129,7 @@ def _set_timesteps(scheduler: Any, steps: int, device: torch.device | str) -> No
         raise UserError(said)
     try:
         scheduler.set_timesteps(steps, device=device)
-    except (ValueError, IndexError, ImportError, NotImplementedError) as error:
+    except Exception as error:  # as in `rehearse`
         raise UserError(f"{type(scheduler).__name__} takes no {steps} steps: {first_line(error)}") from error
     timesteps = scheduler.timesteps
     levels = any(scheduler.config.get(f"use_{name}_sigmas") for name in get_args(Sigmas))
@@ -175,7 +175,7 @@ def build_scheduler(
         warnings.simplefilter("ignore")  # fields that only the folder's scheduler has
         try:
             return kind.from_config(own.config, **changes)
-        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        except Exception as error:  # as in `rehearse`
             raise UserError(f"the folder's schedule does not fit {name}: {first_line(error)}") from error
 
 

@@ -27,11 +27,13 @@ from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, buil
 from apps.diffusion.shapes import SHAPES
 from apps.diffusion.validation import Validation
 from core.checkpoint import iterate_full
+from core.compose import parallelize
 from core.config import UserError, as_json
+from core.kernels.shown_right import shown
 from core.metrics import plot_loss
+from core.nn.by_kernels import by_kernels
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import build_optimizer
-from core.parallel.compose import parallelize
 from core.precision import compute_dtype
 from core.runtime import freed_memory_given_back, launched, leads, start
 from core.train import checkpoint_path, fit, launch_run, open_run
@@ -185,6 +187,7 @@ def denoiser(config: DiffusionConfig, pipeline: Pipeline) -> Denoiser:
     Raises UserError for a LoRA to go on from that was made for another model, or for what is not trained.
     """
     text_encoder = pipeline.text_encoder if config.train_text_encoder else None
+    by_kernels(pipeline.unet, shown())
     model = Denoiser(pipeline.unet, text_encoder, config.channels_last).train()
     if is_lora(config):
         start = None if config.lora.start is None else load_lora(config.lora.start, pipeline)

@@ -14,7 +14,7 @@ Between operations m is sharded by sequences and z by rows; each operation has w
     structure module          residues of a rank attend to all; what they gather is joined
 
 m is switched by all-to-all, and so is z with gradients. Parameters are whole on every rank; their gradients are sums
-over the axis of what each rank found (`core.parallel.plan.mark_partial`).
+over the axis of what each rank found (`partial_parameters`).
 
 `shard_evoformer(model, axis)` wraps a model so; it takes and returns what it did. With `apply_subbatches` before it the
 operations work in slices of what a rank has, in place where no gradient is recorded.
@@ -52,7 +52,6 @@ from core.comm.collectives import all_reduce_max, copy_to, gather_from, join_fro
 from core.kernels.gated_output import gated_residual
 from core.kernels.triangle import pair_product
 from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch, transpose_
-from core.parallel.plan import mark_partial
 
 _ROWS, _COLUMNS = 1, 2  # dims of z[B, I, J, Z], and of m[B, S, N, D]
 _PARTS, _PIECE_BYTES = 8, 2**24  # a factor of the triangle product travels in so many parts, not in smaller ones
@@ -73,8 +72,6 @@ def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, Ho
     for module in model.modules():
         if isinstance(module, EvoformerBlock):
             replace_method(module, "forward", partial(_block, module, type(module).forward.__get__(module), axis))
-        if isinstance(module, EvoformerBlock | PairUpdates | TemplatePairEmbedder):
-            _mark(module, axis)
     replace_method(model, "nothing", partial(_nothing, model, axis))
     replace_method(model, "embed_pairs", partial(_embed_pairs, model, hows.get("embed_pairs"), axis))
     replace_method(model, "embed_msa", partial(_embed_msa, AlphaFold.embed_msa.__get__(model), axis))
@@ -82,18 +79,19 @@ def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, Ho
     extra = model.extra_embedder
     replace_method(extra, "forward", partial(_extra, type(extra).forward.__get__(extra), extra, axis))
     replace_method(model.heads, "forward", partial(_heads, model.heads, axis))
-    embedder, structure = model.input_embedder, model.structure_module
-    own = (embedder.left, embedder.right, embedder.position, model.recycling_embedder.distance)
-    own += (model.recycling_embedder.pair_norm, structure.pair_norm, structure.attention.bias, structure.attention)
-    for module in (*own, model.heads.distogram, model.heads.pae):
-        if module is not None:
-            mark_partial(module, axis)
     return model
 
 
-def _mark(module: nn.Module, axis: DeviceMesh) -> None:
-    for child in module.modules():
-        mark_partial(child, axis)
+def partial_parameters(model: AlphaFold) -> set[str]:
+    """Names of the parameters whose gradients are sums over the axis of what each rank finds."""
+    embedder, structure = model.input_embedder, model.structure_module
+    own = (embedder.left, embedder.right, embedder.position, model.recycling_embedder.distance)
+    own += (model.recycling_embedder.pair_norm, structure.pair_norm, structure.attention.bias, structure.attention)
+    own += (model.heads.distogram, model.heads.pae)
+    blocks = (m for m in model.modules() if isinstance(m, EvoformerBlock | PairUpdates | TemplatePairEmbedder))
+    found = {id(p) for module in own if module is not None for p in module.parameters(recurse=False)}
+    found |= {id(p) for block in blocks for p in block.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from apps.fold.training.validation import validation
 from apps.fold.weights.folder import save_folder
 from apps.fold.weights.source import read_alphafold
 from core.checkpoint import read_full
+from core.compose import parallelize
 from core.config import as_json, parse
 from core.mesh import data_axis
 from core.metrics import plot_loss
 from core.optim.average import WeightAverage, unbiased
 from core.optim.build import build_optimizer
-from core.parallel.compose import parallelize
 from core.precision import compute_dtype
 from core.runtime import Runtime, launched, require_compiler, start
 from core.train import checkpoint_path, fit, launch_run, open_run

@@ -8,11 +8,12 @@ from typing import ClassVar
 from apps.llm.corpus import DataConfig
 from apps.llm.export import ExportDtype
 from core.config import UserError
+from core.kernels.shown_right import all_shown
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
-from core.models.plan import check_experts_of, check_heads_of
+from core.models.plan import decoder_table
+from core.nn.by_kernels import DECODER
 from core.parallel.context import check_length
-from core.parallel.ulysses import check_exchange
 from core.runtime import ranks_of
 from core.train import TrainConfig
 
@@ -33,8 +34,9 @@ class PretrainConfig(TrainConfig):
     data: DataConfig = field(default_factory=DataConfig)
     nproc: int = 1
     """local ranks to launch; under torchrun leave it at 1"""
-    kernels: bool = False
-    """on a GPU: norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's"""
+    kernels: bool = field(default_factory=lambda: all_shown(DECODER))
+    """on a GPU: norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's; by
+    default where a committed table says that this GPU has shown all of them right and not slower"""
     hf: bool = True
     """at the end also write the model as a Hugging Face folder, in --out/hf"""
     hf_dtype: ExportDtype | None = None
@@ -76,12 +78,9 @@ class FinetuneConfig(PretrainConfig):
 def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
-    check_heads_of(config.model, mesh)
+    decoder_table(config.model, mesh, config.zero)
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
-    check_experts_of(config.model, mesh)
-    if mesh.tp_mode == "1d":  # a grid goes without context parallelism
-        check_exchange(config.model.num_heads // mesh.tp, mesh.exchange_ranks)
     check_length(config.data.sequence_length, mesh.cp)
     for _, batch in config.data.batch_size.stages:
         check_divides(batch, mesh.data_ranks)

@@ -15,7 +15,7 @@ from core.config import UserError, parse
 from core.data import EvalBatches, RampConfig
 from core.files import replace_file
 from core.metrics import bits_per_byte
-from core.precision import Precision, compute_dtype
+from core.precision import MatmulPrecision, Precision, compute_dtype, set_matmul_precision
 from core.runtime import device_of
 
 
@@ -31,6 +31,8 @@ class EvaluateConfig:
     split: str = "all"
     """all of the text, or only its `heldout` or `train` documents"""
     precision: Precision = "fp32"
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     out: Path | None = None
     """also write the figures to this JSON file"""
     device: str = "auto"
@@ -58,6 +60,7 @@ def main(argv: list[str]) -> int:
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Every token of the split is predicted once, from at most sequence_length tokens before it."""
+    set_matmul_precision(config.matmul_precision)
     device = device_of(config.device)
     source = find_model(config.model)
     model = source.load(compute_dtype(config.precision), device)

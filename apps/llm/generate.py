@@ -12,7 +12,7 @@ from apps.llm.tokenizer import Tokenizer
 from core.config import UserError, parse
 from core.models import generate
 from core.models.decoder import Decoder
-from core.precision import Precision, compute_dtype
+from core.precision import MatmulPrecision, Precision, compute_dtype, set_matmul_precision
 from core.runtime import device_of
 
 
@@ -32,6 +32,8 @@ class GenerateConfig:
     seed: int = 0
     num_samples: int = 1
     precision: Precision = "fp32"
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     device: str = "auto"
     """cpu, cuda, cuda:N; auto: CUDA where there is one"""
 
@@ -44,6 +46,7 @@ class GenerateConfig:
 
 def main(argv: list[str]) -> int:
     config = parse({"default": GenerateConfig}, argv, "megalith llm generate", default="default")
+    set_matmul_precision(config.matmul_precision)
     source = find_model(config.model)
     model = source.load(compute_dtype(config.precision), device_of(config.device))
     tokenizer = source.tokenizer()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.llm.config import PretrainConfig, check_combination
+from apps.llm.model import find_model
 from apps.llm.recipes import RECIPES
 from apps.llm.residency import estimate_residency
 from core.config import UserError, in_words, option, parse, size_in_bytes, typed
@@ -30,6 +31,7 @@ from core.gemini.tier import parse_bytes
 from core.gemini.tracer import Speed
 from core.metrics import peak_flops
 from core.metrics.throughput import gpu_peak_flops
+from core.models.decoder import DecoderConfig
 from core.optim.build import without_size
 from core.precision import compute_dtype
 
@@ -42,13 +44,16 @@ class PlanConfig(PretrainConfig):
     """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("gpu", "memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
+        *("source", "gpu", "memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
         *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
         *("gemini.budget", "nproc"),
     )
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB"}
+    CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
+    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "source": "model"}
 
+    source: Path | None = None
+    """a Hugging Face or run folder, of whose model the plan is; by default that of the recipe and --model.* options"""
     gpu: str | None = None
     """a name such as A100 or H100, for the time of a step; by default this machine's device"""
     memory: str | None = None
@@ -95,6 +100,7 @@ VALUES_ALONE = (
 WITHOUT_EFFECT = (
     *VALUES_ALONE,
     *("seed", "out", "resume", "device", "compile", "kernels", "hf", "hf_dtype", "hang_after", "evaluate_every"),
+    *("matmul_precision",),
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),
     *("data.suffixes", "data.tokenizer", "data.vocab_size", "data.mask_documents", "data.heldout_fraction"),
@@ -115,11 +121,20 @@ def main(argv: list[str]) -> int:
     config = parse(
         {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "megalith llm plan", "debug"
     )
+    if config.source is not None:
+        config = replace(config, model=_shape_of(config.source, typed(argv, config)))
     console = Console(width=None if sys.stdout.isatty() else 120)
     (_show if config.gemini.budget is None else _show_residency)(config, console)
     if ignored := sorted(typed(argv, config) & without_effect(config)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     return 0
+
+
+def _shape_of(folder: Path, given: set[str]) -> DecoderConfig:
+    """Raises UserError for a folder of no such model, and for options of another shape beside it."""
+    if shaped := sorted(name for name in given if name.startswith("model.")):
+        raise UserError(f"{option(shaped[0])} beside --model: the shape is that of the folder; leave it out")
+    return find_model(folder).config
 
 
 def without_effect(config: PlanConfig) -> set[str]:

@@ -3,6 +3,7 @@
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from apps.llm.export import export
 from apps.llm.loss import num_targets, summed_loss, token_loss
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
+from core.compose import parallelize
 from core.config import UserError, as_json, in_words, parse
 from core.data import Batches, EvalBatches, PairBatches, TokenBatches
 from core.estimate import decoder_shape, stage_costs
@@ -24,11 +26,11 @@ from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.hf_config import NO_ARCHITECTURE, has_architecture
 from core.models.measured_costs import measured_costs
-from core.models.plan import context_parallel_plan, expert_parallel_plan, pipeline_plan, tensor_parallel_plan
+from core.models.plan import decoder_plan
 from core.nn.by_kernels import by_kernels
 from core.optim.build import build_optimizer
-from core.parallel.compose import parallelize
-from core.parallel.pipeline.split import Costs
+from core.placement.stages import Costs
+from core.placement.table import Transforms
 from core.precision import compute_dtype
 from core.runtime import Runtime, device_bytes, device_kind, launched, leads, ranks_of, start
 from core.train import fit, launch_run, open_run
@@ -64,16 +66,14 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         mesh = runtime.mesh(config.mesh, config.zero)
         with torch.device("meta"):
             model = Decoder(config.model)
-        if config.kernels:
-            take_kernels(model, runtime)
         data = parallelize(
             model,
             mesh,
             config,
-            plan=tensor_parallel_plan(config.model, config.mesh.tp_mode),
-            context_plan=context_parallel_plan(config.mesh, config.model),
-            expert_plan=expert_parallel_plan(config.model),
-            pipeline_plan=pipeline_plan(block_costs(config, runtime)),
+            replace(
+                decoder_plan(config.model, config.mesh, block_costs(config, runtime)),
+                kernels=kernels(runtime) if config.kernels else {},
+            ),
             materialise=materialise,
         )
         optimizer = build_optimizer(config.optim, data.masters)
@@ -106,10 +106,11 @@ def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
     return views[0]
 
 
-def take_kernels(model: Decoder, runtime: Runtime) -> None:
-    by_kernels(model)
+def kernels(runtime: Runtime) -> Transforms:
+    """Those of `core.kernels`, for the whole model."""
     if runtime.leads and runtime.device.type != "cuda":
         print("warning: --kernels changes nothing here: kernels run on a GPU only", file=sys.stderr)
+    return {"": by_kernels}
 
 
 def training_batches(config: PretrainConfig, corpus: Corpus) -> Batches:

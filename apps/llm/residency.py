@@ -5,14 +5,14 @@ from torch import Tensor, nn
 
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.loss import token_loss
+from core.compose import cut
 from core.config import UserError, in_words
 from core.estimate.residency import GeminiEstimate, described_bandwidth, estimate_gemini
 from core.gemini.tier import parse_bytes
 from core.gemini.tracer import Speed, trace_step
 from core.mesh import build_mesh, gradient_axis, shard_axis
 from core.models.decoder import Decoder
-from core.models.plan import context_parallel_plan, tensor_parallel_plan
-from core.parallel.compose import cut
+from core.models.plan import decoder_plan
 from core.precision import compute_dtype, master_dtype
 from core.runtime import device_bytes, pretended
 
@@ -43,13 +43,7 @@ def estimate_residency(config: PretrainConfig, speed: Speed, link_bytes_per_s: f
     sizes = mesh_config.sizes()
     with pretended(int(torch.Size(sizes).numel())):
         mesh = build_mesh(mesh_config, "cpu")
-        cut(
-            model,
-            mesh,
-            config,
-            plan=tensor_parallel_plan(config.model, config.mesh.tp_mode),
-            context_plan=context_parallel_plan(config.mesh, config.model),
-        )
+        cut(model, mesh, config, decoder_plan(config.model, config.mesh))
         nn.Module.to(model, compute_dtype(config.precision))
         batch = _batch(config, mesh_config.data_ranks)
         step = trace_step(model, lambda model: token_loss(model, batch), speed, draws=True)

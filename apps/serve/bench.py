@@ -112,7 +112,7 @@ async def request(url: str, model: str | None, asked: Load) -> Served:
     """One streamed completion; a time for each event that brings text or tokens."""
     parts = urlsplit(url)
     body = {"prompt": list(asked.prompt), "max_tokens": asked.max_tokens, "ignore_eos": True, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}, "logprobs": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     if model is not None:
         body["model"] = model
     raw, served, sent = json.dumps(body).encode(), Served(), time.perf_counter()
@@ -128,14 +128,10 @@ async def request(url: str, model: str | None, asked: Load) -> Served:
             served.status = int(line.split()[1])
         elif line.startswith(b"data: {"):
             event = json.loads(line[6:])
-            if event.get("usage"):
-                served.tokens, served.prompt_tokens = (
-                    event["usage"]["completion_tokens"],
-                    event["usage"]["prompt_tokens"],
-                )
-            elif event.get("choices"):
-                new = len(event["choices"][0]["logprobs"]["tokens"])
-                served.times_s += [time.perf_counter() - sent] * new
+            usage = event.get("usage") or {}
+            before, served.tokens = served.tokens, usage.get("completion_tokens", served.tokens)
+            served.prompt_tokens = usage.get("prompt_tokens", served.prompt_tokens)
+            served.times_s += [time.perf_counter() - sent] * (served.tokens - before)
     writer.close()
     return served
 

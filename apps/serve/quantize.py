@@ -12,14 +12,14 @@ from torch import Tensor
 from apps.serve.memory import available_bytes
 from apps.serve.model import Source, check_vocabulary, find_source
 from apps.serve.text import load_text
-from core.config import UserError, in_words, parse
+from core.config import UserError, in_words, parse, require_device
 from core.data import Faults
 from core.data import Source as Documents
 from core.models import load_pretrained
 from core.quant import Scheme, is_quantized, quantize, quantize_folder, save_quantized
 from core.quant.folder import check_target
 from core.quant.scheme import SchemeName
-from core.runtime import keep_freed_memory
+from core.runtime import device_of, keep_freed_memory
 
 _BATCH_TOKENS, _LENGTH = 2048, 512
 """Of calibration: tokens of a batch, and of a sequence at most."""
@@ -49,8 +49,11 @@ class QuantizeConfig:
     """int4: text to round weights by, a file or folder (text, .jsonl, .parquet); holds the plain model in memory"""
     calibration_tokens: int = 32_768
     """how much of that text is used, from its beginning"""
+    device: str = "auto"
+    """where weights are rounded, one at a time, and the text is read, a block at a time: cpu, cuda or cuda:N"""
 
     def __post_init__(self) -> None:
+        require_device("device", self.device)
         if self.calibration_tokens < 1:
             raise UserError(f"calibration_tokens={self.calibration_tokens}; give a positive number")
         if self.calibration and self.scheme != "int4":
@@ -70,6 +73,7 @@ def main(argv: list[str]) -> int:
     source, target = find_source(config.model), config.out
     scheme = Scheme(config.scheme, config.group_size, config.symmetric, config.threshold)
     options: dict[str, Any] = {"embeddings": config.embeddings, "head": config.head}
+    options["device"] = device_of(config.device)
     options["progress"] = _show if sys.stderr.isatty() else _list if config.calibration else None
     if config.calibration:
         _calibrated(source, target, scheme, config, options)

@@ -49,10 +49,10 @@ def _sources(config: ServeConfig) -> list[Source]:
     if twice:
         raise UserError(f"two models are called {twice.pop()}; rename a folder, so that clients can tell them apart")
     if config.tp > 1:
-        from core.parallel.tensor1d import check_heads  # what it imports, one rank need not wait for
+        from core.models.plan import decoder_table  # what it imports, one rank need not wait for
 
         for source in sources:
-            check_heads(source.config.num_heads, source.config.kv_heads, config.tp)
+            decoder_table(source.config, MeshConfig(tp=config.tp).resolve(config.tp))
     return sources
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.compat import TorchDispatchMode, tree_leaves
-from core.mesh import EXPERT_AXIS, data_axis, gradient_axis, shard_axis
+from core.mesh import derived_axes, joined_axis
 
 # operator name -> (our name, which argument holds the full message)
 _FULL_MESSAGE = {
@@ -58,6 +58,11 @@ _WIRE = {
 }
 
 
+def wire_share(operation: str, size: int) -> float:
+    """Of a full message over `size` ranks, what one of them sends with ring algorithms."""
+    return _WIRE.get(operation, lambda _: 1.0)(size)
+
+
 @dataclass
 class Volume:
     """calls and bytes by (operation, axis); an axis that is not of the mesh is called `other`."""
@@ -77,7 +82,7 @@ class Volume:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends with ring algorithms."""
-        return sum(n * _WIRE.get(op, lambda _: 1.0)(self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items())
+        return sum(n * wire_share(op, self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items())
 
 
 class _Counter(TorchDispatchMode):
@@ -127,10 +132,7 @@ def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
     axis_of: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in reversed(names)}
     axis_of.setdefault(torch.distributed.group.WORLD.group_name, "world")  # pyright: ignore[reportOptionalMemberAccess]
     volume = Volume(sizes={axis: mesh[axis].size() for axis in names})
-    made = [data_axis(mesh), shard_axis(mesh), gradient_axis(mesh)]
-    if EXPERT_AXIS in names:
-        made += [shard_axis(mesh, (EXPERT_AXIS,)), gradient_axis(mesh, (EXPERT_AXIS,))]
-    for axis in made:
+    for axis in (joined_axis(mesh, axes) for axes in derived_axes(mesh)):
         (name,) = axis.mesh_dim_names or ("dp",)
         axis_of.setdefault(axis.get_group().group_name, name)
         volume.sizes[name] = axis.size()

@@ -32,12 +32,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from core.config import UserError, in_words
-from core.estimate.pipeline import StagesOf, run_schedule, stages_of
+from core.estimate.pipeline import run_schedule, stages_of
 from core.estimate.shape import ModelShape, RunShape, Weight
 from core.kernels.cross_entropy import cut
+from core.layout import largest_share
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.schedule import Kind, most_in_flight
+from core.placement.stages import StageSplit
 from core.precision import compute_dtype
 
 
@@ -123,7 +125,7 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
             yield f"--mesh.pp {pp}", replace(run, pp=pp, pipeline=replace(run.pipeline, split=()))
 
 
-def _rank_memory(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) -> MemoryEstimate:
+def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> MemoryEstimate:
     own = [w for w in model.weights if stages.rank_of(w.block) == rank]
     weights = own + _copies(model, stages, rank)
     state, grads = _state_bytes(model, weights, own, run), _gradient_bytes(model, weights, run)
@@ -138,7 +140,7 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) 
         bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp_side / run.cp_exchange) * run.sequence_length**2
     gathered, kernel, sent = (
         _gathered_bytes(model, weights, run),
-        _kernel_scratch(weights, run),
+        _kernel_scratch(model, weights, run),
         _sent_bytes(model, weights, run),
     )
     first_block = grads.first_block + input_bytes + everything + working
@@ -166,17 +168,18 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) 
 # --- what lies on a rank ----------------------------------------------------------------------------------------------
 
 
-def _copies(model: ModelShape, stages: StagesOf, rank: int) -> list[Weight]:
+def _copies(model: ModelShape, stages: StageSplit, rank: int) -> list[Weight]:
     """A tied head's weight where the embedding is on another rank, which then has its optimizer state."""
     head = model.head
     if head is None or not head.tied or stages.owners[-1] != rank or stages.owners[0] == rank:
         return []
-    return [Weight((head.vocab_size, head.width), model.num_blocks, tp_dim=0)]
+    return [Weight((head.vocab_size, head.width), model.num_blocks, name="head.weight")]
 
 
-def _num_local(weights: list[Weight], run: RunShape, shard: int = 1) -> int:
-    """Elements of the largest shards: cut by tp and ep, then by rows over `shard` ranks."""
-    return sum(math.prod(weight.part(run, shard)) for weight in weights)
+def _num_local(model: ModelShape, weights: list[Weight], run: RunShape, *, updated: bool = False) -> int:
+    """Elements of the largest parts that a rank computes with, or that its optimizer updates."""
+    part = model.updated if updated else model.held
+    return sum(math.prod(part(weight, run)) for weight in weights)
 
 
 # --- parameters, gradients, optimizer ---------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ class _State:
 
 def _state_bytes(model: ModelShape, weights: list[Weight], own: list[Weight], run: RunShape) -> _State:
     """own: the weights that the optimizer of this rank updates."""
-    whole, sharded = _num_local(weights, run), _num_local(weights, run, run.shard_ranks)
+    whole, sharded = _num_local(model, weights, run), _num_local(model, weights, run, updated=True)
     width, wide = run.width_bytes, run.wide_bytes
     state = _optimizer_bytes(model, own, run)
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
@@ -212,11 +215,10 @@ def _state_bytes(model: ModelShape, weights: list[Weight], own: list[Weight], ru
 
 def _optimizer_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
     """State of the largest shards."""
-    total, shard = 0, run.shard_ranks if run.zero else 1
+    total = 0
     for weight in weights:
         hidden = len(weight.shape) == 2 and 0 <= weight.block < model.num_blocks
-        part = weight.part(run, shard)
-        ranks = run.num_gradient_ranks * run.tp
+        part, ranks = model.updated(weight, run), run.num_gradient_ranks * run.tp
         total += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden, ranks=ranks)
     return total
 
@@ -242,19 +244,20 @@ class _Gradients:
 
 
 def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _Gradients:
-    wide, shard = run.wide_bytes, run.shard_ranks if run.zero >= 2 else 1
-    message, everything = wide * _largest_message(model, weights, run), wide * _num_local(weights, run)
-    own = wide * _num_local(weights, run, shard)
+    wide, sharded = run.wide_bytes, run.zero >= 2
+    message, everything = wide * _largest_message(model, weights, run), wide * _num_local(model, weights, run)
+    own = wide * _num_local(model, weights, run, updated=sharded)
     if run.holds_whole_gradients:
         return _Gradients(everything, everything, everything, everything, own, 0)
-    behind_embedding = wide * _num_local([w for w in weights if w.block >= 0], run, shard)
+    behind_embedding = wide * _num_local(model, [w for w in weights if w.block >= 0], run, updated=sharded)
     if run.zero < 3 and run.num_gradient_ranks == 1:  # no messages: those of what the backward has left
         blocks = {w.block for w in weights if 0 <= w.block < model.num_blocks} or {-1}
         first, first_block = (
-            wide * _num_local([w for w in weights if w.block > block], run) for block in (max(blocks), min(blocks))
+            wide * _num_local(model, [w for w in weights if w.block > block], run)
+            for block in (max(blocks), min(blocks))
         )
         return _Gradients(0, first, first_block, everything, own, 0)
-    if shard == 1:
+    if not sharded or run.shard_ranks == 1:
         return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, 0)
     # One message is filled while the one before it travels; what is left of a message is its shard.
     moving = min(everything, 2 * message)
@@ -267,7 +270,7 @@ def _largest_message(model: ModelShape, weights: list[Weight], run: RunShape) ->
     """Elements that are reduced together: a bucket of about BUCKET_BYTES, or at ZeRO-3 a block or all outside them."""
     if run.zero == 3:
         return max(_units(model, weights, run).values())
-    sizes = [_num_local([w], run) for w in weights]
+    sizes = [_num_local(model, [w], run) for w in weights]
     return min(sum(sizes), max(*sizes, BUCKET_BYTES // run.wide_bytes))
 
 
@@ -276,7 +279,7 @@ def _units(model: ModelShape, weights: list[Weight], run: RunShape) -> dict[int,
     units = {-1: 0}
     for weight in weights:
         unit = weight.block if 0 <= weight.block < model.num_blocks else -1
-        units[unit] = units.get(unit, 0) + _num_local([weight], run)
+        units[unit] = units.get(unit, 0) + _num_local(model, [weight], run)
     return units
 
 
@@ -289,9 +292,9 @@ def _gathered_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
     return run.width_bytes * (outside + 2 * max(units.values(), default=0))
 
 
-def _kernel_scratch(weights: list[Weight], run: RunShape) -> int:
+def _kernel_scratch(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
     """What the optimizer's kernel needs beside its state."""
-    sizes = [run.wide_bytes * _num_local([w], run, run.shard_ranks if run.zero else 1) for w in weights]
+    sizes = [run.wide_bytes * _num_local(model, [w], run, updated=True) for w in weights]
     return {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
 
 
@@ -306,7 +309,7 @@ def _sent_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
 # --- activations and the head -----------------------------------------------------------------------------------------
 
 
-def _block_activations(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) -> tuple[float, float]:
+def _block_activations(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> tuple[float, float]:
     """(kept by all blocks of a rank, beyond that at the worst moment of the way back by recomputing one)."""
     kept_by, beyond = {}, 0.0
     for stage in stages.own(rank):
@@ -334,7 +337,7 @@ def _block_activations(model: ModelShape, run: RunShape, stages: StagesOf, rank:
     return kept + _waiting_heads(model, run, stages, rank), beyond
 
 
-def _waiting_heads(model: ModelShape, run: RunShape, stages: StagesOf, rank: int) -> float:
+def _waiting_heads(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> float:
     """What heads keep for backwards that do not follow at once: of gpipe, a gradient of the weight each."""
     if stages.owners[-1] != rank or model.head is None:
         return 0.0
@@ -343,7 +346,7 @@ def _waiting_heads(model: ModelShape, run: RunShape, stages: StagesOf, rank: int
         if action.stage == last:
             waiting += (action.kind is Kind.FORWARD) - action.passes_on_gradients
             most = max(most, waiting)
-    weight_bytes = run.width_bytes * -(-model.head.vocab_size // run.tp) * model.head.width
+    weight_bytes = run.width_bytes * largest_share(model.head.vocab_size, run.tp) * model.head.width
     return (most - 1) * (_head_bytes(model, run, has_head=True).activations + weight_bytes)
 
 
@@ -366,7 +369,7 @@ def _head_bytes(model: ModelShape, run: RunShape, has_head: bool) -> _Head:
     head = model.head
     if head is None or not has_head:
         return _Head()
-    width, wide, rows = run.width_bytes, run.wide_bytes, -(-head.vocab_size // run.tp)
+    width, wide, rows = run.width_bytes, run.wide_bytes, largest_share(head.vocab_size, run.tp)
     dtype = compute_dtype(run.precision)
     chunk_tokens, sum_dtype = cut(run.tokens, rows, head.width, dtype)
     tile_tokens = (

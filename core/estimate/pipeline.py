@@ -23,28 +23,11 @@ from core.parallel.pipeline.schedule import (
     schedule,
     simulate,
 )
-from core.parallel.pipeline.split import Costs, split_by_cost, stage_ranges
+from core.placement.stages import Costs, StageSplit, split_by_cost, stage_ranges
 
 if TYPE_CHECKING:
     from core.estimate.shape import ModelShape, RunShape
     from core.estimate.time import Machine
-
-
-@dataclass(frozen=True)
-class StagesOf:
-    """Blocks and rank of each stage of a run."""
-
-    ranges: tuple[range, ...]
-    owners: tuple[int, ...]
-
-    def own(self, rank: int) -> list[int]:
-        """The stages of a rank."""
-        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
-
-    def rank_of(self, block: int) -> int:
-        """The rank of a block; what lies before the blocks (-1) is on the first stage, what lies behind on the last."""
-        stage = next((s for s, blocks in enumerate(self.ranges) if block < blocks.stop), len(self.ranges) - 1)
-        return self.owners[stage]
 
 
 def stage_costs(model: ModelShape, run: RunShape) -> Costs:
@@ -72,11 +55,11 @@ def _shares(model: ModelShape) -> list[float]:
     return [n / total for n in elements] if total else [1 / model.num_blocks] * model.num_blocks
 
 
-def stages_of(model: ModelShape, run: RunShape) -> StagesOf:
+def stages_of(model: ModelShape, run: RunShape) -> StageSplit:
     """As the run will have them, where its split is given or estimated."""
     owner_of = owners(run.pipeline.schedule, run.pp, run.pipeline.chunks) if run.pp > 1 else (0,)
     split = run.pipeline.split or split_by_cost(model.num_blocks, len(owner_of), stage_costs(model, run))
-    return StagesOf(tuple(stage_ranges(split)), owner_of)
+    return StageSplit(tuple(stage_ranges(split)), owner_of)
 
 
 def run_schedule(run: RunShape) -> Schedule:

@@ -20,6 +20,7 @@ from core.gemini.search import choose_chunk_size, least_budget
 from core.gemini.timeline import Bandwidth
 from core.gemini.tracer import Speed, StepTrace
 from core.gemini.transport import message_bytes
+from core.layout import largest_share
 from core.optim.build import OptimConfig
 from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
@@ -98,5 +99,5 @@ def estimate_gemini(
 def _member(name: str, parameter: nn.Parameter, ranks: int, wide: torch.dtype) -> Member:
     """With this rank's rows: those of the first, who has the most."""
     whole: Tensor = own_part(parameter) if isinstance(parameter, DTensor) else parameter
-    shape = (-(-whole.shape[0] // ranks), *whole.shape[1:]) if whole.ndim else ()
+    shape = (largest_share(whole.shape[0], ranks), *whole.shape[1:]) if whole.ndim else ()
     return Member(name, parameter, torch.empty(shape, dtype=wide, device="meta"))

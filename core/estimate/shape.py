@@ -10,18 +10,24 @@ Sources: Rajbhandari et al., "ZeRO" (2020), section 3, for the bytes of the trai
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
 
 from core.kernels.cross_entropy import TILE_BYTES
-from core.mesh import TpMode
+from core.layout import Layout
+from core.mesh import MeshConfig, TpMode, Zero, mesh_shape
 from core.models.decoder import Decoder, DecoderConfig
+from core.models.plan import decoder_plan
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeMode
+from core.placement.messages import Sent, Widths, microbatch_bytes
+from core.placement.table import Placed, Table, placement, shard_rows
 from core.precision import Precision, compute_dtype, master_dtype
 
 
@@ -30,40 +36,14 @@ class Weight:
     """One parameter tensor.
 
     block   index of the block it belongs to; -1 before the blocks (embedding), num_blocks behind them (final norm)
-    tp_dim  the dim that tensor parallelism cuts; None replicates
     experts a stack of matrices, one for each expert, which expert parallelism deals out
     name    in the module, where it is one's
     """
 
     shape: tuple[int, ...]
     block: int = 0
-    tp_dim: int | None = None
     experts: bool = False
     name: str = ""
-
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """The largest shard on a tp axis of size `tp`."""
-        return tuple(-(-n // tp) if dim == self.tp_dim else n for dim, n in enumerate(self.shape))
-
-    def held(self, run: RunShape) -> tuple[int, ...]:
-        """The largest shard that tensor parallelism, in any of its modes, and expert parallelism leave on a rank."""
-        if self.experts:
-            rows, *rest = self.local_shape(run.tp)
-            return (-(-rows // run.ep), *rest)
-        if run.tp_mode == "1d":
-            return self.local_shape(run.tp)
-        shape = tuple(-(-n // run.tp_side) for n in self.shape)
-        return (-(-shape[0] // run.tp_side), *shape[1:]) if run.tp_mode == "3d" and len(shape) == 2 else shape
-
-    def part(self, run: RunShape, shard: int) -> tuple[int, ...]:
-        """The largest part of what is held where ZeRO shards over `shard` ranks (those of ep hold other experts)."""
-        first, *rest = self.held(run)
-        if not self.experts:
-            return (-(-first // shard), *rest)
-        copies = -(-shard // run.ep)
-        if first < copies and len(rest) > 1 and rest[0] % copies == 0:  # as core.parallel.data cuts a stack
-            return (first, rest[0] // copies, *rest[1:])
-        return (-(-first // copies), *rest)
 
 
 @dataclass(frozen=True)
@@ -135,6 +115,8 @@ class ModelShape:
     num_matmul_parameters  weights that multiply every token (not embedding tables, but a tied head)
     tp_parts               equal parts (key/value heads) that tensor parallelism may deal out
     bias_heads             heads with a bias [heads, L, L] on the scores (ALiBi), kept for the step; 0: none
+    table                  where its weights lie on a mesh, by their names; without one only ZeRO cuts them
+    sent                   bytes of a microbatch that its plan sends on a rank of a run; None: by the published forms
     """
 
     weights: tuple[Weight, ...]
@@ -148,6 +130,22 @@ class ModelShape:
     expert_block: BlockShape | None = None
     expert_every: int = 1
     expert_rows: float = 0
+    table: Callable[[MeshConfig, Zero], Table] | None = field(default=None, compare=False)
+    sent: Callable[[RunShape], Sent] | None = field(default=None, compare=False)
+
+    def held(self, weight: Weight, run: RunShape) -> tuple[int, ...]:
+        """The largest part of a weight that a rank computes with."""
+        return self._row(weight, run).layout.largest_shape()
+
+    def updated(self, weight: Weight, run: RunShape) -> tuple[int, ...]:
+        """The largest part of it that a rank's optimizer updates."""
+        return self._row(weight, run).master.largest_shape()
+
+    def _row(self, weight: Weight, run: RunShape) -> Placed:
+        if self.table is not None:
+            return self.table(run.mesh, run.zero)[weight.name]
+        whole = Layout(weight.shape)
+        return Placed(whole, shard_rows(whole, mesh_shape(run.mesh)) if run.zero and weight.shape else whole)
 
     def num_parameters(self, *, experts: bool | None = None) -> int:
         """Of all weights; of experts' alone, or without them."""
@@ -202,13 +200,20 @@ class RunShape:
     pp: int = 1
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     ep: int = 1
-    zero: int = 0
+    zero: Zero = 0
     recompute: RecomputeMode = "none"
     recompute_every: int = 1
     microbatch_size: int = 1
     num_microbatches: int = 1
     reduce_each: bool = False
     sequence_length: int = 1024
+
+    @cached_property
+    def mesh(self) -> MeshConfig:
+        mode = "ring" if self.cp_exchange == 1 else "ulysses" if self.cp_exchange == self.cp else "mixed"
+        exchange = self.cp_exchange if mode == "mixed" else 1
+        sizes = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "tp", "tp_mode", "tp_depth", "pp")}
+        return MeshConfig(**sizes, cp=self.cp, cp_mode=mode, cp_ulysses=exchange, ep=self.ep)
 
     @property
     def width_bytes(self) -> int:
@@ -270,15 +275,6 @@ def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape
     )
 
 
-# The dim of each parameter of the decoder that tensor parallelism cuts (Megatron's columns and rows).
-_TP_DIMS = {
-    "embedding.tokens.weight": 0, "head.weight": 0, "attention.qkv.weight": 0, "attention.qkv.bias": 0,
-    "attention.out.weight": 1, "mlp.up.weight": 0, "mlp.up.bias": 0, "mlp.gate.weight": 0, "mlp.gate.bias": 0,
-    "mlp.down.weight": 1, "experts.up.weight": 1, "experts.up.bias": 1, "experts.gate.weight": 1,
-    "experts.gate.bias": 1, "experts.down.weight": 2,
-}  # fmt: skip
-
-
 def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelShape:
     """Our decoder: its parameters as they are, and what its eager forward leaves for the backward.
 
@@ -290,9 +286,8 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         model = Decoder(config)
     weights, num_matmul, looked_up = [], 0, ("embedding.tokens.weight", "embedding.positions.weight")
     for name, parameter in model.named_parameters():
-        tp_dim = next((dim for suffix, dim in _TP_DIMS.items() if name.endswith(suffix)), None)
         shape, block = tuple(parameter.shape), _block_index(name, config.num_layers)
-        weights.append(Weight(shape, block, tp_dim, experts=".experts." in name, name=name))
+        weights.append(Weight(shape, block, experts=".experts." in name, name=name))
         if parameter.ndim >= 2 and name.endswith(".weight") and name not in looked_up:
             num_matmul += round(parameter.numel() * config.active_share(name))
     composed = config.norm == "rms_norm" and device_type == "cpu"
@@ -316,7 +311,14 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         expert_block=_with_experts(_decoder_block(config, composed), config) if config.moe.num_experts else None,
         expert_every=config.moe.every,
         expert_rows=_expert_rows(config),
+        table=lru_cache(256)(lambda mesh, zero: placement(model, decoder_plan(config, mesh), mesh, zero)),
+        sent=lru_cache(256)(lambda run: _sent(model, config, run)),
     )
+
+
+def _sent(model: Decoder, config: DecoderConfig, run: RunShape) -> Sent:
+    batch, widths = run.microbatch_size, Widths(run.width_bytes, run.wide_bytes)
+    return microbatch_bytes(model, decoder_plan(config, run.mesh), run.mesh, batch, run.tokens // batch, widths)
 
 
 def _block_index(name: str, num_blocks: int) -> int:

@@ -8,7 +8,9 @@ with stages of equal cost (`core.estimate.pipeline` simulates what they cost). L
 
 from dataclasses import dataclass
 
+from core.comm.volume import wire_share
 from core.estimate.shape import ModelShape, RunShape
+from core.mesh import axis_size, mesh_shape
 from core.metrics import transformer_flops_per_token
 from core.parallel.pipeline.schedule import bubble_in_theory
 
@@ -43,9 +45,8 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     """Seconds of one step of `run.num_microbatches` microbatches."""
     tokens = run.tokens * run.num_microbatches
     compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
-    sent = _data_parallel_bytes(model, run) + _tensor_parallel_bytes(model, run) + _context_parallel_bytes(model, run)
-    sent += _expert_parallel_bytes(model, run)
-    communication_s = (sent + _pipeline_bytes(model, run)) / machine.bandwidth
+    sent = _data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
+    communication_s = sent / machine.bandwidth
     again = 1.0 if run.recompute == "full" else 0.0
     bubble = bubble_in_theory(
         run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, backward=2.0 + again
@@ -85,6 +86,16 @@ def _replicas_bytes(num_parameters: float, run: RunShape, ep: int) -> float:
     return _ring(shards) * (gradients + gathers * parameters) + between_replicas
 
 
+def _model_parallel_bytes(model: ModelShape, run: RunShape) -> float:
+    """Sent by one rank in the forwards and backwards of a step: by its plan, or of blocks without one as published."""
+    if model.sent is None:
+        published = (_tensor_parallel_bytes, _context_parallel_bytes, _expert_parallel_bytes)
+        return sum(form(model, run) for form in published)
+    mesh = mesh_shape(run.mesh)
+    messages = model.sent(run).items()
+    return run.num_microbatches / run.pp * sum(n * wire_share(op, axis_size(mesh, axis)) for (op, axis), n in messages)
+
+
 def _expert_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: the experts' rows there and back, and their gradients."""
     blocks = model.num_expert_blocks / run.pp * run.num_microbatches
@@ -92,13 +103,8 @@ def _expert_parallel_bytes(model: ModelShape, run: RunShape) -> float:
 
 
 def _tensor_parallel_bytes(model: ModelShape, run: RunShape) -> float:
-    """Sent by one rank: four all-reduces of the activations a block and microbatch (Shoeybi et al. 2019, section 3).
-
-    On a grid what its products send: see `core.parallel.summa` and `core.parallel.tensor3d`.
-    """
+    """Sent by one rank: four all-reduces of the activations a block and microbatch (Shoeybi et al. 2019, section 3)."""
     blocks = model.num_blocks / run.pp * run.num_microbatches
-    if run.tp_mode != "1d":
-        return blocks * _grid_elements(model, run) * run.width_bytes
     return blocks * 4 * 2 * _ring(run.tp) * run.tokens * model.dim * run.width_bytes
 
 
@@ -117,18 +123,6 @@ def _pipeline_bytes(model: ModelShape, run: RunShape) -> float:
         return 0.0
     messages = 2 * run.pipeline.stages_per_rank * run.num_microbatches
     return messages * run.tokens * model.dim * run.width_bytes / run.tp
-
-
-def _grid_elements(model: ModelShape, run: RunShape) -> float:
-    """Elements of the messages of a block's four linear layers, forward and backward."""
-    head = model.head.vocab_size * model.head.width if model.head is not None else 0
-    weights, side = (model.num_matmul_parameters - head) / model.num_blocks, run.tp_side
-    if run.tp_mode == "3d":
-        features = weights / model.dim + 4 * model.dim  # inputs and outputs of all layers
-        return (2.5 * run.tokens * features + 3 * weights) / side**2
-    if side == 1:
-        return 0.0
-    return 3 * (4 * model.dim * run.tokens / (run.tp_depth * side) + weights / side)
 
 
 def _ring(size: int) -> float:

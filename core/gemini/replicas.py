@@ -26,11 +26,12 @@ from core.gemini.config import GeminiConfig
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
-from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, speed_of
+from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, probe_bytes, speed_of
 from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
+from core.gemini.state_device import bring_state
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
@@ -41,8 +42,8 @@ from core.optim.sharded import step_over, steps_apart
 from core.parallel.data import DataParallel, begin, cast_parameter, on_mesh, with_local
 from core.parallel.parallel_model import Sample
 from core.parallel.pipeline.foreseen import Unforeseen
-from core.parallel.plan import parameter_names, set_parameter
 from core.parallel.rows import own_rows
+from core.placement.table import Table, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 from core.runtime import give_back_freed_memory
 
@@ -61,9 +62,11 @@ class GeminiReplicas(DataParallel):
         precision: Precision,
         materialise: Callable[[nn.Module], None],
         config: GeminiConfig,
+        table: Table | None = None,
     ):
         assert config.budget is not None
-        self.completion = begin(model, mesh, precision)
+        self.table = placement(model, None, mesh, zero, gemini=True) if table is None else table
+        self.completion = begin(model, mesh, precision, self.table)
         self.model, self.mesh, self.zero, self.config = model, mesh, zero, config
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self.tier = DeviceTier(parse_bytes(config.budget))
@@ -104,7 +107,7 @@ class GeminiReplicas(DataParallel):
             give_back_freed_memory(self.tier.budget_bytes)
         self.shard = shard_axis(self.mesh) if self.zero else None
         given = {names[0]: (self.model.get_parameter(names[0]), names) for names in parameter_names(self.model)}
-        rows = {name: self._rows_of(parameter) for name, (parameter, _) in given.items()}
+        rows = {name: self._rows_of(name, parameter) for name, (parameter, _) in given.items()}
         for name, (_, names) in given.items():
             for shared in names:
                 set_parameter(self.model, shared, rows[name])
@@ -127,11 +130,10 @@ class GeminiReplicas(DataParallel):
             own.data = own.data.to(self.compute_dtype).contiguous()
         return given
 
-    def _rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _rows_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's rows of a parameter in the format that they are kept in; without values where it has none."""
-        layout, whole = layout_of(parameter), local(parameter.detach())
-        if self.shard is not None and whole.ndim:
-            layout = layout.cut(self.mesh, (self.shard.mesh_dim_names or ("",))[0])
+        row, whole = self.table[name], local(parameter.detach())
+        if self.shard is not None and not row.whole:
             whole = own_rows(whole, self.shard)
         dtype = whole.dtype
         if whole.is_floating_point():
@@ -139,9 +141,7 @@ class GeminiReplicas(DataParallel):
         kept = torch.empty(whole.shape, dtype=dtype)
         if not whole.is_meta:
             kept.copy_(whole)
-        made = nn.Parameter(kept, requires_grad=parameter.requires_grad)
-        tag(made, layout)
-        return made
+        return tag(nn.Parameter(kept, requires_grad=parameter.requires_grad), row.master)
 
     def _allocate_buffers(self) -> None:
         for module in self.model.modules():
@@ -189,7 +189,8 @@ class GeminiReplicas(DataParallel):
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
             self._require_room(parameters, messages(names))
         else:
-            self._bandwidth = bandwidth_of(self.device, self.ranks)
+            copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
+            self._bandwidth = bandwidth_of(self.device, self.ranks, copied)
             self.planned = plan(
                 traced,
                 parameters,
@@ -280,20 +281,12 @@ class GeminiReplicas(DataParallel):
             chunk, info = self.chunks[index], planned.trace.chunks[index]
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
             chunk.settle(alone=not self.executor.transport.sends)
-            self._take_state_along(chunk)
+            for member in chunk.members:
+                bring_state(self._optimizer, member.rows)
             self.executor.load(chunk)
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
             self.tier.set_other(planned.trace.other_peak_bytes)
-
-    def _take_state_along(self, chunk: Chunk) -> None:
-        """The optimizer's state, if there is any, goes where the masters are."""
-        for member in chunk.members:
-            state = self._optimizer.state.get(member.rows, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim and value.device != member.rows.device:
-                    moved = value.to(member.rows.device)
-                    state[key] = tag(moved, layout_of(value)) if hasattr(value, "layout_in_whole") else moved
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.models.decoder import Decoder, DecoderConfig, initialise, rotary_angles
 from core.nn.attention import StepContext
-from core.parallel.pipeline.split import Costs
+from core.placement.stages import Costs
 
 _REPEATS = 5
 

@@ -7,19 +7,55 @@
 Experts are dealt out over the ep axis; under 1d their hidden features are cut, too.
 """
 
-from functools import partial
+from dataclasses import replace
+
+import torch
 
 from core.config import UserError
-from core.mesh import MeshConfig, TpMode
-from core.models.decoder import DecoderConfig
+from core.mesh import MeshConfig, TpMode, Zero
+from core.models.decoder import Decoder, DecoderConfig
 from core.nn.mlp import is_gated
 from core.parallel import expert, grid, sequence, tensor2d, tensor3d
 from core.parallel.context import shard_sequence
-from core.parallel.pipeline.split import ALIKE, Costs, PipelinePlan
-from core.parallel.plan import Plan
+from core.parallel.grid import FIRST, SECOND
 from core.parallel.ring import attend_by_ring
-from core.parallel.tensor1d import check_heads, shard_heads
+from core.parallel.tensor1d import (
+    REDUCE,
+    WHOLE,
+    Move,
+    colwise_by,
+    rowwise_by,
+    shard_heads,
+    vocab_embedding_by,
+    vocab_head_by,
+)
 from core.parallel.ulysses import attend_by_both, attend_by_ulysses
+from core.placement.stages import ALIKE, Costs, PipelinePlan
+from core.placement.style import Plan
+from core.placement.table import ModelPlan, Table, placement
+
+
+def decoder_plan(config: DecoderConfig, mesh: MeshConfig, costs: Costs = ALIKE) -> ModelPlan:
+    """How `Decoder(config)` is spread over a mesh.
+
+    costs  what its pipeline stages are balanced by
+    """
+    return ModelPlan(
+        tensor=tensor_parallel_plan(config, mesh.tp_mode),
+        context=context_parallel_plan(mesh, config),
+        experts=expert_parallel_plan(config),
+        pipeline=pipeline_plan(costs),
+    )
+
+
+def decoder_table(config: DecoderConfig, mesh: MeshConfig, zero: Zero = 0) -> Table:
+    """Where the parameters of `Decoder(config)` lie on a resolved mesh, all stages' alike.
+
+    Raises UserError for what cannot run on it: heads, experts or a vocabulary that leave a rank without any.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    return placement(model, decoder_plan(config, mesh), mesh, zero)
 
 
 def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
@@ -35,9 +71,29 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
         "project_out": config.embedding_size != config.dim,
     }
     if mode != "1d" and config.moe.num_experts:
-        raise UserError(f"tp_mode={mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them")
+        raise UserError(f"mesh.tp_mode={mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them")
     plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
+
+
+def replicated_plan(config: DecoderConfig, total: Move = REDUCE.move) -> Plan:
+    """1d for inference without experts: activations between the pairs lie on every rank, two sums a block.
+
+    For few tokens: what the sequence's sharding saves of memory is little then, and its messages are twice as many.
+    total  the sum over the axis of what a rowwise layer leaves
+    """
+    columns, leave = colwise_by(WHOLE), replace(REDUCE, move=total)
+    gate = {"blocks.*.mlp.gate": columns} if is_gated(config.activation) else {}
+    return {
+        "embedding.tokens": vocab_embedding_by(leave),
+        "blocks.*.attention": shard_heads,
+        "blocks.*.attention.qkv": columns,
+        "blocks.*.attention.out": rowwise_by(leave),
+        "blocks.*.mlp.up": columns,
+        **gate,
+        "blocks.*.mlp.down": rowwise_by(leave),
+        "head": vocab_head_by(WHOLE),
+    }
 
 
 def _all_have_experts(config: DecoderConfig) -> bool:
@@ -52,24 +108,6 @@ def _expert_layers(config: DecoderConfig) -> list[str]:
 def expert_parallel_plan(config: DecoderConfig) -> Plan:
     """The plan of `Decoder(config)` over the mesh's ep axis."""
     return dict.fromkeys(_expert_layers(config), expert.expert_parallel)
-
-
-def check_experts_of(config: DecoderConfig, mesh: MeshConfig) -> None:
-    """Raises UserError where the model's experts cannot run on the mesh."""
-    if mesh.ep > 1:
-        expert.check_experts(config.moe.num_experts, mesh.ep)
-    if config.moe.num_experts and mesh.tp_mode != "1d":
-        raise UserError(
-            f"mesh.tp_mode={mesh.tp_mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them"
-        )
-
-
-def check_heads_of(config: DecoderConfig, mesh: MeshConfig) -> None:
-    """Raises UserError where the heads cannot be dealt out over the mesh's tensor-parallel ranks."""
-    if mesh.tp_mode == "1d":
-        check_heads(config.num_heads, config.kv_heads, mesh.tp)
-    else:
-        grid.check_grid_heads(config.kv_heads, mesh.grid[-1])
 
 
 def _plan_1d(config: DecoderConfig) -> Plan:
@@ -106,8 +144,8 @@ def _plan_2d(config: DecoderConfig) -> Plan:
         "embedding.project_in": tensor2d.linear,
         "embedding.norm": grid.norm,
         "blocks.*.attention": grid.attention,
-        "blocks.*.attention.qkv": partial(tensor2d.linear, out_unit=(group + 2) * config.head_size),
-        "blocks.*.attention.out": partial(tensor2d.linear, in_unit=group * config.head_size),
+        "blocks.*.attention.qkv": tensor2d.linear_in_units(out_unit=(group + 2) * config.head_size),
+        "blocks.*.attention.out": tensor2d.linear_in_units(in_unit=group * config.head_size),
         "blocks.*.attention_norm": grid.norm,
         "blocks.*.mlp.up": tensor2d.linear,
         "blocks.*.mlp.gate": tensor2d.linear,
@@ -122,24 +160,24 @@ def _plan_2d(config: DecoderConfig) -> Plan:
 
 def _plan_3d(config: DecoderConfig) -> Plan:
     """On p x p x p ranks. Embeddings of another size than the model's lie on the second side, before its layers."""
-    group, narrow = config.num_heads // config.kv_heads, config.embedding_size != config.dim
-    to_first = partial(tensor3d.linear, swapped=True)
+    group, units = config.num_heads // config.kv_heads, tensor3d.linear_in_units
+    outside = FIRST if config.embedding_size == config.dim else SECOND
     return {
-        "embedding.tokens": partial(tensor3d.embedding, swapped=narrow),
+        "embedding.tokens": tensor3d.embedding_on(outside),
         "embedding.positions": tensor3d.positions,
-        "embedding.project_in": to_first,
+        "embedding.project_in": tensor3d.linear_back,
         "embedding.norm": grid.norm,
-        "blocks.*.attention": partial(grid.attention, spread=tensor3d.second_side),
-        "blocks.*.attention.qkv": partial(tensor3d.linear, out_unit=(group + 2) * config.head_size),
-        "blocks.*.attention.out": partial(to_first, in_unit=group * config.head_size),
+        "blocks.*.attention": grid.attention_at(SECOND),
+        "blocks.*.attention.qkv": units(FIRST, out_unit=(group + 2) * config.head_size),
+        "blocks.*.attention.out": units(SECOND, in_unit=group * config.head_size),
         "blocks.*.attention_norm": grid.norm,
         "blocks.*.mlp.up": tensor3d.linear,
         "blocks.*.mlp.gate": tensor3d.linear,
-        "blocks.*.mlp.down": to_first,
+        "blocks.*.mlp.down": tensor3d.linear_back,
         "blocks.*.mlp_norm": grid.norm,
         "norm": grid.norm,
         "project_out": tensor3d.linear,
-        "head": partial(tensor3d.head, swapped=narrow),
+        "head": tensor3d.head_on(outside),
         "": grid.drop_padding,
     }
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.adafactor import Phases
-from core.optim.blockwise import block_bytes, dequantize, in_8_bits, quantize
+from core.kernels.blockwise import block_bytes, dequantize, in_8_bits, quantize
 from core.optim.factored import (
     Factors,
     Parts,

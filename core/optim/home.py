@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import Layout, tag
 from core.mesh import device_of, stage_group
@@ -116,7 +117,7 @@ class Pool:
     def __init__(self, places: Mapping[Tensor, Place], cost: Callable[[Sequence[int]], float]):
         self.index = {parameter: index for index, parameter in enumerate(places)}
         self.layouts = [place.layout for place in places.values()]
-        meshes = [layout.mesh for layout in self.layouts if layout.mesh is not None]
+        meshes = [layout.mesh for layout in self.layouts if isinstance(layout.mesh, DeviceMesh)]
         self.group = stage_group(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
         self.device = device_of(meshes[0]) if meshes else torch.device("cpu")
         self.rank, self.num_ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)

@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from core.compat import follows_steps, own_part, uncompiled
 from core.config import UserError
+from core.kernels.blockwise import dequantize, quantize, scales_shape
 from core.layout import Layout, layout_of, tag
 from core.mesh import device_of
-from core.optim.blockwise import dequantize, quantize, scales_shape
 
 CODES, SCALES = "_codes", "_scales"
 """Endings of the two parts of a state tensor in 8 bits."""
@@ -97,6 +98,7 @@ class Place:
         """Lines of ranks that complete a sum over `dims` (by default over all elements)."""
         if dims not in self._over:
             mesh = self.layout.mesh
+            assert mesh is None or isinstance(mesh, DeviceMesh), f"the ranks of {mesh} do not exist"
             self._over[dims] = (
                 () if mesh is None else tuple(Line(group, device_of(mesh)) for group in self.layout.groups(dims))
             )

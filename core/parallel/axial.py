@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.layout import shares
+
 
 def shard_of(length: int, axis: DeviceMesh) -> slice:
     """The rows of a dim of `length` that this rank has, without the filling."""
-    rows = -(-length // axis.size())
-    first = min(length, rows * axis.get_local_rank())
-    return slice(first, min(length, first + rows))
+    return shares(length, axis.size())[axis.get_local_rank()]
 
 
 def switch(x: Tensor, whole: int, shard: int, length: int, axis: DeviceMesh) -> Tensor:

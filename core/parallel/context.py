@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_gather, reduce_from
 from core.config import UserError
-from core.parallel.plan import Style
+from core.placement.style import Message, Messages, Site, Style
 
 _IGNORED = -100
 
@@ -126,14 +126,14 @@ class ShardedContext:
 
 
 def shard_sequence(zigzag: bool) -> Style:
-    """A style for a whole model of the one forward signature: its sequence is sharded over the axis.
+    """A whole model of the one forward signature: its sequence is sharded over the axis.
 
     model(input_ids[B, L], attention_mask, positions, context, targets=…) -> the sum of the losses, or logits[B, L, V]:
     on every rank, as without the style. The gradients of the parameters are partial sums over the axis; who uses the
     logits must use them alike on every rank. While it runs, `model.sequence_cut` says (cut, rank).
     """
 
-    def style(model: nn.Module, axis: DeviceMesh) -> nn.Module:
+    def wrap(model: nn.Module, axis: DeviceMesh) -> nn.Module:
         inner, rank = model.forward, axis.get_local_rank()
         model.sequence_cut = None  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
@@ -167,7 +167,7 @@ def shard_sequence(zigzag: bool) -> Style:
         model.forward = forward
         return model
 
-    return style
+    return Style(messages=Messages((Message("all_reduce", lambda site: 1, width="wide"),)), wrap=wrap)
 
 
 def _positions_of(model: nn.Module, input_ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -191,6 +191,17 @@ class _Join(Function):
 def join_sequence(x_BL: Tensor, cut: SequenceCut, axis: DeviceMesh) -> Tensor:
     """x[B, L_cp, ..] -> x[B, L, ..] on every rank, which all use alike: the gradient is a slice."""
     return _Join.apply(x_BL, cut, axis)  # pyright: ignore[reportReturnType]
+
+
+def head_size(site: Site) -> int:
+    """Of an attention module's heads: its fused projection has those of queries, keys and values."""
+    return site.shape("qkv.weight")[0] // (site.module.num_heads + 2 * site.module.num_kv_heads)
+
+
+def heads_here(site: Site) -> tuple[int, int]:
+    """Query and key/value heads that tensor parallelism leaves on a rank."""
+    tp = site.size("tp")
+    return site.module.num_heads // tp, site.module.num_kv_heads // tp
 
 
 def check_length(length: int, num_ranks: int) -> None:

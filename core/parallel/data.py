@@ -27,7 +27,6 @@ there are fewer matrices than ranks.
 Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compression.
 """
 
-import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,10 +44,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from core.compat import concatenated, num_holders, own_part
 from core.config import UserError
-from core.layout import Layout, detached, layout_of, local, tag
+from core.layout import detached, is_dtensor, layout_of, local, tag, tagged_as
 from core.mesh import (
     DATA_AXES,
-    EXPERT_AXIS,
     Zero,
     derive_axes,
     device_of,
@@ -58,8 +56,9 @@ from core.mesh import (
     sub_mesh,
 )
 from core.parallel.parallel_model import ParallelModel
-from core.parallel.plan import blocks_of, check_trained, parameter_names, partial_parameters, set_parameter
+from core.parallel.plan import blocks_of, check_trained
 from core.parallel.rows import own_rows, paired_rows, row_length
+from core.placement.table import Table, is_expert, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -98,6 +97,10 @@ class DataParallel(ParallelModel):
         for master in self.masters.values():
             master.grad = None
 
+    def shard_axis(self, name: str) -> DeviceMesh:
+        """The ranks that hold copies of a parameter, over which ZeRO shards."""
+        return shard_axis(self.mesh, self.table[name].layout.axes())
+
 
 class Completion:
     """What every form does for its gradients once its own reductions are over.
@@ -105,8 +108,8 @@ class Completion:
     used  masters that a loss of this rank has had a gradient for since the last `release`
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh):
-        self.mesh, self.partial, self.stage = mesh, partial_parameters(model), stage_axis(mesh)
+    def __init__(self, mesh: DeviceMesh, table: Table):
+        self.mesh, self.table, self.stage = mesh, table, stage_axis(mesh)
         self.used: set[str] = set()
 
     def complete(self, masters: Mapping[str, Tensor], together: Collection[str] = ()) -> None:
@@ -120,8 +123,8 @@ class Completion:
                 master.grad = None
             elif master.grad is None:
                 master.grad = torch.zeros_like(master)
-        for axis in dict.fromkeys(axis for axes in self.partial.values() for axis in axes):
-            self.sum_partial([m.grad for n, m in masters.items() if axis in self.partial.get(n, ())], axis)
+        for axis in dict.fromkeys(axis for row in self.table.values() for axis in row.partial):
+            self.sum_partial([m.grad for n, m in masters.items() if axis in self.table[n].partial], axis)
 
     def used_anywhere(self, masters: Mapping[str, Tensor], together: Collection[str]) -> set[str]:
         """Masters for which any rank has a gradient: those of a stage agree on what an optimizer's step is of.
@@ -155,7 +158,7 @@ class Completion:
             grad.copy_(summed.view_as(grad))
 
 
-def begin(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> Completion:
+def begin(model: nn.Module, mesh: DeviceMesh, precision: Precision, table: Table) -> Completion:
     """What comes first in every form: the mesh's groups, and values that are alike on all ranks.
 
     Raises UserError when no parameter is to be trained, and for one that cannot be.
@@ -167,7 +170,7 @@ def begin(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> Completio
     agree_on_values(model, mesh)
     if precision == "fp64":
         widen_buffers(model)
-    return Completion(model, mesh)
+    return Completion(mesh, table)
 
 
 def on_mesh(masters: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -182,15 +185,18 @@ def data_parallel(
     precision: Precision,
     materialise: Callable[[nn.Module], None] = lambda model: None,
     reduce_each: bool = False,
+    table: Table | None = None,
 ) -> DataParallel:
     """Spread a model (its tensor parallelism applied) over the data axes; values it has become the first rank's.
 
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
+    table        where its parameters lie, as its plan has cut them; None: no plan has
     """
+    table = placement(model, None, mesh, zero) if table is None else table
     if zero == 3:
-        return FullyShardedReplicas(model, mesh, precision, materialise, reduce_each)
-    return Replicas(model, mesh, zero, precision, materialise, reduce_each)
+        return FullyShardedReplicas(model, mesh, precision, materialise, reduce_each, table)
+    return Replicas(model, mesh, zero, precision, materialise, reduce_each, table)
 
 
 # --- ZeRO 0, 1, 2 -----------------------------------------------------------------------------------------------------
@@ -207,16 +213,16 @@ class Replicas(DataParallel):
         precision: Precision,
         materialise: Callable[[nn.Module], None],
         reduce_each: bool,
+        table: Table,
     ):
         """Arguments as those of `data_parallel`."""
-        self.completion = begin(model, mesh, precision)
-        self.model, self.mesh, self.zero, self._reduce_each = model, mesh, zero, reduce_each
+        self.completion = begin(model, mesh, precision, table)
+        self.model, self.mesh, self.zero, self._reduce_each, self.table = model, mesh, zero, reduce_each, table
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._sync = True
         allocate(model, self.mesh.device_type)
         materialise(model)
         self.masters = {}
-        self.dims: dict[str, int] = {}
         for names in parameter_names(model):
             self._adopt(names, self.compute_dtype)
         self.masters = on_mesh(self.masters, mesh)
@@ -237,22 +243,21 @@ class Replicas(DataParallel):
             set_parameter(self.model, name, parameter)
         if not given.requires_grad:
             return
-        layout = layout_of(parameter)
         source = parameter if dtype == self.reduce_dtype else given
-        master = local(source).detach().to(self.reduce_dtype).contiguous()
-        axis, dim = self.shard_axis(layout), 0
-        if axis is not None and master.ndim:
-            dim = shard_dim(layout, axis.size())
-            layout = layout.cut(self.mesh, (axis.mesh_dim_names or ("",))[0], dim)
-            master = own_rows(master, axis, dim)
+        master, layout = local(source).detach().to(self.reduce_dtype).contiguous(), self.table[names[0]].master
+        if self.is_sharded(names[0]):
+            master = own_rows(master, self.shard_axis(names[0]), self.shard_dim(names[0]))
             # Under another format it has memory of its own, so that the whole value can go.
             own_memory = dtype != self.reduce_dtype
             master = master.clone(memory_format=torch.contiguous_format) if own_memory else master.contiguous()
-        self.masters[names[0]], self.dims[names[0]] = tag(master, layout).requires_grad_(), dim
+        self.masters[names[0]] = tag(master, layout).requires_grad_()
 
-    def shard_axis(self, layout: Layout) -> DeviceMesh | None:
-        """The ranks over which the gradient and the master of a parameter are sharded."""
-        return shard_axis(self.mesh, layout.axes()) if self.zero else None
+    def is_sharded(self, name: str) -> bool:
+        """Whether ZeRO cuts what is updated of a parameter: no scalar."""
+        return not self.table[name].whole
+
+    def shard_dim(self, name: str) -> int:
+        return self.table[name].master.cuts[-1][1] if self.is_sharded(name) else 0
 
     def _make_buckets(self) -> list["_Bucket"]:
         """Parameters in the order in which the backward finishes them, cut into messages of about BUCKET_BYTES.
@@ -264,7 +269,7 @@ class Replicas(DataParallel):
         order = list(reversed(self.masters))
         for name in order:
             num_bytes = local(self.parameters[name]).numel() * self.reduce_dtype.itemsize
-            kind = EXPERT_AXIS in layout_of(self.parameters[name]).axes()
+            kind = is_expert(self.table[name])
             names, room = filling.get(kind, (None, 0))
             if names is None or num_bytes > room:
                 names, room = [], BUCKET_BYTES
@@ -348,14 +353,13 @@ class _Bucket:
 
     def __init__(self, names: list[str], owner: Replicas):
         self.names, self.of, self.owner = names, frozenset(names), owner
-        layout = layout_of(owner.parameters[names[0]])
-        self.axis = owner.shard_axis(layout)
-        self.gradient_axis = gradient_axis(owner.mesh, layout.axes())
+        self.axis = owner.shard_axis(names[0]) if owner.zero else None
+        self.gradient_axis = gradient_axis(owner.mesh, owner.table[names[0]].layout.axes())
         self.is_sent = self.gradient_axis.size() > 1
         self.ranks = self.axis.size() if self.axis is not None else 1
         self.device = local(owner.parameters[names[0]]).device
         # Elements of one rank's rows of each parameter, and where they begin among a rank's elements.
-        self.lengths = {n: row_length(local(owner.parameters[n]), self.ranks, owner.dims[n]) for n in names}
+        self.lengths = {n: row_length(local(owner.parameters[n]), self.ranks, owner.shard_dim(n)) for n in names}
         self.offsets = dict(zip(names, accumulate([0, *self.lengths.values()])))
         self.total = sum(self.lengths.values())
         self.waiting_for = set(names)
@@ -385,7 +389,7 @@ class _Bucket:
             self.kept[name] = own_gradient(grad, self.owner.reduce_dtype) if held is None else held.add_(grad)
             return
         first = name not in self.filled
-        for slot, rows in paired_rows(self._slots(self._buffer(), name), grad, self.owner.dims[name]):
+        for slot, rows in paired_rows(self._slots(self._buffer(), name), grad, self.owner.shard_dim(name)):
             slot.copy_(rows) if first else slot.add_(rows)
         self.filled.add(name)
 
@@ -449,21 +453,8 @@ class _Bucket:
         whole = torch.empty(self.ranks, self.total, dtype=dtype, device=self.device)
         dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
         for name, parameter in parameters.items():
-            for slot, rows in paired_rows(self._slots(whole, name), parameter, self.owner.dims[name]):
+            for slot, rows in paired_rows(self._slots(whole, name), parameter, self.owner.shard_dim(name)):
                 rows.copy_(slot)
-
-
-def shard_dim(layout: Layout, ranks: int) -> int:
-    """The dim of a parameter that `ranks` ranks share: 0, as FSDP2 does.
-
-    Of a stack of fewer matrices than ranks the matrices' rows, where those divide evenly everywhere.
-    """
-    if len(layout.shape) < 3:
-        return 0
-    stacked, rows = (n // math.prod(layout.axis_size(a) for a, d in layout.cuts if d == dim)
-                     for dim, n in enumerate(layout.shape[:2]))  # fmt: skip
-    cut_rows = layout.shape[1] // rows if rows else 1
-    return 1 if stacked < ranks and rows and layout.shape[1] % (cut_rows * ranks) == 0 else 0
 
 
 # --- ZeRO 3 -----------------------------------------------------------------------------------------------------------
@@ -488,35 +479,35 @@ class FullyShardedReplicas(DataParallel):
         precision: Precision,
         materialise: Callable[[nn.Module], None],
         reduce_each: bool,
+        table: Table,
     ):
         """Arguments as those of `data_parallel`."""
-        self.completion = begin(model, mesh, precision)
-        self.model, self.mesh, self._reduce_each = model, mesh, reduce_each
+        self.completion = begin(model, mesh, precision, table)
+        self.model, self.mesh, self._reduce_each, self.table = model, mesh, reduce_each, table
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         for names in parameter_names(model):
             parameter = cast_parameter(model.get_parameter(names[0]), self.reduce_dtype)
             for name in names:
                 set_parameter(model, name, parameter)
-        layouts = {n: layout_of(p) for n, p in model.named_parameters()}
         policy = MixedPrecisionPolicy(self.compute_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        whole = {p for p in model.parameters() if not (p.ndim and p.numel() and p.is_floating_point())}
+        rows = {p: self.table[n] for n, p in model.named_parameters()}
+        whole = {p for p, row in rows.items() if row.whole}
 
-        def shard(module: nn.Module, cut: tuple[str, ...] = ()) -> None:
-            axis = shard_axis(mesh, cut)
+        def shard(module: nn.Module, axis: DeviceMesh) -> None:
             fully_shard(
                 module,
                 mesh=_with_replicas(mesh, axis),
-                shard_placement_fn=lambda p: Shard(shard_dim(layout_of(p), axis.size())),
+                shard_placement_fn=lambda p: Shard(rows[p].master.cuts[-1][1]),
                 mp_policy=policy,
                 ignored_params=whole,
             )
 
-        for experts in expert_units(model):
-            shard(experts, (EXPERT_AXIS,))
+        for experts, name in expert_units(model, self.table):
+            shard(experts, self.shard_axis(name))
         for block in blocks_of(model):
             if not isinstance(block, FSDPModule) and not shares_parameters(model, block):
-                shard(block)
-        shard(model)
+                shard(block, shard_axis(mesh))
+        shard(model, shard_axis(mesh))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -524,15 +515,8 @@ class FullyShardedReplicas(DataParallel):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=mesh.device_type)
         for name, parameter in model.named_parameters():
-            if (
-                isinstance(parameter, DTensor)
-                and layouts[name].cuts
-                and layout_of(parameter).shape != layouts[name].shape
-            ):
-                # A local tensor: FSDP2 takes it for the whole.
-                axis = shard_axis(mesh, layouts[name].axes())
-                dim = shard_dim(layouts[name], axis.size())
-                tag(parameter, layouts[name].cut(mesh, (axis.mesh_dim_names or ("",))[0], dim))
+            if self.table[name].is_local and not self.table[name].whole:
+                tag(parameter, self.table[name].master)  # a local tensor: FSDP2 takes it for the whole
         materialise(model)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = on_mesh({n: detached(p).requires_grad_() for n, p in self._trained.items()}, mesh)
@@ -574,16 +558,16 @@ def shares_parameters(model: nn.Module, block: nn.Module) -> bool:
     return any(id(p) in own for m in outside for p in m.parameters(recurse=False))
 
 
-def expert_units(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules all of whose parameters expert parallelism cuts."""
-    found: list[nn.Module] = []
+def expert_units(model: nn.Module, table: Table) -> list[tuple[nn.Module, str]]:
+    """The outermost modules all of whose parameters expert parallelism cuts, each with the name of one of these."""
+    found: list[tuple[nn.Module, str]] = []
     inside: set[int] = set()
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         if id(module) in inside:
             continue
-        parameters = list(module.parameters())
-        if parameters and all(EXPERT_AXIS in layout_of(p).axes() for p in parameters):
-            found.append(module)
+        names = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()]
+        if names and all(is_expert(table[name]) for name in names):
+            found.append((module, names[0]))
             inside |= {id(m) for m in module.modules()}
     return found
 
@@ -666,7 +650,4 @@ def with_local(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
         )
         value = DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    for note in ("partial_over", "layout_in_whole"):
-        if hasattr(parameter, note):
-            setattr(made, note, getattr(parameter, note))
-    return made
+    return made if is_dtensor(parameter) else tagged_as(made, parameter)

@@ -40,13 +40,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 
 from core.compat import uncompiled
 from core.config import UserError
 from core.layout import shares
 from core.mesh import pipeline_ranks, tensor_axes
-from core.parallel.plan import Style
+from core.placement.style import AXIS, Style
 
 _ALPHA = 1.7580993408473766  # -(SELU's lower bound), what alpha dropout puts in the place of zero
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
@@ -84,27 +85,27 @@ class Part:
         return part.start
 
 
-def replicated(module: nn.Module, axis: DeviceMesh) -> nn.Module:
-    """A dropout, or a module that calls one, whose input is whole on every rank of the axis: all drop alike."""
-    return _marked(module, None)
-
-
 def sharded(dim: int, size: int | None = None) -> Style:
     """A style for a dropout, or a module that calls one, whose input is cut along a dim over the axis.
 
     size  of the whole dim, where the axis does not divide it
     """
+    return Style(inputs={AXIS: Shard(dim)}, wrap=lambda module, axis: mark_sharded(module, axis, dim, size))
 
-    def style(module: nn.Module, axis: DeviceMesh) -> nn.Module:
-        return _marked(module, Part(dim, axis.get_local_rank(), axis.size(), size))
 
-    return style
+def mark_sharded(module: nn.Module, axis: DeviceMesh, dim: int, size: int | None = None) -> nn.Module:
+    """What `sharded` does."""
+    return _marked(module, Part(dim, axis.get_local_rank(), axis.size(), size))
 
 
 def _marked(module: nn.Module, part: Part | None) -> nn.Module:
     for inner in module.modules():
         inner.part_of_draws = part  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return module
+
+
+replicated = Style(wrap=lambda module, axis: _marked(module, None))
+"""A dropout, or a module that calls one, whose input is whole on every rank of the axis: all drop alike."""
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

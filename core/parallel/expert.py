@@ -34,21 +34,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-from core.comm.collectives import all_gather, all_reduce, exchange_rows, gather_from, scatter_to
+from core.comm.collectives import all_gather, all_reduce, exchange_rows
 from core.config import UserError
-from core.layout import Layout, layout_of, shares, tag
-from core.mesh import EXPERT_AXIS, sub_mesh
+from core.layout import shares
+from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, sub_mesh
 from core.parallel.context import ShardedContext
-from core.parallel.plan import mark_partial_parameter
+from core.parallel.sequence import GATHER, SCATTER
+from core.parallel.tensor1d import in_features
+from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 
-_L = 1  # activations are [B, L, D]
 
-
-def check_experts(num_experts: int, ep: int) -> None:
+def _refuse(moe: Any, mesh: AnyMesh, axis: str) -> None:
     """Raises UserError where a rank of the ep axis would hold no expert."""
-    if num_experts == 0:
-        raise UserError(f"mesh.ep={ep} and the model has no experts; use mesh.ep=1, or give model.moe.num_experts")
+    num_experts, ep = moe.experts.num_experts, axis_size(mesh, EXPERT_AXIS)
     if any(share.start == share.stop for share in shares(num_experts, ep)):
         fine = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise UserError(
@@ -57,26 +57,20 @@ def check_experts(num_experts: int, ep: int) -> None:
         )
 
 
-def expert_parallel(moe: Any, mesh: DeviceMesh) -> nn.Module:
-    """Deal out the experts of a MoE layer over the mesh's ep axis.
-
-    mesh  the whole mesh, for the weights may be cut over other axes too
-    """
+def _exchanged(moe: Any, mesh: DeviceMesh) -> nn.Module:
     axis, experts = sub_mesh(mesh, EXPERT_AXIS), moe.experts
-    check_experts(experts.num_experts, axis.size())
     held = [share.stop - share.start for share in shares(experts.num_experts, axis.size())]
-    for module in experts.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            _cut(module, name, Layout(layout_of(parameter).shape, mesh, layout_of(parameter).cuts), EXPERT_AXIS, 0)
     inner = experts.forward
 
     def forward(x_AD: Tensor, rows_E: Tensor) -> Tensor:
         arriving_NE = _counts(rows_E, held, axis)
         sent, received = _splits(rows_E, held, arriving_NE)
-        x_RD = exchange_rows(x_AD, sent, received, axis)
+        filling = x_AD.shape[0] - sum(sent)
+        x_RD = exchange_rows(x_AD[: sum(sent)], sent, received, axis)
         order_R = _by_expert(arriving_NE, sum(received))
         y_RD = inner(x_RD.index_select(0, order_R), arriving_NE.sum(0))
-        return exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
+        y_AD = exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
+        return nn.functional.pad(y_AD, (0, 0, 0, filling)) if filling else y_AD
 
     experts.forward = forward
     return moe
@@ -105,45 +99,58 @@ def _by_expert(arriving_NE: Tensor, num_rows: int) -> Tensor:
     return expert_R.argsort(stable=True)
 
 
-def tensor_parallel(moe: Any, axis: DeviceMesh) -> nn.Module:
-    """Shard the hidden features of all experts.  x[B, L_tp, D] -> y[B, L_tp, D], the sequence sharded in between.
+def _balanced(site: Site) -> float:
+    """Elements of the rows that a rank sends away, where loads are balanced: as many as come back."""
+    config = site.module.config
+    return site.batch * site.length * config.per_token * min(1.0, config.capacity) * in_features(site)
 
-    Every rank routes the whole sequence; of the router's gradient it has what its part of the features gives.
-    """
-    name = (axis.mesh_dim_names or ("tp",))[0]
-    experts = moe.experts
-    for linear, dim in ((experts.up, 1), (experts.gate, 1), (experts.down, 2)):
-        if linear is None:
-            continue
-        for leaf, parameter in list(linear.named_parameters(recurse=False)):
-            if parameter.ndim > dim:
-                _cut(linear, leaf, Layout(tuple(parameter.shape), axis), name, dim)
-    if experts.down.bias is not None:
-        experts.down.bias_share = 1 / axis.size()
-        mark_partial_parameter(experts.down.bias, (name,))
-    mark_partial_parameter(moe.router.weight, (name,))
+
+def _both_ways(site: Site) -> float:
+    return 2 * _balanced(site)
+
+
+_ROWS = Message("all_to_all", _both_ways, EXPERT_AXIS)
+_COUNTS = Message("all_to_all", lambda site: site.module.experts.num_experts, EXPERT_AXIS, width=8)
+
+expert_parallel = Style(
+    cuts={"experts.**": Cut(0, EXPERT_AXIS)},
+    messages=Messages((_ROWS, _COUNTS), (_ROWS,)),
+    refuse=_refuse,
+    wrap=_exchanged,
+    is_local=True,
+)
+"""Deal out the experts of a MoE layer over the mesh's ep axis; it is given the whole mesh.
+
+The closed forms are of balanced loads.
+"""
+
+
+def _features_of_all(moe: Any, axis: DeviceMesh) -> nn.Module:
+    if moe.experts.down.bias is not None:
+        moe.experts.down.bias_share = 1 / axis.size()
     moe.share = 1 / axis.size()
     inner = moe.forward
 
     def forward(x: Tensor, *step: Any) -> Tensor:
-        return scatter_to(inner(gather_from(x, _L, axis), *step), _L, axis)
+        return SCATTER.move(inner(GATHER.move(x, axis), *step), axis)
 
     moe.forward = forward
     return moe
 
 
-def _cut(module: nn.Module, name: str, layout: Layout, axis: str, dim: int) -> None:
-    """One more cut of a parameter that lies as `layout` says; notes on it stay."""
-    before = module.get_parameter(name)
-    assert layout.mesh is not None
-    layout = layout.cut(layout.mesh, axis, dim)
-    share = shares(before.shape[dim], layout.axis_size(axis))[layout.axis_index(axis)]
-    part = before.detach().narrow(dim, share.start, share.stop - share.start)
-    made = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=before.requires_grad)
-    tag(made, layout)
-    if axes := getattr(before, "partial_over", ()):
-        mark_partial_parameter(made, axes)
-    module.register_parameter(name, made)
+tensor_parallel = Style(
+    cuts={"experts.up.*": Cut(1), "experts.gate.*": Cut(1), "experts.down.weight": Cut(2)},
+    partial={"experts.down.bias": (AXIS,), "router.weight": (AXIS,)},
+    inputs={AXIS: Shard(1)},
+    outputs={AXIS: Shard(1)},
+    messages=GATHER.messages(in_features) + SCATTER.messages(in_features),
+    wrap=_features_of_all,
+    is_local=True,
+)
+"""Shard the hidden features of all experts.  x[B, L_tp, D] -> y[B, L_tp, D], the sequence sharded in between.
+
+Every rank routes the whole sequence; of the router's gradient it has what its part of the features gives.
+"""
 
 
 class SharedRows:
@@ -169,7 +176,13 @@ class SharedRows:
         return all_reduce(x_BE, self.axis)
 
 
-def share_rows(moe: Any, axis: DeviceMesh) -> nn.Module:
-    """A MoE layer on x[B, L_cp, D]: tokens have room, and loads are balanced, by whole rows."""
+def _shared_rows(moe: Any, axis: DeviceMesh) -> nn.Module:
     moe.rows = SharedRows(axis)
     return moe
+
+
+share_rows = Style(inputs={AXIS: Shard(1)}, outputs={AXIS: Shard(1)}, wrap=_shared_rows)
+"""A MoE layer on x[B, L_cp, D]: tokens have room, and loads are balanced, by whole rows.
+
+What routers tell each other of the rows, a few numbers a row and expert, has no closed form here.
+"""

@@ -2,7 +2,7 @@
 
 Activations between two linear layers are x[B_rows, L, D_cols]: the batch is cut over two of the axes, one after the
 other, the features over the third. Whole sequences stay on a rank, so attention over the local heads is a local matter,
-and what works element by element (residuals, activation functions) needs nothing at all. A `Spread` names the axes:
+and what works element by element (residuals, activation functions) needs nothing at all. A `Side` names the axes:
 
     2D, 2.5D   rows (tp_depth, tp_row), columns tp_col          everywhere; in 2D the depth is 1
     3D         rows (tp_depth, tp_row), columns tp_col          on one side of a linear layer
@@ -20,7 +20,6 @@ Shapes: B batch, L length, D model, H heads, K head size.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,21 +28,59 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from core.comm.collectives import all_gather, all_reduce
 from core.config import UserError
-from core.layout import Layout, shares
-from core.mesh import sub_mesh
-from core.parallel.plan import cut_parameter, mark_partial_parameter
+from core.layout import largest_share, shares
+from core.mesh import AnyMesh, axis_size, sub_mesh
+from core.placement.style import Cut, Message, Messages, Site, Style
+
+
+@dataclass(frozen=True)
+class Side:
+    """How x[B, .., D] lies: B cut over the axes `rows` in turn, D over the axis `cols`."""
+
+    rows: tuple[str, ...] = ("tp_depth", "tp_row")
+    cols: str = "tp_col"
+
+    def swapped(self) -> "Side":
+        """The other side of a 3D linear layer: columns and the last of the rows' axes change places."""
+        return Side((*self.rows[:-1], self.cols), self.rows[-1])
+
+    def lies(self) -> dict[str, Placement]:
+        """`Style.inputs` or `outputs` of what lies so."""
+        return {**dict.fromkeys(self.rows, Shard(0)), self.cols: Shard(-1)}
+
+    def vector(self, unit: int = 1) -> Cut:
+        """A parameter [D] of the columns (a bias, a norm's weight); its gradient is partial over the rows."""
+        return Cut(0, self.cols, unit)
+
+    def tokens(self, site: Site) -> int:
+        """Of activations that lie so, padding included."""
+        return largest_share(site.batch, math.prod(map(site.size, self.rows))) * site.length
+
+
+FIRST = Side()
+SECOND = FIRST.swapped()
+"""Where 3D has attention's heads and the MLP's hidden features; elsewhere they lie as the residual stream does."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Where x[B, .., D] lies: B cut over the axes `rows` in turn, D over the axis `cols`."""
+    """A side on the ranks of a mesh."""
 
     mesh: DeviceMesh
-    rows: tuple[str, ...] = ("tp_depth", "tp_row")
-    cols: str = "tp_col"
+    side: Side = FIRST
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return self.side.rows
+
+    @property
+    def cols(self) -> str:
+        return self.side.cols
 
     @cached_property
     def col_axis(self) -> DeviceMesh:
@@ -75,7 +112,7 @@ class Spread:
 
         A view where nothing is to be padded.
         """
-        size = -(-x.shape[0] // self.num_rows)
+        size = largest_share(x.shape[0], self.num_rows)
         row = self.row if row is None else row
         own = x[row * size : (row + 1) * size]
         if len(own) == size:
@@ -87,28 +124,14 @@ class Spread:
         return shares(size, self.col_axis.size(), unit)
 
     def swapped(self) -> "Spread":
-        """The other side of a 3D linear layer: columns and the last of the rows' axes change places."""
-        return Spread(self.mesh, (*self.rows[:-1], self.cols), self.rows[-1])
-
-
-def cut_vector(module: nn.Module, name: str, spread: Spread, unit: int = 1) -> None:
-    """Cut a parameter [D] of the columns (a bias, a norm's weight); its gradient is a partial sum over the rows."""
-    shape = tuple(module.get_parameter(name).shape)
-    cut_parameter(module, name, Layout(shape).cut(spread.mesh, spread.cols, 0, unit))
-    mark_partial_parameter(module.get_parameter(name), spread.rows)
+        return Spread(self.mesh, self.side.swapped())
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def norm(module: Any, mesh: DeviceMesh, *, spread: Callable[[DeviceMesh], Spread] = Spread) -> nn.Module:
-    """nn.LayerNorm or nn.RMSNorm over one dim.  x[B_rows, .., D_cols] -> the same.
-
-    Two all-reduces of a number a token over the columns' axis (of RMSNorm one), and one on the way back.
-    """
-    at, (size,) = spread(mesh), module.normalized_shape
-    for name, _ in list(module.named_parameters(recurse=False)):
-        cut_vector(module, name, at)
+def _norm(module: Any, mesh: DeviceMesh) -> nn.Module:
+    at, (size,) = Spread(mesh), module.normalized_shape
     centered = isinstance(module, nn.LayerNorm)
 
     def forward(x: Tensor) -> Tensor:
@@ -155,38 +178,69 @@ class _Norm(Function):
         return (dx * rstd).to(x.dtype), dweight, dbias, None, None, None, None
 
 
+def _statistics(site: Site) -> int:
+    """Numbers a token that a norm sends each way."""
+    return (2 if isinstance(site.module, nn.LayerNorm) else 1) * FIRST.tokens(site)
+
+
+_SUMS = Message("all_reduce", _statistics, FIRST.cols, width="wide")
+
+norm = Style(
+    cuts={"*": FIRST.vector()},
+    partial={"*": FIRST.rows},
+    inputs=FIRST.lies(),
+    outputs=FIRST.lies(),
+    messages=Messages((_SUMS,), (_SUMS,)),
+    wrap=_norm,
+    is_local=True,
+)
+"""nn.LayerNorm or nn.RMSNorm over one dim.  x[B_rows, .., D_cols] -> the same.
+
+Two all-reduces of a number a token over the columns' axis (of RMSNorm one), and one on the way back.
+"""
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def attention(module: Any, mesh: DeviceMesh, *, spread: Callable[[DeviceMesh], Spread] = Spread) -> nn.Module:
+def attention_at(side: Side) -> Style:
     """Attention of this rank's sequences over its heads: its projections are cut by other styles.
 
     What comes with the activations for the whole batch (positions, mask, documents) is cut to this rank's sequences,
     once a step. Raises UserError when there are ranks without a head.
     """
-    at = spread(mesh)
-    check_grid_heads(module.num_kv_heads, at.col_axis.size())
-    if module.slopes is not None:
-        mine = at.columns(module.num_heads, module.num_heads // module.num_kv_heads)[at.col]
-        module.slopes = module.slopes[mine].clone()
-    inner = module.forward
 
-    def forward(
-        x: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None,
-        context: Any = None,
-    ) -> Tensor:  # fmt: skip
-        given = (positions, *(rotary or ()), *(() if mask is None else (mask,)))
+    def wrap(module: Any, mesh: DeviceMesh) -> nn.Module:
+        at = Spread(mesh, side)
+        if module.slopes is not None:
+            mine = at.columns(module.num_heads, module.num_heads // module.num_kv_heads)[at.col]
+            module.slopes = module.slopes[mine].clone()
+        inner = module.forward
 
-        def cut() -> tuple:
-            turned = None if rotary is None else tuple(_own(angle, at) for angle in rotary)
-            own_mask = None if mask is None else at.batch(mask)
-            own_context = None if context is None else context.of_sequences(at.batch)
-            return _own(positions, at), turned, own_mask, own_context
+        def forward(
+            x: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None,
+            context: Any = None,
+        ) -> Tensor:  # fmt: skip
+            given = (positions, *(rotary or ()), *(() if mask is None else (mask,)))
 
-        return inner(x, *(cut() if context is None else context.once(("rows", at.rows), given, cut)))
+            def cut() -> tuple:
+                turned = None if rotary is None else tuple(_own(angle, at) for angle in rotary)
+                own_mask = None if mask is None else at.batch(mask)
+                own_context = None if context is None else context.of_sequences(at.batch)
+                return _own(positions, at), turned, own_mask, own_context
 
-    module.forward = forward
-    return module
+            return inner(x, *(cut() if context is None else context.once(("rows", at.rows), given, cut)))
+
+        module.forward = forward
+        return module
+
+    def refuse(module: Any, mesh: AnyMesh, axis: str) -> None:
+        check_grid_heads(module.num_kv_heads, axis_size(mesh, side.cols))
+
+    return Style(inputs=FIRST.lies(), outputs=FIRST.lies(), refuse=refuse, wrap=wrap)
+
+
+attention = attention_at(FIRST)
 
 
 def check_grid_heads(num_kv_heads: int, side: int, what: str = "tp_col") -> None:
@@ -207,14 +261,8 @@ def _own(x: Tensor, at: Spread) -> Tensor:
 # --- to the grid and back ---------------------------------------------------------------------------------------------
 
 
-def from_whole(
-    module: nn.Module, mesh: DeviceMesh, *, spread: Callable[[DeviceMesh], Spread] = Spread
-) -> nn.Module:  # fmt: skip
-    """A module whose callers hold its first argument and its output whole, alike on every rank.
-
-    x[B, .., D] -> x[B_rows, .., D_cols] -> the module -> y[B_rows, .., O_cols] -> y[B, .., O].  Gradients likewise.
-    """
-    at, inner = spread(mesh), module.forward
+def _from_whole(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    at, inner = Spread(mesh), module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _FromGrid.apply(inner(_ToGrid.apply(x, at), *args, **kwargs), at, x.shape[0])
@@ -223,8 +271,7 @@ def from_whole(
     return module
 
 
-def drop_padding(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """A model of whole ids[B, L] whose head gathers logits[B, L, V] with the sequences of the padding: without them."""
+def _drop_padding(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     inner = model.forward
 
     def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -233,6 +280,16 @@ def drop_padding(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     model.forward = forward
     return model
+
+
+from_whole = Style(wrap=_from_whole)
+"""A module whose callers hold its first argument and its output whole, alike on every rank.
+
+x[B, .., D] -> x[B_rows, .., D_cols] -> the module -> y[B_rows, .., O_cols] -> y[B, .., O].  Gradients likewise.
+"""
+
+drop_padding = Style(wrap=_drop_padding)
+"""A model of whole ids[B, L] whose head gathers logits[B, L, V] with the sequences of the padding: without them."""
 
 
 class _ToGrid(Function):

@@ -12,6 +12,7 @@ Shapes: B batch, L length, D model, V vocabulary, C tokens of a chunk.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,11 @@ from torch.autograd import Function
 from core.comm.collectives import all_reduce
 from core.config import UserError
 from core.kernels.cross_entropy import CHUNK_BYTES, Objective, cross_entropy_of_shard
-from core.parallel.grid import Spread, gathered
+from core.layout import shares
+from core.mesh import AnyMesh, axis_size
+from core.parallel.grid import Side, Spread, gathered
 from core.parallel.tensor1d import combine_statistics
+from core.placement.style import Message
 
 
 class Pass(ABC):
@@ -56,20 +60,29 @@ class Products(ABC):
     def begin(self, x: Tensor, weight: Tensor, with_gradients: bool) -> Pass: ...
 
 
-def vocabulary_rows(at: Spread, vocabulary: int) -> list[slice]:
-    """The rows of the vocabulary at each place among the columns.  Raises UserError where one has none."""
-    rows = at.columns(vocabulary)
-    if rows[-1].start == vocabulary:
-        raise UserError(
-            f"{vocabulary} rows of a vocabulary do not reach all {len(rows)} ranks of {at.cols}; use a smaller tp"
-        )
-    return rows
+def refuse_vocabulary(side: Side) -> Callable[[Any, AnyMesh, str], None]:
+    """`Style.refuse` of a head whose vocabulary lies over the columns of a side: each of them needs a row."""
+
+    def refuse(head: Any, mesh: AnyMesh, axis: str) -> None:
+        vocabulary, ranks = head.weight.shape[0], axis_size(mesh, side.cols)
+        if shares(vocabulary, ranks)[-1].start == vocabulary:
+            raise UserError(
+                f"{vocabulary} rows of a vocabulary do not reach all {ranks} ranks of {side.cols}; use a smaller tp"
+            )
+
+    return refuse
+
+
+def messages(side: Side) -> tuple[Message, ...]:
+    """What the loss itself sends: three numbers a token over the columns, and its sum over the rows."""
+    sums = tuple(Message("all_reduce", lambda site: 1, axis, width="wide") for axis in side.rows)
+    return (Message("all_reduce", lambda site: 3 * side.tokens(site), side.cols, width="wide"), *sums)
 
 
 def install(head: Any, products: Products) -> nn.Module:
     """Let a head (core.nn.loss) compute by these products; its weight is cut already."""
     at = products.at
-    rows = vocabulary_rows(at, head.vocab_size)
+    rows = at.columns(head.vocab_size)
     objective = Objective(head.vocab_size, rows[at.col].start, head.ignore_index, head.label_smoothing, head.z_loss)
 
     def forward(

@@ -6,7 +6,7 @@ A step is
     2. `reduce`: every master's `.grad` is complete, the sum over all ranks that contribute to it; None, on all ranks
        that hold a part of it, where it took part on none, so that no optimizer moves it or lets it decay
     3. `update`: the optimizer updates the masters (local tensors, each tagged with its layout); `release` drops the
-   gradients
+       gradients
     4. `publish`: the masters' values enter the parameters that the next forward uses
 """
 
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.layout import detached
 from core.mesh import device_of
 from core.parallel.draws import Draws
+from core.placement.table import Table
 
 Sample = Callable[[], Sequence[Callable[[nn.Module], Any]]]
 """Draws the microbatches of a step: of each the function model -> its loss; or one function for all, which runs their
@@ -33,12 +34,14 @@ class ParallelModel(ABC):
     model    the module to call; called without gradients it is the whole model on every rank
     masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout. Every parameter has
              one, on each rank that holds a part of it
+    table    where its parameters and masters lie, and those of other ranks
     draws    told which rows of which step a forward is of, so that dropout is that of one rank
     """
 
     model: nn.Module
     mesh: DeviceMesh
     masters: dict[str, Tensor]
+    table: Table
     draws: Draws = Draws()
 
     @property

@@ -33,8 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import pass_on
 from core.kernels.partial_attention import Part, partial_attention, partial_gradients
-from core.parallel.context import SequenceCut, ShardedContext
-from core.parallel.plan import Style
+from core.parallel.context import SequenceCut, ShardedContext, head_size, heads_here
+from core.placement.style import AXIS, Message, Messages, Site, Style
 
 
 def ring_attention(axis: DeviceMesh, *, causal: bool = True) -> Callable[..., Tensor]:
@@ -56,13 +56,27 @@ def ring_attention(axis: DeviceMesh, *, causal: bool = True) -> Callable[..., Te
 
 
 def attend_by_ring(causal: bool = True) -> Style:
-    """A style for attention modules: their `attend` becomes that of a ring over the axis."""
+    """Attention modules whose `attend` becomes that of a ring over the axis."""
 
-    def style(attention: Any, axis: DeviceMesh) -> nn.Module:
+    def wrap(attention: Any, axis: DeviceMesh) -> nn.Module:
         attention.attend = ring_attention(axis, causal=causal)
         return attention
 
-    return style
+    def passed(site: Site) -> int:
+        return elements_passed(site.size(), site.batch, site.length, heads_here(site)[1], head_size(site))
+
+    return Style(messages=ring_messages(passed), wrap=wrap)
+
+
+def elements_passed(num_ranks: int, batch: int, places: int, num_kv_heads: int, size: int) -> int:
+    """Of keys and values that a rank sends once round a ring."""
+    return (num_ranks - 1) * 2 * batch * places * num_kv_heads * size
+
+
+def ring_messages(passed: Callable[[Site], int], axis: str = AXIS) -> Messages:
+    """Those of a style: keys and values in both directions, and behind them their gradients."""
+    keys, gradients = Message("send", passed, axis), Message("send", passed, axis, width="wide")
+    return Messages((keys,), (keys, gradients))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.layout import largest_share
+
 
 def row_length(whole: Tensor, ranks: int, dim: int = 0) -> int:
     """Elements of one rank's share of the rows of a dim; a scalar is everybody's."""
     if not whole.ndim:
         return 1
-    return -(-whole.shape[dim] // ranks) * whole.shape[:dim].numel() * whole.shape[dim + 1 :].numel()
+    return largest_share(whole.shape[dim], ranks) * whole.shape[:dim].numel() * whole.shape[dim + 1 :].numel()
 
 
 def paired_rows(slots: Tensor, whole: Tensor, dim: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -26,7 +28,7 @@ def paired_rows(slots: Tensor, whole: Tensor, dim: int = 0) -> Iterator[tuple[Te
     if whole.ndim == 0:
         yield from ((slot.view(()), whole) for slot in slots)
         return
-    rows = -(-whole.shape[dim] // ranks)
+    rows = largest_share(whole.shape[dim], ranks)
     if rows * ranks == whole.shape[dim]:
         parts = whole.unflatten(dim, (ranks, rows)).movedim(dim, 0)
         yield slots.view(parts.shape), parts
@@ -38,6 +40,6 @@ def paired_rows(slots: Tensor, whole: Tensor, dim: int = 0) -> Iterator[tuple[Te
 
 def own_rows(whole: Tensor, axis: DeviceMesh, dim: int = 0) -> Tensor:
     """This rank's rows of a dim: a view, perhaps empty."""
-    rows = -(-whole.shape[dim] // axis.size())
+    rows = largest_share(whole.shape[dim], axis.size())
     start = min(axis.get_local_rank() * rows, whole.shape[dim])
     return whole.narrow(dim, start, min(rows, whole.shape[dim] - start))

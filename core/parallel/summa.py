@@ -31,6 +31,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.mesh import sub_mesh
+from core.placement.style import Message, Site
+
+_ALONG_ROW = {"ab": "broadcast", "abt": "reduce", "atb": "broadcast"}
+_ALONG_COLUMN = {"ab": "broadcast", "abt": "broadcast", "atb": "reduce"}
+
+Elements = Callable[[Site], int]
+
+
+def sent(product: str, rows: Elements, columns: Elements) -> tuple[Message, ...]:
+    """The messages of a product.
+
+    rows     K M_i, what goes along a row of the grid in q rounds
+    columns  K N_j, what goes along a column
+    """
+    return Message(_ALONG_ROW[product], rows, "tp_col"), Message(_ALONG_COLUMN[product], columns, "tp_row")
 
 
 class Grid:
@@ -48,7 +63,7 @@ class Grid:
         assert len(sizes) == rows.size() == cols.size()
 
 
-class Message:
+class Moving:
     """A block on its way: from its owner to a line of the grid, or the sum of a line on its way to its owner."""
 
     def __init__(self, block: Tensor, work: dist.Work | None):
@@ -60,23 +75,23 @@ class Message:
         return self.block
 
 
-def broadcast(own: Tensor, is_mine: bool, shape: tuple[int, int], owner: int, group: ProcessGroup) -> Message:
+def broadcast(own: Tensor, is_mine: bool, shape: tuple[int, int], owner: int, group: ProcessGroup) -> Moving:
     """The owner's block on every rank of the group."""
     block = own.contiguous() if is_mine else own.new_empty(shape)
     assert tuple(block.shape) == shape, (tuple(block.shape), shape)
     if group.size() == 1 or not block.numel():
-        return Message(block, None)
-    return Message(block, dist.broadcast(block, group=group, group_src=owner, async_op=True))
+        return Moving(block, None)
+    return Moving(block, dist.broadcast(block, group=group, group_src=owner, async_op=True))
 
 
-def reduce(partial: Tensor, owner: int, group: ProcessGroup) -> Message:
+def reduce(partial: Tensor, owner: int, group: ProcessGroup) -> Moving:
     """The sum over the group, on its owner; what others are left with is of no use."""
     if group.size() == 1 or not partial.numel():
-        return Message(partial, None)
-    return Message(partial, dist.reduce(partial, group=group, group_dst=owner, async_op=True))
+        return Moving(partial, None)
+    return Moving(partial, dist.reduce(partial, group=group, group_dst=owner, async_op=True))
 
 
-def _rounds(grid: Grid, send: Callable[[int], tuple[Message, ...]]):
+def _rounds(grid: Grid, send: Callable[[int], tuple[Moving, ...]]):
     """(t, what has arrived for round t); round t + 1 is on its way meanwhile."""
     coming = send(0)
     for t in range(len(grid.sizes)):
@@ -86,17 +101,17 @@ def _rounds(grid: Grid, send: Callable[[int], tuple[Message, ...]]):
         yield t, arrived
 
 
-def _x_along_row(grid: Grid, x: Tensor, t: int) -> Message:
+def _x_along_row(grid: Grid, x: Tensor, t: int) -> Moving:
     return broadcast(x, t == grid.col, (x.shape[0], grid.sizes[t]), t, grid.along_row)
 
 
-def _w_along_column(grid: Grid, w: Tensor, t: int, flipped: bool) -> Message:
+def _w_along_column(grid: Grid, w: Tensor, t: int, flipped: bool) -> Moving:
     """W[K_t, N_j] as it is stored: as its transpose where `flipped`."""
     shape = (w.shape[0], grid.sizes[t]) if flipped else (grid.sizes[t], w.shape[1])
     return broadcast(w, t == grid.row, shape, t, grid.along_col)
 
 
-def _collected(sums: list[Message], mine: int) -> Tensor:
+def _collected(sums: list[Moving], mine: int) -> Tensor:
     """What was summed to this rank, when all have been sent."""
     return [message.wait() for message in sums][mine]
 
@@ -136,10 +151,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
-def _kept(message: Message, is_mine: bool) -> Message:
+def _kept(message: Moving, is_mine: bool) -> Moving:
     """The sum of two rounds ago, which has had a round to travel: it stays on its owner, others let go of it."""
     block = message.wait()
-    return Message(block if is_mine else block.new_empty(0), None)
+    return Moving(block if is_mine else block.new_empty(0), None)
 
 
 class AB(Function):

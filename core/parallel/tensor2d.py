@@ -20,6 +20,7 @@ Sources: see `core.parallel.summa`.  Shapes: B batch, L length, I in_features, O
 P positions, C tokens of a chunk.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,59 +29,87 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.config import UserError
-from core.layout import Layout, shares
+from core.layout import layout_of, shares
 from core.mesh import sub_mesh
 from core.parallel import grid_loss
-from core.parallel.grid import Spread, cut_vector
-from core.parallel.plan import cut_parameter, mark_partial_parameter
-from core.parallel.summa import Grid, ab, abt, atb, broadcast, reduce
+from core.parallel.grid import FIRST, Spread
+from core.parallel.summa import Elements, Grid, ab, abt, atb, broadcast, reduce, sent
 from core.parallel.summa import linear as summa_linear
+from core.parallel.tensor1d import refuse_padding
+from core.placement.style import Cut, Cuts, Message, Messages, Site, Style
+
+_DEPTH = {"weight": ("tp_depth",)}
+"""Over the depth a weight is repeated, and its gradient a partial sum."""
 
 
-def linear(module: Any, mesh: DeviceMesh, *, in_unit: int = 1, out_unit: int = 1) -> nn.Module:
+def _by_inputs(shape: Sequence[int]) -> bool:
+    """Whether a weight [O, I] is multiplied by `ab`, with K = I: that of the two products that sends less."""
+    num_out, num_in = shape
+    return num_in <= num_out
+
+
+def linear_in_units(in_unit: int = 1, out_unit: int = 1) -> Style:
     """nn.Linear.  x[B_rows, .., I_cols] -> y[B_rows, .., O_cols].
 
     in_unit, out_unit  features that stay on one rank (those of a head)
     """
-    at, (num_out, num_in) = Spread(mesh), module.weight.shape
-    by_inputs = num_in <= num_out
-    units = {"tp_col": out_unit, "tp_row": in_unit} if by_inputs else {"tp_row": out_unit, "tp_col": in_unit}
-    _cut_matrix(module, mesh, ("tp_col", "tp_row") if by_inputs else ("tp_row", "tp_col"), units)
-    if module.bias is not None:
-        cut_vector(module, "bias", at, out_unit)
-    sizes = at.columns(num_in, in_unit) if by_inputs else at.columns(num_out, out_unit)
-    grid = Grid(mesh, [share.stop - share.start for share in sizes])
 
-    def forward(x: Tensor) -> Tensor:
-        y = summa_linear(grid, x.flatten(0, -2), module.weight, by_inputs)
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        return y if module.bias is None else y + module.bias
+    def cuts(module: Any) -> Cuts:
+        out_axis, in_axis = ("tp_col", "tp_row") if _by_inputs(module.weight.shape) else ("tp_row", "tp_col")
+        return {"weight": (Cut(0, out_axis, out_unit), Cut(1, in_axis, in_unit)), "bias": FIRST.vector(out_unit)}
 
-    module.forward = forward
-    return module
+    def wrap(module: Any, mesh: DeviceMesh) -> nn.Module:
+        at, (num_out, num_in) = Spread(mesh), layout_of(module.weight).shape
+        by_inputs = _by_inputs((num_out, num_in))
+        sizes = at.columns(num_in, in_unit) if by_inputs else at.columns(num_out, out_unit)
+        grid = Grid(mesh, [share.stop - share.start for share in sizes])
+
+        def forward(x: Tensor) -> Tensor:
+            y = summa_linear(grid, x.flatten(0, -2), module.weight, by_inputs)
+            y = y.view(*x.shape[:-1], y.shape[-1])
+            return y if module.bias is None else y + module.bias
+
+        module.forward = forward
+        return module
+
+    def rows(site: Site) -> int:
+        return min(site.shape()) * FIRST.tokens(site)
+
+    def columns(site: Site) -> int:
+        num_out, num_in = site.shape()
+        if _by_inputs((num_out, num_in)):
+            return num_in * site.share(num_out, FIRST.cols, out_unit)
+        return num_out * site.share(num_in, FIRST.cols, in_unit)
+
+    def products(if_by_inputs: tuple[str, ...], if_not: tuple[str, ...]) -> tuple[Message, ...]:
+        def when(elements: Elements, by_inputs: bool) -> Elements:
+            return lambda site: elements(site) if _by_inputs(site.shape()) is by_inputs else 0
+
+        return tuple(
+            message
+            for names, by_inputs in ((if_by_inputs, True), (if_not, False))
+            for name in names
+            for message in sent(name, when(rows, by_inputs), when(columns, by_inputs))
+        )
+
+    return Style(
+        cuts=cuts,
+        partial={**_DEPTH, "bias": FIRST.rows},
+        inputs=FIRST.lies(),
+        outputs=FIRST.lies(),
+        messages=Messages(products(("ab",), ("abt",)), products(("abt", "atb"), ("ab", "atb"))),
+        wrap=wrap,
+        is_local=True,
+    )
 
 
-def _cut_matrix(
-    module: nn.Module, mesh: DeviceMesh, axes: tuple[str, str], units: dict[str, int] | None = None
-) -> None:
-    """Cut a weight's dim 0 over the first axis, dim 1 over the second; over the depth it is repeated."""
-    layout = Layout(tuple(module.get_parameter("weight").shape))
-    for dim, axis in enumerate(axes):
-        layout = layout.cut(mesh, axis, dim, (units or {}).get(axis, 1))
-    cut_parameter(module, "weight", layout)
-    if sub_mesh(mesh, "tp_depth").size() > 1:
-        mark_partial_parameter(module.get_parameter("weight"), ("tp_depth",))
+linear = linear_in_units()
 
 
 # --- embedding --------------------------------------------------------------------------------------------------------
 
 
-def embedding(module: Any, mesh: DeviceMesh) -> nn.Module:
-    """nn.Embedding.  ids[B, L], whole on every rank -> x[B_rows, L, D_cols].
-
-    Round t: every rank of a column looks up what it has for the sequences of row t; their sum goes to that row's rank.
-    """
+def _embedding(module: Any, mesh: DeviceMesh) -> nn.Module:
     table = _Table(module, mesh)
 
     def forward(ids: Tensor) -> Tensor:
@@ -90,8 +119,7 @@ def embedding(module: Any, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-def positions(module: Any, mesh: DeviceMesh) -> nn.Module:
-    """nn.Embedding of positions[B, L], or of [1, L] that all sequences share -> x[B_rows or 1, L, D_cols]."""
+def _positions(module: Any, mesh: DeviceMesh) -> nn.Module:
     table = _Table(module, mesh)
 
     def forward(ids: Tensor) -> Tensor:
@@ -106,10 +134,7 @@ class _Table:
     """An embedding's rows, cut over tp_row, and its features, cut over tp_col."""
 
     def __init__(self, module: Any, mesh: DeviceMesh):
-        if getattr(module, "padding_idx", None) is not None or getattr(module, "max_norm", None) is not None:
-            raise UserError("a sharded vocabulary looks up plain embeddings; build it without padding_idx and max_norm")
-        num_rows = module.weight.shape[0]
-        _cut_matrix(module, mesh, ("tp_row", "tp_col"))
+        num_rows = layout_of(module.weight).shape[0]
         self.at, self.axis = Spread(mesh), sub_mesh(mesh, "tp_row")
         self.row, self.group = self.axis.get_local_rank(), self.axis.get_group()
         self.start = shares(num_rows, self.axis.size())[self.row].start
@@ -186,18 +211,81 @@ def _all_reduced(x: Tensor, table: _Table) -> Tensor:
     return x
 
 
+def _columns_here(site: Site) -> int:
+    """Features of an embedding on this rank."""
+    return site.share(site.shape()[1], FIRST.cols)
+
+
+def _rounds(site: Site) -> int:
+    """Elements of a lookup's sums, one round a row of the grid."""
+    return site.size("tp_row") * FIRST.tokens(site) * _columns_here(site)
+
+
+def shared_rows(site: Site) -> int:
+    """Elements of positions that all sequences share."""
+    return site.length * _columns_here(site)
+
+
+SHARED = Messages(*2 * ((Message("all_reduce", shared_rows, "tp_row"),),))
+"""The sums of such positions, and of their gradients."""
+
+_MATRIX: dict[str, Any] = {
+    "cuts": {"weight": (Cut(0, "tp_row"), Cut(1, "tp_col"))},
+    "partial": _DEPTH,
+    "is_local": True,
+}
+
+embedding = Style(
+    **_MATRIX,
+    outputs=FIRST.lies(),
+    messages=Messages((Message("reduce", _rounds, "tp_row"),), (Message("broadcast", _rounds, "tp_row"),)),
+    refuse=refuse_padding,
+    wrap=_embedding,
+)
+"""nn.Embedding.  ids[B, L], whole on every rank -> x[B_rows, L, D_cols].
+
+Round t: every rank of a column looks up what it has for the sequences of row t; their sum goes to that row's rank.
+"""
+
+positions = Style(
+    **_MATRIX,
+    outputs=FIRST.lies(),
+    messages=SHARED,
+    refuse=refuse_padding,
+    wrap=_positions,
+)
+"""nn.Embedding of positions[B, L], or of [1, L] that all sequences share -> x[B_rows or 1, L, D_cols].
+
+The closed forms are of positions that are shared.
+"""
+
+
 # --- head and loss ----------------------------------------------------------------------------------------------------
 
 
-def head(module: Any, mesh: DeviceMesh) -> nn.Module:
-    """The head with its loss (core.nn.loss).  x[B_rows, L, D_cols] -> the sum of all tokens' losses, on every rank.
-
-    Without targets logits[B, L, V], gathered on every rank: for inference, without a gradient.
-    """
-    at, vocabulary = Spread(mesh), module.weight.shape[0]
-    sizes = [rows.stop - rows.start for rows in grid_loss.vocabulary_rows(at, vocabulary)]
-    _cut_matrix(module, mesh, ("tp_row", "tp_col"))
+def _head(module: Any, mesh: DeviceMesh) -> nn.Module:
+    at, vocabulary = Spread(mesh), layout_of(module.weight).shape[0]
+    sizes = [rows.stop - rows.start for rows in at.columns(vocabulary)]
     return grid_loss.install(module, _Products(at, Grid(mesh, sizes)))
+
+
+def _head_products(*names: str) -> tuple[Message, ...]:
+    """Of a loss in one chunk; K is the vocabulary."""
+    rows, columns = (lambda s: s.shape()[0] * FIRST.tokens(s)), (lambda s: s.shape()[0] * _columns_here(s))
+    return tuple(message for name in names for message in sent(name, rows, columns))
+
+
+head = Style(
+    **_MATRIX,
+    inputs=FIRST.lies(),
+    messages=Messages((*_head_products("abt", "ab", "atb"), *grid_loss.messages(FIRST))),
+    refuse=grid_loss.refuse_vocabulary(FIRST),
+    wrap=_head,
+)
+"""The head with its loss (core.nn.loss).  x[B_rows, L, D_cols] -> the sum of all tokens' losses, on every rank.
+
+Without targets logits[B, L, V], gathered on every rank: for inference, without a gradient.
+"""
 
 
 class _Products(grid_loss.Products):

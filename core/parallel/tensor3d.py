@@ -8,7 +8,7 @@ Every matrix lies on all P = p^3 ranks, 1 / P on each. A product meets on p^2 of
     y[M_i, O_j]{l}                                    reduce-scatter over l -> y[M_il, O_j]
 
 (M_ij: M cut over i, then j). So the columns of its output lie where the last cut of its rows was, and the other way
-round: the two sides of a layer, `Spread` and `Spread.swapped()`. A second layer brings activations back, so that the
+round: the two sides of a layer, a `Side` and its `swapped()`. A second layer brings activations back, so that the
 residual stream always lies on the first side, attention's heads and the MLP's hidden features on the second. On the way
 back the same three matrices are gathered and their gradients scattered by the same collectives.
 
@@ -25,6 +25,7 @@ Shapes: B batch, L length, M tokens, I in_features, O out_features, V vocabulary
 chunk.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,36 +34,30 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_gather, all_reduce, reduce_scatter
-from core.config import UserError
 from core.kernels.cross_entropy import wide_product
-from core.layout import Layout, shares
+from core.layout import largest_share, layout_of, shares
 from core.mesh import sub_mesh
 from core.parallel import grid_loss
-from core.parallel.grid import Spread, cut_vector
-from core.parallel.plan import cut_parameter
-
-
-def second_side(mesh: DeviceMesh) -> Spread:
-    """Where attention's heads and the MLP's hidden features lie; the residual stream lies at `Spread(mesh)`."""
-    return Spread(mesh).swapped()
+from core.parallel.grid import FIRST, SECOND, Side, Spread
+from core.parallel.tensor1d import refuse_padding
+from core.parallel.tensor2d import SHARED
+from core.placement.style import Cut, Message, Messages, Site, Style
 
 
 class Matrix:
     """A weight[O, I] whose inputs lie at `at`: I cut over at.cols, O over at.rows[-1] and then tp_depth."""
 
-    def __init__(self, module: nn.Module, at: Spread, in_unit: int = 1, out_unit: int = 1):
+    def __init__(self, module: nn.Module, at: Spread, out_unit: int = 1):
         self.at, self.depth = at, sub_mesh(at.mesh, "tp_depth")
         self.across, self.inner = at.row_axes[-1], at.col_axis
-        shape = tuple(module.get_parameter("weight").shape)
-        layout = Layout(shape).cut(at.mesh, at.rows[-1], 0, out_unit).cut(at.mesh, at.cols, 1, in_unit)
-        cut_parameter(module, "weight", layout.cut(at.mesh, "tp_depth", 0))
-        self.rows = shares(shape[0], self.across.size(), out_unit)[self.across.get_local_rank()]
+        num_rows = layout_of(module.get_parameter("weight")).shape[0]
+        self.rows = shares(num_rows, self.across.size(), out_unit)[self.across.get_local_rank()]
         self.num_rows = self.rows.stop - self.rows.start
         self.own = shares(self.num_rows, self.depth.size())[self.depth.get_local_rank()]
 
     def gathered(self, weight: Tensor) -> Tensor:
         """w[O_ji, I_l] -> w[O_j, I_l]; shares are padded to the longest on the way."""
-        longest = -(-self.num_rows // self.depth.size())
+        longest = largest_share(self.num_rows, self.depth.size())
         if len(weight) < longest:
             weight = torch.cat((weight, weight.new_zeros(longest - len(weight), weight.shape[1])))
         return all_gather(weight, 0, self.depth)[: self.num_rows]
@@ -72,25 +67,75 @@ class Matrix:
         return reduce_scatter(dweight, 0, self.depth)[: self.own.stop - self.own.start]
 
 
-def linear(
-    module: Any, mesh: DeviceMesh, *, swapped: bool = False, in_unit: int = 1, out_unit: int = 1
-) -> nn.Module:  # fmt: skip
+def matrix_cuts(side: Side, in_unit: int = 1, out_unit: int = 1) -> tuple[Cut, ...]:
+    """Those of a `Matrix`."""
+    return Cut(0, side.rows[-1], out_unit), Cut(1, side.cols, in_unit), Cut(0, "tp_depth")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements that meet in a product of a matrix whose inputs lie on a side: closed forms."""
+
+    side: Side
+    in_unit: int = 1
+    out_unit: int = 1
+
+    def tokens(self, site: Site) -> int:
+        return site.size(self.side.rows[-1]) * self.side.tokens(site)
+
+    def inputs(self, site: Site) -> int:
+        """x[M_i, I_l]."""
+        return self.tokens(site) * site.share(site.shape()[1], self.side.cols, self.in_unit)
+
+    def outputs(self, site: Site) -> int:
+        """y[M_i, O_j], of which as many tokens meet over the other axis."""
+        return self.tokens(site) * site.share(site.shape()[0], self.side.rows[-1], self.out_unit)
+
+    def weight(self, site: Site) -> int:
+        """w[O_j, I_l], padding included."""
+        rows, depth = site.share(site.shape()[0], self.side.rows[-1], self.out_unit), site.size("tp_depth")
+        return depth * largest_share(rows, depth) * site.share(site.shape()[1], self.side.cols, self.in_unit)
+
+    def sent(self, **elements: str) -> tuple[Message, ...]:
+        """Messages, of operation -> the letters of what it moves: i inputs, o outputs, w weight."""
+        moved = {"i": (self.inputs, self.side.rows[-1]), "o": (self.outputs, self.side.cols)}
+        moved["w"] = self.weight, "tp_depth"
+        return tuple(Message(op, *moved[letter]) for op, letters in elements.items() for letter in letters)
+
+
+def linear_in_units(side: Side = FIRST, in_unit: int = 1, out_unit: int = 1) -> Style:
     """nn.Linear.  x[B_ij, .., I_l] -> y[B_il, .., O_j].
 
-    swapped            from the second side to the first
+    side               of the input; the output lies on the other
     in_unit, out_unit  features that stay on one rank (those of a head)
     """
-    at = second_side(mesh) if swapped else Spread(mesh)
-    matrix = Matrix(module, at, in_unit, out_unit)
-    if module.bias is not None:
-        cut_vector(module, "bias", at.swapped(), out_unit)
 
-    def forward(x: Tensor) -> Tensor:
-        y = _Linear.apply(x, module.weight, matrix)
-        return y if module.bias is None else y + module.bias
+    def wrap(module: Any, mesh: DeviceMesh) -> nn.Module:
+        matrix = Matrix(module, Spread(mesh, side), out_unit)
 
-    module.forward = forward
-    return module
+        def forward(x: Tensor) -> Tensor:
+            y = _Linear.apply(x, module.weight, matrix)
+            return y if module.bias is None else y + module.bias
+
+        module.forward = forward
+        return module
+
+    sizes, other = Sizes(side, in_unit, out_unit), side.swapped()
+    return Style(
+        cuts={"weight": matrix_cuts(side, in_unit, out_unit), "bias": other.vector(out_unit)},
+        partial={"bias": other.rows},
+        inputs=side.lies(),
+        outputs=other.lies(),
+        messages=Messages(
+            sizes.sent(all_gather="iw", reduce_scatter="o"), sizes.sent(all_gather="oiw", reduce_scatter="iw")
+        ),
+        wrap=wrap,
+        is_local=True,
+    )
+
+
+linear, linear_back = linear_in_units(), linear_in_units(SECOND)
+"""From the first side to the second, and back."""
 
 
 class _Linear(Function):
@@ -115,19 +160,35 @@ class _Linear(Function):
 # --- embedding --------------------------------------------------------------------------------------------------------
 
 
-def embedding(module: Any, mesh: DeviceMesh, *, swapped: bool = False) -> nn.Module:
-    """nn.Embedding.  ids[B, L], whole on every rank -> x[B_ij, L, D_l].  swapped: on the second side."""
-    table = _Table(module, second_side(mesh) if swapped else Spread(mesh))
+def embedding_on(side: Side = FIRST) -> Style:
+    """nn.Embedding.  ids[B, L], whole on every rank -> x[B_ij, L, D_l]."""
 
-    def forward(ids: Tensor) -> Tensor:
-        return _Lookup.apply(module.weight, table.met(ids), table, False)  # pyright: ignore[reportReturnType]
+    def wrap(module: Any, mesh: DeviceMesh) -> nn.Module:
+        table = _Table(module, Spread(mesh, side))
 
-    module.forward = forward
-    return module
+        def forward(ids: Tensor) -> Tensor:
+            return _Lookup.apply(module.weight, table.met(ids), table, False)  # pyright: ignore[reportReturnType]
+
+        module.forward = forward
+        return module
+
+    sizes = Sizes(side)
+    return Style(
+        cuts={"weight": matrix_cuts(side)},
+        outputs=side.lies(),
+        messages=Messages(
+            sizes.sent(all_gather="w", reduce_scatter="i"), sizes.sent(all_gather="i", reduce_scatter="w")
+        ),
+        refuse=refuse_padding,
+        wrap=wrap,
+        is_local=True,
+    )
 
 
-def positions(module: Any, mesh: DeviceMesh) -> nn.Module:
-    """nn.Embedding of positions[B, L], or of [1, L] that all sequences share -> x[B_ij or 1, L, D_l]."""
+embedding = embedding_on()
+
+
+def _positions(module: Any, mesh: DeviceMesh) -> nn.Module:
     table = _Table(module, Spread(mesh))
 
     def forward(ids: Tensor) -> Tensor:
@@ -138,12 +199,18 @@ def positions(module: Any, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-class _Table(Matrix):
-    def __init__(self, module: Any, at: Spread):
-        if getattr(module, "padding_idx", None) is not None or getattr(module, "max_norm", None) is not None:
-            raise UserError("a sharded vocabulary looks up plain embeddings; build it without padding_idx and max_norm")
-        super().__init__(module, at)
+positions = replace(
+    embedding,
+    messages=Messages(Sizes(FIRST).sent(all_gather="w"), Sizes(FIRST).sent(reduce_scatter="w")) + SHARED,
+    wrap=_positions,
+)
+"""nn.Embedding of positions[B, L], or of [1, L] that all sequences share -> x[B_ij or 1, L, D_l].
 
+The closed forms are of positions that are shared.
+"""
+
+
+class _Table(Matrix):
     def met(self, ids: Tensor) -> Tensor:
         """ids[B, L] -> ids[B_i, L]: those of all ranks over which the sum is scattered."""
         size, index = self.across.size(), self.across.get_local_rank()
@@ -187,15 +254,27 @@ class _Lookup(Function):
 # --- head and loss ----------------------------------------------------------------------------------------------------
 
 
-def head(module: Any, mesh: DeviceMesh, *, swapped: bool = False) -> nn.Module:
+def head_on(side: Side = FIRST) -> Style:
     """The head with its loss (core.nn.loss).  x[B_ij, L, D_l] -> the sum of all tokens' losses, on every rank.
 
     Without targets logits[B, L, V], gathered on every rank: for inference, without a gradient.
-    swapped: x lies on the second side.
     """
-    at = second_side(mesh) if swapped else Spread(mesh)
-    grid_loss.vocabulary_rows(at.swapped(), module.weight.shape[0])
-    return grid_loss.install(module, _Products(Matrix(module, at)))
+
+    def wrap(module: Any, mesh: DeviceMesh) -> nn.Module:
+        return grid_loss.install(module, _Products(Matrix(module, Spread(mesh, side))))
+
+    sizes, other = Sizes(side), side.swapped()
+    return Style(
+        cuts={"weight": matrix_cuts(side)},
+        inputs=side.lies(),
+        messages=Messages((*sizes.sent(all_gather="iwo", reduce_scatter="oiw"), *grid_loss.messages(other))),
+        refuse=grid_loss.refuse_vocabulary(other),
+        wrap=wrap,
+        is_local=True,
+    )
+
+
+head = head_on()
 
 
 class _Products(grid_loss.Products):

@@ -26,10 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_to_all
 from core.config import UserError
-from core.mesh import CONTEXT_AXES, split_axis
-from core.parallel.context import SequenceCut, ShardedContext
-from core.parallel.plan import Style
-from core.parallel.ring import ring_attention
+from core.mesh import CONTEXT_AXES, AnyMesh, axis_size, split_axis
+from core.parallel.context import SequenceCut, ShardedContext, head_size, heads_here
+from core.parallel.ring import elements_passed, ring_attention, ring_messages
+from core.placement.style import AXIS, Message, Messages, Site, Style
+
+Elements = Callable[[Site, slice], int]
 
 
 @dataclass(frozen=True)
@@ -101,21 +103,68 @@ def ulysses_attention(axis: DeviceMesh, inner: Callable[..., Tensor], ring: Devi
     return attend
 
 
-def attend_by_ulysses(attention: Any, axis: DeviceMesh) -> nn.Module:
-    """A style for attention modules: their own `attend`, over the whole sequence and a share of the heads."""
+def _refuse_exchange(num_ranks: Callable[[AnyMesh, str], int]) -> Callable[[Any, AnyMesh, str], None]:
+    def refuse(attention: Any, mesh: AnyMesh, axis: str) -> None:
+        tp = axis_size(mesh, "tp") if "tp" in (mesh.mesh_dim_names or ()) else 1
+        check_exchange(attention.num_heads // tp, num_ranks(mesh, axis))
+
+    return refuse
+
+
+def _exchanged(axis: str) -> Messages:
+    """Heads for sequence: what a rank has of all heads; and sequence for heads: of its heads, what all ranks have."""
+
+    def cut(site: Site) -> HeadCut:
+        return HeadCut(*heads_here(site), site.size(axis))
+
+    def places(site: Site) -> int:
+        return site.batch * site.length * head_size(site)
+
+    def of_all(site: Site, parts: slice) -> int:
+        return places(site) * sum(sum(cut(site).sizes(rank)[parts]) for rank in range(site.size(axis)))
+
+    def of_mine(site: Site, parts: slice) -> int:
+        return places(site) * site.size(axis) * sum(cut(site).sizes(site.index(axis))[parts])
+
+    def messages(given: Elements, returned: Elements) -> tuple[Message, ...]:
+        each, queries = slice(None), slice(1)
+        return (
+            Message("all_to_all", lambda site: given(site, each), axis),
+            Message("all_to_all", lambda site: returned(site, queries), axis),
+        )
+
+    return Messages(messages(of_all, of_mine), messages(of_mine, of_all))
+
+
+def _by_exchange(attention: Any, axis: DeviceMesh) -> nn.Module:
     attention.attend = ulysses_attention(axis, attention.attend)
     return attention
 
 
-def attend_by_both(num_exchange: int, causal: bool = True) -> Style:
-    """A style for attention modules: neighbours of `num_exchange` ranks exchange heads, rings go across them."""
+attend_by_ulysses = Style(messages=_exchanged(AXIS), refuse=_refuse_exchange(axis_size), wrap=_by_exchange)
+"""Attention modules with their own `attend`, over the whole sequence and a share of the heads."""
 
-    def style(attention: Any, axis: DeviceMesh) -> nn.Module:
+
+def attend_by_both(num_exchange: int, causal: bool = True) -> Style:
+    """Attention modules: neighbours of `num_exchange` ranks exchange heads, rings go across them."""
+    across, within = CONTEXT_AXES
+
+    def wrap(attention: Any, axis: DeviceMesh) -> nn.Module:
         ring, exchange = split_axis(axis, num_exchange, CONTEXT_AXES)
         attention.attend = ulysses_attention(exchange, ring_attention(ring, causal=causal), ring)
         return attention
 
-    return style
+    def passed(site: Site) -> int:
+        heads, rank = HeadCut(*heads_here(site), num_exchange), site.index(within)
+        queries, keys, _ = heads.sizes(rank)
+        held = keys if keys == 1 or queries == keys * heads.group else queries  # as `HeadCut.spread`
+        return elements_passed(site.size(across), site.batch, num_exchange * site.length, held, head_size(site))
+
+    return Style(
+        messages=_exchanged(within) + ring_messages(passed, across),
+        refuse=_refuse_exchange(lambda mesh, axis: num_exchange),
+        wrap=wrap,
+    )
 
 
 def check_exchange(num_heads: int, num_ranks: int) -> None:

@@ -1,23 +1,16 @@
 """The configuration of a training run, which every app's own adds to."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
 from core.checkpoint import CheckpointConfig
+from core.compose import ParallelConfig
 from core.config import UserError, require_device
-from core.gemini.config import GeminiConfig
-from core.gemini.replicas import GeminiReplicas
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
-from core.parallel.compose import ParallelConfig
-from core.parallel.data import DataParallel
 from core.parallel.pipeline.schedule import SCHEDULES
-from core.precision import LossScaleConfig
+from core.precision import LossScaleConfig, MatmulPrecision
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,8 @@ class TrainConfig(ParallelConfig):
     log: LogConfig = field(default_factory=LogConfig)
     device: str = "auto"
     """cpu or cuda; auto: CUDA where there is one"""
-    gemini: GeminiConfig = field(default_factory=GeminiConfig)
-    """train in a given amount of device memory: model data that does not fit lives on the host"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,13 +110,6 @@ class TrainConfig(ParallelConfig):
                 f"{given} with pipeline.schedule={self.pipeline.schedule}: {why}; "
                 "use --pipeline.schedule 1f1b, gpipe or interleaved"
             )
-
-    def spread(
-        self, model: nn.Module, mesh: DeviceMesh, materialise: Callable[[nn.Module], None] = lambda model: None
-    ) -> DataParallel:
-        if self.gemini.budget is None:
-            return super().spread(model, mesh, materialise)
-        return GeminiReplicas(model, mesh, self.zero, self.precision, materialise, self.gemini)
 
     def microbatch_rows(self, rows: int) -> list[int]:
         """How many of a rank's rows each microbatch takes."""

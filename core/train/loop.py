@@ -1,6 +1,6 @@
 """The training loop, one for every app and every form of parallelism.
 
-`fit` takes a model that `core.parallel.compose` has spread over the mesh, an optimizer over its masters, batches and a
+`fit` takes a model that `core.compose` has spread over the mesh, an optimizer over its masters, batches and a
 loss. One step is
 
 1. take the batch of this step: a function of the step and the data rank alone, so no mesh changes what is learned from
@@ -28,14 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.checkpoint import Checkpointer
 from core.config import UserError
 from core.data import Batches, Prefetch
-from core.mesh import data_axis, gradient_axis, pipeline_ranks
+from core.mesh import data_axis, gradient_axis
 from core.metrics import Progress
-from core.nn.moe import load_figures, take_load
+from core.nn.moe import load_figures
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
 from core.parallel.parallel_model import ParallelModel, Sample
-from core.precision import LossScale, compute_dtype
+from core.precision import LossScale, compute_dtype, set_matmul_precision
 from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
 from core.train.config import TrainConfig
 from core.train.folder import changes, nothing_to_do, run_log
@@ -86,6 +86,7 @@ def fit(
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """
+    set_matmul_precision(config.matmul_precision)
     loss_scale = LossScale(config.precision, config.loss_scale)
     state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
     axis = data_axis(data.mesh)
@@ -106,7 +107,10 @@ def fit(
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
             progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
-        source = stack.enter_context(Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0))
+        ahead = Prefetch(
+            batches, axis.get_local_rank(), axis.size(), step=first or 0, pinned=data.device.type == "cuda"
+        )
+        source = stack.enter_context(ahead)
         stop = stack.enter_context(StopRequest())
         meter = Meter(data, config, runtime, flops_per_token)
         step = first or 0
@@ -158,13 +162,15 @@ def train_step(
     Each parameter group's own learning rate is what it had when the run began, or torch's `initial_lr`; the schedule
     multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
 
-    stop_requested  asked at the end of the step, on every rank; one that says yes stops all (`state.stopping`)
+    stop_requested  asked before the update, on every rank; one that says yes stops all after it (`state.stopping`)
+
+    The host waits for the device once: when it reads what says how the update goes (`TrainState.read_step`).
     """
     data, axis = state.data, data_axis(state.data.mesh)
     device = data.device
     scale = state.loss_scale.factor
     parts = _microbatches(batch, config, device)
-    weights = torch.stack([weight(part).to(device, torch.float64) for part in parts])
+    weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
     whole_weight = weights.sum()
     if axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
@@ -181,7 +187,8 @@ def train_step(
     microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
     mean = data.run(microbatches, share_of_loss, scale)
     data.reduce()
-    norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
+    read = state.read_step(mean, gradient_norm(data.masters.values(), data.mesh), stop_requested())
+    norm = read.norm / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
     rates = [
         learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
@@ -198,9 +205,11 @@ def train_step(
         data.release()  # before the parameters travel: the two need not share memory
         data.publish()
     data.release()
-    state.note_step(mean, stop_requested())
+    state.require_progress()
     others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
-    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others | _expert_load(data)
+    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others
+    if read.expert_load is not None:
+        figures |= load_figures(read.expert_load)
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
@@ -230,18 +239,6 @@ def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConf
         return [lambda model, part=part: loss(model, part) for part in parts]
 
     return draw
-
-
-def _expert_load(data: ParallelModel) -> dict[str, Any]:
-    """Figures of the step's load of experts, over all ranks; none of a model without experts."""
-    load = take_load(data.model, data.device)
-    if load is None:
-        return {}
-    if data.mesh.size() > 1:
-        dist.all_reduce(load)
-    stages = pipeline_ranks(data.mesh)  # have other layers; ranks of tensor parallelism route alike
-    copies = data.mesh.size() // gradient_axis(data.mesh).size() // stages
-    return load_figures(load / copies)
 
 
 def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:

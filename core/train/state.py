@@ -1,7 +1,7 @@
 """What a training run keeps from step to step, and in checkpoints."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from core.checkpoint import Checkpointer, rng_state, set_rng_state
 from core.config import UserError
-from core.mesh import data_axis
+from core.mesh import data_axis, gradient_axis, pipeline_ranks
+from core.nn.moe import take_load
 from core.optim.average import WeightAverage
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
 from core.parallel.parallel_model import ParallelModel
@@ -118,21 +119,48 @@ class TrainState:
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def note_step(self, mean: Tensor, stop_requested: bool) -> None:
-        """Agree over all ranks on the loss of the step and on whether to stop after it."""
+    def read_step(self, mean: Tensor, norm: Tensor, stop_requested: bool) -> "StepFigures":
+        """What the host has to know of a step, agreed over all ranks, in one wait for the device: loss and norm of the
+        gradients, whether to stop after it, and the experts' load."""
         axis = data_axis(self.data.mesh)
         copies = self.data.mesh.size() // axis.size()
         both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))
         if self.data.mesh.size() > 1:
             dist.all_reduce(both)
-        self.loss, stops = both.tolist()
+        load = _expert_load(self.data)
+        parts = [both.double(), norm.double().reshape(1), *(() if load is None else (load.flatten(),))]
+        self.loss, stops, norm_read, *loads = torch.cat(parts).tolist()
         self.stopping = stops > 0
+        # Read back as they were: fp64 has all the digits that any of these formats has.
+        return StepFigures(norm_read, None if load is None else torch.tensor(loads, dtype=load.dtype).view(load.shape))
+
+    def require_progress(self) -> None:
+        """Raises UserError where step after step was skipped, this one too."""
         self._skipped_in_a_row = 0 if self.loss_scale.good_steps else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"gradients were not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row (loss {self.loss}); "
                 "lower optim.lr, warm up for longer, or use --precision bf16 or fp32"
             )
+
+
+class StepFigures(NamedTuple):
+    """norm: of the gradients, times the loss scale. expert_load: see `core.nn.moe.take_load`, on the host."""
+
+    norm: float
+    expert_load: Tensor | None
+
+
+def _expert_load(data: ParallelModel) -> Tensor | None:
+    """The step's load of experts, over all ranks; None of a model without experts."""
+    load = take_load(data.model, data.device)
+    if load is None:
+        return None
+    if data.mesh.size() > 1:
+        dist.all_reduce(load)
+    stages = pipeline_ranks(data.mesh)  # have other layers; ranks of tensor parallelism route alike
+    copies = data.mesh.size() // gradient_axis(data.mesh).size() // stages
+    return load / copies
 
 
 def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -> int | None:

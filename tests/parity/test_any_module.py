@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.compose import ParallelConfig, parallelize
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
-from core.parallel.compose import ParallelConfig, parallelize
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
 

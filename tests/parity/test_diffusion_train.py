@@ -27,12 +27,12 @@ from apps.diffusion.adapters import DOWN, UP, LoraConfig, add_adapters
 from apps.diffusion.denoiser import Denoiser, Objective, emptied
 from apps.diffusion.noise import NoiseSchedule
 from apps.diffusion.pipeline import Pipeline
+from core.compose import parallelize
 from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
-from core.parallel.compose import parallelize
 from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step

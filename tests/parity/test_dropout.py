@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from core.compose import parallelize
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.layout import full_tensor
@@ -19,13 +20,13 @@ from core.mesh import MeshConfig, build_mesh, data_axis
 from core.nn.loss import Head
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel import draws, sequence, tensor1d
-from core.parallel.compose import parallelize
 from core.parallel.context import shard_sequence
 from core.parallel.draws import replicated, sharded
 from core.parallel.pipeline.schedule import PipelineConfig
-from core.parallel.pipeline.split import PipelinePlan
-from core.parallel.plan import Plan
 from core.parallel.recompute import RecomputeConfig
+from core.placement.stages import PipelinePlan
+from core.placement.style import Plan
+from core.placement.table import ModelPlan
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, train_step
 from tests.support.training import of_all_stages
@@ -137,9 +138,11 @@ def trained(case: Case) -> dict[str, Any]:
         Dropping(case.checkpointed),
         mesh,
         config,
-        plan={"tensor": TENSOR, "sequence": SEQUENCE}.get(case.plan or ""),
-        context_plan={"": shard_sequence(zigzag=True)},
-        pipeline_plan=PipelinePlan("blocks", before=("embed", "drop")),
+        ModelPlan(
+            tensor={"tensor": TENSOR, "sequence": SEQUENCE}.get(case.plan or ""),
+            context={"": shard_sequence(zigzag=True)},
+            pipeline=PipelinePlan("blocks", before=("embed", "drop")),
+        ),
     )
     optimizer = build_optimizer(config.optim, data.masters)
     data.prepare(optimizer, None)

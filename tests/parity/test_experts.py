@@ -23,6 +23,7 @@ from core.parallel import data as data_module
 from core.parallel import expert
 from core.parallel.data import Completion
 from core.parallel.recompute import RecomputeConfig
+from core.placement.style import Style
 from core.train import train_step
 from tests.parity.test_train import GPT2, LLAMA, TOLERANCE, parallel
 from tests.support.grid_resume import resumed_elsewhere
@@ -230,7 +231,12 @@ def losses_of_every_rank() -> Iterator[None]:
 @contextmanager
 def routers_of_one_rank() -> Iterator[None]:
     """Under tensor parallelism the routers' gradients are taken for whole."""
-    with patch.object(expert, "mark_partial_parameter", lambda parameter, axes: None):
+    partial_of = Style.partial_of
+
+    def none_of_experts(style: Style, module: Any) -> Any:
+        return {} if style is expert.tensor_parallel else partial_of(style, module)
+
+    with patch.object(Style, "partial_of", none_of_experts):
         yield
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from apps.fold.axial import read_shards, shard_evoformer
+from apps.fold.axial import partial_parameters, read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig, preset, tiny
 from apps.fold.model.features import Features
@@ -147,7 +147,7 @@ def _gradients(axis) -> float:
         grads = {}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                partial = hasattr(parameter, "partial_over")
+                partial = sharded and name in partial_parameters(model)
                 grads[name] = all_reduce(parameter.grad, axis) if partial else parameter.grad
         results.append((prediction, grads))
     (single, expected), (several, got) = results

@@ -21,10 +21,10 @@ from apps.fold.training.config import FoldTrainConfig
 from apps.fold.training.initialise import initialise
 from apps.fold.training.objective import Objective
 from apps.fold.training.validation import validation
+from core.compose import parallelize
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.optim.average import WeightAverage, unbiased
 from core.optim.build import OptimConfig, build_optimizer
-from core.parallel.compose import parallelize
 from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.train import TrainState, num_rows, train_step

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.compose import ParallelConfig, parallelize
 from core.estimate import RunShape, decoder_shape, estimate_memory
 from core.estimate.pipeline import stages_of
 from core.layout import local
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.optim.build import OptimConfig, build_optimizer
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from tests.support.accounted import accounted_peak_bytes
 from tests.support.covering import few_rows

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from core.checkpoint import CheckpointConfig
+from core.compose import ParallelConfig
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
-from core.parallel.compose import ParallelConfig
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_experts import CHOICE, GSHARD, SWITCH, TOPK

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.checkpoint import CheckpointConfig, Checkpointer
 from core.comm.volume import count_volume
+from core.compose import ParallelConfig
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh, data_axis
-from core.parallel.compose import ParallelConfig
 from core.parallel.data import data_parallel
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.train import train_step

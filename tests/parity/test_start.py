@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.compose import ParallelConfig, parallelize
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh
-from core.parallel.compose import ParallelConfig, parallelize
 
 
 def start(zero: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from core.compose import ParallelConfig
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
-from core.parallel.compose import ParallelConfig
 from core.parallel.recompute import RecomputeConfig
 from tests.support.covering import few_rows, products
 from tests.support.training import Case, difference_from_single, few_cases, meshes_of_a_step, table

@@ -3,11 +3,12 @@
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.compose import ParallelConfig, parallelize
 from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan, tensor_parallel_plan
 from core.optim.build import OptimConfig, build_optimizer
-from core.parallel.compose import ParallelConfig, parallelize
+from core.placement.table import ModelPlan
 
 
 def accounted_peak_bytes(
@@ -18,7 +19,11 @@ def accounted_peak_bytes(
         decoder = Decoder(model)
     plan = tensor_parallel_plan(model)
     data = parallelize(
-        decoder, mesh, parallel, plan=plan, pipeline_plan=pipeline_plan(), materialise=lambda m: initialise(m, 0)
+        decoder,
+        mesh,
+        parallel,
+        ModelPlan(tensor=plan, pipeline=pipeline_plan()),
+        materialise=lambda m: initialise(m, 0),
     )
     del decoder
     optimizer = build_optimizer(OptimConfig(), data.masters)

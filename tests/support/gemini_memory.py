@@ -6,8 +6,8 @@ python -m tests.support.gemini_memory     prints a line of json for each of SIZE
 import json
 from dataclasses import asdict, dataclass, replace
 
+from core.compose import ParallelConfig
 from core.models.decoder import DecoderConfig
-from core.parallel.compose import ParallelConfig
 from core.precision import Precision
 from core.runtime import start
 from core.train import train_step

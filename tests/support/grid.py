@@ -10,14 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core.comm.volume import count_volume
+from core.compose import ParallelConfig, parallelize
 from core.layout import Layout, full_tensor, layout_of, tag
 from core.mesh import MeshConfig, TpMode, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import tensor_parallel_plan
 from core.parallel import grid, summa, tensor2d, tensor3d
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.data import Completion
-from core.parallel.plan import Plan, apply_plan
+from core.parallel.plan import apply_plan
+from core.placement.style import Plan
 
 
 class Plain(nn.Module):
@@ -33,7 +34,7 @@ class Plain(nn.Module):
 
 def plain_plan(mode: TpMode) -> Plan:
     form = tensor3d if mode == "3d" else tensor2d
-    down = (lambda m, mesh: tensor3d.linear(m, mesh, swapped=True)) if mode == "3d" else tensor2d.linear
+    down = tensor3d.linear_back if mode == "3d" else tensor2d.linear
     return {"norm": grid.norm, "up": form.linear, "down": down, "": grid.from_whole}
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from core.checkpoint import CheckpointConfig, Checkpointer
+from core.compose import ParallelConfig
 from core.layout import full_tensor
 from core.mesh import MeshConfig, data_axis
 from core.models.decoder import DecoderConfig
-from core.parallel.compose import ParallelConfig
 from core.train import train_step
 from tests.support.training import Case, batch_of, build, loss, of_all_stages, weight
 

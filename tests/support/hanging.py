@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.checkpoint import CheckpointConfig
+from core.compose import parallelize
 from core.optim.build import build_optimizer
-from core.parallel.compose import parallelize
 from core.runtime import launch, launched, start
 from core.train import TrainConfig, TrainState, fit
 from tests.support.small import Rows, Small, loss
@@ -60,7 +59,7 @@ def main(mode: str, folder: str) -> None:
                     never_end()
                 return super().batch(step, rank, num_ranks)
 
-        optimizer = build_optimizer(replace(config.optim, name="adamw"), data.masters)
+        optimizer = build_optimizer(config.optim.named("adamw"), data.masters)
         # One rank alone evaluates for long: the others wait for it in their next step.
         evaluate = (lambda _: beyond(dict) if bad else {}) if mode == "calm" else None
         save = partial(beyond, TrainState.save) if mode == "calm" else TrainState.save

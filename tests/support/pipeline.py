@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.compose import ParallelConfig, parallelize
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
 from core.optim import clip
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.run import Pipeline, _Step
 from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig
+from core.placement.table import ModelPlan
 from core.train import train_step
 from tests.support.training import Case, batch_of, build, loss, of_all_stages, run, weight
 
@@ -34,7 +35,7 @@ def gradients_of_lengths(model: DecoderConfig, pipeline: PipelineConfig, mesh: M
     with torch.device("meta"):
         decoder = Decoder(model)
     data = parallelize(
-        decoder, built, config, pipeline_plan=pipeline_plan(), materialise=lambda m: initialise(m, 0)
+        decoder, built, config, ModelPlan(pipeline=pipeline_plan()), materialise=lambda m: initialise(m, 0)
     )  # fmt: skip
     losses, found = [], {}
     for step in range(2):

@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.compose import parallelize
 from core.layout import full_tensor
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
-from core.parallel.compose import parallelize
 from core.parallel.draws import replicated
-from core.parallel.pipeline.split import PipelinePlan
-from core.parallel.plan import Plan
 from core.parallel.tensor1d import colwise, rowwise
+from core.placement.stages import PipelinePlan
+from core.placement.style import Plan
+from core.placement.table import ModelPlan
 from core.precision import LossScale
 from core.runtime import start
 from core.train import TrainConfig, TrainState, fit
@@ -72,7 +73,7 @@ def build(config: TrainConfig, model: nn.Module | None = None) -> TrainState:
         mesh = runtime.mesh(config.mesh, config.zero)
         plan = PLAN if config.mesh.tp > 1 else None
         model = Small() if model is None else model
-        data = parallelize(model, mesh, config, plan=plan, pipeline_plan=PipelinePlan("blocks"))
+        data = parallelize(model, mesh, config, ModelPlan(tensor=plan, pipeline=PipelinePlan("blocks")))
         optimizer = build_optimizer(config.optim, data.masters)
         return TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), {})
 

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from core.compose import ParallelConfig, parallelize
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
 from core.layout import layout_of, local
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
-from core.models.plan import context_parallel_plan, expert_parallel_plan, pipeline_plan, tensor_parallel_plan
+from core.models.plan import decoder_plan
 from core.nn.attention import StepContext
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.precision import LossScale
@@ -76,8 +76,7 @@ def weight(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
     config = TrainConfig(
-        **vars(case.parallel),
-        gemini=GeminiConfig(case.budget),
+        **vars(case.parallel) | {"gemini": GeminiConfig(case.budget)},
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,
@@ -90,10 +89,7 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         model,
         mesh,
         config,
-        plan=tensor_parallel_plan(case.model, case.mesh.tp_mode),
-        context_plan=context_parallel_plan(config.mesh, case.model),
-        expert_plan=expert_parallel_plan(case.model),
-        pipeline_plan=pipeline_plan(),
+        decoder_plan(case.model, config.mesh),
         materialise=lambda m: initialise(m, case.seed),
     )
     optimizer = build_optimizer(config.optim, data.masters)

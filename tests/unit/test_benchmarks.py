@@ -131,7 +131,7 @@ def test_tensor_parallelism_is_counted_and_equals_its_closed_form(form: str) -> 
         if mesh.tp_mode == form and not is_real:
             found = tensor_parallel.on_a_fake_group(mesh, sizes)
             rows.append(tensor_parallel._row(mesh, sizes, is_real, found))
-            assert found.bytes == pair_bytes(mesh, 256, 64, 128, itemsize=4)
+            assert found.bytes == pair_bytes(mesh, tensor_parallel.plan_of(form), 256, 64, 128, itemsize=4)
             assert found.flops * mesh.tp == 6 * 256 * 2 * 64 * 128
             assert found.parameter_bytes * mesh.tp == 4 * 2 * 64 * 128 * mesh.tp_depth
     exponent = tensor_parallel.exponent(form, rows)

@@ -1,7 +1,6 @@
 """Checkpoints in one process: what comes back, what a crash leaves, what is refused. Ranks: tests/parity."""
 
 import errno
-import itertools
 import os
 import pickle
 import random
@@ -9,9 +8,7 @@ import shutil
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +31,7 @@ from core.checkpoint import checkpointer as checkpointer_module
 from core.checkpoint.shards import Shard, item_bytes, staged_bytes, write_once
 from core.config import UserError
 from core.layout import Layout, tag
-from core.mesh import MeshConfig, build_mesh, host_group
+from core.mesh import MeshConfig, MeshShape, build_mesh, host_group
 from tests.support.checkpoints import edit_json, flipped, flips, sign_again, without_checksums
 
 
@@ -599,21 +596,12 @@ def test_each_box_is_written_once_and_ranks_write_about_the_same():
     assert min(nbytes) > 0
 
 
-@dataclass
-class Coordinate:
-    """A mesh of sizes 2 x 2, seen from one coordinate, without a process group."""
-
-    at: dict[str, int]
-
-    def __getitem__(self, axes: tuple[str]) -> SimpleNamespace:
-        return SimpleNamespace(size=lambda: 2, get_local_rank=lambda: self.at[axes[0]])
-
-
 def test_an_empty_shard_does_not_stand_for_the_neighbour_at_its_offset():
     """Two rows over tp=2, then dp=2: the second rank of the first half holds nothing, from row 1 on."""
     items = []
-    for tp, dp in itertools.product((0, 1), (0, 1)):
-        cut = Layout((2, 3)).cut(Coordinate({"tp": tp, "dp": dp}), "tp").cut(Coordinate({"tp": tp, "dp": dp}), "dp")
+    for rank in range(4):
+        mesh = MeshShape(("tp", "dp"), (2, 2), rank)
+        cut = Layout((2, 3)).cut(mesh, "tp").cut(mesh, "dp")
         shard = Shard(tag(torch.zeros(cut.local_shape()), cut))
         items += shard.__create_write_items__("x", None)
     assert [(item.index.offset, item_bytes(item)) for item in items] == [((0, 0), 12), ((1, 0), 12)]
@@ -660,22 +648,23 @@ def test_resume_equals_never_having_stopped(tmp_path, open_checkpointer):
 
 
 @pytest.mark.gpu
-def test_device_tensors_are_staged_before_training_changes_them(tmp_path, open_checkpointer):
+def test_device_tensors_are_staged_before_training_changes_them(tmp_path, open_checkpointer, device):
     """Copies to pinned memory run on the stream that trains, so what comes after `save` cannot reach them."""
     checkpointer = open_checkpointer(tmp_path)
-    tensors = {"x": torch.randn(4096, 4096, device="cuda"), "y": torch.randn(7, device="cuda")}
+    tensors = {"x": torch.randn(4096, 4096, device=device), "y": torch.randn(7, device=device)}
     before = {name: tensor.cpu() for name, tensor in tensors.items()}
     checkpointer.save(1, tensors, {}, rng_state())
     for tensor in tensors.values():
         tensor.zero_()
-    assert checkpointer._staging._buffers["x"].is_pinned()
+    if device.type == "cuda":
+        assert checkpointer._staging._buffers["x"].is_pinned()
     _, _, rank_values = checkpointer.load(1, tensors)
     assert same({name: tensor.cpu() for name, tensor in tensors.items()}, before)
     set_rng_state(rank_values)
-    drawn = torch.rand(3, device="cuda")
-    assert not torch.equal(torch.rand(3, device="cuda"), drawn)
+    drawn = torch.rand(3, device=device)
+    assert not torch.equal(torch.rand(3, device=device), drawn)
     set_rng_state(rank_values)
-    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    assert torch.equal(torch.rand(3, device=device), drawn)
 
 
 def test_two_checkpointers_of_a_mesh_never_use_its_group_at_once(tmp_path: Path, monkeypatch) -> None:

@@ -200,6 +200,15 @@ def test_functions_of_subclasses() -> None:
     assert torch.equal(value.as_subclass(Tensor), torch.full((2,), 2.0))
 
 
+def test_memory_that_ranks_share() -> None:
+    """It takes GPUs: here, that what is asked of it is there."""
+    found = compat.symmetric_memory()
+    assert callable(found.empty)
+    assert callable(found.rendezvous)
+    schema = torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema
+    assert [str(a.type) for a in schema.arguments] == ["Tensor", "Tensor", "str", "str"]
+
+
 def test_trees() -> None:
     tree = {"a": [torch.ones(1), (2, torch.zeros(1))]}
     assert [type(leaf) for leaf in compat.tree_leaves(tree)] == [Tensor, int, Tensor]

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.compose import ParallelConfig, parallelize
 from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.metrics import MemoryAccount
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import scale_gradients
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.data import DataParallel, own_gradient
 from core.precision import Precision
 

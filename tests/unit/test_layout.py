@@ -1,8 +1,6 @@
 """Layouts: the boxes of all ranks tile the whole once, and are those of torch's own sharding."""
 
 import itertools
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -13,20 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from core.layout import Layout, full_tensor, layout_of, local, tag
-from core.mesh import MeshConfig, build_mesh
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a layout asks of a mesh when the coordinate is given: the size of an axis."""
-
-    sizes: dict[str, int]
-
-    def __getitem__(self, axes: tuple[str]) -> Any:
-        return Sizes({"": self.sizes[axes[0]]})
-
-    def size(self) -> int:
-        return self.sizes[""]
+from core.mesh import MeshConfig, MeshShape, build_mesh
 
 
 @st.composite
@@ -35,9 +20,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, dict[str, int]]:
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     axes = draw(st.permutations(["tp", "dp_shard", "cp"]))[: draw(st.integers(0, 3))]
     sizes = {axis: draw(st.integers(1, 5)) for axis in ("tp", "dp_shard", "cp")}
-    layout = Layout(shape)
+    layout, mesh = Layout(shape), MeshShape(tuple(sizes), tuple(sizes.values()))
     for axis in axes:
-        layout = layout.cut(Sizes(sizes), axis, draw(st.integers(0, len(shape) - 1)))  # pyright: ignore
+        layout = layout.cut(mesh, axis, draw(st.integers(0, len(shape) - 1)))
     return layout, {axis: sizes[axis] for axis in axes}
 
 
@@ -53,9 +38,9 @@ def test_boxes_tile_the_whole_exactly_once(drawn: tuple[Layout, dict[str, int]])
 @given(units=st.integers(0, 7), unit=st.integers(1, 4), size=st.integers(1, 5))
 def test_a_cut_keeps_units_together(units: int, unit: int, size: int) -> None:
     """Where DTensor would cut the units, a layout with rows for units holds what it would hold of the units."""
-    sizes = Sizes({"tp": size})
-    layout = Layout((units * unit, 2)).cut(sizes, "tp", 0, unit)  # pyright: ignore
-    whole_units = Layout((units,)).cut(sizes, "tp")  # pyright: ignore
+    mesh = MeshShape(("tp",), (size,))
+    layout = Layout((units * unit, 2)).cut(mesh, "tp", 0, unit)
+    whole_units = Layout((units,)).cut(mesh, "tp")
     for index in range(size):
         rows, of_units = layout.box({"tp": index})[0], whole_units.box({"tp": index})[0]
         assert (rows.start, rows.stop) == (unit * of_units.start, unit * of_units.stop)
@@ -64,7 +49,7 @@ def test_a_cut_keeps_units_together(units: int, unit: int, size: int) -> None:
 
 @given(rows=st.integers(0, 11), size=st.integers(1, 5))
 def test_one_cut_is_that_of_torch_chunk(rows: int, size: int) -> None:
-    layout = Layout((rows, 2)).cut(Sizes({"tp": size}), "tp")  # pyright: ignore
+    layout = Layout((rows, 2)).cut(MeshShape(("tp",), (size,)), "tp")
     whole = torch.arange(rows * 2).view(rows, 2)
     chunks = list(whole.chunk(size)) if rows else []
     for index in range(size):

@@ -12,7 +12,8 @@ from apps.llm.__main__ import APP
 from apps.llm.recipes import RECIPES
 from core.config import UserError, option, option_names, parse
 from core.data import RampConfig
-from core.models.decoder import RopeScaling
+from core.models.decoder import Decoder, DecoderConfig, RopeScaling
+from core.models.pretrained import save_pretrained
 from core.optim.build import OPTIMIZERS
 from tests.support.options import TRAINING, Probe, another, hint_of, options_of, recorded, replaced
 
@@ -53,6 +54,9 @@ VALUES = TRAINING | {
 OF_A_PLAN = VALUES | {"device": "cpu", "model.activation": "relu", "optim.momentum": 0.0}
 
 
+SMALL = DecoderConfig(vocab_size=37, dim=16, num_layers=2, num_heads=2, ffn_dim=24, max_length=16)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a run."""
@@ -85,6 +89,14 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
     if command == "plan":
         probe.told, probe.held = plan.without_effect(probe.config()), plan.VALUES_ALONE
     probe.check()
+
+
+def test_a_plan_takes_the_shape_of_a_folder(tmp_path, capsys):
+    save_pretrained(Decoder(SMALL), SMALL, tmp_path)
+    assert APP.dispatch(["plan", *BASE, "--model", str(tmp_path), "--data.sequence-length", "8"]) == 0
+    assert f"{sum(p.numel() for p in Decoder(SMALL).parameters()):,} parameters" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--model\.dim beside --model: the shape is that of the folder; leave it out"):
+        APP.dispatch(["plan", *BASE, "--model", str(tmp_path), "--model.dim", "32"])
 
 
 def test_a_plan_says_what_it_is_the_same_without(capsys):

@@ -7,16 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.compose import parallelize
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.optim.build import OPTIMIZERS, OptimConfig, build_optimizer
-from core.parallel.compose import parallelize
 from core.parallel.parallel_model import ParallelModel
-from core.parallel.pipeline.split import PipelinePlan
 from core.parallel.recompute import RecomputeConfig
 from core.parallel.tensor1d import colwise
+from core.placement.stages import PipelinePlan
+from core.placement.table import ModelPlan
 from core.train import TrainConfig
 
 MODES: dict[str, dict[str, Any]] = {f"zero {zero}": {"zero": zero} for zero in (0, 1, 2, 3)} | {
@@ -86,7 +87,7 @@ def trained(mode: str, everywhere: bool) -> dict[str, Tensor]:
     config = TrainConfig(precision="fp64", optim=optimizer_config(), **options)
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     plan = PipelinePlan("blocks", before=("embed",))
-    data = parallelize(Odd(everywhere), mesh, config, pipeline_plan=plan)
+    data = parallelize(Odd(everywhere), mesh, config, ModelPlan(pipeline=plan))
     optimizer = build_optimizer(config.optim, data.masters)
     data.prepare(optimizer, None)
     axis = data_axis(mesh)
@@ -158,11 +159,12 @@ class Complex(nn.Module):
         self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
-def refusal(options: dict[str, Any], plan: Any) -> str:
+def refusal(options: dict[str, Any], mode: str) -> str:
+    plan = {"blocks.*": colwise} if mode == "tp" else None
     config = TrainConfig(**options)
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     try:
-        parallelize(Complex(), mesh, config, plan=plan, pipeline_plan=PipelinePlan("blocks"))
+        parallelize(Complex(), mesh, config, ModelPlan(tensor=plan, pipeline=PipelinePlan("blocks")))
     except UserError as error:
         return str(error)
     return "accepted"
@@ -171,7 +173,7 @@ def refusal(options: dict[str, Any], plan: Any) -> str:
 @pytest.mark.parametrize("mode", [*MODES, "tp"])
 def test_complex_parameters_are_refused_by_name(ranks, mode: str) -> None:
     tp: dict[str, Any] = {"mesh": MeshConfig(tp=2)}
-    for said in ranks(2).run(refusal, MODES.get(mode, tp), {"blocks.*": colwise} if mode == "tp" else None):
+    for said in ranks(2).run(refusal, MODES.get(mode, tp), mode):
         assert said.startswith("parameter phase is of complex64")
 
 

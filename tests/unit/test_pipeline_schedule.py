@@ -29,8 +29,8 @@ from core.parallel.pipeline.schedule import (
     schedule,
     simulate,
 )
-from core.parallel.pipeline.split import Costs, split_by_cost, stage_ranges
 from core.parallel.recompute import RecomputeConfig
+from core.placement.stages import Costs, split_by_cost, stage_ranges
 from core.train import TrainConfig
 
 NAMES = get_args(ScheduleName)

@@ -1,28 +1,25 @@
 """Plans: which modules a pattern reaches, and what stays of a module that a style has changed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
+from core.compose import compile_blocks
 from core.config import UserError
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh
-from core.models.decoder import Decoder, DecoderConfig
-from core.models.plan import tensor_parallel_plan
+from core.models.decoder import DecoderConfig
+from core.models.plan import decoder_table
+from core.models.shapes import SHAPES
 from core.nn.loss import Head
-from core.parallel.compose import compile_blocks
-from core.parallel.plan import (
-    apply_plan,
-    blocks_of,
-    matches,
-    on_local_parameters,
-    parameter_names,
-    partial_parameters,
-    shard_parameter,
-)
-from core.parallel.tensor1d import check_heads, colwise, rowwise, vocab_embedding, vocab_head
+from core.parallel.plan import apply_plan, blocks_of
+from core.parallel.tensor1d import colwise, rowwise, vocab_embedding, vocab_head
+from core.placement.style import matches
+from core.placement.table import parameter_names
 
 
 class Net(nn.Module):
@@ -75,7 +72,7 @@ def refusals() -> list[str]:
             said.append(str(error))
     padded = nn.Embedding(4, 2, padding_idx=0)
     try:
-        vocab_embedding(padded, axis)
+        apply_plan(padded, {"": vocab_embedding}, axis)
     except UserError as error:
         said.append(str(error))
     return said
@@ -93,7 +90,7 @@ def test_a_plan_that_cannot_be_followed_is_refused(ranks) -> None:
 def vocabulary_too_small() -> str:
     axis = build_mesh(MeshConfig(tp=4).resolve(4), "cpu")["tp"]
     with pytest.raises(UserError) as refused:
-        vocab_head(Head(5, 2), axis)
+        apply_plan(Head(5, 2), {"": vocab_head}, axis)
     return str(refused.value)
 
 
@@ -110,11 +107,15 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
 
 
 def test_heads_that_do_not_divide_are_told_what_would() -> None:
-    check_heads(12, 6, 3)
+    def refused(num_heads: int, num_kv_heads: int, tp: int) -> None:
+        config = replace(SHAPES["llama_7b"], num_layers=1, dim=48, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        decoder_table(config, MeshConfig(tp=tp).resolve(tp))
+
+    refused(12, 6, 3)
     with pytest.raises(UserError, match=r"8 heads do not divide over tp=3; use tp in \{1, 2, 4, 8\}"):
-        check_heads(8, 8, 3)
+        refused(8, 8, 3)
     with pytest.raises(UserError, match=r"2 key/value heads do not divide over tp=4; use tp in \{1, 2\}"):
-        check_heads(8, 2, 4)
+        refused(8, 2, 4)
 
 
 def styled() -> None:
@@ -148,8 +149,7 @@ def styled() -> None:
             raise ZeroDivisionError
 
     broken = Broken(2, 4)
-    shard_parameter(broken, "weight", axis, Shard(0))
-    on_local_parameters(broken)
+    apply_plan(broken, {"": colwise}, axis)
     with pytest.raises(ZeroDivisionError):
         broken(torch.ones(1, 2))
     assert isinstance(broken.weight, DTensor), "a forward that fails leaves the module as it was"
@@ -159,22 +159,14 @@ def test_styles_change_how_a_module_computes_and_not_what_it_is(ranks) -> None:
     ranks(2).run(styled)
 
 
-def decoder_placements() -> dict[str, tuple]:
-    mesh = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")
+def test_every_parameter_of_the_decoder_is_cut_or_known_to_have_partial_gradients() -> None:
     config = DecoderConfig(vocab_size=11, dim=8, num_layers=1, num_heads=2, ffn_dim=6, max_length=5)
-    with torch.device("meta"):
-        model = Decoder(config)
-    apply_plan(model, tensor_parallel_plan(config), mesh["tp"])
-    partial = partial_parameters(model)
-    places = {n: p.placements[0] if isinstance(p, DTensor) else Replicate() for n, p in model.named_parameters()}
-    assert all(isinstance(places[n], Replicate) for n in partial), "a gradient is partial where the parameter is whole"
-    return {n: "partial" if n in partial else str(p) for n, p in places.items()}
-
-
-def test_every_parameter_of_the_decoder_is_cut_or_known_to_have_partial_gradients(ranks) -> None:
-    found = ranks(2).run(decoder_placements)[0]
-    assert set(found.values()) == {"S(0)", "S(1)", "partial"}
-    assert {n for n, p in found.items() if p == "S(1)"} == {"blocks.0.attention.out.weight", "blocks.0.mlp.down.weight"}
+    table = decoder_table(config, MeshConfig(tp=2).resolve(2))
+    assert all(not row.partial for row in table.values() if row.layout.cuts), "partial where the parameter is whole"
+    found = {n: "partial" if row.partial else str(row.layout.cuts) for n, row in table.items()}
+    assert set(found.values()) == {"(('tp', 0),)", "(('tp', 1),)", "partial"}
+    rows = {n for n, cuts in found.items() if cuts == "(('tp', 1),)"}
+    assert rows == {"blocks.0.attention.out.weight", "blocks.0.mlp.down.weight"}
     assert found["blocks.0.mlp.down.bias"] == found["embedding.positions.weight"] == found["norm.weight"] == "partial"
 
 

@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from core.comm import collectives
 from core.comm.volume import Volume, count_volume
+from core.compose import ParallelConfig, parallelize
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.models.plan import tensor_parallel_plan
 from core.models.shapes import SHAPES
 from core.nn.mlp import MLP
 from core.parallel import sequence, tensor1d
-from core.parallel.compose import ParallelConfig, parallelize
 from core.parallel.data import DataParallel
 from core.parallel.plan import apply_plan
 

@@ -7,7 +7,6 @@ is a safetensors file and, before it, the checksum of its bytes; one that is bro
 
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from core.files import crc32, naming
+from core.files import crc32, replacing
 
 HELD_BYTES = 1 << 30
 _CRC_BYTES = 8
@@ -74,13 +73,8 @@ class Store:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = save({"value": value.detach().cpu().contiguous()})
-        aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            with naming(aside):
-                aside.write_bytes(crc32(raw).encode() + raw)
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as aside:
+            aside.write_bytes(crc32(raw).encode() + raw)
 
     def _hold(self, key: str, value: Tensor) -> None:
         self._held[key] = value

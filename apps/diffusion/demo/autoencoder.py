@@ -23,10 +23,10 @@ from apps.diffusion.demo.pictures import pixels_of, varied_drawings
 from apps.diffusion.demo.sizes import LATENT_CHANNELS, LATENT_SIZE, tiny_vae
 from apps.diffusion.modules import VAE
 from core.checkpoint import CheckpointConfig
+from core.compose import parallelize
 from core.data import GlobalBatches
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
-from core.parallel.compose import parallelize
 from core.runtime import Runtime, seed_everything, start
 from core.train import TrainConfig, fit, open_run
 

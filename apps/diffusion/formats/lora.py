@@ -16,7 +16,6 @@ for another model is found out too: every matrix is checked against the weight i
 """
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from apps.diffusion.pipeline import TEXT_PREFIX, Pipeline
 from core.config import UserError
+from core.files import replacing
 from core.quant import QuantizedWeight
 from core.weights import write_safetensors
 
@@ -236,12 +236,8 @@ def save_lora(lora: Lora, path: str | Path, layout: Layout = "diffusers", dtype:
         for name, tensor in tensors.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as aside:
         write_safetensors(ready, aside, header)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
     return path
 
 

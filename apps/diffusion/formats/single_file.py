@@ -13,7 +13,6 @@ A file holds no tokenizer; it is taken from the folder of any pipeline of the sa
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -41,6 +40,7 @@ from apps.diffusion.pipeline import (
 )
 from apps.diffusion.shapes import Shape
 from core.config import UserError
+from core.files import replacing
 from core.weights import Weights, write_safetensors
 
 _CONFIG = "megalith.config"
@@ -154,8 +154,10 @@ def _stored_shape(header: Mapping[str, str], path: Path) -> Shape | None:
     try:
         stored = json.loads(header[_CONFIG])
         schedule = stable_diffusion(**stored.pop("schedule"))
+        if not all(isinstance(config, dict) for config in stored.values()):
+            raise ValueError("a configuration is no object")
         return Shape(**stored, schedule=check_schedule(schedule, path))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path}: {_CONFIG} in its header describes no model ({error}); write the file again"
         ) from error
@@ -270,12 +272,8 @@ def save_single_file(pipeline: Pipeline, path: str | Path, dtype: torch.dtype | 
         names = stored_names(component, state, module.config, open_clip)
         entries |= {key: tensor.contiguous() for key, tensor in to_file(names, state).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as aside:
         write_safetensors(entries, aside, _header(pipeline, open_clip))
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
     return path
 
 

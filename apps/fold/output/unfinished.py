@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from core.files import replacing
+
 Row = dict[str, Any]
 
 
@@ -28,9 +30,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write aside and rename: the file is whole, or not there."""
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 _SUFFIXES = {"pdb": ".pdb", "plots": "_plddt.png", "distogram": "_distogram.npz"}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.config import UserError
+from core.files import replacing
 
 _READ_BYTES = 1 << 24
 _LOOKED_AT = 1 << 20  # bytes at either end that identify a database, with its size and time
@@ -136,6 +137,5 @@ def _cut(path: Path, files: list[Path], num_sequences: int) -> None:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    aside.write_bytes(content)
-    os.replace(aside, path)
+    with replacing(path) as aside:
+        aside.write_bytes(content)

@@ -8,8 +8,6 @@
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from apps.fold.search.database import Database, Shard
 from apps.fold.search.hits import Hit
 from core.config import UserError
+from core.files import replacing
 
 
 class Tool(Protocol):
@@ -139,10 +138,9 @@ class Searches:
         return failed
 
     def _search(self, job: Search) -> None:
-        path = self.path(job)
-        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        aside.write_text(job.result(self.folder), encoding="utf-8")
-        os.replace(aside, path)
+        text = job.result(self.folder)
+        with replacing(self.path(job)) as aside:
+            aside.write_text(text, encoding="utf-8")
 
 
 def _completed(futures: Iterable[Future]) -> Iterator[Future]:

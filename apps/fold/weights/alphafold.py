@@ -4,7 +4,6 @@ Widths, depths and heads are read off the arrays' shapes. What is not in them, t
 structure layers (which share their weights), is as in the released models unless told otherwise.
 """
 
-import os
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,6 +24,7 @@ from apps.fold.model.config import (
 )
 from apps.fold.weights.table import ROOT, Source, name_table
 from core.config import UserError
+from core.files import replacing
 
 _MULTIMER = f"{ROOT}evoformer/~_relative_encoding/position_activations//weights"
 _BLOCK = f"{ROOT}evoformer/evoformer_iteration/"
@@ -190,11 +190,9 @@ def arrays_of(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write aside, then rename: the file is never half there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
     by_name: dict[str, Any] = dict(arrays)
-    with open(aside, "wb") as file:
+    with replacing(path) as aside, open(aside, "wb") as file:
         np.savez(file, **by_name)
-    os.replace(aside, path)
 
 
 def load_npz(path: Path, num_recycles: int | None = None, num_layers: int | None = None) -> tuple[ModelConfig, dict]:

@@ -47,7 +47,7 @@ from core.parallel.pipeline.shapes import (
     read_description,
 )
 from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
-from core.parallel.plan import parameter_names
+from core.placement.table import parameter_names
 
 _MOST_UNFINISHED = 4  # sends that may be on their way before the oldest is waited for: they hold on to what they send
 Key = tuple[bool, int, int]
@@ -80,7 +80,7 @@ class Pipeline(ParallelModel):
         self.masters = {n: m for n, m in inner.masters.items() if stages.shared.get(n, [self.rank])[0] == self.rank}
         self.observe: Callable[[Action, float, float], None] | None = None
         self._shapes: dict[tuple[int, Any], Form] = {}
-        of = {names[0]: {stages.stage_of(name) for name in names} for names in parameter_names(self.model)}
+        of = {names[0]: {stages.split.stage_of(name) for name in names} for names in parameter_names(self.model)}
         self._names = {stage: frozenset(n for n in of if stage in of[n]) for stage in stages.own}
         stages.evaluate = self._evaluate
         stages.leave_before_the_loss()

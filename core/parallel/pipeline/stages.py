@@ -21,20 +21,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, owners
-from core.parallel.pipeline.split import PipelinePlan, split_by_cost, stage_ranges
-from core.parallel.plan import parameter_names, set_parameter
+from core.placement.stages import PipelinePlan, StageSplit, split_by_cost, stage_ranges
+from core.placement.table import parameter_names, set_parameter
 
 
-def cut_into_stages(model: nn.Module, plan: PipelinePlan, axis: DeviceMesh, config: PipelineConfig) -> "Stages":
-    """Take from the model what other ranks of the axis have.
+def split_into_stages(model: nn.Module, plan: PipelinePlan, num_ranks: int, config: PipelineConfig) -> StageSplit:
+    """Which blocks the stages of so many ranks have.
 
     Raises UserError for a plan that does not fit the model, and for more stages than blocks.
     """
     num_blocks = len(_blocks_of(model, plan))
-    config.check_stages(axis.size(), num_blocks)
-    owner_of = owners(config.schedule, axis.size(), config.chunks)
+    config.check_stages(num_ranks, num_blocks)
+    owner_of = owners(config.schedule, num_ranks, config.chunks)
     split = config.split or split_by_cost(num_blocks, len(owner_of), plan.costs)
-    stages = Stages(model, plan, owner_of, split, axis.get_local_rank())
+    return StageSplit(tuple(stage_ranges(split)), owner_of, plan)
+
+
+def cut_into_stages(model: nn.Module, split: StageSplit, axis: DeviceMesh, config: PipelineConfig) -> "Stages":
+    """Take from the model what other ranks of the axis have."""
+    stages = Stages(model, split, axis.get_local_rank())
     if SCHEDULES[config.schedule].splits_backward:
         stages.note_ends()
     return stages
@@ -120,13 +125,10 @@ class Stages:
     shared     name -> the ranks that hold it, owner first, of the parameters that stages of several ranks share
     """
 
-    def __init__(
-        self, model: nn.Module, plan: PipelinePlan, owner_of: tuple[int, ...], split: tuple[int, ...], rank: int
-    ):
-        self.model, self.plan, self.owners, self.rank = model, plan, owner_of, rank
-        self.blocks = _blocks_of(model, plan)
-        self.ranges = stage_ranges(split)
-        self.own = [stage for stage, owner in enumerate(owner_of) if owner == rank]
+    def __init__(self, model: nn.Module, split: StageSplit, rank: int):
+        self.model, self.split, self.rank = model, split, rank
+        self.owners, self.ranges, self.own = split.owners, split.ranges, split.own(rank)
+        self.blocks = _blocks_of(model, split.plan)
         self.current: int | None = None
         self.entrance: Tensor | None = None
         self.exit: tuple[Tensor, Tensor] | None = None
@@ -145,24 +147,18 @@ class Stages:
     def _find_slots(self) -> list[tuple[nn.Module, str, nn.Module]]:
         """(parent, name in it, module) of what comes before the blocks, and of the blocks."""
         found = []
-        for name in [*self.plan.before, *(f"{self.plan.blocks}.{index}" for index in range(len(self.blocks)))]:
+        for name in [
+            *self.split.plan.before,
+            *(f"{self.split.plan.blocks}.{index}" for index in range(len(self.blocks))),
+        ]:
             parent, _, leaf = name.rpartition(".")
             found.append((self.model.get_submodule(parent), leaf, self.model.get_submodule(name)))
         return found
 
-    def stage_of(self, name: str) -> int:
-        """The stage of a parameter, by its name."""
-        if any(name.startswith(f"{before}.") for before in self.plan.before):
-            return 0
-        if not name.startswith(f"{self.plan.blocks}."):
-            return self.num_stages - 1
-        block = int(name.removeprefix(f"{self.plan.blocks}.").split(".")[0])
-        return next(stage for stage, blocks in enumerate(self.ranges) if block in blocks)
-
     def _drop_what_others_have(self) -> None:
         """Parameters of other ranks' stages; and the buffers of modules that have lost their parameters."""
         for names in parameter_names(self.model):
-            holders = list(dict.fromkeys(self.owners[self.stage_of(name)] for name in names))
+            holders = list(self.split.holders(names))
             if len(holders) > 1:
                 self.shared[names[0]] = holders
             if self.rank not in holders:
@@ -198,7 +194,7 @@ class Stages:
         added  to the loss by the stages before
         """
         assert self.current is None, f"stage {self.current} is computing"
-        blocks, first_block = self.ranges[stage], len(self.plan.before)
+        blocks, first_block = self.ranges[stage], len(self.split.plan.before)
         self.current, self.entrance = stage, received
         self._received.activation, self._received.added = received, added
         for index, (parent, leaf, _) in enumerate(self._slots):

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.compose import ParallelConfig
 from core.config import UserError
 from core.gemini.replicas import RemoteError
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
-from core.parallel.compose import ParallelConfig
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.pipeline.stages import Stages
 from core.parallel.recompute import RecomputeConfig

@@ -1,6 +1,7 @@
 """Every field of a folder's configurations is obeyed or refused by name, and the table of them is complete."""
 
 import ast
+import dataclasses
 import inspect
 import json
 import shutil
@@ -21,6 +22,7 @@ from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import fields_of
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.samplers import CLASSES
+from apps.diffusion.shapes import SHAPES
 from core.config import UserError, run_command
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
 
@@ -96,7 +98,7 @@ def test_the_table_is_complete() -> None:
 def test_what_is_refused_says_why_and_what_says_nothing_is_taken() -> None:
     for kind, table in FIELDS.items():
         for name, field in table.items():
-            assert (field is OBEYED) == (not field.instead), (kind, name)
+            assert (field.allowed is OBEYED.allowed) == (not field.instead), (kind, name)
         check_fields(kind, {"_note": 1, "of_a_later_version": None, "and_another": False}, "it")
         with pytest.raises(UserError, match="of_a_later_version is 'gated', a field that is not known"):
             check_fields(kind, {"of_a_later_version": "gated"}, "it")
@@ -109,12 +111,43 @@ REFUSED = [
     ("unet/config.json", {"addition_embed_type": "text_time"}, "addition_embed_type is 'text_time'"),
     ("unet/config.json", {"encoder_hid_dim_type": "image_proj"}, "encoder_hid_dim_type is 'image_proj'"),
     ("unet/config.json", {"attention_type": "gated"}, "attention_type is 'gated'"),
-    ("unet/config.json", {"sample_size": [8, 8, 8]}, "sample_size is [8, 8, 8]; give a number of latents, or"),
-    ("unet/config.json", {"norm_num_groups": 0}, "its configuration makes no unet (integer modulo by zero)"),
-    ("unet/config.json", {"down_block_types": [1, 2]}, "its configuration makes no unet ('int' object"),
-    ("vae/config.json", {"act_fn": ["silu"]}, "its configuration makes no vae ('list' object"),
-    ("text_encoder/config.json", {"vocab_size": "x"}, "no text_encoder (Validation error for field 'vocab_size':)"),
-    ("text_encoder/config.json", {"dtype": [1, 2]}, "its configuration makes no text_encoder (list index"),
+    ("unet/config.json", {"sample_size": [8, 8, 8]}, "[8, 8, 8]; give a whole number or [a whole number, a whole"),
+    (
+        "unet/config.json",
+        {"sample_size": [8, -8]},
+        "sample_size is [8, -8], which is not supported: numbers here are ab",
+    ),
+    ("unet/config.json", {"norm_eps": "x"}, "unet/config.json: norm_eps is 'x'; give a number"),
+    ("unet/config.json", {"norm_eps": -1e-5}, "norm_eps is -1e-05, which is not supported: numbers here are above 0"),
+    ("unet/config.json", {"downsample_padding": 1.5}, "downsample_padding is 1.5; give a whole number"),
+    ("unet/config.json", {"downsample_padding": 2}, "downsample_padding is 2, which is not supported: known are 0 and"),
+    ("unet/config.json", {"attention_head_dim": -1}, "attention_head_dim is -1, which is not supported"),
+    ("unet/config.json", {"timestep_post_act": -1}, "timestep_post_act is -1; give a text or null"),
+    ("unet/config.json", {"center_input_sample": "false"}, "center_input_sample is 'false'; give true or false"),
+    ("unet/config.json", {"reverse_transformer_layers_per_block": ["a"]}, "['a']; give a list of whole numbers or li"),
+    ("vae/config.json", {"scaling_factor": [1, 2]}, "vae/config.json: scaling_factor is [1, 2]; give a number"),
+    ("vae/config.json", {"scaling_factor": float("nan")}, "scaling_factor is nan; give a number"),
+    ("text_encoder/config.json", {"output_hidden_states": "x"}, "output_hidden_states is 'x'; give true or false"),
+    ("text_encoder/config.json", {"eos_token_id": [1, 2]}, "eos_token_id is [1, 2]; give a whole number"),
+    ("text_encoder/config.json", {"layer_norm_eps": None}, "layer_norm_eps is None; give a number"),
+    ("text_encoder/config.json", {"num_attention_heads": 3}, "its configuration makes no text_encoder"),
+    ("tokenizer/tokenizer_config.json", {"model_max_length": {}}, "model_max_length is {}; give a whole number"),
+    ("tokenizer/tokenizer_config.json", {"model_max_length": 0}, "model_max_length is 0, which is not supported"),
+    ("tokenizer/tokenizer_config.json", {"added_tokens_decoder": 1.5}, "added_tokens_decoder is 1.5; give an object"),
+    ("tokenizer/tokenizer_config.json", {"added_tokens_decoder": {"a": 1}}, "holds no CLIP tokenizer"),
+    ("tokenizer/tokenizer_config.json", {"pad_token": None}, "pad_token is None; give a text or an object"),
+    ("tokenizer/tokenizer_config.json", {"padding_side": "x"}, "padding_side is 'x'; give 'left' or 'right'"),
+    ("scheduler/scheduler_config.json", {"num_train_timesteps": -1}, "num_train_timesteps is -1, which is not supp"),
+    ("scheduler/scheduler_config.json", {"beta_start": "x"}, "beta_start is 'x'; give a number"),
+    ("scheduler/scheduler_config.json", {"beta_end": 1.5}, "beta_end is 1.5, which is not supported: numbers here"),
+    ("scheduler/scheduler_config.json", {"trained_betas": [0.1, 0.2]}, "trained_betas has 2 numbers, and num_train"),
+    ("scheduler/scheduler_config.json", {"timestep_spacing": "x"}, "'x'; give 'leading' or 'trailing' or 'linspace'"),
+    ("unet/config.json", {"norm_num_groups": 0}, "norm_num_groups is 0, which is not supported: numbers here are abo"),
+    ("unet/config.json", {"norm_num_groups": 3}, "its configuration makes no unet (num_channels"),
+    ("unet/config.json", {"down_block_types": [1, 2]}, "down_block_types is [1, 2]; give a list of texts"),
+    ("vae/config.json", {"act_fn": ["silu"]}, "act_fn is ['silu']; give a text"),
+    ("text_encoder/config.json", {"vocab_size": "x"}, "vocab_size is 'x'; give a whole number"),
+    ("text_encoder/config.json", {"dtype": [1, 2]}, "dtype is [1, 2]; give a text or null"),
     ("unet/config.json", {"_class_name": "UNet3DConditionModel"}, "_class_name is 'UNet3DConditionModel'"),
     ("vae/config.json", {"_class_name": "AutoencoderKLTemporalDecoder"}, "_class_name is 'AutoencoderKLTempor"),
     ("vae/config.json", {"shift_factor": 0.1}, "shift_factor is 0.1"),
@@ -125,7 +158,7 @@ REFUSED = [
     ("scheduler/scheduler_config.json", {"use_flow_sigmas": True}, "use_flow_sigmas is True"),
     ("scheduler/scheduler_config.json", {"_class_name": "FlowMatchEulerDiscreteScheduler"}, "is of FlowMatchEuler"),
     ("scheduler/scheduler_config.json", {"variance_type": "learned_range"}, "variance_type is 'learned_range'"),
-    ("scheduler/scheduler_config.json", {"beta_schedule": "sigmoid"}, "refuses its scheduler_config.json"),
+    ("scheduler/scheduler_config.json", {"beta_schedule": "sigmoid"}, "DDIMScheduler refuses it (sigmoid"),
     ("tokenizer/tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}, "auto_map is"),
     ("tokenizer/tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"}, "tokenizer_class is 'T5Tokenizer'"),
     ("tokenizer/tokenizer_config.json", {"add_bos_token": False}, "add_bos_token is False"),
@@ -152,6 +185,49 @@ def test_a_folder_that_would_draw_wrong_pictures_is_refused_in_one_line(copy, tm
     assert said in line, line
     assert "\n" not in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("unet", {"norm_eps": "x"}),
+        ("text_encoder", {"vocab_size": "x"}),
+        ("text_encoder", {"num_attention_heads": 3}),
+        ("vae", {"block_out_channels": 4}),
+    ],
+)
+def test_a_plan_reads_no_other_folder(copy, capsys, changes) -> None:
+    component, fields = changes
+    edit(copy / component / "config.json", **fields)
+    assert run_command(APP.dispatch, ["plan", f"--model={copy}"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert f"{component}/config.json: " in line, line
+    assert "\n" not in line
+
+
+def test_values_of_other_types_are_refused_in_every_field_that_a_class_annotates() -> None:
+    """By `check_fields` alone, before a module is made; and what the classes and the published models say is taken."""
+    for kind, component in (("unet", UNet2DConditionModel), ("vae", AutoencoderKL)):
+        parameters = inspect.signature(component.__init__).parameters
+        check_fields(kind, {name: parameters[name].default for name in init_fields(component)}, "it")
+        for shape in SHAPES.values():
+            check_fields(kind, getattr(shape, kind), "it")
+        _refuses_other_types(kind, init_fields(component))
+    check_fields("text_encoder", CLIPTextConfig().to_dict(), "it")
+    _refuses_other_types("text_encoder", set(dataclasses.asdict(CLIPTextConfig())))
+    for name in CLASSES.values():
+        scheduler = getattr(diffusers, name)
+        check_fields("scheduler", dict(scheduler().config), "it")
+        _refuses_other_types("scheduler", fields_of(scheduler))
+
+
+def _refuses_other_types(kind: str, names: set[str]) -> None:
+    for name in names:
+        for value in ({"a": [1]}, [{}], float("nan")):
+            if name in ("id2label", "label2id") and isinstance(value, dict):
+                continue
+            with pytest.raises(UserError, match=f"it: {name} is "):
+                check_fields(kind, {name: value}, "it")
 
 
 def test_the_scheduler_is_of_the_class_that_the_index_names(copy) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks make which stage: runs of blocks, the costliest stage as cheap as can be."""
+"""Which blocks make which pipeline stage, runs of them, and which ranks of the pp axis hold a parameter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,3 +69,35 @@ def stage_ranges(split: Sequence[int]) -> list[range]:
     """The blocks of each stage."""
     stops = list(accumulate(split))
     return [range(stop - size, stop) for size, stop in zip(split, stops, strict=True)]
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """Blocks and rank (on the pp axis) of each stage."""
+
+    ranges: tuple[range, ...]
+    owners: tuple[int, ...]
+    plan: PipelinePlan = PipelinePlan()
+
+    def own(self, rank: int) -> list[int]:
+        """The stages of a rank."""
+        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
+
+    def stage_of_block(self, block: int) -> int:
+        """What lies before the blocks (-1) is on the first stage, what lies behind on the last."""
+        return next((s for s, blocks in enumerate(self.ranges) if block < blocks.stop), len(self.ranges) - 1)
+
+    def rank_of(self, block: int) -> int:
+        return self.owners[self.stage_of_block(block)]
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter, by its name."""
+        if any(name.startswith(f"{before}.") for before in self.plan.before):
+            return 0
+        if not name.startswith(f"{self.plan.blocks}."):
+            return len(self.owners) - 1
+        return self.stage_of_block(int(name.removeprefix(f"{self.plan.blocks}.").split(".")[0]))
+
+    def holders(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Ranks that hold a parameter of these names, the owner first."""
+        return tuple(dict.fromkeys(self.owners[self.stage_of(name)] for name in names))

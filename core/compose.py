@@ -1,0 +1,169 @@
+"""The one place that knows the order in which a model's transforms are applied.
+
+    kernels  ->  tensor and sequence  ->  context  ->  experts  ->  pipeline stages  ->  precision
+        ->  activation checkpointing  ->  compile  ->  data parallel (ZeRO) or Gemini  ->  materialise
+
+What the plan makes of the parameters stands in a table (`core.placement`) before any of it is done. Kernels take the
+place of torch's, and forms of parallelism may then take theirs. Tensor parallelism decides what a rank's parameters
+are, so it comes first; context parallelism cuts the sequence that the model is given and what attention sees of it;
+experts are dealt out as tensor parallelism left them; a pipeline leaves a rank the parameters of its stages, and before
+it does dropouts learn their names; checkpointing wraps the blocks' forwards with the collectives in them; what is
+compiled is the block as it then stands; data parallelism shards and hooks what the others left. Values come last, when
+every rank knows its shard, so no rank ever holds a model that was not meant for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.compat import allow_graphs
+from core.config import UserError
+from core.gemini.config import GeminiConfig
+from core.gemini.replicas import GeminiReplicas
+from core.mesh import Zero, pipeline_ranks, sub_mesh
+from core.parallel.data import DataParallel, data_parallel
+from core.parallel.draws import Draws
+from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.run import Pipeline
+from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig
+from core.parallel.pipeline.stages import Stages, cut_into_stages, split_into_stages
+from core.parallel.plan import blocks_of, check_trained, wrap
+from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.placement.style import Plan, matched
+from core.placement.table import NO_PLAN, ModelPlan, Table, Transforms, model_plan, place, placement
+from core.precision import Precision
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model runs; nothing of it is known to the model."""
+
+    zero: Zero = 0
+    """what data parallelism shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters"""
+    precision: Precision = "fp32"
+    """format of parameters and activations; under bf16 and fp16 masters and reductions are fp32"""
+    reduce_each: bool = False
+    """reduce gradients after every microbatch: sends more; ZeRO 2 and 3 never hold them whole"""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """activation checkpointing"""
+    compile: bool = False
+    """torch.compile each block"""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """how a step goes through the stages of --mesh.pp ranks"""
+    gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    """train in a given amount of device memory: model data that does not fit lives on the host"""
+
+    def __post_init__(self) -> None:
+        if self.reduce_each and self.zero < 2:
+            raise UserError(f"reduce_each with zero={self.zero} keeps whole gradients all the same; use --zero 2 or 3")
+
+    def check_pipeline(self, num_ranks: int) -> None:
+        """Raises UserError for what does not go with a pipeline of that many ranks, 1 being none."""
+        name = self.pipeline.schedule
+        if num_ranks == 1:
+            if self.pipeline != PipelineConfig():
+                raise UserError(
+                    "pipeline options with mesh.pp=1: there are no stages; leave --pipeline.* out, or use --mesh.pp 2"
+                )
+            return
+        given = {"zero=3": self.zero == 3, "compile": self.compile, "recompute.mode": self.recompute.mode != "none"}
+        for option, why in SCHEDULES[name].refuses.items():
+            if given.get(option):
+                nearest = "--zero 2" if option == "zero=3" else f"no {option}"
+                raise UserError(
+                    f"{option} with pipeline.schedule={name}: {why}; use --pipeline.schedule 1f1b or interleaved, "
+                    f"or {nearest}"
+                )
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    plan: ModelPlan | Plan = NO_PLAN,
+    *,
+    materialise: Callable[[nn.Module], None] = lambda model: None,
+) -> ParallelModel:
+    """Spread any nn.Module over the mesh.
+
+    plan         how the model is cut and computes; a bare one is of its tensor parallelism
+    materialise  fills the parameters and buffers of a model built on the meta device, each rank its shard. The
+                 replicas of a model that has values take those of the first
+
+    Raises UserError for a parameter that nothing trains (a complex one), by its name, on whatever mesh.
+    """
+    check_trained(model)
+    table, stages, draws = cut(model, mesh, config, plan)
+    data = _spread(model, mesh, config, table, materialise)
+    spread = data if stages is None else Pipeline(data, stages, config.pipeline)
+    spread.draws, spread.table = draws, table
+    return spread
+
+
+def cut(
+    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, plan: ModelPlan | Plan = NO_PLAN
+) -> tuple[Table, Stages | None, Draws]:
+    """All but data parallelism: which parameters a rank has, and how it computes.
+
+    Returns where they lie, a pipeline's stages, and how dropouts draw.
+
+    The model may lie on the meta device, and the mesh may be of ranks that do not exist (`core.runtime.pretended`).
+    """
+    plan = model_plan(plan)
+    steps, pp = list(plan.steps(mesh)), pipeline_ranks(mesh)
+    config.check_pipeline(pp)
+    split = None
+    if plan.pipeline is not None and pp > 1:
+        split = split_into_stages(model, plan.pipeline, pp, config.pipeline)
+    transform(model, plan.kernels)
+    gemini = config.gemini.budget is not None
+    table = placement(model, plan, mesh, config.zero, stages=split, gemini=gemini)
+    place(model, table, mesh)
+    for part, axes in steps:
+        wrap(model, part, mesh if axes == mesh.mesh_dim_names else sub_mesh(mesh, *axes))
+    draws = Draws(model, mesh)
+    stages = None if split is None else cut_into_stages(model, split, mesh["pp"], config.pipeline)
+    if plan.precision:
+        transform(model, plan.precision)
+        table = placement(model, None, mesh, config.zero, stages=split, gemini=gemini) | table  # what it has added
+    apply_recompute(model, config.recompute)
+    if config.compile:
+        compile_blocks(blocks_of(model))
+    return table, stages, draws
+
+
+def transform(model: nn.Module, transforms: Transforms) -> None:
+    """Change the modules that each pattern means, in place."""
+    for pattern, change in transforms.items():
+        for name in matched(model, pattern):
+            change(model.get_submodule(name))
+
+
+def _spread(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    table: Table,
+    materialise: Callable[[nn.Module], None],
+) -> DataParallel:
+    """What comes last: shard the model over the data axes, give it memory and values."""
+    if config.gemini.budget is None:
+        return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each, table=table)
+    return GeminiReplicas(model, mesh, config.zero, config.precision, materialise, config.gemini, table=table)
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Each by itself. Blocks that are alike share a graph; those of a U-Net, which are not, get one each.
+
+    torch keeps the graphs of all modules in one place and gives up after eight; what comes later runs as it is. At a
+    second shape it takes sizes for variable, which of unlike blocks spares no graph and takes twice as long.
+    """
+    kinds = {tuple((name, parameter.shape) for name, parameter in block.named_parameters()) for block in blocks}
+    kinds.discard(())  # those of other stages, which are not called
+    if len(kinds) > 1:
+        # One each in training and in evaluation, for some shapes of a batch: sizes of pictures, the last rows.
+        allow_graphs(16 * len(blocks), 64 * len(blocks))
+    for block in blocks:
+        block.compile(dynamic=None if len(kinds) == 1 else False)

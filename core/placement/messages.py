@@ -1,0 +1,70 @@
+"""What a microbatch sends under a plan, by closed forms: elements and bytes by operation and axis, for any rank.
+
+`core.comm.volume` counts the same on ranks. Bytes are those of full messages, as there.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from core.mesh import AnyMesh, MeshConfig, axis_size, mesh_shape
+from core.placement.style import Message, Plan, Site, matched
+from core.placement.table import ModelPlan, Table, model_plan, placement
+
+Sent = Counter[tuple[str, str]]
+"""(operation, axis) -> bytes."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element in which the model computes, and in which it adds up."""
+
+    computing: int = 4
+    wide: int = 4
+
+    def of(self, message: Message) -> int:
+        return message.width if isinstance(message.width, int) else getattr(self, message.width)
+
+
+def microbatch_bytes(
+    model: nn.Module,
+    plan: ModelPlan | Plan,
+    mesh: MeshConfig | AnyMesh,
+    batch: int,
+    length: int,
+    widths: Widths = Widths(),
+) -> Sent:
+    """Forward and backward of one microbatch, without the reductions of data parallelism.
+
+    model   before the plan is applied; it may lie on the meta device
+    length  of a sequence; under context parallelism what a rank has of it
+    """
+    plan = model_plan(plan)
+    mesh = mesh_shape(mesh) if isinstance(mesh, MeshConfig) else mesh
+    table, sent = placement(model, plan, mesh), Counter()
+    for part, axes in plan.steps(mesh):
+        axis = axes[0] if len(axes) == 1 else ""
+        for pattern, style in part.items():
+            for name in matched(model, pattern):
+                module, prefix = model.get_submodule(name), f"{name}." if name else ""
+                layouts = {n: table[prefix + n].layout for n, _ in module.named_parameters(remove_duplicate=False)}
+                site = Site(module, layouts, mesh, axis, batch, length)
+                for message in (*style.messages.forward, *style.messages.backward):
+                    if axis_size(mesh, message.axis or axis) > 1:
+                        width = widths.of(message)
+                        sent[message.operation, message.axis or axis] += round(width * message.elements(site))
+    return +sent
+
+
+def partial_sum_bytes(table: Table, mesh: AnyMesh, wide: int = 4) -> Sent:
+    """The sums of partial gradients at the end of a step's backward, each rank's part of what is updated."""
+    sent: Sent = Counter()
+    for name, row in table.items():
+        if name == row.names[0] and row.trained:
+            for axis in row.partial:
+                elements = 1
+                for n in row.master.local_shape() if row.master.shape else ():
+                    elements *= n
+                sent["all_reduce", axis] += wide * elements
+    return +sent
