@@ -7,8 +7,10 @@ PYTEST := $(BIN)/python -m pytest -q --durations 20 --durations-min 2
 TWO := --numprocesses 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Dozens of interpreters import the same modules: the first one keeps what it compiled, where the user's shell forbids it.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e benchmarks soak gpu
+.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e benchmarks soak gpu gpu-pack
 
 install: .venv/.installed
 
@@ -43,19 +45,25 @@ e2e: install
 benchmarks: install
 	$(BIN)/python -m benchmarks.run --quick
 
-# Kernels, which never wait, share the machine with what waits.
+# Kernels share the machine with type checks, which one core runs, and with what waits. Parity and commands are one call,
+# so that all is imported once, and commands, which wait, run beside ranks, which compute.
 test: install
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
-	$(MAKE) --no-print-directory parity
-	$(MAKE) --no-print-directory e2e
+	$(PYTEST) $(TWO) tests/parity tests/e2e
 	$(MAKE) --no-print-directory benchmarks
 
 soak: install
-	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit/serve
+	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit/serve tests/unit/fold
 	$(PYTEST) $(TWO) -m soak tests/parity
+	$(BIN)/python -m core.kernels.compile
 
-gpu: install
-	$(BIN)/python -m pytest -q -m gpu tests
+# Where there is a GPU there may be no registry: by .venv where it is, else by the machine's own Python and .gpu-pack.
+gpu:
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu tests
+
+# The wheels that images for GPUs lack, fetched where there is a registry and brought along (docs/gpu.md).
+gpu-pack: install
+	$(BIN)/python -m benchmarks.gpu.pack
 
 demo: install
 	$(BIN)/python -m apps.llm.demo

@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from core.config import UserError, run_command
+from core.config import HELP, UserError, run_command
 
 APPS = {
     "llm": "train, fine-tune, evaluate and export language models",
@@ -19,7 +19,7 @@ def main() -> int:
 
 def dispatch(argv: list[str]) -> int:
     """Run the application that argv names.  Raises UserError where there is none of that name."""
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in HELP:
         lines = ["megalith APP COMMAND …; megalith APP --help lists the app's commands", ""]
         print("\n".join([*lines, *(f"  {name:10} {what}" for name, what in APPS.items())]))
         return 0

@@ -90,7 +90,7 @@ Command = Callable[[Job, Path], list[str]]
 
 def commands(script: Path | None, python: Path | None) -> dict[str, Command]:
     if script is None:
-        return {"ours": _ours}
+        return {"ours": our_command}
     run = [str(python or sys.executable), str(script)]
 
     def theirs(job: Job, out: Path) -> list[str]:
@@ -99,10 +99,10 @@ def commands(script: Path | None, python: Path | None) -> dict[str, Command]:
     def prompts_once(job: Job, out: Path) -> list[str]:
         return [*theirs(job, out), "--pre_compute_text_embeddings"]
 
-    return {"ours": _ours, "diffusers": theirs, "diffusers, prompts once": prompts_once}
+    return {"ours": our_command, "diffusers": theirs, "diffusers, prompts once": prompts_once}
 
 
-def _ours(job: Job, out: Path) -> list[str]:
+def our_command(job: Job, out: Path) -> list[str]:
     given = {
         "model": job.weights,
         "instance-dir": job.subject,
@@ -170,7 +170,7 @@ def cpu_per_step(run: dict) -> float:
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
-def _numbers(runs: list[dict]) -> dict[str, Number]:
+def numbers_of(runs: list[dict]) -> dict[str, Number]:
     """Of the same run, some times: the median speed and the most memory."""
     numbers = {
         "steps": Number(statistics.median(map(steps_per_s, runs)), "1/s"),
@@ -221,7 +221,7 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
             continue
         profiled.append(Row(case | {"part": "profiled", "by": name}, _profiled(contenders[name], job, folder / name)))
         out = folder / name
-        found[name] = _numbers([watched(contenders[name](job, out), folder / f"{name}.json")])
+        found[name] = numbers_of([watched(contenders[name](job, out), folder / f"{name}.json")])
         after = _figures(load_pipeline(out), detector, *looked)
         found[name] |= {part: Number(getattr(after, part), "") for part in ("seen", "unseen", "leak")}
         found[name]["drift"] = Number(drift_points(before, after), "points")
@@ -254,7 +254,7 @@ def _figures(pipeline: Pipeline, detector: Detector, repeats: int, sampling: Sam
 
 def narrow(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tuple[list[Row], list[Target]]:
     folder = scratch / "narrow"
-    shape, job, name, rounds = _narrow_job(folder, quick)
+    shape, job, name, rounds = narrow_job(folder, quick)
     write_inputs(folder, shape, job.pixels)
     rows, targets = [], []
     for train_text in (False,) if quick else (False, True):  # `taught` trains it, too
@@ -268,13 +268,13 @@ def narrow(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
                 out = folder / f"{train_text}-{turn}-{index}"
                 line = command(replace(job, train_text=train_text), out)
                 runs[by].append(watched(line, out.with_suffix(".json")))
-        found = {by: _numbers(of) for by, of in runs.items()}
+        found = {by: numbers_of(of) for by, of in runs.items()}
         rows += [Row({"part": name, "trained": trained, "by": by}, numbers) for by, numbers in found.items()]
         targets += _speed_targets(found, f"{name}, {trained}")
     return rows, targets
 
 
-def _narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
+def narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
     unet = {"block_out_channels": [64, 128, 256, 256], "cross_attention_dim": 128, "sample_size": 16}
     text = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "projection_dim": 128}
     vae = {"block_out_channels": [32, 64, 128, 128], "sample_size": 128}

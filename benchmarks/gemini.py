@@ -286,6 +286,11 @@ def measure(options: Options) -> Measured:
 
 
 def _measure(options: Options) -> Measured:
+    there: tuple[list[Row], list[Target]] | None = None
+    large = {family: [shaped(family, *form) for form in RELEASED] for family in FAMILIES}
+    budgets = {f"{n} GiB": n * GIB for n in (8, 10, 24)}
+    if not options.quick and torch.cuda.is_available():
+        there = _gpu_part(large, budgets, options)  # first: a lent GPU is gone before the long part of the CPU is over
     if options.quick:
         tiny = {"GPT-2": [replace(s, vocab_size=64) for s in grid("GPT-2", (64,), (2, 4), 10**9)]}
         figures = measured(tiny, {"1 MiB": 2**20, "4 MiB": 2**22}, 1, 32, 1)
@@ -295,8 +300,6 @@ def _measure(options: Options) -> Measured:
         most = host_holds()
         small = {family: grid(family, WIDTHS, DEPTHS, most) for family in FAMILIES}
         figures = measured(small, {"0.25 GiB": GIB // 4, "0.5 GiB": GIB // 2, "1 GiB": GIB}, 1, 128, 1)
-        large = {family: [shaped(family, *form) for form in RELEASED] for family in FAMILIES}
-        budgets = {f"{n} GiB": n * GIB for n in (8, 10, 24)}
         figures += planned(large, budgets, 4, 1024)
         steps, targets = step_time(shaped("GPT-2", 24, 512), 1, 256, 15 if options.full else 7)
     notes = [
@@ -306,9 +309,8 @@ def _measure(options: Options) -> Measured:
         "figures; nothing ran. closed form: the least that a peer needs, see the script; it did not run either.",
         PUBLISHED,
     ]
-    if not options.quick and torch.cuda.is_available():
-        more, reached = _gpu_part(large, budgets, options)
-        figures, targets = [*figures, *more], [*targets, *reached]
+    if there is not None:
+        figures, targets = [*figures, *there[0]], [*targets, *there[1]]
     else:
         notes.append("No GPU: peers, and budgets as a GPU's memory fraction, were not measured.")
     return Measured((*figures, *steps), (*size_targets(figures), *targets), tuple(notes))

@@ -4,27 +4,34 @@
 2. A family whose result is red on this device (results and gradients against the fp64 reference, on its SPEC's first
    cases, in what is timed) is not timed: the benchmark ends.
 3. Each SPEC's `timed` cases, on a CPU those of ON_CPU, run forward, and backward where there are gradients: medians.
+   On a GPU a call is captured and its graph replayed, so that what Python takes is not timed, and the second-level
+   cache is overwritten before each, as most callers find it. A contender that fails is named, and the rest is timed.
    Bytes and FLOPs are those that the SPEC counts, the least that has to be; the share is of whichever bound is nearer.
 4. Peak memory of the loss, fused and unfused, at full size: on a GPU by its allocator, elsewhere by counting the bytes
    of meta tensors, along the path of the kernels. Inputs are not counted. "peak" has the gradients of x and the weight
    in it, "working" has not: those any loss hands back, and what is left are logits, their gradient and sums.
 
 On a machine without a GPU our public functions are their references (which is what runs there), so only those, SDPA and
-with --full torch.compile are timed; Liger needs a GPU. Every family's first case comes before any second one; --quick
+with --full torch.compile are timed; Liger needs a GPU. --family NAME measures that family alone, --no-compile leaves
+torch.compile out. Every family's first case comes before any second one; --quick
 takes the first on a GPU, and on a CPU the first of the tests.
 """
 
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
@@ -36,6 +43,12 @@ from core.metrics import MemoryAccount
 from core.runtime import start
 
 COPY_BYTES = 1 << 28
+CACHE_BYTES = 1 << 28
+"""more than the second-level cache of any GPU has"""
+FLUSH_S = 2e-4
+"""about what overwriting it takes"""
+SCORES_BYTES = 8 << 30
+"""most that the scores of a reference may take: beside them are their softmax, gradients, and copies in fp32"""
 MEMORY_SHARE, FORWARD_SHARE, BACKWARD_SHARE = 0.85, 0.60, 0.45
 WITH_BIAS = 1.3  # times as long as without, at most
 PEAK_SHARE = 0.10  # of the unfused loss' working memory
@@ -51,7 +64,6 @@ ON_CPU: dict[str, Case] = {
     "rms_norm": {"B": 1, "L": 1024, "N": 2048, "weight": True},
     "group_norm": {"N": 1, "C": 320, "G": 32, "places": (64, 64)},
     "rope": {"B": 1, "L": 1024, "H": 16, "J": 16, "K": 64},
-    "bias_gelu": {"rows": (1024,), "F": 2048},
     "swiglu": {"rows": (1024,), "F": 2048},
     "attention": {"B": 1, "L": 512, "S": 512, "J": 8, "G": 1, "K": 64, "causal": True},
     "attention_varlen": {"q_lengths": (384, 128), "k_lengths": (384, 128), "J": 8, "G": 1, "K": 64, "causal": True},
@@ -91,9 +103,7 @@ def device() -> torch.device:
 def seconds_of(run: Callable[[], Any], least: int = 3) -> float:
     """Median seconds of a call, after warming up."""
     if device().type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(run, warmup=25, rep=100, return_mode="median") / 1e3  # pyright: ignore
+        return seconds_of_replays(run)
 
     def seconds() -> float:
         started = time.perf_counter()
@@ -106,6 +116,40 @@ def seconds_of(run: Callable[[], Any], least: int = 3) -> float:
     while len(found) < least or time.perf_counter() - begin < 0.3:
         found.append(seconds())
     return statistics.median(found)
+
+
+def seconds_of_replays(run: Callable[[], Any], budget_s: float = 0.15, most: int = 200) -> float:
+    """Median seconds of a call on a GPU: the replay of its graph, before which the cache is overwritten."""
+    replay, flushed = captured(run), torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def timed(count: int) -> float:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for before, after in events:
+            flushed.zero_()
+            before.record()
+            replay()
+            after.record()
+        torch.cuda.synchronize()
+        return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
+
+    return timed(max(5, min(most, int(budget_s / (timed(3) + FLUSH_S)))))
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """What replays the call as a graph; the call itself where it cannot be captured, as one that waits for the host."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # On the stream that computed what is differentiated: a backward takes that of its forward.
+        with torch.cuda.graph(graph, stream=None if stream == torch.cuda.default_stream() else stream):
+            run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return run
+    graph.replay()
+    return graph.replay
 
 
 def measure_roofline(dtypes: tuple[torch.dtype, ...]) -> Roofline:
@@ -132,10 +176,15 @@ def peers_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> dict[str, Callable[
     """name -> a function of the SPEC's inputs that computes the same; only what is installed and can do it."""
     found: dict[str, Callable[..., Any]] = {}
     plain = not any(isinstance(inputs.get(name), Tensor) for name in ("bias", "mask", "slopes"))
-    if spec.name == "attention" and plain and not inputs.get("window"):
+    attends = spec.name == "attention" and plain and not inputs.get("window")
+    if attends:
         found["SDPA"] = _sdpa
     if device().type != "cuda":
         return found
+    if attends and inputs["q"].element_size() == 2:
+        found["SDPA, cuDNN"] = partial(_sdpa_by, SDPBackend.CUDNN_ATTENTION)
+        found["SDPA, flash"] = partial(_sdpa_by, SDPBackend.FLASH_ATTENTION)
+    found |= _fused_by_torch(spec, inputs)
     try:
         import liger_kernel.ops as liger  # pyright: ignore
     except ImportError:
@@ -147,17 +196,47 @@ def peers_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> dict[str, Callable[
     return found
 
 
+def _sdpa_by(backend: SDPBackend, /, **inputs: Any) -> Tensor:
+    with sdpa_kernel(backend):
+        return _sdpa(**inputs)
+
+
+def _fused_by_torch(spec: KernelSpec, inputs: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """torch's own fused kernels, where it has one that computes the same."""
+    alone = inputs.get("residual") is None
+    if spec.name == "rms_norm" and alone:
+        return {"torch fused": lambda x, weight, eps=1e-6, **_: F.rms_norm(x, x.shape[-1:], weight, eps)}
+    if spec.name == "layer_norm" and alone:
+        return {"torch fused": lambda x, weight, bias, eps=1e-5, **_: F.layer_norm(x, x.shape[-1:], weight, bias, eps)}
+    if spec.name == "group_norm" and inputs.get("weight") is not None:
+        return {
+            "torch fused": lambda x, num_groups, weight, bias, eps=1e-5, **_: F.group_norm(
+                x, num_groups, weight, bias, eps
+            )
+        }
+    return {}
+
+
 def contenders(spec: KernelSpec, inputs: Mapping[str, Any], compiled: bool) -> dict[str, Callable[..., Any]]:
     ours, reference = spec.in_place or (spec.function, spec.reference)
     found: dict[str, Callable[..., Any]] = {"ours": ours}
     if spec.name == "attention" and inputs.get("bias") is not None:
         found[WITHOUT_BIAS] = lambda bias, **others: spec.function(**others)
-    if device().type == "cuda":
+    fits = scores_bytes(spec, inputs) <= SCORES_BYTES
+    if device().type == "cuda" and fits:
         found["eager"] = reference
-    if compiled:
+    if compiled and fits:
         torch._dynamo.reset()
         found["torch.compile"] = torch.compile(reference)
     return found | peers_of(spec, inputs)
+
+
+def scores_bytes(spec: KernelSpec, inputs: Mapping[str, Any]) -> int:
+    """Of the scores that a reference of attention has in memory, in fp32."""
+    if spec.name != "attention":
+        return 0
+    B, L, H, _ = inputs["q"].shape
+    return 4 * B * H * L * inputs["k"].shape[1]
 
 
 # --- one case ---------------------------------------------------------------------------------------------------------
@@ -189,16 +268,27 @@ def check_green(spec: KernelSpec, dtypes: tuple[torch.dtype, ...] = (torch.float
     """Raises UserError when the family is red on this device, forward or backward: then its speed means nothing."""
     for case in spec.cases[:2]:
         for dtype in dtypes:
-            inputs = spec.inputs(case, dtype, device(), torch.Generator().manual_seed(0))
-            wide = {n: v.double() if _floating(v) else v for n, v in inputs.items()}
-            found, expected = _results(spec.function, spec, inputs), _results(spec.reference, spec, wide)
-            for got, want in zip(found, expected, strict=True):
-                at = want.isfinite()
-                if not want.is_floating_point() or not at.any():
-                    continue
-                error = (got.double() - want)[at].abs().max() / want[at].abs().max().clamp(min=1e-30)
-                if not error <= spec.tolerance[dtype]:
-                    raise UserError(f"{spec.name} is off by {float(error):.2g} at {dict(case)} in {dtype}; no result")
+            error = error_of(spec, case, dtype)
+            if not error <= spec.tolerance[dtype]:
+                raise UserError(f"{spec.name} is off by {error:.2g} at {dict(case)} in {dtype}; no result")
+
+
+def error_of(spec: KernelSpec, case: Case, dtype: torch.dtype) -> float:
+    """The largest error of a result or gradient against the fp64 reference, relative to its largest element.
+
+    Where the reference is not finite the result has to be as it is: else the error is infinite.
+    """
+    inputs, worst = spec.inputs(case, dtype, device(), torch.Generator().manual_seed(0)), 0.0
+    wide = {n: v.double() if _floating(v) else v for n, v in inputs.items()}
+    found, expected = _results(spec.function, spec, inputs), _results(spec.reference, spec, wide)
+    for got, want in zip(found, expected, strict=True):
+        at = want.isfinite()
+        if not torch.equal(got.isfinite(), at):
+            return math.inf
+        if want.is_floating_point() and at.any():
+            error = (got.double() - want)[at].abs().max() / want[at].abs().max().clamp(min=1e-30)
+            worst = max(worst, float(error))
+    return worst
 
 
 def _results(function: Callable[..., Any], spec: KernelSpec, inputs: dict[str, Any]) -> list[Tensor]:
@@ -219,14 +309,32 @@ def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def rows_of(spec: KernelSpec, case: Case, dtype: torch.dtype, roofline: Roofline, compiled: bool) -> list[Row]:
-    """The figures of one case: a row per contender and pass."""
-    inputs, traffic = inputs_of(spec, case, dtype), spec.traffic(case, dtype)
-    found = []
-    for name, function in contenders(spec, inputs, compiled).items():
-        for which, run in passes(function, spec, inputs).items():
-            found.append(_row(spec, case, dtype, name, which, seconds_of(run), traffic, roofline))
-    return found
+def rows_of(
+    spec: KernelSpec, case: Case, dtype: torch.dtype, roofline: Roofline, compiled: bool,
+    failed: Callable[[str], None] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """The figures of one case as they come: a row per contender and pass.
+
+    failed  is told of a contender that fails, and the others are timed; without it the error is raised. Ours fails
+            where it does: then there is nothing to compare
+    """
+    traffic = spec.traffic(case, dtype)
+    with _beside_the_default_stream():
+        inputs = inputs_of(spec, case, dtype)
+        for name, function in contenders(spec, inputs, compiled).items():
+            try:
+                for which, run in passes(function, spec, inputs).items():
+                    yield _row(spec, case, dtype, name, which, seconds_of(run), traffic, roofline)
+            except (RuntimeError, TypeError, ValueError) as error:
+                if failed is None or name == "ours":
+                    raise
+                where = f"{spec.name}, {_described(spec.name, case, dtype)['case']}"
+                failed(f"{name} failed: {where}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+
+
+def _beside_the_default_stream() -> AbstractContextManager[Any]:
+    """On a GPU a stream that can be captured."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device().type == "cuda" else nullcontext()
 
 
 def _row(
@@ -299,14 +407,18 @@ def measure(options: Options) -> Measured:
 def _measure(options: Options) -> Measured:
     on_gpu = device().type == "cuda"
     dtypes = (torch.bfloat16, torch.float32) if on_gpu else (torch.float32,)
+    families = chosen(options.families)
     roofline = measure_roofline(dtypes)
-    for spec in specs().values():
+    for spec in families.values():
         check_green(spec, tuple(d for d in dtypes if d in spec.dtypes))
-    figures, notes = peak_rows(torch.bfloat16), []
+    figures = peak_rows(torch.bfloat16) if "linear_cross_entropy" in families else []
+    notes: list[str] = []
+    compiled = options.compiled and (options.full or (on_gpu and not options.quick))
     for spec, case in _in_turn(on_gpu, options.quick):
-        for dtype in dtypes:
-            if dtype in spec.dtypes:
-                figures += rows_of(spec, case, dtype, roofline, compiled=on_gpu or options.full)
+        for dtype in dtypes if spec.name in families else ():
+            for row in rows_of(spec, case, dtype, roofline, compiled, notes.append) if dtype in spec.dtypes else ():
+                figures.append(row)
+                options.kept(row)
     rates = ", ".join(f"{str(d).removeprefix('torch.')} {f / 1e12:.3g} TFLOP/s" for d, f in roofline.flops.items())
     notes.append(f"Roofline measured here: copy {roofline.bandwidth / 1e9:.3g} GB/s, matrix products {rates}.")
     if not on_gpu:
@@ -315,6 +427,13 @@ def _measure(options: Options) -> Measured:
             "are counted from meta tensors, along the path of the kernels."
         )
     return Measured(tuple(figures), tuple(targets(figures)), tuple(notes))
+
+
+def chosen(names: Sequence[str]) -> dict[str, KernelSpec]:
+    """The families of those names; all where there is none.  Raises UserError for one that is not there."""
+    if unknown := [name for name in names if name not in specs()]:
+        raise UserError(f"--family {unknown[0]}: no kernel has that name; the families are {', '.join(specs())}")
+    return {name: spec for name, spec in specs().items() if not names or name in names}
 
 
 def _in_turn(on_gpu: bool, quick: bool) -> list[tuple[KernelSpec, Case]]:
@@ -331,11 +450,11 @@ def _in_turn(on_gpu: bool, quick: bool) -> list[tuple[KernelSpec, Case]]:
 
 def targets(figures: list[Row]) -> list[Target]:
     """What was aimed at, of what was measured: times on a GPU only."""
-    found = [t for row in figures if row.case["contender"] == "ours" for t in _targets_of(row, figures)]
+    found = [t for row in figures if row.case["contender"] == "ours" for t in targets_of(row, figures)]
     return [*found, *_peak_targets(figures)]
 
 
-def _targets_of(row: Row, figures: list[Row]) -> list[Target]:
+def targets_of(row: Row, figures: list[Row]) -> list[Target]:
     """Shares of the roofline in bf16; attention with a bias beside itself without; Adafactor's step in fp32."""
     if device().type != "cuda" or row.case["pass"] not in ("forward", "backward"):
         return []
@@ -396,7 +515,7 @@ MEASURES = (
     "core/kernels",
     "benchmarks/kernels.py",
 )
-BENCHMARK = Benchmark("kernels", "Kernels against the roofline", measure, MEASURES, plot)
+BENCHMARK = Benchmark("kernels", "Kernels against the roofline", measure, MEASURES, plot, ("--family", "--no-compile"))
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="kernels"), sys.argv[1:]))

@@ -65,6 +65,8 @@ def _rank(rank: int, num_ranks: int, store: str, answers: Any, function: Callabl
     # torch 2.13 deprecates names of collectives whose new names 2.11 does not have yet.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     backend = "nccl" if torch.cuda.device_count() >= num_ranks else "gloo"
+    if backend == "nccl":  # else all ranks of NCCL are on the first GPU
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     answers.put((rank, function(*arguments)))
     dist.barrier()

@@ -1,7 +1,8 @@
 """Run benchmarks: `python -m benchmarks.run [--quick | --full] [--out FOLDER] [--peers-… PATH] [NAME...]`.
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
-benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it. --quick takes seconds, shows that the benchmark
+benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it; figures that it tells as they come are printed,
+and kept in NAME.partial.jsonl until the result is written. --quick takes seconds, shows that the benchmark
 works, and writes nothing unless --out says where. NAME-MACHINE.json is a result that is kept from another machine.
 
 Several run each in a process of its own, one after another; with --quick, which measures nothing, one on each core.
@@ -15,6 +16,7 @@ A benchmark alone: `python -m benchmarks.NAME`, with the same options.
 
 import argparse
 import importlib
+import json
 import os
 import re
 import shlex
@@ -26,14 +28,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, beginning, result_of, show, write
+from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, show, write
 from core.config import UserError, run_command
 
 QUICK_LIMIT_S = 900
+QUICK_FIRST = (
+    *("serving_mixed", "stable_diffusion", "dreambooth", "serving_bloom", "serving", "train", "quantization", "gemini"),
+    *("long_sequence", "tiny_pipeline"),
+)
+"""Those that take longest with --quick, begun first, so that no core is idle while the last one ends."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +49,33 @@ class Options:
 
     peers_python  interpreter of an environment that has the systems under comparison which this one lacks
     peers_source  checkout of a system that is run from its source
+    families      of kernels that are measured; empty: all
+    compiled      whether torch.compile takes part where it can
+    kept          what is told each figure as soon as there is one
     """
 
     quick: bool = False
     full: bool = False
     peers_python: Path | None = None
     peers_source: Path | None = None
+    families: tuple[str, ...] = ()
+    compiled: bool = True
+    kept: Callable[[Row], None] = lambda row: None
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too."""
+    """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too.
+
+    takes  which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    """
 
     name: str
     title: str
     measure: Callable[[Options], Measured]
     measures: tuple[str, ...]
     plot: Callable[[Result, Path], Path] | None = None
+    takes: tuple[str, ...] = ()
 
 
 def known() -> list[str]:
@@ -81,6 +98,12 @@ def main(argv: list[str], only: str | None = None) -> int:
     )
     parser.add_argument("--peers-python", type=Path, help="interpreter that has the peers which this one lacks")
     parser.add_argument("--peers-source", type=Path, help="checkout of a peer that is run from its source")
+    parser.add_argument(
+        "--family", action="append", default=[], help="a family of kernels, again for each; the rest is not run"
+    )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave torch.compile out, which takes most of the time"
+    )
     if only is None:
         parser.add_argument("--stale", action="store_true", help="list the results that are not of the code as it is")
         parser.add_argument("names", nargs="*", metavar="NAME")
@@ -97,10 +120,16 @@ def main(argv: list[str], only: str | None = None) -> int:
         from benchmarks.stale import list_stale
 
         return list_stale(names, given.out or RESULTS)
+    asked = [f"--{option}" for option in ("family", "no-compile") if getattr(given, option.replace("-", "_"))]
+    for name in names if asked else ():
+        if unread := [option for option in asked if option not in load(name).takes]:
+            raise UserError(f"{', '.join(unread)}: {name} does not read it; run `python -m benchmarks.kernels` with it")
     if len(names) > 1:
         return run_each(names, given)
     out = given.out or (None if given.quick else RESULTS)
-    options = Options(given.quick, given.full, given.peers_python, given.peers_source)
+    options = Options(
+        given.quick, given.full, given.peers_python, given.peers_source, tuple(given.family), not given.no_compile
+    )
     command = shlex.join(["python", "-m", f"benchmarks.{only or 'run'}", *map(_elsewhere, argv)])
     run(load(names[0]), options, out, command)
     return 0
@@ -114,8 +143,19 @@ def _elsewhere(argument: str) -> str:
 def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) -> None:
     """Measure, show and, where `out` is a folder, write."""
     began = beginning(benchmark.measures)
+    partial = None if out is None else out / f"{benchmark.name}.partial.jsonl"
+    if partial is not None:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+
+    def keep(row: Row) -> None:
+        print(in_a_line(row), flush=True)
+        if partial is not None:
+            with partial.open("a") as lines:
+                lines.write(json.dumps(asdict(row)) + "\n")
+
     try:
-        measured = benchmark.measure(options)
+        measured = benchmark.measure(replace(options, kept=keep))
     except Missing as error:
         if not options.quick:
             raise
@@ -125,8 +165,16 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     show(result)
     if out is not None:
         print(f"written to {write(result, out)}")
+        assert partial is not None
+        partial.unlink(missing_ok=True)
         if benchmark.plot is not None:
             print(f"drawn in {benchmark.plot(result, out)}")
+
+
+def in_a_line(row: Row) -> str:
+    """A figure as soon as there is one."""
+    numbers = ", ".join(f"{name} {number.value:.4g} {number.unit}".rstrip() for name, number in row.numbers.items())
+    return f"{' '.join(map(str, row.case.values()))}: {numbers}"
 
 
 # --- several ----------------------------------------------------------------------------------------------------------
@@ -138,6 +186,8 @@ def run_each(names: list[str], given: argparse.Namespace) -> int:
     for name in ("out", "peers_python", "peers_source"):
         if getattr(given, name) is not None:
             options += [f"--{name.replace('_', '-')}", str(getattr(given, name).absolute())]
+    if given.quick:
+        names = sorted(names, key=lambda name: QUICK_FIRST.index(name) if name in QUICK_FIRST else len(QUICK_FIRST))
     commands = {name: [sys.executable, "-m", "benchmarks.run", *options, name] for name in names}
     failed = _quickly(commands) if given.quick else [n for n, c in commands.items() if subprocess.call(c, cwd=ROOT)]
     if failed:

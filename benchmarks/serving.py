@@ -105,7 +105,7 @@ def sizes(options: Options) -> list[Size]:
     return [Size("opt_125m", SHAPES["opt_125m"], turns, (16, 128), (8, 64))]
 
 
-class _NoText:
+class NoText:
     """The engine without text: what is measured is tokens."""
 
     end_ids: frozenset[int] = frozenset()
@@ -134,7 +134,7 @@ def engine_of(model: Decoder, concurrency: int, length: int, pace: Pace | None =
     """For so many sequences at once of at most so many tokens. Quantized weights have pages in bf16, as peers do."""
     num_pages, dtype = concurrency * (-(-length // PAGE_SIZE) + 1), page_dtype(model)
     return Engine(
-        Runner(model, num_pages, PAGE_SIZE, dtype), cast(Text, _NoText()), Limits(PAGE_SIZE, 2048, 512, concurrency),
+        Runner(model, num_pages, PAGE_SIZE, dtype), cast(Text, NoText()), Limits(PAGE_SIZE, 2048, 512, concurrency),
         num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=length, pace=pace,
     )  # fmt: skip
 

@@ -20,6 +20,8 @@ import json
 import math
 import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,8 +38,19 @@ class UserError(ValueError):
     """A mistake of the user's, told in one line: what was given, what is allowed, what to do. Commands exit with 2."""
 
 
-def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command: str, default: str) -> Config:
+HELP = frozenset(("-h", "--help", "--help-all"))
+
+
+def parse(
+    recipes: Mapping[str, Callable[[], Config]],
+    argv: list[str],
+    command: str,
+    default: str,
+    places: tuple[str, ...] = (),
+) -> Config:
     """The recipe named by --recipe (else `default`), changed by the options that follow.
+
+    places  options whose values may stand, in this order, before the first option: IN OUT for --model IN --out OUT
 
     Raises UserError for an unknown recipe or option and for an ill-typed value. --help and --help-all print the options
     and exit; where the config's class has an `ESSENTIAL`, --help shows these.
@@ -48,8 +61,8 @@ def parse(recipes: Mapping[str, Callable[[], Config]], argv: list[str], command:
     if name not in recipes:
         raise UserError(f"no recipe '{name}'{_nearest(name, recipes)}; the recipes are {', '.join(recipes)}")
     config = recipes[name]()
-    options, notes = _spelled_out(options, config)
-    if {"-h", "--help", "--help-all"} & set(options):
+    options, notes = _spelled_out(_placed(options, places, config), config)
+    if HELP & set(options):
         about = f"--recipe NAME gives the defaults, here {name}; the recipes are {', '.join(recipes)}"
         _print_help(config, command, about if len(recipes) > 1 else "", "--help-all" in options)
     _check_names(options, config, command)
@@ -122,6 +135,10 @@ class Renamed(Protocol):
     """former name -> name, or name=UNIT where a number is to get its unit: {"memory_gb": "memory=GB"}"""
 
 
+FORMER_MODEL = ("source", "weights", "run")
+"""What --model was called, in one command or another: each of them takes all three."""
+
+
 class Called(Protocol):
     """A configuration of which some fields cannot be called as their options."""
 
@@ -188,6 +205,20 @@ def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:
     return name, rest
 
 
+def _placed(options: list[str], places: tuple[str, ...], config: Any) -> list[str]:
+    """Words before the first option become the values of `places`.  Raises UserError for one that is given twice."""
+    names = {*option_names(config), *dict(_renamed(config))}
+    told = []
+    for place, word in zip(places, options):
+        name, equals, _ = word.partition("=")
+        if word.startswith("-") or (equals and name.replace("-", "_") in names):
+            break
+        if any(other.partition("=")[0] in (option(place), place) for other in options):
+            raise UserError(f"{word} and {option(place)}, which means the same; give one of them")
+        told.append(f"{option(place)}={word}")
+    return told + options[len(told) :]
+
+
 def _spelled_out(options: list[str], config: Any) -> tuple[list[str], list[str]]:
     """The options as the parser takes them, and a line for each spelling and name of the version before.
 
@@ -224,6 +255,9 @@ def _spelled_out(options: list[str], config: Any) -> tuple[list[str], list[str]]
 
 def _renamed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(former name, name) of the options of a dataclass instance, dotted; see `Renamed`."""
+    if not prefix:
+        called = {_called(config).get(name, name) for name in option_names(config)}
+        yield from ((old, "model") for old in FORMER_MODEL if "model" in called and old not in called)
     yield from ((f"{prefix}{old}", f"{prefix}{new}") for old, new in getattr(type(config), "RENAMED", {}).items())
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -251,12 +285,43 @@ def _check_names(options: list[str], config: Any, command: str) -> None:
         may_be_value = before.startswith("--") and "=" not in before  # as in --out a=b
         is_option = word.startswith("--") or ("=" in word and not may_be_value)
         if is_option and name not in known and name.replace("no_", "", 1) not in known:
-            near = [n for n in names if n.startswith(f"{name}.") or n.endswith(f".{name}")]
             former = {old: new.partition("=")[0] for old, new in _renamed(config)}
-            near = near[:3] or difflib.get_close_matches(name, [*names, *former, "recipe"], n=3, cutoff=0.5)
+            near = _nearest_names(name, [*names, *former, "recipe"])
             meant = dict.fromkeys(option(former.get(one, one)) for one in near)
             meant = f", did you mean {' or '.join(meant)}?" if meant else ""
             raise UserError(f"{command} has no option {word.partition('=')[0]}{meant}; see {command} --help-all")
+
+
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "batch_size": "global_batch",
+    "per_device_train_batch_size": "microbatch",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "max_length": "sequence_length",
+    "seq_length": "sequence_length",
+    "output_dir": "out",
+    "output": "out",
+    "gpus": "nproc",
+    "num_gpus": "nproc",
+    "world_size": "nproc",
+}
+"""What other programs call it -> the last part of its name here."""
+
+
+def _nearest_names(name: str, known: list[str]) -> list[str]:
+    """The few that may be meant: what is in a group or is a group of that name, else what is spelled nearly so."""
+    other = _ELSEWHERE.get(name, name)
+    if near := [one for one in known if one == other or one.startswith(f"{name}.") or one.endswith(f".{other}")]:
+        return near[:3]
+    scores = {one: max(_alike(name, one), _alike(name, one.rpartition(".")[2])) for one in known}
+    return sorted((one for one in known if scores[one] > 0.6), key=lambda one: -scores[one])[:3]
+
+
+def _alike(one: str, other: str) -> float:
+    """From 0 to 1, and more where they share a word: batch_size and global_batch."""
+    shared = set(re.split(r"[._]", one)) & set(re.split(r"[._]", other))
+    return difflib.SequenceMatcher(None, one, other).ratio() + 0.3 * bool(shared)
 
 
 def _check_values(config: Any, default: Any, prefix: str = "") -> None:
@@ -306,7 +371,7 @@ def _one_line(complaint: str, command: str) -> str:
         if line.startswith("╭"):
             paragraphs.append([])
     _title, *rest = (" ".join(p) for p in paragraphs if p)
-    said = "; ".join(rest)
+    said = re.sub(r"^Error parsing (?!--)[\w.-]+: ", "", "; ".join(rest))  # a field or class, before words of our own
     return f"{said.rstrip('.')}; see {command} --help-all"
 
 
@@ -376,22 +441,42 @@ def in_one_line(error: BaseException) -> str | None:
     return f"{where}{error.strerror}; {advice}"
 
 
-def run_command(command: Callable[[list[str]], int | None], argv: list[str], speaks: bool = True) -> int:
+def run_command(
+    command: Callable[[list[str]], int | None], argv: list[str], speaks: Callable[[], bool] = lambda: True
+) -> int:
     """Run a command; a UserError, or a path that cannot be used, becomes one line on stderr and exit code 2.
 
-    speaks  False on ranks other than 0, so that a line appears once
+    speaks  asked by a rank that has something to say: whether it is the one that does, so that a line appears once
     """
     try:
-        return command(argv) or 0
+        try:
+            return command(argv) or 0
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
         line = in_one_line(error)
         if line is None:
             raise
-        if speaks and not getattr(error, "told", False):
+        if not getattr(error, "told", False) and speaks():
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _nobody_reads() -> bool:
+    """Whether what is printed goes to a program that has ended, as in `--help | head`; then it goes nowhere."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 @contextlib.contextmanager
@@ -429,13 +514,13 @@ class App:
     def name(self) -> str:
         return self.package.rpartition(".")[2]
 
-    def run(self, argv: list[str], speaks: bool) -> int:
+    def run(self, argv: list[str], speaks: Callable[[], bool]) -> int:
         """Run the command that argv names.  Returns its exit code; speaks: see `run_command`."""
         return run_command(self.dispatch, argv, speaks)
 
     def dispatch(self, argv: list[str]) -> int:
         """The same, but mistakes are raised as UserError."""
-        if not argv or argv[0] in ("-h", "--help"):
+        if not argv or (argv[0] in HELP and not (self.bare and argv[0] == "--help-all")):
             print(self._help())
             return 0
         module, rest = argv[0], argv[1:]
@@ -444,7 +529,8 @@ class App:
         elif module not in self.commands:
             without = f", or {self.bare[1].partition(':')[0]}" if self.bare else ""
             raise UserError(
-                f"{self.name} has no command '{module}'; the commands are {', '.join(self.commands)}{without}"
+                f"{self.name} has no command '{module}'{_nearest(module, self.commands)}; "
+                f"the commands are {', '.join(self.commands)}{without}"
             )
         with importing():
             main = import_module(f"{self.package}.{module}").main
@@ -452,5 +538,6 @@ class App:
 
     def _help(self) -> str:
         lines = [self.bare[1]] if self.bare else []
-        lines += [f"{self.name} COMMAND {self.usage}; {self.name} COMMAND --help lists the options", ""]
+        called = f"megalith {self.name} COMMAND"
+        lines += [f"{called} {self.usage}; {called} --help lists the options", ""]
         return "\n".join([*lines, *(f"  {name:10} {what}" for name, what in self.commands.items())])

@@ -80,6 +80,15 @@ class MeshConfig:
             )
         self._check_grid()
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        found = {}
+        if self.tp == 1 and self.tp_mode != "1d":
+            found["tp_mode"] = f"{self.tp_mode} with mesh.tp=1, where nothing is cut; give --mesh.tp"
+        if self.cp == 1 and self.cp_mode != "ring":
+            found["cp_mode"] = f"{self.cp_mode} with mesh.cp=1, where nothing is cut; give --mesh.cp"
+        return found
+
     def _check_grid(self) -> None:
         """Raises UserError unless tp ranks make the grid of the mode, naming the nearest that do."""
         if self.tp_depth != 1 and self.tp_mode != "2.5d":

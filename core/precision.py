@@ -10,13 +10,15 @@ Micikevicius et al. 2018, Mixed Precision Training, section 3 (fp32 masters, los
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from core.config import UserError
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+MatmulPrecision = Literal["highest", "high", "medium"]
+"""How products in fp32 are computed: exactly, by a GPU's TF32 units with 11 bits, or as bf16."""
 
 COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -24,6 +26,17 @@ COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+def set_matmul_precision(precision: MatmulPrecision) -> None:
+    """Let products in fp32 be computed so in this process; torch's own name, and what our kernels follow.
+
+    Raises UserError for another name.
+    """
+    names = get_args(MatmulPrecision)
+    if precision not in names:
+        raise UserError(f"matmul_precision={precision}; give {', '.join(names[:-1])} or {names[-1]}")
+    torch.set_float32_matmul_precision(precision)
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -33,7 +33,7 @@ def hold(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
-    with path.open("a+") as file:
+    with path.open("ab+", buffering=0) as file:  # so that closing has nothing to write
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -47,8 +47,8 @@ def hold(folder: Path) -> Iterator[None]:
         began = time.strftime("%Y-%m-%d %H:%M:%S")
         with naming(path):
             file.truncate(0)
-            file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "began": began}) + "\n")
-            file.flush()
+            told = {"process": os.getpid(), "host": socket.gethostname(), "began": began}
+            file.write(json.dumps(told).encode() + b"\n")
         yield
 
 

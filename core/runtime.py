@@ -16,7 +16,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,7 @@ from core.rank import end_with
 from core.watch import Watch
 
 _Value = TypeVar("_Value")
+_STORE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,21 @@ def ranks_of(nproc: int) -> int:
 def leads() -> bool:
     """Whether this process is rank 0, before any process group exists."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def tells() -> bool:
+    """Whether this process tells a mistake: of ranks that each meet one by themselves, the first that asks.
+
+    The launcher ends the others as soon as one has ended, rank 0 too, so it must not be left to rank 0. Where the
+    launcher keeps no store for its ranks, it is.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        key, rank = f"told/{os.environ['TORCHELASTIC_RESTART_COUNT']}", os.environ["RANK"]
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with suppress(RuntimeError):  # it has gone with the launcher
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+            return store.compare_set(key, "", rank).decode() == rank
+    return leads()
 
 
 def agreed(value: _Value) -> _Value:

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from core.parallel.compose import ParallelConfig
 from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.schedule import SPLIT_BACKWARD
-from core.precision import LossScale, LossScaleConfig, compute_dtype
+from core.precision import LossScale, LossScaleConfig, MatmulPrecision, compute_dtype, set_matmul_precision
 from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, launch, seed_everything, watch_steps
 
@@ -98,6 +98,8 @@ class TrainConfig(ParallelConfig):
     log: LogConfig = field(default_factory=LogConfig)
     device: str = "auto"
     """cpu or cuda; auto: CUDA where there is one"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
     """train in a given amount of device memory: model data that does not fit lives on the host"""
 
@@ -210,6 +212,7 @@ def fit(
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
     """
+    set_matmul_precision(config.matmul_precision)
     loss_scale = LossScale(config.precision, config.loss_scale)
     state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
     axis = data_axis(data.mesh)
@@ -230,7 +233,10 @@ def fit(
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
             progress.message(f"continuing after step {first}{_changes(state.loaded, state.values)}")
-        source = stack.enter_context(Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0))
+        ahead = Prefetch(
+            batches, axis.get_local_rank(), axis.size(), step=first or 0, pinned=data.device.type == "cuda"
+        )
+        source = stack.enter_context(ahead)
         stop = stack.enter_context(StopRequest())
         meter = _Meter(data, config, runtime, flops_per_token)
         step = first or 0
@@ -282,13 +288,15 @@ def train_step(
     Each parameter group's own learning rate is what it had when the run began, or torch's `initial_lr`; the schedule
     multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
 
-    stop_requested  asked at the end of the step, on every rank; one that says yes stops all (`state.stopping`)
+    stop_requested  asked before the update, on every rank; one that says yes stops all after it (`state.stopping`)
+
+    The host waits for the device once: when it reads what says how the update goes (`TrainState.read_step`).
     """
     data, axis = state.data, data_axis(state.data.mesh)
     device = data.device
     scale = state.loss_scale.factor
     parts = _microbatches(batch, config, device)
-    weights = torch.stack([weight(part).to(device, torch.float64) for part in parts])
+    weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
     whole_weight = weights.sum()
     if axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
@@ -305,7 +313,8 @@ def train_step(
     microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
     mean = data.run(microbatches, share_of_loss, scale)
     data.reduce()
-    norm = float(gradient_norm(data.masters.values(), data.mesh)) / scale
+    read = state.read_step(mean, gradient_norm(data.masters.values(), data.mesh), stop_requested())
+    norm = read.norm / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
     rates = [
         learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
@@ -322,9 +331,11 @@ def train_step(
         data.release()  # before the parameters travel: the two need not share memory
         data.publish()
     data.release()
-    state.note_step(mean, stop_requested())
+    state.require_progress()
     others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
-    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others | _expert_load(data)
+    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others
+    if read.expert_load is not None:
+        figures |= load_figures(read.expert_load)
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
@@ -356,16 +367,16 @@ def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConf
     return draw
 
 
-def _expert_load(data: ParallelModel) -> dict[str, Any]:
-    """Figures of the step's load of experts, over all ranks; none of a model without experts."""
+def _expert_load(data: ParallelModel) -> Tensor | None:
+    """The step's load of experts, over all ranks; None of a model without experts."""
     load = take_load(data.model, data.device)
     if load is None:
-        return {}
+        return None
     if data.mesh.size() > 1:
         dist.all_reduce(load)
     stages = pipeline_ranks(data.mesh)  # have other layers; ranks of tensor parallelism route alike
     copies = data.mesh.size() // gradient_axis(data.mesh).size() // stages
-    return load_figures(load / copies)
+    return load / copies
 
 
 def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
@@ -475,21 +486,36 @@ class TrainState:
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def note_step(self, mean: Tensor, stop_requested: bool) -> None:
-        """Agree over all ranks on the loss of the step and on whether to stop after it."""
+    def read_step(self, mean: Tensor, norm: Tensor, stop_requested: bool) -> "StepFigures":
+        """What the host has to know of a step, agreed over all ranks, in one wait for the device: loss and norm of the
+        gradients, whether to stop after it, and the experts' load."""
         axis = data_axis(self.data.mesh)
         copies = self.data.mesh.size() // axis.size()
         both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))
         if self.data.mesh.size() > 1:
             dist.all_reduce(both)
-        self.loss, stops = both.tolist()
+        load = _expert_load(self.data)
+        parts = [both.double(), norm.double().reshape(1), *(() if load is None else (load.flatten(),))]
+        self.loss, stops, norm_read, *loads = torch.cat(parts).tolist()
         self.stopping = stops > 0
+        # Read back as they were: fp64 has all the digits that any of these formats has.
+        return StepFigures(norm_read, None if load is None else torch.tensor(loads, dtype=load.dtype).view(load.shape))
+
+    def require_progress(self) -> None:
+        """Raises UserError where step after step was skipped, this one too."""
         self._skipped_in_a_row = 0 if self.loss_scale.good_steps else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"gradients were not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row (loss {self.loss}); "
                 "lower optim.lr, warm up for longer, or use --precision bf16 or fp32"
             )
+
+
+class StepFigures(NamedTuple):
+    """norm: of the gradients, times the loss scale. expert_load: see `core.nn.moe.take_load`, on the host."""
+
+    norm: float
+    expert_load: Tensor | None
 
 
 def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -> int | None:

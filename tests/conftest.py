@@ -1,13 +1,38 @@
 """Fixtures for all tests."""
 
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.chosen import choose_in_a_moment
 from tests.support.forkserver import PRELOADED
 from tests.support.ranks import Pools
+
+gc.disable()  # until all is imported, as commands do: nothing of it is garbage
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "where the tests that are marked gpu run: a GPU, if there is one (auto), or the CPU, kernels interpreted"
+    parser.addoption("--device", choices=("auto", "cpu"), default="auto", help=said)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything asks for a GPU, or defines a kernel."""
+    if config.getoption("--device") == "cpu":
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where a test that is marked gpu makes its tensors; each of them asks for it (tests/unit/test_gpu_marks.py)."""
+    from tests.support.device import DEVICE
+
+    return torch.device(DEVICE)
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +41,11 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_are_chosen_in_a_moment() -> None:
+    choose_in_a_moment()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,16 +58,29 @@ def no_process_group_is_left() -> Iterator[None]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What ranks will run is imported once, before they are forked."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support.interpreter import take_interpreter
+
+        take_interpreter()
     modules = [item.module.__name__ for item in session.items if "ranks" in getattr(item, "fixturenames", ())]
     PRELOADED.extend(name for name in dict.fromkeys(modules) if name not in PRELOADED)
+    gc.collect()
+    gc.freeze()  # modules and tests stay; what tests leave is looked for among what came later
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "soak" not in config.getoption("markexpr"):
-        items[:] = [item for item in items if "soak" not in item.keywords]
+        items[:] = [item for item in items if not _marked(item, "soak")]
     if torch.cuda.is_available():
         return
+    on_cpu = config.getoption("--device") == "cpu"
     skip = pytest.mark.skip(reason="needs a CUDA device; runs where `make gpu` finds one")
     for item in items:
-        if "gpu" in item.keywords:
+        if _marked(item, "cuda") or (_marked(item, "gpu") and not on_cpu and not _marked(item, "interpreted")):
             item.add_marker(skip)
+
+
+def _marked(item: pytest.Item, name: str) -> bool:
+    """By a mark: keywords have the names of folders, too."""
+    return item.get_closest_marker(name) is not None

@@ -1,6 +1,5 @@
 """The options of `diffusion pretrain`, `finetune` and `dreambooth`: core's training run, a pipeline, pictures."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -114,8 +113,6 @@ class DiffusionConfig(TrainConfig):
         "nproc",
     )
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
-
     model: Path | None = None
     """the pipeline to start from, a diffusers folder or a single-file checkpoint; by default the one that comes with
     this program"""
@@ -160,7 +157,7 @@ class PretrainConfig(DiffusionConfig):
     fresh: Literal["nothing", "unet", "unet+text_encoder"] = "unet"
     """what begins from --seed instead of the weights; their configurations are kept"""
     unet: str | None = None
-    """a published model (diffusion recipes lists them) whose U-Net is trained, instead of the pipeline's own"""
+    """a published model (`megalith diffusion recipes`) whose U-Net is trained, instead of the pipeline's own"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,10 +6,9 @@ diffusion convert model merged --lora style.safetensors --lora-scale 0.8        
 diffusion convert lora.safetensors kohya.safetensors --model model --layout kohya    a LoRA's layout
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -26,8 +25,12 @@ from core.precision import COMPUTE_DTYPE
 class ConvertConfig:
     """Write a pipeline, or a LoRA, in another format: OUT ends in .safetensors for a single file."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
-
+    input: Path | None = None
+    """a pipeline, a folder or a single file; with --model a LoRA; `megalith diffusion convert IN OUT` means the same"""
+    out: Path | None = None
+    """what to write: a name that ends in .safetensors for a single file, else a folder"""
+    model: Path | None = None
+    """without --input the pipeline to convert; with it the one that the LoRA was made for"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """of the weights that are written"""
     prediction_type: Prediction | None = None
@@ -39,14 +42,16 @@ class ConvertConfig:
     lora: tuple[Path, ...] = ()
     """LoRA files to merge into the weights"""
     lora_scale: float = 1.0
-    model: Path | None = None
-    """IN is a LoRA, made for this pipeline"""
     layout: Layout = "diffusers"
     """of a LoRA that is written"""
 
+    @property
+    def of_lora(self) -> bool:
+        return self.input is not None and self.model is not None
+
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        if self.model is not None:
+        if self.of_lora:
             names, why = ("tokenizer", "ema", "lora", "lora_scale"), "with --model, where IN is a LoRA; leave it out"
             return dict.fromkeys(names, why)
         found = {"layout": "without --model: a pipeline is written; give those of the pipeline that IN is a LoRA of"}
@@ -54,15 +59,13 @@ class ConvertConfig:
 
 
 def main(argv: list[str]) -> int:
-    paths = argv[:2]
-    if argv in (["-h"], ["--help"]):
-        print("diffusion convert IN OUT [--option value …]")
-        paths = []
-    elif len(paths) < 2 or any(path.startswith("-") for path in paths):
-        raise UserError("diffusion convert takes what to read and what to write: diffusion convert IN OUT")
-    config = parse({"default": ConvertConfig}, argv[len(paths) :], "diffusion convert IN OUT", default="default")
-    source, target = Path(paths[0]), Path(paths[1])
-    if config.model is not None:
+    config = parse({"default": ConvertConfig}, argv, "megalith diffusion convert", "default", places=("input", "out"))
+    source, target = config.input or config.model, config.out
+    if source is None or target is None:
+        raise UserError(
+            "megalith diffusion convert takes what to read and what to write: IN OUT, or --model IN --out OUT"
+        )
+    if config.input is not None and config.model is not None:
         lora = load_lora(source, load_pipeline(config.model, prediction_type=config.prediction_type))
         save_lora(lora, target, config.layout, COMPUTE_DTYPE[config.precision])
         print(f"{target}: {len(lora)} modules in {config.layout}'s layout")

@@ -15,7 +15,7 @@ def main(argv: list[str], command: str = "finetune", method: str = "full") -> in
     method = _method(argv) or method
     if method not in get_args(Method):
         raise UserError(f"no method {method!r}; the methods are {', '.join(get_args(Method))}")
-    return run(command, parse(FINETUNE, argv, f"diffusion {command}", default=method), argv)
+    return run(command, parse(FINETUNE, argv, f"megalith diffusion {command}", default=method), argv)
 
 
 def _method(argv: list[str]) -> str | None:

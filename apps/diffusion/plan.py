@@ -1,7 +1,7 @@
 """`diffusion plan`: the memory and the time of sampling or of training at full size, before anything is loaded.
 
     diffusion plan --model sd_v1 --scheme int8 --precision fp16 --memory 4GiB
-    diffusion plan --task train --model sd_v2_base --batch 16 --recompute.mode full --gemini.budget 5.6GB
+    diffusion plan --task train --model sd_v2_base --batch 16 --recompute.mode full --gemini.budget 5.2GiB
     diffusion plan --recipe dreambooth_6gb
 
 How it is counted: `apps.diffusion.footprint`.
@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
-from apps.diffusion.plan_config import RECIPES, WITHOUT_EFFECT, PlanConfig
+from apps.diffusion.plan_config import RECIPES, PlanConfig, without_effect
 from core.config import UserError, in_words, option, parse, size_in_bytes, typed
+
+NO_TIME = "how long a CPU takes is not foreseen; --gpu, such as A100, plans for a GPU, and says"
 
 
 def main(argv: list[str]) -> int:
-    config = parse(RECIPES, argv, "diffusion plan", default="default")
+    config = parse(RECIPES, argv, "megalith diffusion plan", default="default")
     found = footprint(config)
     side = pixels_of(config, shape_of(config))
     title = f"{config.model}, {config.task}, {config.batch} of {side} x {side} px, {config.precision}"
@@ -27,8 +29,8 @@ def main(argv: list[str]) -> int:
     if found.said:
         console.print(found.said)
     console.print(_process(found))
-    console.print(_time(config, found))
-    if ignored := sorted(typed(argv, config) & set(WITHOUT_EFFECT)):
+    console.print(_time(config, found) if config.kind == "cuda" else NO_TIME)
+    if ignored := sorted(typed(argv, config) & without_effect(config)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     if config.memory is not None:
         size = size_in_bytes(config.memory, "memory", "GiB")
@@ -62,7 +64,7 @@ def _time(config: PlanConfig, found: Footprint) -> str:
     """Parts of a second that matter, and what they come to."""
     whole = sum(found.seconds.values())
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.seconds.items())
-    of = f"at {config.utilisation:.0%} of the {config.gpu}'s peak ({parts})"
+    of = f"at {config.utilisation:.0%} of the {config.sheet}'s peak ({parts})"
     if config.task == "sample":
         return f"{config.batch} picture{'s' * (config.batch > 1)} in {whole:.3g} s {of}"
     steps = config.steps or STEPS["train"]
@@ -78,11 +80,14 @@ def _duration(seconds: float) -> str:
 
 
 def _require_fit(config: PlanConfig, found: Footprint, size: int) -> None:
-    if found.peak_bytes <= size:
+    needed, where = found.peak_bytes, "device"
+    if config.kind == "cpu":
+        needed, where = found.process_bytes, "CPU"
+    if needed <= size:
         return
     there = in_words(size)
     if config.task == "sample":
         advice = "try --scheme int8, --vae-tile 256 or a smaller --batch"
     else:
         advice = f"try --gemini.budget {there.replace(' ', '')}, --recompute.mode full, --optim.name adamw8bit"
-    raise UserError(f"it needs {in_words(found.peak_bytes)} and the device has {there}; {advice}")
+    raise UserError(f"it needs {in_words(needed)} and the {where} has {there}; {advice}")

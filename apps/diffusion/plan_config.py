@@ -21,6 +21,7 @@ from core.metrics.throughput import gpu_peak_flops
 from core.optim.build import OptimConfig
 from core.parallel.recompute import RecomputeConfig
 from core.precision import COMPUTE_DTYPE, master_dtype
+from core.runtime import device_kind
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,24 @@ class PlanConfig:
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("task", "model", "batch", "pixels", "steps", "precision", "scheme", "method", "lora.rank"),
-        *("train_text_encoder", "optim.name", "recompute.mode", "nproc", "zero", "gemini.budget", "gpu", "memory"),
+        *(
+            "train_text_encoder",
+            "optim.name",
+            "recompute.mode",
+            "nproc",
+            "zero",
+            "gemini.budget",
+            "device",
+            "gpu",
+            "memory",
+        ),
     )
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model", "ranks": "nproc", "memory_gb": "memory=GB"}
+    RENAMED: ClassVar[Mapping[str, str]] = {"ranks": "nproc", "memory_gb": "memory=GB"}
 
     task: Literal["sample", "train"] = "sample"
     model: str = "sd_v1"
-    """a published model (diffusion recipes lists them), or a diffusers folder, of which the configurations are read"""
+    """a published model (`megalith diffusion recipes`), or a diffusers folder, of which the configurations are read"""
     batch: int = 1
     """pictures at once on a device; DreamBooth with prior preservation: twice the subject's"""
     pixels: int | None = None
@@ -67,10 +78,12 @@ class PlanConfig:
     """train: what is divided over them: 1 optimizer, 2 also gradients, 3 also parameters"""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
     """train: a device's memory; what does not fit lives on the host"""
-    gpu: str = "A100"
-    """the device whose data sheet says what it computes: A100, H100, L4, RTX 3080, …"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """the kind of device that is planned for, which need not be here; auto: CUDA where there is one, or with --gpu"""
+    gpu: str | None = None
+    """the GPU whose data sheet says what it computes: A100 (where none is given), H100, L4, RTX 3080, …"""
     memory: str | None = None
-    """say whether it fits a device of that size, such as 24GiB (24 alone is GiB)"""
+    """say whether it fits a device of that size, such as 24GiB (24 alone is GiB); on a CPU, whether the process does"""
     memory_gb_s: float = 1000.0
     """that the device reads of its memory in a second"""
     bandwidth_gb_s: float = 25.0
@@ -101,7 +114,9 @@ class PlanConfig:
                 f"gemini.budget={self.gemini.budget} with task={self.task} and zero={self.zero}: Gemini is for "
                 "training, and shards all or nothing; use --task train and --zero 3 or 0"
             )
-        if gpu_peak_flops(self.gpu, COMPUTE_DTYPE[self.precision]) is None:
+        if self.gpu is not None and self.device == "cpu":
+            raise UserError(f"gpu={self.gpu} with device=cpu; give one of them")
+        if gpu_peak_flops(self.sheet, COMPUTE_DTYPE[self.precision]) is None:
             raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
 
     def unread(self) -> dict[str, str]:
@@ -139,8 +154,19 @@ class PlanConfig:
         return master_dtype(self.precision)
 
     @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if self.gpu is not None else device_kind("auto")
+
+    @property
+    def sheet(self) -> str:
+        """The GPU whose speeds the plan follows."""
+        return self.gpu or "A100"
+
+    @property
     def speed(self) -> Speed:
-        peak = gpu_peak_flops(self.gpu, self.dtype)
+        peak = gpu_peak_flops(self.sheet, self.dtype)
         assert peak is not None
         return Speed(self.utilisation * peak, 1e9 * self.memory_gb_s)
 
@@ -150,6 +176,14 @@ WITHOUT_EFFECT = (
     *("optim.schedule.scaling", "lora.layout"),
 )
 """Options of a training run that its plan is the same without."""
+
+
+def without_effect(config: PlanConfig) -> set[str]:
+    """Dotted names of the options that this plan does not depend on; on a CPU those of the time, too."""
+    if config.kind == "cuda":
+        return set(WITHOUT_EFFECT)
+    rates = set() if config.gemini.budget is not None else {"utilisation", "memory_gb_s", "bandwidth_gb_s"}
+    return set(WITHOUT_EFFECT) | rates | ({"steps"} if config.task == "train" else set())
 
 
 def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:

@@ -9,7 +9,9 @@ from core.config import parse, tell_notes
 
 
 def main(argv: list[str]) -> int:
-    return run("pretrain", parse(PRETRAIN, _as_called_now(argv), "diffusion pretrain", default="pretrain"), argv)
+    return run(
+        "pretrain", parse(PRETRAIN, _as_called_now(argv), "megalith diffusion pretrain", default="pretrain"), argv
+    )
 
 
 def _as_called_now(argv: list[str]) -> list[str]:

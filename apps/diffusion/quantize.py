@@ -14,10 +14,11 @@ from typing import Literal
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import Pipeline, check_free, save_pipeline
-from core.config import UserError, in_words, parse
+from core.config import UserError, in_words, parse, require_device
 from core.precision import COMPUTE_DTYPE
 from core.quant import quantize, stored_bytes
 from core.quant.scheme import SchemeName
+from core.runtime import device_of
 
 Part = Literal["unet", "vae", "text_encoder"]
 
@@ -26,6 +27,10 @@ Part = Literal["unet", "vae", "text_encoder"]
 class QuantizeConfig:
     """Write a pipeline with weights in 8 or 4 bits."""
 
+    model: Path | None = None
+    """a diffusers folder, or a single file; `megalith diffusion quantize IN OUT` means the same"""
+    out: Path | None = None
+    """folder to write"""
     scheme: SchemeName = "int8"
     """see docs/quantization.md; convolutions are rounded by all of them"""
     parts: tuple[Part, ...] = ("unet",)
@@ -42,21 +47,22 @@ class QuantizeConfig:
     """what the U-Net predicts, for single files of v2 that do not say it"""
     tokenizer: Path | None = None
     """folder of a tokenizer, for single files, which hold none"""
+    device: str = "auto"
+    """where weights are rounded, one at a time: cpu, cuda or cuda:N"""
 
     def __post_init__(self) -> None:
+        require_device("device", self.device)
         if not self.parts:
             raise UserError("parts is empty; name unet, vae or text_encoder")
 
 
 def main(argv: list[str]) -> int:
-    paths = argv[:2]
-    if argv in (["-h"], ["--help"]):
-        print("diffusion quantize IN OUT [--option value …]")
-        paths = []
-    elif len(paths) < 2 or any(path.startswith("-") for path in paths):
-        raise UserError("diffusion quantize takes the pipeline and the folder to write: diffusion quantize IN OUT")
-    config = parse({"default": QuantizeConfig}, argv[len(paths) :], "diffusion quantize IN OUT", default="default")
-    source, target = Path(paths[0]), Path(paths[1])
+    config = parse({"default": QuantizeConfig}, argv, "megalith diffusion quantize", "default", ("model", "out"))
+    if config.model is None or config.out is None:
+        raise UserError(
+            "megalith diffusion quantize takes the pipeline and the folder to write: IN OUT, or --model IN --out OUT"
+        )
+    source, target = config.model, config.out
     check_free(target)
     pipeline = load_pipeline(source, prediction_type=config.prediction_type, tokenizer=config.tokenizer)
     before = {name: stored_bytes(module) for name, module in pipeline.modules.items()}
@@ -71,6 +77,7 @@ def main(argv: list[str]) -> int:
 
 def quantize_parts(pipeline: Pipeline, config: QuantizeConfig) -> None:
     """In place.  Raises UserError as core's `quantize` does."""
+    device = device_of(config.device)
     for name in config.parts:
         quantize(
             pipeline.modules[name],
@@ -79,4 +86,5 @@ def quantize_parts(pipeline: Pipeline, config: QuantizeConfig) -> None:
             symmetric=config.symmetric,
             threshold=config.threshold,
             embeddings=name == "text_encoder",
+            device=device,
         )

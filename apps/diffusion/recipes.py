@@ -10,7 +10,7 @@ from core.config import UserError
 
 def main(argv: list[str]) -> int:
     if argv:
-        raise UserError(f"diffusion recipes takes no options, and was given {' '.join(argv)}")
+        raise UserError(f"megalith diffusion recipes takes no options, and was given {' '.join(argv)}")
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(_models())
     console.print(_recipes())

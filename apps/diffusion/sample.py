@@ -6,7 +6,7 @@ Pictures are numbered on from those that the folder holds. Each appears when it 
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,7 +24,9 @@ from apps.diffusion.noise import Prediction
 from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from apps.diffusion.text import check_prompts, check_text, read_prompts
 from core.config import UserError, parse
-from core.precision import COMPUTE_DTYPE, bf16_units
+from core.kernels.shown_right import shown
+from core.nn.by_kernels import by_kernels
+from core.precision import COMPUTE_DTYPE, MatmulPrecision, bf16_units, set_matmul_precision
 from core.runtime import device_of, freed_memory_given_back
 
 
@@ -32,7 +34,10 @@ from core.runtime import device_of, freed_memory_given_back
 class SampleConfig(Sampling):
     """Draw pictures."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "prompt", "prompts", "out", "images", "grid", "sampler", "steps", "guidance", "negative"),
+        *("height", "width", "lora", "seed", "precision", "device"),
+    )
 
     model: Path | None = None
     """a diffusers folder or a single-file checkpoint; without it the small pipeline that comes with this program"""
@@ -59,6 +64,8 @@ class SampleConfig(Sampling):
     """also grid.png with all of them"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 where the device multiplies it, otherwise fp32"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     device: str = "auto"
     """cpu, cuda, cuda:N; auto: CUDA where there is one"""
     attention: AttentionName = "flash"
@@ -79,13 +86,16 @@ class SampleConfig(Sampling):
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": SampleConfig}, argv, "diffusion sample", default="default")
+    config = parse({"default": SampleConfig}, argv, "megalith diffusion sample", default="default")
+    set_matmul_precision(config.matmul_precision)
     jobs = jobs_of(config)
     device = device_of(config.device)
     dtype = dtype_of(config.precision, device)
     pipeline = load_pipeline(config.model or EMBEDDED, dtype, config.prediction_type, config.tokenizer)
     for path in config.lora:
         merge_lora(pipeline, load_lora(path, pipeline), config.lora_scale)
+    for module in (pipeline.unet, pipeline.vae):
+        by_kernels(module, shown())
     prepare(pipeline.to(device), config)
     for line in cut_prompts(pipeline, [config.negative, *(job.prompt for job in jobs)]):
         print(line, file=sys.stderr)

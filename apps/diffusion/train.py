@@ -28,7 +28,9 @@ from apps.diffusion.shapes import SHAPES
 from apps.diffusion.validation import Validation
 from core.checkpoint import iterate_full
 from core.config import UserError, as_json
+from core.kernels.shown_right import shown
 from core.metrics import plot_loss
+from core.nn.by_kernels import by_kernels
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import build_optimizer
 from core.parallel.compose import parallelize
@@ -185,6 +187,7 @@ def denoiser(config: DiffusionConfig, pipeline: Pipeline) -> Denoiser:
     Raises UserError for a LoRA to go on from that was made for another model, or for what is not trained.
     """
     text_encoder = pipeline.text_encoder if config.train_text_encoder else None
+    by_kernels(pipeline.unet, shown())
     model = Denoiser(pipeline.unet, text_encoder, config.channels_last).train()
     if is_lora(config):
         start = None if config.lora.start is None else load_lora(config.lora.start, pipeline)

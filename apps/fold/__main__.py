@@ -2,7 +2,7 @@
 
 import sys
 
-from core.config import App, importing
+from core.config import App
 
 WITHOUT_TORCH = ("msa",)
 """Commands that are never one rank of several, and start in a moment because they import no torch."""
@@ -23,13 +23,15 @@ APP = App(
 
 
 def main() -> int:
-    return APP.run(sys.argv[1:], speaks=sys.argv[1:2] in [[c] for c in WITHOUT_TORCH] or _leads())
+    return APP.run(sys.argv[1:], _speaks)
 
 
-def _leads() -> bool:
-    with importing():
-        from core.runtime import leads
-    return leads()
+def _speaks() -> bool:
+    if sys.argv[1:2] in [[command] for command in WITHOUT_TORCH]:
+        return True
+    from core.runtime import tells
+
+    return tells()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """`fold convert`: weights of AlphaFold, OpenFold or our own, as a folder of ours or as AlphaFold's npz."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from apps.fold.weights.alphafold import arrays_of, write_npz
 from apps.fold.weights.folder import read_note, save_folder
@@ -13,18 +11,16 @@ from core.config import UserError, parse
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    RENAMED: ClassVar[Mapping[str, str]] = {"source": "model"}
-
     model: Path | None = None
-    """params_model_*.npz of AlphaFold, a .pt of OpenFold, or a folder of `fold convert`"""
+    """params_model_*.npz of AlphaFold, a .pt of OpenFold, or a folder of `megalith fold convert`"""
     out: Path | None = None
     """a folder, or a name that ends in .npz"""
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": ConvertConfig}, argv, "fold convert", default="default")
+    config = parse({"default": ConvertConfig}, argv, "megalith fold convert", default="default")
     if config.model is None or config.out is None:
-        raise UserError("fold convert needs both --model WEIGHTS and --out FOLDER (or --out NAME.npz)")
+        raise UserError("megalith fold convert needs both --model WEIGHTS and --out FOLDER (or --out NAME.npz)")
     model, parameters = read_alphafold(config.model)
     if config.out.suffix == ".npz":
         write_npz(config.out, arrays_of(parameters, model))

@@ -30,9 +30,9 @@ class DoctorConfig:
 
 def main(argv: list[str]) -> int:
     """Exit code 1 when an output differs by more than rounding explains, or than the limit that was given."""
-    config = parse({"default": DoctorConfig}, argv, "fold doctor", default="default")
+    config = parse({"default": DoctorConfig}, argv, "megalith fold doctor", default="default")
     if config.golden is None:
-        raise UserError("fold doctor needs a golden run; give --golden DIR (docs/fold.md says what it holds)")
+        raise UserError("megalith fold doctor needs a golden run; give --golden DIR (docs/fold.md says what it holds)")
     config = replace(config, device=device_kind(config.device))
     sick = _by_rounding(config) if config.limit is None else _by_limit(config, config.limit)
     within = "what rounding explains" if config.limit is None else f"{config.limit:g}"

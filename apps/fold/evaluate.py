@@ -12,6 +12,7 @@ from apps.fold.features.structures import Chain, read_structure
 from apps.fold.features.templates import align
 from apps.fold.score import compare
 from core.config import UserError, parse
+from core.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class EvaluateConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": EvaluateConfig}, argv, "fold evaluate", default="default")
+    config = parse({"default": EvaluateConfig}, argv, "megalith fold evaluate", default="default")
     if config.predicted is None or config.reference is None:
-        raise UserError("fold evaluate needs both --predicted FILE and --reference FILE")
+        raise UserError("megalith fold evaluate needs both --predicted FILE and --reference FILE")
     predicted = read_structure(config.predicted)[0]
     reference = _reference(predicted, read_structure(config.reference), config)
     scores = compare(predicted, reference)
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     Console(highlight=False).print(table)
     if config.out is not None:
         written = {"predicted": str(config.predicted), "reference": str(config.reference), "chain": reference.name}
-        config.out.write_text(json.dumps(written | dataclasses.asdict(scores), indent=1) + "\n", encoding="utf-8")
+        replace_file(config.out, json.dumps(written | dataclasses.asdict(scores), indent=1).encode() + b"\n")
     return 0
 
 

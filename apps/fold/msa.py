@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,8 +26,13 @@ _HIT = "\nProbab="  # once for each hit of hhsearch
 
 @dataclass(frozen=True)
 class MsaConfig:
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("input", "databases", "hhblits_databases", "mmseqs_databases", "hhsearch_databases", "out", "shards"),
+        *("workers", "threads", "max_rows"),
+    )
+
     input: Path | None = None
-    """a FASTA file; `fold msa IN.fasta` means the same"""
+    """a FASTA file; `megalith fold msa IN.fasta` means the same"""
     databases: tuple[Path, ...] = ()
     """FASTA files that jackhmmer searches, such as UniRef90 or MGnify"""
     hhblits_databases: tuple[Path, ...] = ()
@@ -93,12 +98,10 @@ class MsaConfig:
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when a record has no alignment; the others have theirs."""
-    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
-        argv = ["--input", *argv]
-    config = parse({"default": MsaConfig}, argv, "fold msa", default="default")
+    config = parse({"default": MsaConfig}, argv, "megalith fold msa", default="default", places=("input",))
     if config.input is None or not (config.databases or config.hhblits_databases or config.mmseqs_databases):
         raise UserError(
-            "fold msa needs a FASTA file and databases: fold msa IN.fasta --databases UNIREF.fasta … (jackhmmer), "
+            "megalith fold msa needs a FASTA file and databases: IN.fasta --databases UNIREF.fasta … (jackhmmer), "
             "--hhblits-databases PREFIX … or --mmseqs-databases UNIREF.fasta …"
             + (" (hhsearch begins with an alignment)" if config.hhsearch_databases else "")
         )

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.fold.model.config import PRESETS, ESMFoldConfig, ModelConfig, preset
+from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import Absent, plan_shares, rank_bytes
 from apps.fold.subbatch import Job, Plan, free_bytes, least_bytes, longest, plan_subbatches
+from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.source import read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.precision import Precision, compute_dtype
@@ -23,14 +25,15 @@ class PlanConfig:
     length: int | None = None
     """residues; none: only the longest sequence that fits"""
     model: str = "model_1_ptm"
-    """a released model (fold recipes), or weights as `fold predict` takes them, ESMFold's among them"""
+    """a released model (`megalith fold recipes`), or weights as `fold predict` takes them, ESMFold's among them"""
     rows: int | None = None
     """rows of the MSA; by default all that the model takes"""
     extra_rows: int | None = None
     """rows of the extra MSA; by default all that the model takes"""
     templates: int = 0
     num_recycles: int | None = None
-    precision: Precision = "fp32"
+    precision: PredictionPrecision = "auto"
+    """auto: as `fold predict` chooses it for the kind of device, bf16 for a GPU"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """the kind of device that is planned for, which need not be here; auto: CUDA where there is one"""
     memory: str | None = None
@@ -55,13 +58,18 @@ class PlanConfig:
     def kind(self) -> Literal["cpu", "cuda"]:
         return device_kind("auto") if self.device == "auto" else self.device
 
+    @property
+    def computing(self) -> Precision:
+        """The precision that is planned for."""
+        return chosen_precision(self.precision, self.kind, measured=not is_esmfold(Path(self.model)))
+
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": PlanConfig}, argv, "fold plan", default="default")
+    config = parse({"default": PlanConfig}, argv, "megalith fold plan", default="default")
     job, budget = _job(config, config.length or 1), _budget(config)
     of_ranks = "" if config.nproc == 1 else f" for each of {config.nproc} ranks"
     print(
-        f"{config.model}, {job.rows} + {job.extra} rows, {job.templates} templates, {config.precision}, "
+        f"{config.model}, {job.rows} + {job.extra} rows, {job.templates} templates, {config.computing}, "
         f"{config.kind}, {budget / 2**30:.1f} GiB{of_ranks}"
     )
     if config.nproc > 1:
@@ -77,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 def _show_shares(job: Job, budget: int, config: PlanConfig) -> int:
     if config.length is None:
-        raise UserError("fold plan --nproc needs the length: --length 10000")
+        raise UserError("megalith fold plan --nproc needs the length: --length 10000")
     if isinstance(job.config, ESMFoldConfig):
         raise UserError(f"{config.model} is ESMFold, which one rank predicts; leave out --nproc")
     axis = Absent(config.nproc)
@@ -110,7 +118,7 @@ def _job(config: PlanConfig, length: int) -> Job:
         max(1, rows),
         model.max_extra_msa if config.extra_rows is None else config.extra_rows,
         config.templates,
-        compute_dtype(config.precision),
+        compute_dtype(config.computing),
         config.kind,
         model.num_recycles + 1,
     )

@@ -11,7 +11,7 @@ import csv
 import io
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object, write_whole
+from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
@@ -49,7 +50,7 @@ from apps.fold.weights.folder import read_note
 from apps.fold.weights.source import build, identify, read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.mesh import MeshConfig
-from core.precision import Precision, compute_dtype
+from core.precision import MatmulPrecision, Precision, compute_dtype, set_matmul_precision
 from core.runtime import (
     agreed,
     device_kind,
@@ -66,19 +67,22 @@ from core.runtime import (
 
 @dataclass(frozen=True)
 class PredictConfig:
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("input", "model", "msa", "templates", "out", "num_recycles", "seed", "num_seeds", "precision", "device"),
+        *("memory", "nproc", "overwrite"),
+    )
 
     input: Path | None = None
-    """a FASTA file; `fold predict IN.fasta` means the same"""
+    """a FASTA file; `megalith fold predict IN.fasta` means the same"""
     model: tuple[Path, ...] = ()
-    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `fold convert`, of ESMFold as
-    transformers has them; none: demo-tiny, a toy that the package carries"""
+    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `megalith fold convert`, of ESMFold
+    as transformers has them; none: demo-tiny, a toy that the package carries"""
     out: Path = Path("folded")
     """one folder a sequence, and summary.csv"""
     msa: Path | None = None
     """an A3M or Stockholm file, or a folder of NAME.a3m, NAME.sto or NAME/*; none: the sequence alone"""
     templates: Path | None = None
-    """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*; where --msa holds NAME.hhr (fold msa
+    """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*; where --msa holds NAME.hhr (megalith fold msa
     --hhsearch-databases), a folder of mmCIF files by the entries' names, for its hits"""
     max_template_date: str = ""
     """of hits those that were published until then, as 2018-04-30; by default all"""
@@ -87,7 +91,10 @@ class PredictConfig:
     seed: int = 0
     num_seeds: int = 1
     """predictions of each model, with the seeds from --seed on"""
-    precision: Precision = "fp32"
+    precision: PredictionPrecision = "auto"
+    """auto: bf16 on a GPU, for models of AlphaFold's kind (see docs/fold.md), else fp32"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     device: str = "auto"
     """cpu or cuda; auto: CUDA where there is one"""
     memory: str | None = None
@@ -115,6 +122,12 @@ class PredictConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}; give 1 or more")
 
+    @property
+    def computing(self) -> Precision:
+        """The precision, once it is chosen (`resolved`)."""
+        assert self.precision != "auto"
+        return self.precision
+
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
         return {} if self.templates else {"max_template_date": "without templates; give --templates FOLDER, too"}
@@ -127,7 +140,7 @@ For real predictions give --model one or more of
     https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar (CC BY 4.0)
   OpenFold's finetuning_*.pt: https://huggingface.co/nz/OpenFold (CC BY 4.0)
   ESMFold's folder, which needs no alignment: https://huggingface.co/facebook/esmfold_v1 (MIT)
-  a folder of `fold convert` or of `fold train`"""
+  a folder of `megalith fold convert` or of `megalith fold train`"""
 
 
 @dataclass(frozen=True)
@@ -158,12 +171,11 @@ class Outcome:
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when a record could not be folded; the others are."""
-    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
-        argv = ["--input", *argv]
-    config = parse({"default": PredictConfig}, argv, "fold predict", default="default")
-    config = replace(config, device=device_kind(config.device))
+    config = parse({"default": PredictConfig}, argv, "megalith fold predict", default="default", places=("input",))
+    config = resolved(config)
+    set_matmul_precision(config.matmul_precision)
     if config.input is None:
-        raise UserError("fold predict needs a FASTA file: fold predict IN.fasta --model W --out DIR")
+        raise UserError("megalith fold predict needs a FASTA file: megalith fold predict IN.fasta --model W --out DIR")
     for path in config.model if max(config.nproc, world_size()) > 1 else ():
         if path.is_dir() and is_esmfold(path):
             raise UserError(f"{path} holds ESMFold, which one rank predicts; leave out --nproc, or torchrun")
@@ -177,6 +189,13 @@ def main(argv: list[str]) -> int:
         mesh = MeshConfig(tp=runtime.world_size)  # the axis that shards what one sequence computes
         code = _run(config, runtime.mesh(mesh)["tp"])
         return code if runtime.leads else 0  # a launcher ends all ranks when one fails, and the first one writes
+
+
+def resolved(config: PredictConfig) -> PredictConfig:
+    """With the device and the precision that are taken."""
+    device = device_kind(config.device)
+    measured = not any(is_esmfold(path) for path in config.model)
+    return replace(config, device=device, precision=chosen_precision(config.precision, device, measured))
 
 
 def _set_allocator(config: PredictConfig) -> None:
@@ -227,7 +246,7 @@ def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
     model, parameters = read_weights(path)
     if config.num_recycles is not None:
         model = replace(model, num_recycles=config.num_recycles)
-    module = build(model, parameters, compute_dtype(config.precision), config.device)
+    module = build(model, parameters, compute_dtype(config.computing), config.device)
     if config.compile:
         compile_operations(module)
     return Model(path.stem, identify(path), model, module, read_note(path), axis)
@@ -334,7 +353,7 @@ def _predict_all(
             progress.console.print(f"{of_record}: predicted before", markup=False)
             continue
         one = _predict(target, model, seed, config)
-        _check_finite(one, f"{model.name}, seed {seed}", config.precision)
+        _check_finite(one, f"{model.name}, seed {seed}", config.computing)
         row = {**origin, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
         files = partial(_write, one=one, record=record, row=origin, config=config)
         _on_the_first(partial(unfinished.write, number, row, files))
@@ -352,7 +371,7 @@ def _about_alignment(target: Target, models: list[Model]) -> str:
 
 
 def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
-    dtype = compute_dtype(config.precision)
+    dtype = compute_dtype(config.computing)
     of_process = torch.device(config.device).type == "cpu"
     if model.axis is None:  # features of the longest are gigabytes themselves: what does not fit is refused before
         expected = _expected_job(target, model.config, dtype, config.device)
@@ -447,13 +466,14 @@ def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, 
 
 def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str, Any]:
     """What a record's folder depends on, and its files on request; see `lacking` for which folder is taken for done."""
+    exact = config.matmul_precision == "highest"
     return {
         "input": target.digest(),
         "weights": [f"{model.name} {model.identity}" for model in models],
         "num_recycles": config.num_recycles,
         "seeds": [config.seed, config.num_seeds],
         "max_template_date": config.max_template_date,
-        "precision": config.precision,
+        "precision": config.precision if exact else f"{config.precision}, products {config.matmul_precision}",
         "compile": config.compile,
         "files": [name for name in ("pdb", "plots", "distogram") if getattr(config, name)],
     }

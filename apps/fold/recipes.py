@@ -13,7 +13,7 @@ from core.config import UserError
 
 def main(argv: list[str]) -> int:
     if argv:
-        raise UserError(f"fold recipes takes no options, and was given {' '.join(argv)}")
+        raise UserError(f"megalith fold recipes takes no options, and was given {' '.join(argv)}")
     table = Table("model", "parameters", "blocks", "templates", "MSA rows", "extra rows", "PAE, pTM")
     for name in PRESETS:
         config = preset(name)

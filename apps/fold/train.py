@@ -37,7 +37,7 @@ from core.train import checkpoint_path, fit, launch_run, open_run
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when nothing could be trained; files that are left out get a line each."""
-    config = parse(RECIPES, argv, "fold train", default="initial_training")
+    config = parse(RECIPES, argv, "megalith fold train", default="initial_training")
     check_combination(config)
     if config.nproc > 1 and not launched():
         return launch_run(config.out, config.nproc, "apps.fold", ["train", *argv])

@@ -5,7 +5,7 @@ import sys
 from core.config import App, importing
 
 with importing():
-    from core.runtime import leads
+    from core.runtime import tells
 
 APP = App(
     "apps.llm",
@@ -24,7 +24,7 @@ APP = App(
 
 
 def main() -> int:
-    return APP.run(sys.argv[1:], speaks=leads())
+    return APP.run(sys.argv[1:], speaks=tells)
 
 
 if __name__ == "__main__":

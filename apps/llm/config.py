@@ -8,9 +8,11 @@ from typing import ClassVar
 from apps.llm.corpus import DataConfig
 from apps.llm.export import ExportDtype
 from core.config import UserError
+from core.kernels.shown_right import all_shown
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.models.plan import check_experts_of, check_heads_of
+from core.nn.by_kernels import DECODER
 from core.parallel.context import check_length
 from core.parallel.ulysses import check_exchange
 from core.runtime import ranks_of
@@ -33,8 +35,9 @@ class PretrainConfig(TrainConfig):
     data: DataConfig = field(default_factory=DataConfig)
     nproc: int = 1
     """local ranks to launch; under torchrun leave it at 1"""
-    kernels: bool = False
-    """on a GPU: norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's"""
+    kernels: bool = field(default_factory=lambda: all_shown(DECODER))
+    """on a GPU: norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's; by
+    default where a committed table says that this GPU has shown all of them right and not slower"""
     hf: bool = True
     """at the end also write the model as a Hugging Face folder, in --out/hf"""
     hf_dtype: ExportDtype | None = None
@@ -61,11 +64,10 @@ class PretrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class FinetuneConfig(PretrainConfig):
-    """Go on training a model that exists: a Hugging Face folder, or a run folder of `llm pretrain`."""
+    """Go on training a model that exists: a Hugging Face folder, or a run folder of `megalith llm pretrain`."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("source", "data.pairs", *PretrainConfig.ESSENTIAL)
     CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
-    RENAMED: ClassVar[Mapping[str, str]] = {"source": "model"}
 
     source: Path = Path()
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""

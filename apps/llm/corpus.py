@@ -21,13 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from apps.llm.tokenizer import NUM_BYTES, Tokenizer, load_tokenizer, train_bpe
-from core.config import UserError
+from core.config import UserError, option
 from core.data import BatchSize, Document, Faults, RampConfig, ShardWriter, Source, TokenShards, split_of
+from core.files import Damaged, check_stamps, signed, stamp, unsigned, write_file
 
 STDLIB = "stdlib"
 _VERSION = 2
@@ -79,7 +80,7 @@ class DataConfig:
             raise UserError("--data.path is empty; give a file, a folder, or stdlib")
         for name in ("sequence_length", "global_batch"):
             if getattr(self, name) < 1:
-                raise UserError(f"--data.{name} is {getattr(self, name)}; it must be at least 1")
+                raise UserError(f"{option(f'data.{name}')} is {getattr(self, name)}; it must be at least 1")
         _ = self.batch_size  # refuses a ramp that does not lead to it
         if not 0 <= self.heldout_fraction < 1:
             raise UserError(f"--data.heldout-fraction is {self.heldout_fraction}; it must be in [0, 1)")
@@ -221,7 +222,9 @@ def _make(
             progress("tokenizing", num_bytes)
     _check_train(TokenShards(aside / "train"), config)
     tokenizer.save(aside / "tokenizer")
-    (aside / "report.json").write_text(json.dumps({"skipped": str(faults), "examples": faults.examples()}))
+    stamps = {path.name: stamp(path) for path in sorted((aside / "tokenizer").iterdir())}
+    report = {"skipped": str(faults), "examples": faults.examples(), "tokenizer": stamps}
+    write_file(aside / "report.json", signed(report))
     aside.rename(folder)
 
 
@@ -236,12 +239,29 @@ def _check_train(train: TokenShards, config: DataConfig) -> None:
 def _open(folder: Path) -> Corpus:
     train, heldout = TokenShards(folder / "train"), TokenShards(folder / "heldout")
     try:
-        report = json.loads((folder / "report.json").read_text())
-    except (OSError, ValueError):
-        raise UserError(f"{folder} is not a complete tokenized corpus; remove it and tokenize again") from None
+        report = _checked_report(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is not a complete tokenized corpus: {error}; remove it and tokenize again") from None
     return Corpus(
         train, heldout if heldout.num_documents else None, load_tokenizer(folder / "tokenizer"), report["skipped"]
     )
+
+
+def _checked_report(folder: Path) -> dict[str, Any]:
+    """What stands in report.json, once it and the tokenizer's files are what was written.
+
+    Those of the version before have no checksums of them. Raises Damaged, and OSError.
+    """
+    path = folder / "report.json"
+    raw = path.read_bytes()
+    try:
+        report = json.loads(raw)
+        if {"crc32", "tokenizer"} & report.keys():
+            report = unsigned(raw)
+    except ValueError as error:
+        raise Damaged(f"{path.name} {error if isinstance(error, Damaged) else 'is not JSON'}") from None
+    check_stamps(folder / "tokenizer", report.get("tokenizer", {}))
+    return report
 
 
 def _faults(config: DataConfig) -> Faults:

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     if not config.hf or config.stop_after or not config.data.heldout_fraction:
         raise UserError(
             "the demo shows held-out bits per byte and a sample from the Hugging Face folder of a whole run; leave out "
-            "--no-hf, --stop-after and --data.heldout-fraction 0, or use llm pretrain --recipe demo"
+            "--no-hf, --stop-after and --data.heldout-fraction 0, or use megalith llm pretrain --recipe demo"
         )
     with made_anew(config.out):  # the demo always shows a run from scratch
         return trained_and_shown(config, given, argv)

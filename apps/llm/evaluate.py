@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -12,19 +13,26 @@ from apps.llm.loss import summed_loss
 from apps.llm.model import find_model
 from core.config import UserError, parse
 from core.data import EvalBatches, RampConfig
+from core.files import replace_file
 from core.metrics import bits_per_byte
-from core.precision import Precision, compute_dtype
+from core.precision import MatmulPrecision, Precision, compute_dtype, set_matmul_precision
 from core.runtime import device_of
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "data.path", "data.sequence_length", "data.global_batch", "split", "precision", "device", "out"),
+    )
+
     model: Path = Path()
-    """a Hugging Face folder, or a run folder of `llm pretrain`"""
+    """a Hugging Face folder, or a run folder of `megalith llm pretrain`"""
     data: DataConfig = field(default_factory=lambda: DataConfig(heldout_fraction=0.05, global_batch=8))
     split: str = "all"
     """all of the text, or only its `heldout` or `train` documents"""
     precision: Precision = "fp32"
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     out: Path | None = None
     """also write the figures to this JSON file"""
     device: str = "auto"
@@ -39,19 +47,20 @@ class EvaluateConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": EvaluateConfig}, argv, "llm evaluate", default="default")
+    config = parse({"default": EvaluateConfig}, argv, "megalith llm evaluate", default="default")
     if config.split not in ("all", "heldout", "train"):
         raise UserError(f"split={config.split}; use all, heldout or train")
     figures = evaluate(config)
     for name, value in figures.items():
         print(f"{name:16} {value:,.6g}")
     if config.out is not None:
-        config.out.write_text(json.dumps(figures, indent=2) + "\n")
+        replace_file(config.out, json.dumps(figures, indent=2).encode() + b"\n")
     return 0
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Every token of the split is predicted once, from at most sequence_length tokens before it."""
+    set_matmul_precision(config.matmul_precision)
     device = device_of(config.device)
     source = find_model(config.model)
     model = source.load(compute_dtype(config.precision), device)

@@ -1,9 +1,8 @@
 """`llm export`: a run's checkpoint as a Hugging Face folder that `transformers` loads."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -21,10 +20,8 @@ ExportDtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class ExportConfig:
-    RENAMED: ClassVar[Mapping[str, str]] = {"run": "model"}
-
     model: Path = Path()
-    """the run folder of `llm pretrain` or `llm finetune`; its latest checkpoint is taken"""
+    """the run folder of `megalith llm pretrain` or `megalith llm finetune`; its latest checkpoint is taken"""
     out: Path | None = None
     """where the folder is written; by default hf/ in the run folder"""
     dtype: ExportDtype | None = None
@@ -32,7 +29,7 @@ class ExportConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": ExportConfig}, argv, "llm export", default="default")
+    config = parse({"default": ExportConfig}, argv, "megalith llm export", default="default")
     print(export(config.model, config.out or config.model / "hf", config.dtype))
     return 0
 
@@ -44,7 +41,7 @@ def export(run: Path, out: Path, dtype: ExportDtype | None = None) -> Path:
     """
     source = find_model(run)
     if not source.is_run:
-        raise UserError(f"{run} is a Hugging Face folder already; give the run folder of `llm pretrain`")
+        raise UserError(f"{run} is a Hugging Face folder already; give the run folder of `megalith llm pretrain`")
     with torch.device("meta"):
         names = [f"model/{name}" for name, _ in Decoder(source.config).named_parameters()]
     tensors = ((n.removeprefix("model/"), t) for n, t in iterate_full(checkpoint_path(run), names))

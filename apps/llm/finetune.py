@@ -24,7 +24,7 @@ _DEFAULTS = FinetuneConfig(
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": lambda: _DEFAULTS}, argv, "llm finetune", default="default")
+    config = parse({"default": lambda: _DEFAULTS}, argv, "megalith llm finetune", default="default")
     if config.source == Path():
         raise UserError("no --model given; it is the folder of the model to go on from (Hugging Face, or a run)")
     source = find_model(config.source)

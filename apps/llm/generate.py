@@ -12,14 +12,14 @@ from apps.llm.tokenizer import Tokenizer
 from core.config import UserError, parse
 from core.models import generate
 from core.models.decoder import Decoder
-from core.precision import Precision, compute_dtype
+from core.precision import MatmulPrecision, Precision, compute_dtype, set_matmul_precision
 from core.runtime import device_of
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
     model: Path = Path()
-    """a Hugging Face folder, or a run folder of `llm pretrain`"""
+    """a Hugging Face folder, or a run folder of `megalith llm pretrain`"""
     prompt: str = ""
     """text to continue; none: from the start of a document"""
     max_new_tokens: int = 200
@@ -32,6 +32,8 @@ class GenerateConfig:
     seed: int = 0
     num_samples: int = 1
     precision: Precision = "fp32"
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     device: str = "auto"
     """cpu, cuda, cuda:N; auto: CUDA where there is one"""
 
@@ -43,7 +45,8 @@ class GenerateConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": GenerateConfig}, argv, "llm generate", default="default")
+    config = parse({"default": GenerateConfig}, argv, "megalith llm generate", default="default")
+    set_matmul_precision(config.matmul_precision)
     source = find_model(config.model)
     model = source.load(compute_dtype(config.precision), device_of(config.device))
     tokenizer = source.tokenizer()

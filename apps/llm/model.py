@@ -24,7 +24,7 @@ class Source:
     """Where a model lies and what it is; nothing is loaded yet.
 
     folder  the Hugging Face folder, or the run folder
-    is_run  whether it is a run of `llm pretrain`
+    is_run  whether it is a run of `megalith llm pretrain`
     """
 
     folder: Path
@@ -75,7 +75,7 @@ def find_model(folder: Path) -> Source:
     if is_quantized(folder):
         raise UserError(
             f"{folder} is quantized, and llm computes with plain weights; give the folder that it was made from, or "
-            f"serve it: serve --model {folder}"
+            f"serve it: megalith serve --model {folder}"
         )
     if isinstance(described, dict) and "model_type" in described:
         return Source(folder, load_config(folder), is_run=False)

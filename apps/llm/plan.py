@@ -38,7 +38,7 @@ UNKNOWN_FLOPS = 1e11
 
 @dataclass(frozen=True)
 class PlanConfig(PretrainConfig):
-    """Plan a training run: the options of `llm pretrain`, and the device that it is planned for."""
+    """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("gpu", "memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
@@ -86,8 +86,17 @@ class PlanConfig(PretrainConfig):
         return found
 
 
+VALUES_ALONE = (
+    *("optim.betas", "optim.eps", "optim.eps2", "optim.weight_decay", "optim.momentum", "optim.trust"),
+    *("optim.max_norm", "optim.d", "optim.beta2_decay", "optim.relative_step", "optim.scale_parameter"),
+    *("optim.warmup_init", "optim.convention", "model.norm_eps", "model.rope_theta", "model.moe.balance_weight"),
+    *("model.moe.z_weight", "model.moe.jitter", "model.moe.second_expert"),
+)
+"""Options that say what is computed, and nothing of what that takes."""
 WITHOUT_EFFECT = (
+    *VALUES_ALONE,
     *("seed", "out", "resume", "device", "compile", "kernels", "hf", "hf_dtype", "hang_after", "evaluate_every"),
+    *("matmul_precision",),
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),
     *("data.suffixes", "data.tokenizer", "data.vocab_size", "data.mask_documents", "data.heldout_fraction"),
@@ -105,7 +114,9 @@ def _of_run(recipe: Callable[[], PretrainConfig]) -> PlanConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "llm plan", "debug")
+    config = parse(
+        {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "megalith llm plan", "debug"
+    )
     console = Console(width=None if sys.stdout.isatty() else 120)
     (_show if config.gemini.budget is None else _show_residency)(config, console)
     if ignored := sorted(typed(argv, config) & without_effect(config)):
@@ -115,7 +126,10 @@ def main(argv: list[str]) -> int:
 
 def without_effect(config: PlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
-    return set(WITHOUT_EFFECT) - set(() if config.gemini.budget is None else WITH_GEMINI)
+    depends: set[str] = set() if config.gemini.budget is None else set(WITH_GEMINI)
+    if config.optim.name == "sm3":
+        depends.add("optim.momentum")  # 0 keeps no moment
+    return set(WITHOUT_EFFECT) - depends
 
 
 def _show(config: PlanConfig, console: Console) -> None:
@@ -163,7 +177,9 @@ def _show_residency(config: PlanConfig, console: Console) -> None:
     """What Gemini makes of the run in its budget."""
     if config.timeline is not None or config.gemini.trace is not None:
         drawing = "--timeline" if config.timeline is not None else "--gemini.trace"
-        raise UserError(f"{drawing} with gemini.budget={config.gemini.budget}: llm plan does not draw it; leave it out")
+        raise UserError(
+            f"{drawing} with gemini.budget={config.gemini.budget}: megalith llm plan does not draw it; leave it out"
+        )
     machine = _machine(config)
     flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
     speed = Speed(flops_per_s, 1e9 * config.memory_gb_s)

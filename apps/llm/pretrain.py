@@ -35,7 +35,7 @@ from core.train import fit, launch_run, open_run
 
 
 def main(argv: list[str]) -> int:
-    config = parse(RECIPES, argv, "llm pretrain", default="debug")
+    config = parse(RECIPES, argv, "megalith llm pretrain", default="debug")
     return run("pretrain", config, argv, materialise=lambda model: initialise(model, config.seed))
 
 

@@ -111,9 +111,9 @@ RECIPES: dict[str, Callable[[], PretrainConfig]] = {
 
 
 def main(argv: list[str]) -> int:
-    """`llm recipes`: the recipes with their shapes."""
+    """`megalith llm recipes`: the recipes with their shapes."""
     if argv:
-        raise UserError(f"llm recipes takes no options, and was given {' '.join(argv)}")
+        raise UserError(f"megalith llm recipes takes no options, and was given {' '.join(argv)}")
     table = Table("recipe", "family", "parameters", "layers x dim, heads", "length", "batch tokens", "rate", "zero")
     for name, recipe in RECIPES.items():
         config = recipe()

@@ -26,7 +26,7 @@ def estimate_residency(config: PretrainConfig, speed: Speed, link_bytes_per_s: f
     """
     assert config.gemini.budget is not None
     mesh_config = check_combination(config)
-    given = f"llm plan with gemini.budget={config.gemini.budget}"
+    given = f"megalith llm plan with gemini.budget={config.gemini.budget}"
     if mesh_config.pp > 1:
         raise UserError(
             f"{given} and mesh.pp={mesh_config.pp}: a stage's step is foreseen only by the ranks that run it; plan "

@@ -22,7 +22,7 @@ class TokenizeConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": TokenizeConfig}, argv, "llm tokenize", default="default")
+    config = parse({"default": TokenizeConfig}, argv, "megalith llm tokenize", default="default")
     corpus = prepare(config.data, config.out, progress=show_progress)
     for name, shards in (("train", corpus.train), ("heldout", corpus.heldout)):
         if shards is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from core.config import UserError, importing
+from core.files import naming
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -76,12 +77,13 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder."""
-        self.hf.save_pretrained(str(folder))
-        path = Path(folder) / "tokenizer_config.json"
-        config = json.loads(path.read_text())
-        if config["tokenizer_class"] == "TokenizersBackend":  # transformers 5's name, which 4 does not know
-            config["tokenizer_class"] = "PreTrainedTokenizerFast"
-            path.write_text(json.dumps(config, indent=2))
+        with naming(folder):
+            self.hf.save_pretrained(str(folder))
+            path = Path(folder) / "tokenizer_config.json"
+            config = json.loads(path.read_text())
+            if config["tokenizer_class"] == "TokenizersBackend":  # transformers 5's name, which 4 does not know
+                config["tokenizer_class"] = "PreTrainedTokenizerFast"
+                path.write_text(json.dumps(config, indent=2))
 
     @cached_property
     def fingerprint(self) -> str:

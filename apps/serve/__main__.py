@@ -5,7 +5,7 @@ import sys
 from core.config import App, importing
 
 with importing():
-    from core.runtime import leads
+    from core.runtime import tells
 
 APP = App(
     "apps.serve",
@@ -17,13 +17,13 @@ APP = App(
     },
     bare=(
         "serve",
-        "serve --model DIR [--option value …]: serve models over HTTP; serve --model DIR --help lists the options",
+        "megalith serve --model DIR [--option value …]: serve models over HTTP; with --help, too, it lists the options",
     ),
 )
 
 
 def main() -> int:
-    return APP.run(sys.argv[1:], speaks=leads())
+    return APP.run(sys.argv[1:], speaks=tells)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ class Answer:
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.call.is_chat else "text_completion"
-        return self._head(kind) | {"choices": [choice]} | ({"usage": None} if self.call.include_usage else {})
+        usage = {"usage": self.usage() if self.call.tells_usage else None} if self.call.include_usage else {}
+        return self._head(kind) | {"choices": [choice]} | usage
 
     def usage_chunk(self) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.call.is_chat else "text_completion"

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from apps.serve.config import HttpConfig
 from apps.serve.engine import Engine
-from apps.serve.fields import ChatBody, CompletionBody, Options
+from apps.serve.fields import ChatBody, CompletionBody, Options, StreamOptions
 from apps.serve.request import FieldError, Request, Sampling, too_long
 from apps.serve.template import RendererFailed, TooLarge
 from apps.serve.text import Text
@@ -58,6 +58,7 @@ class Call:
 
     echoes         text of each prompt, where it is to stand in front
     num_choices    of each prompt
+    tells_usage    whether each piece of a stream tells the usage until then
     obfuscated     whether pieces of a stream are padded to sizes that do not tell what they say
     """
 
@@ -70,6 +71,7 @@ class Call:
     is_chat: bool
     stream: bool
     include_usage: bool
+    tells_usage: bool
     obfuscated: bool
     logprobs: int | None
     echoes: tuple[str, ...] | None = None
@@ -152,6 +154,10 @@ def _call(
 ) -> Call:  # fmt: skip
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is of use only with stream", param="stream_options")
+    options = body.stream_options or StreamOptions()
+    if options.continuous_usage_stats and not options.include_usage:
+        message = "continuous_usage_stats tells usage in each piece, and include_usage is not set; set it too"
+        raise ApiError(400, message, param="stream_options")
     return Call(
         id=call_id,
         created=int(time.time()),
@@ -161,8 +167,9 @@ def _call(
         num_choices=n,
         is_chat=is_chat,
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        obfuscated=body.stream_options is not None and bool(body.stream_options.include_obfuscation),
+        include_usage=bool(options.include_usage),
+        tells_usage=bool(options.continuous_usage_stats),
+        obfuscated=bool(options.include_obfuscation),
         logprobs=logprobs,
         echoes=echoes,
     )

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.config import UserError, parse
+from core.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,14 @@ async def request(url: str, model: str | None, asked: Load) -> Served:
     """One streamed completion; a time for each event that brings text or tokens."""
     parts = urlsplit(url)
     body = {"prompt": list(asked.prompt), "max_tokens": asked.max_tokens, "ignore_eos": True, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}, "logprobs": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     if model is not None:
         body["model"] = model
     raw, served, sent = json.dumps(body).encode(), Served(), time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
     except OSError as error:
-        raise UserError(f"no answer from {url} ({error}); start one with serve --model DIR") from None
+        raise UserError(f"no answer from {url} ({error}); start one with megalith serve --model DIR") from None
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw)
@@ -127,14 +128,10 @@ async def request(url: str, model: str | None, asked: Load) -> Served:
             served.status = int(line.split()[1])
         elif line.startswith(b"data: {"):
             event = json.loads(line[6:])
-            if event.get("usage"):
-                served.tokens, served.prompt_tokens = (
-                    event["usage"]["completion_tokens"],
-                    event["usage"]["prompt_tokens"],
-                )
-            elif event.get("choices"):
-                new = len(event["choices"][0]["logprobs"]["tokens"])
-                served.times_s += [time.perf_counter() - sent] * new
+            usage = event.get("usage") or {}
+            before, served.tokens = served.tokens, usage.get("completion_tokens", served.tokens)
+            served.prompt_tokens = usage.get("prompt_tokens", served.prompt_tokens)
+            served.times_s += [time.perf_counter() - sent] * (served.tokens - before)
     writer.close()
     return served
 
@@ -167,7 +164,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": BenchConfig}, argv, "serve bench", default="default")
+    config = parse({"default": BenchConfig}, argv, "megalith serve bench", default="default")
     parts = urlsplit(config.url)
     if parts.scheme != "http" or not parts.hostname:
         raise UserError(f"{config.url} is no address to measure; give one such as http://127.0.0.1:8000")
@@ -177,5 +174,5 @@ def main(argv: list[str]) -> int:
         table.add_row(name, f"{value:,.4g}")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if config.out is not None:
-        config.out.write_text(json.dumps(found, indent=1) + "\n")
+        replace_file(config.out, json.dumps(found, indent=1).encode() + b"\n")
     return 0

@@ -31,7 +31,7 @@ class ChatConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": ChatConfig}, argv, "serve chat", default="default")
+    config = parse({"default": ChatConfig}, argv, "megalith serve chat", default="default")
     opening = [{"role": "system", "content": config.system}] if config.system else []
     messages = list(opening)
     while (line := _read()) is not None:
@@ -95,7 +95,7 @@ def post(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> 
             if line.startswith(b"data: {"):
                 yield json.loads(line[6:])
     except (OSError, HTTPException) as error:
-        raise UserError(f"no answer from {url} ({error}); start one with serve --model DIR") from None
+        raise UserError(f"no answer from {url} ({error}); start one with megalith serve --model DIR") from None
     finally:
         connection.close()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from core.config import UserError, size_in_bytes
+from core.precision import MatmulPrecision
 from core.quant import Scheme
 from core.quant.scheme import SchemeName
 
@@ -20,6 +21,8 @@ class EngineConfig:
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """format of weights and activations; auto: that of the folder"""
+    matmul_precision: MatmulPrecision = "highest"
+    """of products in fp32: highest (exact), high (on a GPU by TF32, with 11 bits) or medium (as bf16)"""
     page_dtype: PageDtype = "auto"
     """format of the cache; auto: that of the activations"""
     page_size: int = 16
@@ -41,6 +44,8 @@ class EngineConfig:
     """keep what was computed, for requests that begin alike"""
     compile: bool = False
     """compute by one graph of torch.compile, which takes up to a minute at the start; for CPUs with a C++ compiler"""
+    graphs: Literal["auto", "on", "off"] = "auto"
+    """capture steps in which all write, launch each as one, and decide on the next meanwhile; auto: on CUDA"""
 
     def __post_init__(self) -> None:
         if self.cache is not None:
@@ -97,7 +102,7 @@ class ServeConfig(HttpConfig):
     )
 
     model: tuple[Path, ...] = ()
-    """folders to serve: Hugging Face's, or runs of llm pretrain; the first is the default"""
+    """folders to serve: Hugging Face's, or runs of megalith llm pretrain; the first is the default"""
     quantize: SchemeName | None = None
     """quantize weights while they are loaded, embeddings and head too; see docs/quantization.md"""
     group_size: int = 64

@@ -3,17 +3,21 @@ but the one that paces prompts beside those who write.
 
 A step: schedule; give back, claim and grow pages; run the model over all new tokens; draw the next token of each
 sequence whose tokens are all computed; end those that are done; report what is new.
+
+Where the device computes beside the host the engine is a step ahead: the next step is planned and launched before the
+last one's tokens are read, which it takes from where they were drawn. What ends meanwhile has computed a token too
+many, and nobody hears of it. Where the last step's tokens decide what comes next (pages run out, or a prompt is
+scored), they are read first.
 """
 
 import itertools
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from apps.serve import sampler
 from apps.serve.detokenize import TextStream
 from apps.serve.pace import Pace
 from apps.serve.pages import Match, Pages
@@ -30,7 +34,8 @@ from apps.serve.request import (
     too_long,
 )
 from apps.serve.runner import Runner, Step
-from apps.serve.scheduler import Job, Limits, schedule
+from apps.serve.sampler import Ask, Reading, Sampled, Sampler
+from apps.serve.scheduler import Batch, Job, Limits, schedule
 from apps.serve.text import Text
 from core.config import UserError
 
@@ -50,12 +55,37 @@ class Counts:
     aborted: int = 0
 
 
+@dataclass
+class Flight:
+    """A step that is launched and not read.
+
+    parts    its sequences, and how many tokens of each it computes
+    until    of each, how many are computed then
+    asked    whose logits it has: (sequence, places in its tokens), in the rows' order
+    drawn    those whose next token it draws
+    began    seconds on the clock
+    reading  what waits for the tokens, or where none is drawn for the step's end
+    prompts  what waits for the logprobs of prompts, by the number of the sequence
+    """
+
+    parts: list[tuple[Sequence, int]]
+    until: list[int]
+    asked: list[tuple[Sequence, range]]
+    drawn: list[Sequence]
+    began: float
+    num_tokens: int
+    reading: Reading = list
+    prompts: dict[int, Reading] = field(default_factory=dict)
+
+
 class Engine:
     """Serves one model. Not thread-safe: `apps.serve.loop` gives it a thread.
 
     max_length  tokens that prompt and text may have together
     pace        when prompts are computed beside those who write, and how long their chunks are; None: in each step,
                 `limits.prefill_chunk`
+    sampler     that of the runner's `decode`, where it has one
+    ahead       whether the next step is launched before the last one is read
     """
 
     def __init__(
@@ -69,8 +99,15 @@ class Engine:
         max_length: int,
         sharing: bool = True,
         pace: Pace | None = None,
+        sampler: Sampler | None = None,
+        ahead: bool = False,
     ):
-        self.pace = pace
+        self.pace, self.ahead = pace, ahead
+        self.sampler = sampler or Sampler(vocab_size, runner.machine, limits.max_running if ahead else 0)
+        if ahead and runner.tokens is None:
+            runner.tokens = self.sampler.tokens
+        self._flight: Flight | None = None
+        self._settled_at = 0.0
         self.runner, self.text, self.limits = runner, text, limits
         self.vocab_size = vocab_size
         self.pages = Pages(num_pages, limits.page_size, sharing)
@@ -88,14 +125,14 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._flight)
 
     def check(self, request: Request) -> None:
         """Raises FieldError for what this engine can never do."""
         length = len(request.prompt)
         if length == 0:
             raise FieldError("the prompt is empty; give at least one token", "prompt")
-        for field, tokens in (
+        for name, tokens in (
             ("prompt", request.prompt),
             ("logit_bias", request.sampling.logit_bias),
             ("stop_token_ids", request.stop_ids),
@@ -103,7 +140,7 @@ class Engine:
             for token in (min(tokens), max(tokens)) if tokens else ():
                 if not 0 <= token < self.vocab_size:
                     outside = f"token {token} is outside 0 … {self.vocab_size - 1}, which this model has"
-                    raise FieldError(f"{field}: {outside}", field)
+                    raise FieldError(f"{name}: {outside}", name)
         if request.min_tokens and len(request.stop_ids) >= self.vocab_size:
             message = "every token ends the text, and min_tokens forbids that; give fewer stop_token_ids"
             raise FieldError(message, "stop_token_ids")
@@ -138,8 +175,51 @@ class Engine:
         return ids.index(request_id) if request_id in ids else None
 
     def step(self) -> list[Event]:
-        """Compute one step.  Returns what became known by it."""
+        """Compute one step.  Returns what became known by it; where the engine is ahead, by the one before."""
+        last, self._flight = self._flight, None
+        if last is None:
+            self._flight = self._launch()
+            return [] if self.ahead else self._settled()
+        self._flight = self._launch_ahead(last)
+        events = self._settle(last)
+        if self._flight is None:
+            self._flight = self._launch()
+        return events
+
+    def _settled(self) -> list[Event]:
+        flight, self._flight = self._flight, None
+        return [] if flight is None else self._settle(flight)
+
+    def _launch_ahead(self, last: Flight) -> Flight | None:
+        """The step after one that is not read; None where what that says decides on it."""
+        if any(sequence.wants_prompt_logprobs for sequence, _ in last.asked):
+            return None
+        return self._launch(may_preempt=False)
+
+    def _launch(self, may_preempt: bool = True) -> Flight | None:
+        """Begin a step; None where there is nothing to compute, or somebody would have to be preempted for it."""
         matches: dict[int, Match] = {}
+        batch = self._decided(matches)
+        if batch.preempted and not may_preempt:
+            return None
+        by_number = {s.number: s for s in (*self.running, *self.waiting)}
+        for number in batch.preempted:
+            self._preempt(by_number[number])
+        copies = self._admit([(by_number[number], matches[number]) for number in batch.admitted])
+        parts = [(by_number[number], count) for number, count in batch.parts]
+        if not parts:
+            return None
+        step, asked, drawn = self._plan(parts, copies)
+        flight = Flight(parts, [], asked, drawn, time.perf_counter(), len(step.ids))
+        self._begin(flight, step)
+        self.counts.steps += 1
+        self.counts.computed_tokens += len(step.ids)
+        for sequence, count in parts:
+            sequence.num_computed += count
+            flight.until.append(sequence.num_computed)
+        return flight
+
+    def _decided(self, matches: dict[int, Match]) -> Batch:
         limits = self.limits
         chunk = None if self.pace is None else self.pace.chunk(limits.prefill_chunk, self._num_pending())
         scarce = self.pages.num_free < limits.most_new_pages(len(self.running))
@@ -147,28 +227,63 @@ class Engine:
         batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits, chunk)
         if not batch.parts and chunk == 0:  # those who write lack pages that a prompt before them holds
             batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits)
-        by_number = {s.number: s for s in (*self.running, *self.waiting)}
-        for number in batch.preempted:
-            self._preempt(by_number[number])
-        copies = self._admit([(by_number[number], matches[number]) for number in batch.admitted])
-        parts = [(by_number[number], count) for number, count in batch.parts]
-        if not parts:
-            return []
-        step, asked = self._plan(parts, copies)
-        began = time.perf_counter()
-        logits_RV = self.runner.run(step)
-        self.counts.steps += 1
-        self.counts.computed_tokens += len(step.ids)
-        for sequence, count in parts:
-            sequence.num_computed += count
-            assert sequence.held is not None
-            self.pages.commit(sequence.held, sequence.tokens, sequence.num_computed)
-        events = self._read(asked, logits_RV)
+        return batch
+
+    def _begin(self, flight: Flight, step: Step) -> None:
+        """Let the device compute the step, and draw from it."""
+        decode, scores = self.runner.decode, any(sequence.wants_prompt_logprobs for sequence, _ in flight.asked)
+        way = None if decode is None or scores else decode.way(step)
+        if decode is not None and way is not None:
+            flight.reading = decode.launch(step, way)
+        else:
+            self._compute(flight, step)
+        if self.ahead:
+            for row, sequence in enumerate(flight.drawn):
+                sequence.unread = row
+
+    def _compute(self, flight: Flight, step: Step) -> None:
+        logits_RV, row = self.runner.run(step), 0
+        for sequence, places in flight.asked:
+            if sequence.wants_prompt_logprobs:
+                self._tell_prompt(flight, sequence, places, logits_RV[row : row + len(places)])
+            row += len(places)
+        if step.drawn:
+            every = step.drawn == list(range(len(logits_RV)))
+            picked_RV = logits_RV if every else logits_RV[step.drawn]  # the latter is a copy
+            flight.reading = self.sampler.sample(picked_RV, step.asks, step.numbers)
+            if self.ahead:
+                self.runner.share(len(step.drawn))
+        elif not flight.prompts:  # a chunk of which nothing is read would seem to take no time, and the next step more
+            flight.reading = self._over()
+
+    def _over(self) -> Reading:
+        wait = self.runner.machine.mark()
+        return lambda: wait() or []
+
+    def _tell_prompt(self, flight: Flight, sequence: Sequence, places: range, logits_RV: Tensor) -> None:
+        prompt = sequence.request.prompt
+        following = [prompt[place + 1] for place in places if place + 1 < len(prompt)]
+        # The last place's token is not known; whether its logits are numbers is.
+        following += [0] * (len(places) - len(following))
+        flight.prompts[sequence.number] = self.sampler.tell(logits_RV, following, sequence.request.prompt_logprobs or 0)
+
+    def _settle(self, flight: Flight) -> list[Event]:
+        """Wait for a step, put what it computed into the pages' books, and report what it drew."""
+        sampled = flight.reading()
+        told = {number: reading() for number, reading in flight.prompts.items()}
+        now = time.perf_counter()
+        later = () if self._flight is None else self._flight.drawn
+        for sequence in flight.drawn:
+            if sequence not in later:
+                sequence.unread = None
         if self.pace is not None:
-            self.runner.wait()  # a chunk of which nothing is read would seem to take no time, and the next step more
-            writers = sum(count == 1 for _, count in parts)
-            self.pace.observe(writers, len(step.ids) - writers, time.perf_counter() - began)
-        return events
+            writers = sum(count == 1 for _, count in flight.parts)
+            self.pace.observe(writers, flight.num_tokens - writers, now - max(flight.began, self._settled_at))
+        self._settled_at = now
+        for (sequence, _), until in zip(flight.parts, flight.until, strict=True):
+            if sequence.held is not None:
+                self.pages.commit(sequence.held, sequence.tokens, until)
+        return self._read(flight, sampled, told)
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------
 
@@ -188,7 +303,7 @@ class Engine:
         """Tokens of prompts that are to be computed; no more are counted than a step takes."""
         pending = 0
         for sequence in itertools.chain(self.running, self.waiting):
-            remaining = len(sequence.tokens) - sequence.num_computed
+            remaining = sequence.num_tokens - sequence.num_computed
             pending += remaining if remaining > 1 or sequence.held is None else 0
             if pending >= self.limits.max_batch_tokens:
                 break
@@ -198,13 +313,17 @@ class Engine:
         """scarce: somebody may be preempted; otherwise nobody's pages are looked at one by one"""
         assert sequence.held is not None
         num_pages, returns = len(sequence.held.pages), self.pages.num_returned(sequence.held) if scarce else 0
-        return Job(sequence.number, len(sequence.tokens), sequence.num_computed, num_pages, returns=returns)
+        computed = sequence.num_computed
+        num_tokens = computed if sequence.unread is not None and sequence.is_last else sequence.num_tokens
+        return Job(sequence.number, num_tokens, computed, num_pages, returns=returns)
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.held is not None
+        assert sequence.unread is None
         self.pages.give_back(sequence.held)
+        self.sampler.histories.release(sequence)
         sequence.held, sequence.num_computed = None, 0
         sequence.prompt_tokens.clear()
         sequence.move(State.WAITING)
@@ -237,6 +356,7 @@ class Engine:
         if sequence.held is not None:
             self.pages.give_back(sequence.held)
             sequence.held = None
+        self.sampler.histories.release(sequence)
         sequence.move(State.FINISHED)
         for queue in (self.waiting, self.running):
             if sequence in queue:
@@ -246,61 +366,68 @@ class Engine:
 
     def _plan(
         self, parts: Many[tuple[Sequence, int]], copies: list[tuple[int, int]]
-    ) -> tuple[Step, list[tuple[Sequence, range]]]:
-        """The step in numbers, and whose logits are asked for: (sequence, places in its tokens), in the rows' order."""
-        step, asked, size = Step(copies=copies), [], self.limits.page_size
+    ) -> tuple[Step, list[tuple[Sequence, range]], list[Sequence]]:
+        """The step in numbers; whose logits are asked for, as (sequence, places in its tokens); who draws from them."""
+        step, asked, drawn, size = Step(copies=copies), [], [], self.limits.page_size
+        unread = any(sequence.unread is not None for sequence, _ in parts)
         for sequence, count in parts:
             held, first = sequence.held, sequence.num_computed
             assert held is not None
             self.pages.grow(held, first + count)
             places = range(first, first + count)
             begin = len(step.ids)
-            step.ids.extend(sequence.tokens[first : first + count])
+            ids = sequence.tokens[first : first + count]
+            if unread:
+                drawn_at = -1 if sequence.unread is None or len(ids) == count else sequence.unread
+                step.sources.extend([-1] * (count - 1) + [drawn_at])
+            step.ids.extend(ids if len(ids) == count else [*ids, 0])
             step.positions.extend(places)
             step.slots.extend(held.pages[place // size] * size + place % size for place in places)
             step.tables.append(list(held.pages))
             step.lengths.append(first + count)
             step.starts.append(begin + count)
-            wanted = range(places.stop - 1, places.stop) if places.stop == len(sequence.tokens) else range(0)
+            wanted = range(places.stop - 1, places.stop) if places.stop == sequence.num_tokens else range(0)
             if sequence.wants_prompt_logprobs:
                 wanted = places
             if wanted:
                 step.rows.extend(begin + place - first for place in wanted)
                 asked.append((sequence, wanted))
-        return step, asked
+            if wanted and places.stop == sequence.num_tokens and sequence.request.max_tokens:
+                step.drawn.append(len(step.rows) - 1)
+                step.asks.append(self._ask(sequence))
+                drawn.append(sequence)
+        return step, asked, drawn
 
-    def _read(self, asked: Many[tuple[Sequence, range]], logits_RV: Tensor) -> list[Event]:
-        """Draw the tokens of those that are computed to their end, and report."""
+    def _ask(self, sequence: Sequence) -> Ask:
+        request = sequence.request
+        told = request.logprobs if request.num_sequences == 1 else request.logprobs or 0  # the best are chosen by it
+        return self.sampler.ask(sequence, told, int(sequence.unread is not None))
+
+    def _read(
+        self, flight: Flight, sampled: list[Sampled | None], told: dict[int, list[Sampled | None]]
+    ) -> list[Event]:
+        """Report what a step has brought."""
         events: list[Event] = []
-        ready, rows, row = [], [], 0
-        for sequence, places in asked:
-            if sequence.wants_prompt_logprobs:
-                self._read_prompt(sequence, places, logits_RV[row : row + len(places)])
-            row += len(places)
-            if places.stop == len(sequence.tokens):
+        ready = []
+        for sequence, places in flight.asked:
+            if sequence.number in told and sequence.state is State.RUNNING:
+                self._read_prompt(sequence, places, told[sequence.number])
+            if sequence.state is State.RUNNING and places.stop == len(sequence.tokens):
                 ready.append(sequence)
-                rows.append(row - 1)
         for sequence in ready:
             events += self._report_prompt(sequence)
-        writing = [(s, r) for s, r in zip(ready, rows) if s.state is State.RUNNING]
-        if writing:
-            sequences = [s for s, _ in writing]
-            ranked = [s.request.num_sequences > 1 for s in sequences]
-            wanted = [r for _, r in writing]
-            picked = logits_RV if wanted == list(range(len(logits_RV))) else logits_RV[wanted]  # the latter is a copy
-            for sequence, sampled in zip(sequences, sampler.sample(picked, sequences, ranked)):
-                events.append(self._fail(sequence) if sampled is None else self._append(sequence, sampled))
+        for sequence, found in zip(flight.drawn, sampled, strict=True):
+            if sequence.state is State.RUNNING:
+                events.append(self._fail(sequence) if found is None else self._append(sequence, found))
         return events
 
-    def _read_prompt(self, sequence: Sequence, places: range, logits_RV: Tensor) -> None:
+    def _read_prompt(self, sequence: Sequence, places: range, told: list[Sampled | None]) -> None:
         request = sequence.request
-        finite = logits_RV.max(-1).values.isfinite().tolist()
-        sequence.is_broken |= not all(finite)
-        for place, logits_V, sound in zip(places, logits_RV, finite):
-            if place + 1 < len(request.prompt) and not sound:
+        sequence.is_broken |= None in told
+        for place, found in zip(places, told, strict=True):
+            if place + 1 < len(request.prompt) and found is None:
                 sequence.prompt_tokens.append(Token(request.prompt[place + 1], 0))
-            elif place + 1 < len(request.prompt):
-                found = sampler.report(logits_V, request.prompt[place + 1], request.prompt_logprobs or 0)
+            elif found is not None and place + 1 < len(request.prompt):
                 sequence.prompt_tokens.append(Token(found.id, 0, found.logprob, found.top))
 
     def _report_prompt(self, sequence: Sequence) -> list[Event]:
@@ -323,7 +450,7 @@ class Engine:
             events.append(self._delta(sequence, "", "length"))
         return events
 
-    def _append(self, sequence: Sequence, sampled: sampler.Sampled) -> Delta:
+    def _append(self, sequence: Sequence, sampled: Sampled) -> Delta:
         """The new token: into the sequence, into the text; and whether it was the last."""
         request, stream = sequence.request, sequence.stream
         sequence.tokens.append(sampled.id)

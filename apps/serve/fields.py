@@ -75,9 +75,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_obfuscation  pieces of a stream are padded, so that their sizes do not tell what they say"""
+    """What a stream tells beside its text.
+
+    continuous_usage_stats  each piece tells the usage until then, as vLLM's does; together with include_usage
+    include_obfuscation     pieces of a stream are padded, so that their sizes do not tell what they say
+    """
 
     include_usage: Bool | None = None
+    continuous_usage_stats: Bool | None = None
     include_obfuscation: Bool | None = None
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps.serve.history import BYTES as HISTORY_BYTES
+from apps.serve.sampler import DRAW_BYTES, slab_rows
 from core.config import UserError, in_words
 from core.models import Decoder, DecoderConfig, stored_dtype
 from core.quant import Scheme, is_quantized
@@ -171,6 +173,9 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
         token += 9 * max(hidden, model.dim) if format.scheme in ("int8", "llm.int8") else 0
     tokens = min(load.batch_tokens, load.sequences * load.length)
     logits = 16 * load.sequences * model.vocab_size
+    if kind != "cpu":  # there drawing takes a few rows at a time, and histories are made when somebody needs one
+        at_once = min(load.sequences, slab_rows(kind, model.vocab_size))
+        logits += (DRAW_BYTES * at_once + HISTORY_BYTES * (load.sequences + 1)) * model.vocab_size
     return tokens * token + logits + (_attention_on_cpu(model, load, ranks) if kind == "cpu" else 0)
 
 

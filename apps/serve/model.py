@@ -10,17 +10,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.config import EngineConfig
+from apps.serve.decode import Decode, warm_up
 from apps.serve.engine import Engine
 from apps.serve.memory import Asked, Format, Load, Room, folder_format, free_bytes, need, share_out
 from apps.serve.pace import Pace
 from apps.serve.runner import PAGE_DTYPES, Runner
+from apps.serve.sampler import Sampler
 from apps.serve.scheduler import Limits
 from apps.serve.text import Text, load_text
 from core.config import UserError, size_in_bytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
 from core.nn.packing import pack_linear
-from core.precision import compute_dtype
+from core.precision import compute_dtype, set_matmul_precision
 from core.quant import Scheme, is_quantized, load_quantized
+from core.quant.measured import measure_weights
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,11 @@ def find_source(folder: Path) -> Source:
     inside = folder / "hf"
     is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}; give a Hugging Face folder, or a run folder of llm pretrain")
+        raise UserError(f"no folder {folder}; give a Hugging Face folder, or a run folder of megalith llm pretrain")
     if (folder / "checkpoints").is_dir() and not is_run and not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} is a run without a folder to serve, hf; make it: llm export --model {folder}")
+        raise UserError(
+            f"{folder} is a run without a folder to serve, hf; make it: megalith llm export --model {folder}"
+        )
     name = folder.resolve().name if folder.resolve().name != "hf" else folder.resolve().parent.name
     folder = inside if is_run else folder
     return Source(folder, name, load_config(folder))
@@ -67,6 +72,7 @@ def build_engines(
     Returns name -> engine. Raises UserError for a broken folder, and where memory does not suffice, before weights are
     read.
     """
+    set_matmul_precision(config.matmul_precision)
     texts = [load_text(source.folder) for source in sources]
     for source, text in zip(sources, texts, strict=True):
         check_vocabulary(source, text)
@@ -95,6 +101,8 @@ def _plan(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | 
         from apps.serve.compiled import check_compilable  # what it imports, others need not wait for
 
         check_compilable(device, ranks, source.config.moe.num_experts)
+    if config.graphs == "on" and source.config.moe.num_experts:
+        raise UserError(f"{source.name} has experts, whose steps are not captured; leave --engine.graphs out")
     limits = Limits(config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running)
     max_length = config.max_length or source.config.max_length
     if source.config.positions == "learned" and max_length > source.config.max_length:
@@ -125,11 +133,17 @@ def _build(
     scheme: Scheme | None,
 ) -> Engine:
     model = _load(source, plan.format.dtype, scheme, device, axis, room.forms)
+    if torch.device(device).type == "cuda":
+        from core.nn.by_kernels import by_kernels  # what it imports, a CPU need not wait for
+
+        by_kernels(model)
     runner = Runner(model, room.num_pages, config.page_size, plan.format.pages, axis)
     if config.compile:
         from apps.serve.compiled import compile_runner
 
         compile_runner(runner)
+    max_length = min(plan.max_length, (room.num_pages - 1) * config.page_size)
+    sampler = _capture(runner, config, source.config, max_length, axis)
     return Engine(
         runner,
         text,
@@ -139,7 +153,29 @@ def _build(
         max_length=plan.max_length,
         sharing=config.prefix_sharing,
         pace=Pace(config.stretch),
+        sampler=sampler,
+        ahead=runner.decode is not None,
     )
+
+
+def captures(config: EngineConfig, model: DecoderConfig, device: str) -> bool:
+    """Whether steps of a model are captured. Of one with experts not: the host finds out which rows go where."""
+    asked = config.graphs == "on" or (config.graphs == "auto" and torch.device(device).type == "cuda")
+    return asked and not model.moe.num_experts
+
+
+def _capture(
+    runner: Runner, config: EngineConfig, model: DecoderConfig, max_length: int, axis: DeviceMesh | None
+) -> Sampler | None:
+    """Compile what steps need, and capture those in which all write.  Returns who draws for the runner's `decode`."""
+    if runner.device.type == "cuda":
+        warm_up(runner, config.max_batch_tokens, max_length)
+    if not captures(config, model, str(runner.device)):
+        return None
+    leads = axis is None or axis.get_local_rank() == 0
+    sampler = Sampler(model.vocab_size, runner.machine) if leads else None
+    Decode(runner, sampler, config.max_running, max_length)
+    return sampler
 
 
 def _load(
@@ -149,11 +185,12 @@ def _load(
     ranks = 1 if axis is None else axis.size()
 
     def cut(model: nn.Module) -> None:
-        from core.models.plan import tensor_parallel_plan  # what they import, one rank need not wait for
+        from core.comm.sums import sums_over  # what they import, one rank need not wait for
+        from core.models.plan import replicated_plan
         from core.parallel.plan import apply_plan
 
         assert axis is not None
-        apply_plan(model, tensor_parallel_plan(source.config), axis)
+        apply_plan(model, replicated_plan(source.config, sums_over(axis, device, dtype)), axis)
 
     if scheme is not None or is_quantized(source.folder):
         chosen: dict[str, Any] = {} if scheme is None else {"embeddings": True, "head": True}
@@ -162,7 +199,9 @@ def _load(
             source.folder, scheme, **chosen, device=device, packed=packed, cut=cut if ranks > 1 else None
         )
         assert isinstance(model, Decoder)
-        return model.to(dtype)
+        model = model.to(dtype)
+        measure_weights(model, dtype)
+        return model
     if ranks == 1:
         model = load_pretrained(source.folder, dtype=dtype, device=device)
     else:

@@ -7,9 +7,9 @@ served whole, on one device.
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from rich.console import Console
@@ -20,21 +20,24 @@ from apps.serve.model import find_source
 from core.config import UserError, in_words, parse, size_in_bytes
 from core.models import SHAPES, DecoderConfig
 from core.quant import Scheme, is_quantized
+from core.runtime import device_kind
 
-# The runtime's own: CUDA context, libraries' workspaces.
-_RUNTIME_BYTES = 1 << 30
+_RUNTIME_BYTES = {"cuda": 1 << 30, "cpu": 0}
+"""The runtime's own: CUDA context, libraries' workspaces."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     """Devices that a model needs."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB"}
+    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "group": "group_size"}
 
     model: Path | None = None
     """a folder, of which config.json is read and, if its weights are there, their headers"""
     shape: str | None = None
     """or a published shape, such as bloom_176b or opt_175b"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """the kind of device that is planned for, which need not be here; auto: CUDA where there is one"""
     memory: str = "24GiB"
     """of a device (24 alone is GiB)"""
     sequences: int = 8
@@ -43,15 +46,19 @@ class PlanConfig:
     """tokens of each, prompt and text"""
     batch_tokens: int = 2048
     """tokens of a step"""
-    group: int = 64
+    group_size: int = 64
     """weights that share a scale in int4"""
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "length", "batch_tokens", "group"):
+        for name in ("sequences", "length", "batch_tokens", "group_size"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be positive")
 
         size_in_bytes(self.memory, "memory", "GiB")
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        return device_kind("auto") if self.device == "auto" else self.device
 
     @property
     def memory_bytes(self) -> int:
@@ -64,15 +71,19 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Found:
-    """What each of `devices` devices holds; devices is None where no number of ranks suffices."""
+    """What each of `devices` devices holds; devices is None where no number of ranks suffices.
+
+    runtime  bytes of the runtime's own
+    """
 
     devices: int | None
     need: Need
     pages: int
+    runtime: int
 
     @property
     def work(self) -> int:
-        return self.need.work + _RUNTIME_BYTES
+        return self.need.work + self.runtime
 
     @property
     def total(self) -> int:
@@ -80,11 +91,11 @@ class Found:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": PlanConfig}, argv, "serve plan", default="default")
+    config = parse({"default": PlanConfig}, argv, "megalith serve plan", default="default")
     name, model, folder = _chosen(config)
-    asked = formats(model, folder, config.group)
-    if config.group != PlanConfig.group and "int4" not in asked:
-        raise UserError(f"group={config.group}, and {name} is not planned in int4; leave it out")
+    asked = formats(model, folder, config.group_size)
+    if config.group_size != PlanConfig.group_size and "int4" not in asked:
+        raise UserError(f"group_size={config.group_size}, and {name} is not planned in int4; leave it out")
     table = Table(
         "weights", "devices", "weights a device", "cache", "work", "together", title=_title(name, model, config)
     )
@@ -98,7 +109,8 @@ def main(argv: list[str]) -> int:
 
 def _title(name: str, model: DecoderConfig, config: PlanConfig) -> str:
     served = f"{config.sequences} sequences of {config.length} tokens"
-    return f"{name}: {model.num_parameters():,} parameters, {served}, devices of {in_words(config.memory_bytes)}"
+    devices = f"devices of {in_words(config.memory_bytes)} ({config.kind})"
+    return f"{name}: {model.num_parameters():,} parameters, {served}, {devices}"
 
 
 def _chosen(config: PlanConfig) -> tuple[str, DecoderConfig, Path | None]:
@@ -134,9 +146,9 @@ def fewest(model: DecoderConfig, format: Format, config: PlanConfig) -> Found:
     ranks = [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == 0 and model.num_heads % n == 0]
     found = None
     for count in ranks if not model.moe.num_experts else [1]:
-        needed = need(model, format, config.load, count)
-        found = Found(count, needed, config.load.pages * needed.page)
+        needed = need(model, format, config.load, count, config.kind)
+        found = Found(count, needed, config.load.pages * needed.page, _RUNTIME_BYTES[config.kind])
         if found.total <= config.memory_bytes:
             return found
     assert found is not None
-    return Found(None, found.need, found.pages)
+    return replace(found, devices=None)

@@ -12,14 +12,14 @@ from torch import Tensor
 from apps.serve.memory import available_bytes
 from apps.serve.model import Source, check_vocabulary, find_source
 from apps.serve.text import load_text
-from core.config import UserError, in_words, parse
+from core.config import UserError, in_words, parse, require_device
 from core.data import Faults
 from core.data import Source as Documents
 from core.models import load_pretrained
 from core.quant import Scheme, is_quantized, quantize, quantize_folder, save_quantized
 from core.quant.folder import check_target
 from core.quant.scheme import SchemeName
-from core.runtime import keep_freed_memory
+from core.runtime import device_of, keep_freed_memory
 
 _BATCH_TOKENS, _LENGTH = 2048, 512
 """Of calibration: tokens of a batch, and of a sequence at most."""
@@ -29,6 +29,10 @@ _BATCH_TOKENS, _LENGTH = 2048, 512
 class QuantizeConfig:
     """Write the quantized model of a folder."""
 
+    model: Path | None = None
+    """a Hugging Face folder, or a run folder of `megalith llm pretrain`; `serve quantize IN OUT` is the same"""
+    out: Path | None = None
+    """folder to write"""
     scheme: SchemeName = "int8"
     """see docs/quantization.md"""
     group_size: int = 64
@@ -45,8 +49,11 @@ class QuantizeConfig:
     """int4: text to round weights by, a file or folder (text, .jsonl, .parquet); holds the plain model in memory"""
     calibration_tokens: int = 32_768
     """how much of that text is used, from its beginning"""
+    device: str = "auto"
+    """where weights are rounded, one at a time, and the text is read, a block at a time: cpu, cuda or cuda:N"""
 
     def __post_init__(self) -> None:
+        require_device("device", self.device)
         if self.calibration_tokens < 1:
             raise UserError(f"calibration_tokens={self.calibration_tokens}; give a positive number")
         if self.calibration and self.scheme != "int4":
@@ -58,16 +65,15 @@ class QuantizeConfig:
 
 
 def main(argv: list[str]) -> int:
-    folders = argv[:2]
-    if argv in (["-h"], ["--help"]):
-        print("serve quantize IN OUT [--option value …]")
-        folders = []
-    elif len(folders) < 2 or any(folder.startswith("-") for folder in folders):
-        raise UserError("serve quantize takes the model's folder and the one to write: serve quantize IN OUT")
-    config = parse({"default": QuantizeConfig}, argv[len(folders) :], "serve quantize IN OUT", default="default")
-    source, target = find_source(Path(folders[0])), Path(folders[1])
+    config = parse({"default": QuantizeConfig}, argv, "megalith serve quantize", "default", places=("model", "out"))
+    if config.model is None or config.out is None:
+        raise UserError(
+            "megalith serve quantize takes the model's folder and the one to write: IN OUT, or --model IN --out OUT"
+        )
+    source, target = find_source(config.model), config.out
     scheme = Scheme(config.scheme, config.group_size, config.symmetric, config.threshold)
     options: dict[str, Any] = {"embeddings": config.embeddings, "head": config.head}
+    options["device"] = device_of(config.device)
     options["progress"] = _show if sys.stderr.isatty() else _list if config.calibration else None
     if config.calibration:
         _calibrated(source, target, scheme, config, options)

@@ -171,6 +171,7 @@ class Sequence:
     pending     tokens whose text is not released yet
     num_cached  tokens of the prompt that were in the pages when it first ran
     is_broken   whether logits of its prompt were no numbers
+    unread      the row of the last step that drew its next token, which is not read yet; None: all are in `tokens`
     """
 
     request: Request
@@ -187,6 +188,7 @@ class Sequence:
     prompt_reported: bool = False
     num_cached: int | None = None
     is_broken: bool = False
+    unread: int | None = None
 
     def move(self, to: State) -> None:
         assert (self.state, to) in MOVES, f"a sequence does not go from {self.state} to {to}"
@@ -195,6 +197,16 @@ class Sequence:
     @property
     def num_written(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of `tokens`, and the one that is drawn and not read yet."""
+        return len(self.tokens) + (self.unread is not None)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing can follow what is drawn already."""
+        return self.num_tokens - len(self.request.prompt) >= self.request.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

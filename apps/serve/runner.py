@@ -5,21 +5,26 @@ need not know of sequences. Only attention does: `PagedAttend` in the decoder's 
 values into their pages and attends over each sequence's pages. The head sees only rows whose logits are wanted.
 
 With tensor parallelism every rank holds the pages of its heads. The first rank decides and sends each step to the
-others, which follow until it sends none.
+others as one tensor of numbers, and they follow until it sends none.
 
 Shapes: T tokens of the step, R rows whose logits are wanted, B sequences, H query heads, J key/value heads, K head
 size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps.serve.machine import machine_of
+from apps.serve.packet import Layout
+from apps.serve.sampler import NUM_NUMBERS, Ask, Reading
 from core.config import UserError
 from core.kernels.paged_attention import Spans, attention_on_cpu, paged_attention, spans, write_pages
 from core.kernels.paged_loops import longest_apart, offered, write
@@ -29,14 +34,18 @@ from core.nn.attention import Attention, StepContext
 PAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """What is to be computed, as plain numbers.
 
     ids, positions, slots   of each token: what it is, where it stands in its text, its place in the pages
+    sources                 of each token: the row of the last step that drew it, where it is not read yet; else -1.
+                            Empty: all are known
     tables, lengths, starts of each sequence: its pages, its tokens with the new ones, its first new token
     rows                    tokens whose logits are wanted
     copies                  pages to be copied before anything is written: (from, to)
+    drawn, asks             which of `rows` the next tokens are drawn from, and how
+    numbers                 what the sampler takes of `asks`, on the device; the runner puts it there
     """
 
     ids: list[int] = field(default_factory=list)
@@ -47,6 +56,35 @@ class Step:
     starts: list[int] = field(default_factory=lambda: [0])
     rows: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+    asks: list[Ask] = field(default_factory=list)
+    numbers: Tensor | None = None
+
+    @property
+    def writes_only(self) -> bool:
+        """Whether it is one token of each sequence, and the next one of each is drawn."""
+        alone = len(self.ids) == len(self.tables) == len(self.rows) == len(self.asks)
+        return alone and bool(self.ids) and not self.copies
+
+
+_STOP, _STEP, DECODE = range(3)
+"""What a message to the other ranks is: the end, a step, one by a graph (`apps.serve.decode`)."""
+_HEADER = 16
+_MESSAGE = 1 << 13
+"""Words of a message; what is longer comes in a second part."""
+_SIZES = ("ids", "sources", "lengths", "width", "rows", "copies", "drawn", "asks", "longest")
+
+
+@lru_cache(maxsize=64)
+def _layout(ids: int, sources: int, lengths: int, width: int, rows: int, copies: int, drawn: int, asks: int) -> Layout:
+    long, short = torch.int64, torch.int32
+    return Layout((
+        ("header", short, _HEADER), ("ids", long, ids), ("positions", long, ids), ("slots", long, ids),
+        ("sources", long, sources), ("rows", long, rows), ("drawn", long, drawn),
+        ("numbers", torch.float64, NUM_NUMBERS * asks), ("lengths", short, lengths), ("starts", short, lengths + 1),
+        ("copies", short, 2 * copies), ("tables", short, lengths * width),
+    ))  # fmt: skip
 
 
 @dataclass
@@ -55,7 +93,7 @@ class PagedContext(StepContext):
 
     tables_BP: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
     lengths_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    starts_B: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
+    starts_B: Tensor | None = None
     slots_T: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     max_length: int = 0
     spans: Spans | None = None
@@ -118,11 +156,23 @@ Graph = Callable[[Tensor, Tensor, PagedContext], Tensor]
 """(ids[1, T], positions[1, T], context) -> what the head is given, [1, T, D]."""
 
 
+class Captured(Protocol):
+    """What computes steps in which all write (`apps.serve.decode`, which knows the runner)."""
+
+    def way(self, step: Step) -> int | None: ...
+
+    def launch(self, step: Step, way: int) -> Reading: ...
+
+    def follow(self, words: Tensor) -> None: ...
+
+
 class Runner:
     """A decoder with pages in its `attend` slots.
 
-    axis   the tensor-parallel ranks over which the decoder is cut; None: it is whole
-    graph  what computes in the decoder's place, up to its head, if anything does (`apps.serve.compiled`)
+    axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
+    graph   what computes in the decoder's place, up to its head, if anything does (`apps.serve.compiled`)
+    decode  what computes steps in which all write, if anything does (`apps.serve.decode`)
+    tokens  on the device, those that the last step drew; None: steps begin when these are read
     """
 
     def __init__(
@@ -142,25 +192,35 @@ class Runner:
         for attention, pages in zip(attentions, self.pages, strict=True):
             attention.attend = pages
         self.graph: Graph | None = None
+        self.machine = machine_of(self.device)
+        self.tokens: Tensor | None = None
+        self.decode: Captured | None = None
+        self._message = torch.zeros(_MESSAGE, dtype=torch.int32, device="cpu")
 
     def run(self, step: Step) -> Tensor:
         """logits[R, V] in fp32 or wider, R those of `step.rows`; on a GPU they are computed by the time they are read.
 
         Only the first rank of the axis calls it.
         """
-        if self.axis is not None and self.axis.size() > 1:
-            self._send(step)
-        return self._compute(step)
+        words = self._packed(step)
+        self.send(_STEP, words)
+        return self._compute(step, words)
 
-    def wait(self) -> None:
-        """Until what `run` began is computed: a GPU computes while `run` returns."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def compute(self, step: Step) -> Tensor:
+        """As `run`, on this rank; the others are not told."""
+        return self._compute(step, self._packed(step))
 
     def follow(self) -> None:
         """What the other ranks do: each step that the first one sends, until it sends none."""
-        while (step := self._send(None)) is not None:
-            self._compute(step)
+        while (words := self._receive()) is not None:
+            if int(words[0]) == DECODE:
+                assert self.decode is not None
+                self.decode.follow(words)
+                continue
+            step = _unpacked(words)
+            self._compute(step, words)
+            if step.drawn:
+                self.share(len(step.drawn))
 
     def beat(self) -> None:
         """A sign of life to the other ranks, which would take a long silence for a failure."""
@@ -168,49 +228,106 @@ class Runner:
 
     def release(self) -> None:
         """Let the other ranks go."""
-        if self.axis is not None and self.axis.size() > 1:
-            self._send(None)
+        self.send(_STOP, self.machine.words(_HEADER))
 
-    def _send(self, step: Step | None) -> Step | None:
+    @property
+    def ranks(self) -> int:
+        return 1 if self.axis is None else self.axis.size()
+
+    def send(self, kind: int, words: Tensor) -> None:
+        """Numbers on the host to the other ranks, for what `kind` says. The first two words are overwritten."""
+        if self.ranks == 1:
+            return
+        words[0], words[1] = kind, len(words)
+        message = self._message
+        message[: len(words)] = words[:_MESSAGE]
+        self._broadcast(message)
+        if len(words) > _MESSAGE:
+            self._broadcast(words[_MESSAGE:])
+
+    def _receive(self) -> Tensor | None:
+        message = self._message
+        self._broadcast(message)
+        kind, count = message[:2].tolist()
+        if kind == _STOP:
+            return None
+        words = self.machine.words(count)
+        words[:_MESSAGE] = message[:count]
+        if count > _MESSAGE:
+            self._broadcast(words[_MESSAGE:])
+        return words
+
+    def _broadcast(self, x: Tensor) -> None:
         assert self.axis is not None
-        group, box = self.axis.get_group(), [step]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        return box[0]
+        group = self.axis.get_group()
+        dist.broadcast(x, src=dist.get_global_rank(group, 0), group=group)
+
+    def share(self, count: int) -> None:
+        """The first rank's last tokens to all: those with which the next step may begin before they are read."""
+        if self.ranks > 1 and self.tokens is not None:
+            self._broadcast(self.tokens[:count])
 
     @property
     def dtype(self) -> torch.dtype:
         """In which the decoder computes."""
         return self.model.embedding.tokens.weight.dtype
 
+    def _packed(self, step: Step) -> Tensor:
+        width = max(map(len, step.tables), default=0)
+        asks = 0 if self.device.type == "cpu" else len(step.asks)  # there the sampler deals them out to groups
+        sizes = (len(step.ids), len(step.sources), len(step.tables), width, len(step.rows), len(step.copies))
+        layout = _layout(*sizes, len(step.drawn), asks)
+        words = self.machine.words(layout.num_words)
+        longest = max(step.lengths, default=0)
+        layout.array(words, "header")[2 : 2 + len(_SIZES)] = (*sizes, len(step.drawn), asks, longest)
+        for name in ("ids", "positions", "slots", "sources", "rows", "drawn", "lengths", "starts"):
+            layout.array(words, name)[:] = getattr(step, name)
+        layout.array(words, "copies")[:] = list(chain.from_iterable(step.copies))
+        if asks:
+            layout.array(words, "numbers").reshape(NUM_NUMBERS, asks).T[:] = [ask.numbers for ask in step.asks]
+        layout.array(words, "tables")[:] = list(chain.from_iterable(_filled(step.tables, width)))
+        return words
+
     @torch.inference_mode()
-    def _compute(self, step: Step) -> Tensor:
+    def _compute(self, step: Step, words: Tensor) -> Tensor:
         for source, target in step.copies:
             for pages in self.pages:
                 pages.copy(source, target)
         if not step.ids:
             return torch.empty(0, 0)
-        width = max(map(len, step.tables))
-        tables = [table + [0] * (width - len(table)) for table in step.tables]
+        *sizes, longest = words[2 : 2 + len(_SIZES)].tolist()
+        layout, there = _layout(*sizes), self.machine.put(words)
+        on_cpu, alone = self.device.type == "cpu", len(step.ids) == len(step.tables)
 
-        def tensor(values: Any, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
+        def of(name: str) -> Tensor:
+            return layout.tensor(there, name)
 
         context = PagedContext(
-            rows_R=tensor(step.rows, torch.int64),
-            tables_BP=tensor(tables, torch.int32),
-            lengths_B=tensor(step.lengths, torch.int32),
-            starts_B=tensor(step.starts, torch.int32),
-            slots_T=tensor(step.slots, torch.int64),
-            max_length=max(step.lengths),
-            spans=self._spans(step) if self.device.type == "cpu" else None,
+            rows_R=of("rows"),
+            tables_BP=of("tables").view(len(step.tables), -1),
+            lengths_B=of("lengths"),
+            starts_B=None if alone else of("starts"),
+            slots_T=of("slots"),
+            max_length=longest,
+            spans=self._spans(step) if on_cpu else None,
         )
-        ids, positions = tensor([step.ids], torch.int64), tensor([step.positions], torch.int64)
+        step.numbers = None if on_cpu else of("numbers").view(NUM_NUMBERS, sizes[-1])
+        ids_T = self.fed(of("ids"), of("sources")) if step.sources else of("ids")
+        return self.logits(ids_T[None], of("positions")[None], context)
+
+    def fed(self, ids_T: Tensor, sources_T: Tensor) -> Tensor:
+        """Ids, with the last step's tokens where they come from there."""
+        assert self.tokens is not None
+        return ids_T.where(sources_T < 0, self.tokens[sources_T.clamp(min=0)])
+
+    def logits(self, ids_1T: Tensor, positions_1T: Tensor, context: PagedContext) -> Tensor:
+        """[R, V], by the decoder or by the graph in its place."""
         if self.graph is None:
-            return _at_least_fp32(self.model(ids, positions=positions, context=context)[0])
-        x_1TD = self.graph(ids, positions, context)
-        if not step.rows:
+            return _at_least_fp32(self.model(ids_1T, positions=positions_1T, context=context)[0])
+        x_1TD, rows_R = self.graph(ids_1T, positions_1T, context), context.rows_R
+        if rows_R is not None and not len(rows_R):
             return x_1TD.new_empty(0, self.model.config.vocab_size)
-        return _at_least_fp32(self.model.head(x_1TD, rows_R=context.rows_R)[0])
+        return _at_least_fp32(self.model.head(x_1TD, rows_R=rows_R)[0])
 
     def _spans(self, step: Step) -> Spans:
         return spans(step.tables, step.lengths, step.starts, self.page_size, longest_apart(self.pages[0].k))
@@ -218,3 +335,22 @@ class Runner:
 
 def _at_least_fp32(logits_RV: Tensor) -> Tensor:
     return logits_RV.float() if logits_RV.dtype.itemsize < 4 else logits_RV
+
+
+def _filled(tables: list[list[int]], width: int) -> Iterable[list[int]]:
+    return (table if len(table) == width else table + [0] * (width - len(table)) for table in tables)
+
+
+def _unpacked(words: Tensor) -> Step:
+    """What another rank needs to know of a step."""
+    *sizes, _ = words[2 : 2 + len(_SIZES)].tolist()
+    layout, width = _layout(*sizes), sizes[3]
+
+    def of(name: str) -> list[int]:
+        return layout.array(words, name).tolist()
+
+    copies, tables = of("copies"), layout.array(words, "tables").reshape(-1, max(width, 1)).tolist()
+    return Step(
+        of("ids"), of("positions"), of("slots"), tables, of("lengths"), of("starts"), of("rows"),
+        list(zip(copies[::2], copies[1::2])), of("sources"), of("drawn"),
+    )  # fmt: skip

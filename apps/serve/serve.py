@@ -28,7 +28,7 @@ log = logging.getLogger("serve")
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": ServeConfig}, argv, "serve", default="default")
+    config = parse({"default": ServeConfig}, argv, "megalith serve", default="default")
     sources = _sources(config)
     read_key(config)
     if config.tp > 1 and not launched():
@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
 def _sources(config: ServeConfig) -> list[Source]:
     """What is to be served.  Raises UserError before minutes are spent."""
     if not config.model:
-        raise UserError("no model is given; serve --model DIR, a Hugging Face folder or a run folder of llm pretrain")
+        raise UserError(
+            "no model is given; megalith serve --model DIR, a Hugging Face folder or a run of megalith llm pretrain"
+        )
     sources = [find_source(folder) for folder in config.model]
     names = [source.name for source in sources]
     twice = {name for name in names if names.count(name) > 1}

@@ -109,9 +109,9 @@ class Stored:
                 if target.shape != part.shape:
                     raise Damaged(f"its {TENSORS} and {self.chunks[item.storage_index].file} differ in shapes")
                 target.copy_(part)
-            for index, chunk in self.chunks.items():
-                if index.fqn in planner.state_dict and not math.prod(self.tensors[index.fqn].shape):
-                    reader.check(chunk)  # a tensor without elements, of which nothing is read
+            for name in self._without_elements.keys() & planner.state_dict.keys():
+                for chunk in self._without_elements[name]:  # of which nothing is read
+                    reader.check(chunk)
 
     def rank_values(self, rank: int) -> dict[str, Tensor | bytes]:
         """What `rank` saved for itself."""
@@ -144,6 +144,23 @@ class Stored:
     def chunks(self) -> Mapping[MetadataIndex, Chunk]:
         return self.metadata.storage_data
 
+    @cached_property
+    def _ends(self) -> dict[str, int]:
+        """file -> the bytes that its chunks reach to. Looked for once: tensors may be read one by one."""
+        ends: dict[str, int] = {}
+        for chunk in self.chunks.values():
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.first_byte + chunk.num_bytes)
+        return ends
+
+    @cached_property
+    def _without_elements(self) -> dict[str, list[Chunk]]:
+        """The tensors that have none, and their chunks."""
+        found: dict[str, list[Chunk]] = {name: [] for name, t in self.tensors.items() if not math.prod(t.shape)}
+        for index, chunk in self.chunks.items():
+            if index.fqn in found:
+                found[index.fqn].append(chunk)
+        return found
+
     @staticmethod
     def _place(chunk: Chunk) -> tuple[str, int]:
         return chunk.file, chunk.first_byte
@@ -169,12 +186,8 @@ class Stored:
             )
 
     def _check_sizes(self, names: set[str]) -> None:
-        ends = dict.fromkeys(names, 0)
-        for chunk in self.chunks.values():
-            if chunk.file in ends:
-                ends[chunk.file] = max(ends[chunk.file], chunk.first_byte + chunk.num_bytes)
-        for name, nbytes in sorted(ends.items()):
-            path = self.path / name
+        for name in sorted(names):
+            path, nbytes = self.path / name, self._ends[name]
             if not path.is_file():
                 raise Damaged(f"its file {name} is missing")
             if (size := path.stat().st_size) != nbytes:

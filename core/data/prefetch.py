@@ -14,16 +14,22 @@ from core.data.batches import Batches
 class Prefetch:
     """Batches of one rank from `step` on; up to `depth` are made ahead.
 
+    pinned  in memory that a GPU copies from by itself, so that nobody waits for the copy
+
     An exception in `batch` is raised by the `next` that would have returned that batch. Close it (or use `with`) to
     stop the thread. `state()` is the JSON-able position: the step that `next` hands out next.
     """
 
-    def __init__(self, batches: Batches, rank: int = 0, num_ranks: int = 1, *, step: int = 0, depth: int = 2):
+    def __init__(
+        self, batches: Batches, rank: int = 0, num_ranks: int = 1, *, step: int = 0, depth: int = 2,
+        pinned: bool = False,
+    ):  # fmt: skip
         self._batches = batches
         self._rank = rank
         self._num_ranks = num_ranks
         self._step = step
         self._depth = depth
+        self._pinned = pinned
         self._thread: threading.Thread | None = None
 
     def __iter__(self) -> Prefetch:
@@ -68,10 +74,14 @@ class Prefetch:
         )
         self._thread.start()
 
+    def _made(self, step: int) -> dict[str, Tensor]:
+        batch = self._batches.batch(step, self._rank, self._num_ranks)
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pinned else batch
+
     def _produce(self, step: int, ready: queue.Queue, stop: threading.Event) -> None:
         while not stop.is_set():
             try:
-                made = self._batches.batch(step, self._rank, self._num_ranks), None
+                made = self._made(step), None
             except BaseException as error:
                 made = None, error
             while not stop.is_set():

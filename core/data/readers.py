@@ -280,7 +280,7 @@ def _document(record: dict[str, Any], name: str, where: str, source: Source, fau
         value = record.get(field)
         if field not in record:
             has = ", ".join(map(str, list(record)[:10])) or "none"
-            remedy = f"name the right field with --data.{'prompt_field' if source.pairs else 'text_field'}"
+            remedy = f"name the right field with --data.{'prompt-field' if source.pairs else 'text-field'}"
             faults.report("missing field", f"{where} has no field {field!r} (its fields: {has})", remedy)
             return None
         if not isinstance(value, str):

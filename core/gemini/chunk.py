@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from core.gemini.absent import give_back, placeholder, withdraw
+from core.gemini.pinned import host_empty
 from core.gemini.states import COMPUTE, FREE, HOLD, READY_TO_REDUCE, State, require_move
 from core.parallel.data import own_gradient
 from core.parallel.rows import row_length
@@ -199,7 +200,7 @@ class Chunk:
         self.refresh()
 
     def _flat(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.own_elements, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return host_empty(self.own_elements, dtype, self.device.type == "cuda").zero_()
 
     def _own(self, flat: Tensor | None, member: Member) -> Tensor:
         assert flat is not None
@@ -218,8 +219,10 @@ class Chunk:
         """Memory for the gradient of the shard, beside the masters; what stands in it is undefined."""
         if self.grad is None:
             assert self.masters is not None
-            on_host = self.masters.device.type == "cpu"
-            self.grad = torch.empty_like(self.masters, pin_memory=on_host and self.device.type == "cuda")
+            if self.masters.device.type == "cpu":
+                self.grad = host_empty(self.own_elements, self.wide, self.device.type == "cuda")
+            else:
+                self.grad = torch.empty_like(self.masters)
         return self.grad
 
     def settle(self, alone: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from core.files import naming
 from core.gemini.residency import ResidencyPlan
 from core.gemini.trace import Trace
 
@@ -87,7 +88,8 @@ def draw_memory(
         panels[1].set_xlabel("moments of a step: forward, backward (grey), update (blue)")
         figure.suptitle(plan.describe().replace("; ", "\n"), fontsize=8)
         Path(png).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, dpi=150)
+        with naming(Path(png)):
+            figure.savefig(png, dpi=150)
         plt.close(figure)
     return Path(png)
 

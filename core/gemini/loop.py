@@ -22,6 +22,7 @@ from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import Policy
+from core.gemini.state_device import bring_state
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh
 from core.optim.clip import gradient_norm, scale_gradients
@@ -124,6 +125,8 @@ def wrap(
         group["params"] = [
             _replaced(optimizer, p, values[id(p)].dtype, data.masters[names[id(p)]], data) for p in group["params"]
         ]
+    for master in data.masters.values():
+        bring_state(optimizer, master)
     try:
         data.foresee(optimizer, sample)
     except UserError:  # model and optimizer are as they were: another budget can be tried
@@ -148,7 +151,7 @@ def _replaced(
 
     dtype  that the parameter had: what is kept in it is in the master's format from now on
     """
-    state = optimizer.state.pop(parameter, {})
+    state = dict(optimizer.state.pop(parameter, {}))
     for key, value in state.items():
         if isinstance(value, Tensor) and value.ndim and value.dtype == dtype:
             value = value.to(master.dtype)

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.gemini.chunk import Member
+from core.gemini.pinned import host_empty
 from core.gemini.residency import Policy, plan_residency, smallest_budget, too_small
-from core.gemini.search import Chunking, MessageBytes, ParameterInfo, choose_chunk_size
+from core.gemini.search import PIECE_OF_BUDGET, PIECES, Chunking, MessageBytes, ParameterInfo, choose_chunk_size
 from core.gemini.timeline import Bandwidth
 from core.gemini.tracer import Speed, StepTrace, corrected
 from core.metrics import peak_flops
@@ -27,7 +28,9 @@ from core.metrics import peak_flops
 SHARE_OF_PEAK = 0.4
 """Of a device's FLOP/s, what products of usual sizes reach."""
 
-PROBE_BYTES = 1 << 22
+LEAST_PROBE_BYTES, MOST_PROBE_BYTES = 1 << 22, 1 << 28
+"""Of less a device's copy shows how long it takes to begin, and a host's what a cache gives; more adds nothing."""
+PROBED_LATENCY_BYTES = 1 << 12
 
 
 def plan(
@@ -123,26 +126,43 @@ def speed_of(device: torch.device, dtype: torch.dtype) -> Speed:
     return Speed(SHARE_OF_PEAK * peak, 1e12 if device.type == "cuda" else 1e10)
 
 
-def bandwidth_of(device: torch.device, ranks: int) -> Bandwidth:
+def probe_bytes(parameter_bytes: int, budget_bytes: int) -> int:
+    """The size of a copy that planning will ask about: of a chunk, where the model has a dozen in the budget."""
+    of_chunk = min(parameter_bytes // min(PIECES), budget_bytes // PIECE_OF_BUDGET)
+    return max(LEAST_PROBE_BYTES, min(of_chunk, MOST_PROBE_BYTES))
+
+
+def bandwidth_of(device: torch.device, ranks: int, num_bytes: int = LEAST_PROBE_BYTES) -> Bandwidth:
     """Measured: copies over the link in both directions, and a pass over memory for updates on either side.
 
-    ranks  that share a chunk: each brings its part of it over a link of its own
+    ranks      that share a chunk: each brings its part of it over a link of its own
+    num_bytes  of a copy; see `probe_bytes`
     """
-    host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there, scratch = torch.empty_like(host, device=device), torch.empty_like(host)
-    to_device, to_host = _rate(lambda: there.copy_(host)), _rate(lambda: host.copy_(there))
-    host_update = _rate(lambda: scratch.copy_(host)) / 2  # as much is read as written
-    device_update = _rate(lambda: there.add_(1)) / 2 if device.type == "cuda" else host_update
-    return Bandwidth(ranks * to_device, ranks * to_host, host_update, device_update, latency_s=1e-5)
+    on_cuda = device.type == "cuda"
+    host, scratch = (host_empty(num_bytes, torch.uint8, pinned=on_cuda) for _ in range(2))
+    for tensor in (host, scratch):
+        tensor.zero_()  # memory that nobody has written has no pages yet
+    there = torch.zeros_like(host, device=device)
+    few = slice(0, PROBED_LATENCY_BYTES)
+    to_device = _seconds(lambda: there.copy_(host, non_blocking=True), device)
+    to_host = _seconds(lambda: host.copy_(there, non_blocking=True), device)
+    latency_s = _seconds(lambda: there[few].copy_(host[few], non_blocking=True), device) if on_cuda else 1e-5
+    host_update = _seconds(lambda: scratch.copy_(host), device) * 2  # as much is read as written
+    device_update = _seconds(lambda: there.add_(1), device) * 2 if on_cuda else host_update
+    rates = [
+        num_bytes / max(seconds, 1e-9)
+        for seconds in (to_device - latency_s, to_host - latency_s, host_update, device_update)
+    ]
+    return Bandwidth(ranks * rates[0], ranks * rates[1], rates[2], rates[3], latency_s)
 
 
-def _rate(pass_over: Callable[[], object]) -> float:
-    """Bytes a second, the best of three."""
+def _seconds(pass_over: Callable[[], object], device: torch.device) -> float:
+    """The best of three."""
     seconds = []
     for _ in range(3):
         begin = time.perf_counter()
         pass_over()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    return PROBE_BYTES / max(min(seconds), 1e-9)
+    return min(seconds)

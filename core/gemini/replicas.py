@@ -25,11 +25,12 @@ from core.gemini.config import GeminiConfig
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
-from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, speed_of
+from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, probe_bytes, speed_of
 from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
+from core.gemini.state_device import bring_state
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, parse_bytes
 from core.gemini.tracer import StepTrace, trace_step
@@ -183,7 +184,8 @@ class GeminiReplicas(DataParallel):
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
             self._require_room(parameters, messages(names))
         else:
-            self._bandwidth = bandwidth_of(self.device, self.ranks)
+            copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
+            self._bandwidth = bandwidth_of(self.device, self.ranks, copied)
             self.planned = plan(
                 traced,
                 parameters,
@@ -274,20 +276,12 @@ class GeminiReplicas(DataParallel):
             chunk, info = self.chunks[index], planned.trace.chunks[index]
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
             chunk.settle(alone=not self.executor.transport.sends)
-            self._take_state_along(chunk)
+            for member in chunk.members:
+                bring_state(self._optimizer, member.rows)
             self.executor.load(chunk)
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
             self.tier.set_other(planned.trace.other_peak_bytes)
-
-    def _take_state_along(self, chunk: Chunk) -> None:
-        """The optimizer's state, if there is any, goes where the masters are."""
-        for member in chunk.members:
-            state = self._optimizer.state.get(member.rows, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim and value.device != member.rows.device:
-                    moved = value.to(member.rows.device)
-                    state[key] = tag(moved, layout_of(value)) if hasattr(value, "layout_in_whole") else moved
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""

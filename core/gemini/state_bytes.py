@@ -5,6 +5,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +53,21 @@ def _probed(optimizer: torch.optim.Optimizer, index: int) -> int:
     probe.grad = torch.zeros_like(probe)
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
+    if optimizer.state.get(like):  # torch 2.11's Adagrad makes its state with itself, and nowhere else
+        twin.state[probe] = {key: _of_probe(value, like, probe) for key, value in optimizer.state[like].items()}
     twin.param_groups = [{**optimizer.param_groups[index], "params": [probe], "lr": 0.0}]
     twin._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks  # such as keep an average in the state
     twin.step()
     return sum(t.numel() * t.itemsize for t in state_tensors(twin, probe).values() if t.ndim)
+
+
+def _of_probe(value: Any, like: Tensor, probe: Tensor) -> Any:
+    """What an optimizer keeps of a parameter, as it would keep it of the probe."""
+    if not isinstance(value, Tensor):
+        return value
+    return (
+        torch.zeros_like(probe, dtype=value.dtype) if value.shape == like.shape and value.ndim else value.cpu().clone()
+    )
 
 
 def _size(state: Mapping[str, object]) -> int:

@@ -8,8 +8,10 @@
 Messages have their own memory, as large as the largest chunk needs, on the device for good.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from core.gemini.chunk import Chunk, Member, aligned
+from core.gemini.pinned import host_empty
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
 from core.mesh import gradient_axis, sub_mesh
@@ -61,7 +64,6 @@ class Transport:
         self.ranks = 1 if shard is None else shard.size()
         self._fetched: Tensor | None = None
         self._reduced: Tensor | None = None
-        self._arriving: list[tuple[torch.cuda.Event, Tensor, Tensor, bool]] = []
 
     @property
     def sends(self) -> bool:
@@ -76,7 +78,13 @@ class Transport:
         """Take memory for messages, once."""
         sizes = message_bytes([chunk.members for chunk in chunks], chunks[0].wide, self.ranks, self.sends)
         self.tier.take(sum(sizes), "messages")
+        self.begin(chunks)
         self._fetched, self._reduced = (torch.empty(n, dtype=torch.uint8, device=chunks[0].device) for n in sizes)
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """Be ready for gradients of these chunks."""
+        self._arriving: deque[_Arrival] = deque()
+        self._landing = _Landing(max(chunk.own_elements * chunk.wide.itemsize for chunk in chunks))
 
     @property
     def messages(self) -> list[Tensor]:
@@ -170,18 +178,70 @@ class Transport:
         if not chunk.resident:
             self.tier.returned_bytes += values.numel() * values.itemsize
             if self.streams.on_cuda:
-                there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-                there.copy_(values, non_blocking=True)
-                event = self.streams.mark()
-                assert event is not None
-                self._arriving.append((event, grad, there, first))
+                self._send_home(grad, values, first)
                 return
         grad.copy_(values) if first else grad.add_(values)
 
+    def _send_home(self, grad: Tensor, values: Tensor, first: bool) -> None:
+        """A copy that the host does not wait for: of a first gradient to its place, where that has its format."""
+        in_place = first and grad.dtype == values.dtype
+        there = grad if in_place else self._landing.take(values, lambda: self._land(self._arriving.popleft()))
+        there.copy_(values, non_blocking=True)
+        event = self.streams.mark()
+        assert event is not None
+        self._arriving.append(_Arrival(event, grad, None if in_place else there, first))
+
+    def _land(self, arrival: "_Arrival") -> None:
+        """Wait for a gradient, and add it to what is in its place."""
+        arrival.event.synchronize()
+        if arrival.values is not None:
+            arrival.grad.copy_(arrival.values) if arrival.first else arrival.grad.add_(arrival.values)
+            self._landing.give(arrival.values)
+
     def finish(self) -> None:
         """Return when every gradient is in its shard."""
-        for event, grad, values, first in self._arriving:
-            event.synchronize()
-            grad.copy_(values) if first else grad.add_(values)
-        self._arriving.clear()
+        while self._arriving:
+            self._land(self._arriving.popleft())
         self.streams.join()
+
+
+class _Arrival(NamedTuple):
+    """A gradient on its way to the host.
+
+    values  where it arrives; None: in its place
+    first   it takes the place of what stands there, and is not added to it
+    """
+
+    event: torch.cuda.Event
+    grad: Tensor
+    values: Tensor | None
+    first: bool
+
+
+class _Landing:
+    """Memory of the host in which gradients arrive that do not stay as they are: two places, made when first needed.
+
+    num_bytes  the largest that is sent
+    """
+
+    PLACES = 2
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        self._free: list[Tensor] = []
+        self._made = 0
+
+    def take(self, like: Tensor, land: Callable[[], None]) -> Tensor:
+        """A place for a tensor like this one. land: waits for the earliest that is on its way, and makes room."""
+        while not self._free and self._made == self.PLACES:
+            land()
+        if not self._free:
+            self._made += 1
+            self._free.append(host_empty(self.num_bytes, torch.uint8, pinned=True))
+        place = self._free.pop()
+        return place[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def give(self, taken: Tensor) -> None:
+        """It has been read."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
+        self._free.append(whole[: self.num_bytes])

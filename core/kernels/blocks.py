@@ -1,8 +1,9 @@
-"""Block sizes: a small table per kernel and chip, and an autotuner that is off until somebody asks for it.
+"""Block sizes: a small table per kernel and chip, what is shipped for a chip, and the autotuner that makes it.
 
-A kernel hands `tuned` its default (from its own table, by `chip()`) and what may be changed of it. The default is what
-runs; `autotune(folder)` turns tuning on: the first call with a new key then times the alternatives for at most
-`LONGEST_S`, and the winner is kept in `folder`, one JSON file a chip, for this and every later process.
+A kernel hands `tuned` its default (from its own table, by `chip()`) and what may be changed of it. What runs is what
+`SHIPPED` holds for the chip, else the default. `python -m core.kernels.tune` alone turns tuning on (`autotune`): the
+first call with a new key then times the alternatives for at most `LONGEST_S`, and the winner is kept in a folder, one
+JSON file a chip. So no step and no request waits for it.
 """
 
 import json
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +22,9 @@ Blocks = dict[str, int]
 
 LONGEST_S = 10.0
 """That choosing for one key may take, compiling included; alternatives that are left then are not tried."""
+
+SHIPPED = Path(__file__).parent / "tuned"
+"""Winners by chip that come with the package; there are none yet."""
 
 _target: str | None = None
 _folder: Path | None = None
@@ -60,6 +65,17 @@ def autotune(folder: Path | None) -> None:
         _winners.update(json.loads(path.read_text()))
 
 
+def winners() -> dict[str, Blocks]:
+    """What was chosen in this process, or read by `autotune`."""
+    return dict(_winners)
+
+
+@lru_cache
+def _shipped(folder: Path, name: str) -> dict[str, Blocks]:
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def tuned(kernel: str, key: tuple, default: Blocks, run: Callable[[Blocks], None], **values: Sequence[int]) -> None:
     """Run with the blocks that `choose` finds among the default and those with one of its values changed.
 
@@ -78,9 +94,10 @@ def choose(kernel: str, key: tuple, default: Blocks, others: Sequence[Blocks], r
     others  alternatives to the default, for the autotuner
     run     launches with given blocks; called many times while tuning, so it must be repeatable
     """
+    name = f"{kernel} {' '.join(map(str, key))}"
+    default = _shipped(SHIPPED, chip()).get(name, default)
     if _target is not None:  # winners are those of the chip that is there
         return default
-    name = f"{kernel} {' '.join(map(str, key))}"
     if name not in _winners and _folder is not None and _can_time():
         _winners[name] = _fastest([default, *others], run)
         _keep(_folder / f"{chip()}.json")
@@ -101,7 +118,8 @@ def _fastest(candidates: Sequence[Blocks], run: Callable[[Blocks], None]) -> Blo
         if times and time.monotonic() - begin > LONGEST_S:
             break
         try:
-            times.append((do_bench(lambda blocks=blocks: run(blocks), warmup=5, rep=20), index))
+            taken: Any = do_bench(lambda blocks=blocks: run(blocks), warmup=5, rep=20)  # without quantiles one number
+            times.append((taken, index))
         except OutOfResources:  # more shared memory than this chip has
             continue
     return candidates[min(times)[1]]

@@ -1,10 +1,11 @@
 """`make kernels`: compile every kernel in every shipped configuration for four chips, on a machine without a GPU.
 
-    python -m core.kernels.compile [--quick] [--json FILE] [KERNEL …]
+    python -m core.kernels.compile [--quick] [--turns] [--json FILE] [KERNEL …]
     python -m core.kernels.compile --table FILE
 
---quick compiles the first of a SPEC's `timed` cases only, in one dtype. --json keeps what was found in FILE, family by
-family, beside what it holds of others; --table shows FILE as a table in Markdown and compiles nothing.
+--quick compiles the first of a SPEC's `timed` cases only, in one dtype; --turns each family for AMD's chip and one of
+NVIDIA's, the next family for the next one. --json keeps what was found in FILE, family by family, beside what it
+holds of others; --table shows FILE as a table in Markdown and compiles nothing.
 
 1. Each SPEC's `timed` cases, in each dtype, run forward and backward on meta tensors: shapes are real, memory is not.
 2. A driver that only names a chip stands in for CUDA's and HIP's, and Triton's launches compile and stop there: what is
@@ -94,7 +95,7 @@ def _compiling(chip: str, compiled: list[Any]) -> Iterator[None]:
 
     driver = triton.runtime.driver
     before = driver._active  # its own reset would look for a GPU
-    driver.set_active(_NamesAChip(TARGETS[chip]))
+    driver.set_active(_NamesAChip(TARGETS[chip]))  # pyright: ignore[reportArgumentType]  as much as is asked for
     for spec in specs().values():  # binaries of another chip are cached by device number
         _forget_binaries(spec)
     try:
@@ -165,7 +166,8 @@ def _spilled(kernel: Any, target: GPUTarget) -> int:
     """What ptxas says of spills when Triton assembles the kernel once more, with the options that it took before."""
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as said:
         knobs.nvidia.dump_ptxas_log = True
-        make_backend(target).make_cubin(kernel.asm["ptx"], {}, kernel.metadata, target.arch)
+        backend: Any = make_backend(target)  # NVIDIA's
+        backend.make_cubin(kernel.asm["ptx"], {}, kernel.metadata, target.arch)
     found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.getvalue())
     assert found is not None, said.getvalue()
     return max(int(found[1]), int(found[2]))
@@ -209,9 +211,16 @@ def _most(binaries: list[Binary]) -> str:
     return f"{registers}, {shared_bytes / 1024:.3g}" + (f", **spills {spilled}**" if spilled else "")
 
 
+def chips_of(number: int) -> list[str]:
+    """AMD's chip, and the one of NVIDIA's whose turn it is: three families together have all."""
+    nvidia = [chip for chip, target in TARGETS.items() if target.backend == "cuda"]
+    return [nvidia[number % len(nvidia)], *(chip for chip in TARGETS if chip not in nvidia)]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m core.kernels.compile", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the first case of a family, in one dtype")
+    parser.add_argument("--turns", action="store_true", help="for AMD's chip and one of NVIDIA's, family by family")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep what was found here, a line a binary")
     parser.add_argument("--table", type=Path, metavar="FILE", help="show what --json kept as a table; compile nothing")
     parser.add_argument("names", nargs="*", metavar="KERNEL")
@@ -229,9 +238,9 @@ def main(argv: list[str]) -> int:
         return 2
     spilled = 0
     print(f"{'family':24}{'kernel':40}{'chip':8}{'registers':>10}{'shared':>9}{'spilled':>9}  case")
-    for name in given.names or known:
+    for number, name in enumerate(given.names or known):
         found: list[Binary] = []
-        for chip in TARGETS:
+        for chip in chips_of(number) if given.turns else TARGETS:
             for b in compile_spec(known[name], chip, given.quick):
                 numbers = f"{b.registers:10}{b.shared_bytes:9}{b.spilled_bytes:9}"
                 print(f"{b.spec:24}{b.kernel:40}{b.chip:8}{numbers}  {b.case}", flush=True)

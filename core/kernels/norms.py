@@ -133,7 +133,7 @@ def _unsupported(x: Tensor, *others: Tensor | None) -> str | None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_forward(
     x, residual, weight, bias, y, total, mean, rstd, num_rows, length, eps,
     x_sizes, x_strides, x_column, r_sizes, r_strides, r_column, w_column, b_column,

@@ -217,7 +217,7 @@ def _by_torch(
     J, K = k_pages.shape[2:]
     q_TJGK = q.reshape(len(q), J, -1, K).to(dtype)
     # ALiBi of one query over the longest sequence: a shorter one's is the end of it.
-    bias = None if slopes is None else _alibi(slopes, 1, longest, dtype).view(1, J, -1, longest)
+    bias = None if slopes is None or not every else _alibi(slopes, 1, longest, dtype).view(1, J, -1, longest)
     everyone = [span.start for span in every] == list(range(len(q)))
     o_TJGK = None if everyone else torch.zeros_like(q_TJGK)
     alone = q_TJGK[:, None].to(wide).unbind(0) if everyone else None  # cheaper than one by one
@@ -363,11 +363,14 @@ def _put(pages: Tensor, slots: Tensor, x: Tensor) -> None:
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8[.., K], fp32[..]) with int8 * fp32 nearest to x[.., K]; the arithmetic is fp32, as the scale."""
+    """(int8[.., K], fp32[..]) with int8 * fp32 nearest to x[.., K]; the arithmetic is fp32, as the scale.
+
+    What is infinite beside a scale that is, too, gets 0: processors convert the NaN of that quotient differently.
+    """
     x = x.float()
     largest = x.abs().amax(-1)
     scale = torch.where(largest > _SMALLEST_SCALED.value, largest * _PER_STEP.value, 1.0)
-    return (x / scale[..., None]).round_().to(torch.int8), scale
+    return (x / scale[..., None]).round_().nan_to_num_(nan=0.0).to(torch.int8), scale
 
 
 def _check(
@@ -485,7 +488,7 @@ def _part(length, SHORTEST: tl.constexpr, MOST: tl.constexpr):
     return tl.cdiv(tl.cdiv(length, MOST), SHORTEST) * SHORTEST
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "t0", "t1"])
 def _decode(
     q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, parts, lse, G, K: tl.constexpr, scale,
     num_parts, q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
@@ -530,7 +533,7 @@ def _decode(
             tl.store(o + (token * num_heads + head[:, None]) * K + column[None, :], found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _merge(
     parts, lse, lengths, cu, o, K, num_parts,
     SHORTEST: tl.constexpr, MOST: tl.constexpr, IS_RAGGED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -570,7 +573,7 @@ def _first_tile(cu, b, BLOCK_Q: tl.constexpr):
     return tl.load(cu + b) // BLOCK_Q + b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_halvings", "t0", "t1"])
 def _prefill(
     q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, G, K: tl.constexpr, scale,
     num_sequences, num_halvings, q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
@@ -624,12 +627,12 @@ def _write_row(x, pages, scales, page, place, j, column, inside, K, p0, p1, p2, 
         tl.store(scales + page * s0 + place * s1 + j * s2, scale, mask=inside)
         x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         x = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is behind the point is rounded off, halves to even
-        x = x.to(tl.int8)
+        x = tl.where(x == x, x, 0.0).to(tl.int8)  # as `quantized` has what is infinite
     at = (page * p0 + place * p1 + j * p2)[:, None] + column[None, :] * p3
     tl.store(pages + at, x.to(pages.dtype.element_ty), mask=inside[:, None] & (column < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _write_rows(
     k, v, k_pages, v_pages, slots, k_scales, v_scales, num_rows, J, K, PAGE: tl.constexpr,
     x0, x1, x2, y0, y1, y2, k0, k1, k2, k3, v0, v1, v2, v3, ks0, ks1, ks2, vs0, vs1, vs2,
@@ -698,7 +701,7 @@ def _forward(
     tuned("paged_decode", key, blocks, decode, num_stages=(2, 3, 4), num_warps=(2, 4, 8))
     if num_parts > 1:
         _merge[(H, B)](
-            parts, lse, lengths, cu, o, K, num_parts, **split, BLOCK_S=triton.next_power_of_2(num_parts),
+            parts, lse, lengths, cu, o, K, num_parts, **split, BLOCK_S=triton.next_power_of_2(most),
             BLOCK_K=triton.next_power_of_2(K), CHUNK=8, num_warps=2,
         )  # fmt: skip
     if cu_query_lens is not None:

@@ -341,7 +341,8 @@ def _rounded(code: Code, kind: str, values: Value) -> Value:
     if kind == "f32":
         return values
     if kind == "i8":
-        return b.fptosi(values, code.vector(code.i8, count))
+        numbers = b.select(b.fcmp_ordered("ord", values, values), values, code.filled(code.f32, count, 0))
+        return b.fptosi(numbers, code.vector(code.i8, count))
     if kind == "f16":
         return code.to_fp16(values)
     return code.to_bf16(values)

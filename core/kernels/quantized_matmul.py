@@ -14,12 +14,21 @@ Integers enter the product as they are, which is exact in bf16 and fp16, and sca
 Packing of 4 bits: a group's columns stand in group / 2 bytes; byte j of a group holds its column j in the low half and
 its column j + group / 2 in the high half, so that both halves meet contiguous pieces of x. The last group is filled up.
 
-Two paths: for one or two rows of x a program reads some rows of the weight once and multiplies without matrix units
-(decode: the time is that of reading W), for more it makes a tile by matrix units (prefill).
+Ways, of which `core.kernels.ways` knows the fastest where it was measured:
+
+    rows     for one or two rows of x: a program reads some rows of the weight once and multiplies without matrix units
+             (decode: the time is that of reading W)
+    tile     a program makes a tile by matrix units. For up to 32 rows the columns of the weight are dealt to several
+             programs, whose sums are added after, so that all of the chip reads W; to how many follows from the
+             weight's sizes alone, so that a row's result does not depend on how many there are
+    wide     for many rows: the weight is widened once, some rows at a time, and multiplied by torch's library
+    library  int8_dynamic_matmul without outliers: torch's product of integers
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,11 +37,20 @@ from core.kernels.blocks import Blocks, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
+from core.kernels.ways import measure, way
 
 GROUPS = (32, 64, 128)
+Way = Literal["tile", "wide", "library"]
 _SLAB = 1024
 """Rows of the weight that the reference widens at a time."""
 _MOST_ROWS_OF_DECODE = 2
+_MOST_ROWS_IN_PARTS = 32
+_WIDE_FROM = 1024
+"""Rows of x from which a weight is widened where nothing was measured: then that is a small part of the product."""
+_WIDE_BYTES = 32 << 20
+"""Of a weight that is there widened at once."""
+_PROGRAMS = 264
+"""As many as two to a processor of an H100."""
 
 
 def quantize_int8(w_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,22 +156,30 @@ def _scale(scale: Tensor, bits: int | None) -> Tensor:
     return torch.ldexp((mantissa * 2**bits).ceil_(), exponent - bits).to(torch.bfloat16)
 
 
-def int8_matmul(x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x [.., I] with int8 weights, in x's dtype: [.., O]; gradient for x. Raises ValueError where shapes do not fit."""
+def int8_matmul(
+    x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *, how: Way | None = None
+) -> Tensor:
+    """x [.., I] with int8 weights, in x's dtype: [.., O]; gradient for x.
+
+    how  tile or wide; None: the fastest that is known
+
+    Raises ValueError where shapes do not fit.
+    """
     _check("int8_matmul", x, weight_OI, torch.int8, {"scale": (scale_O, (len(weight_OI),))}, bias_O)
     if x.shape[-1] == 0 or not runs_kernel("int8_matmul", x, unsupported_dtype(x, scale_O, bias_O)):
         return reference_int8(x, weight_OI, scale_O, bias_O)
-    return _int8(_flat(x), weight_OI, scale_O, bias_O).view(*x.shape[:-1], len(weight_OI))
+    return _int8(_flat(x), weight_OI, scale_O, bias_O, False, how or "").view(*x.shape[:-1], len(weight_OI))
 
 
 def int8_dynamic_matmul(
     x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *,
-    outliers: Tensor | None = None, threshold: float | None = None,
+    outliers: Tensor | None = None, threshold: float | None = None, how: Way | None = None,
 ) -> Tensor:  # fmt: skip
     """x [.., I], rounded to 8 bits by rows, with int8 weights, in x's dtype: [.., O]; no gradients.
 
     outliers   indices of columns of x that are not rounded
     threshold  elements above it (in absolute value) are not rounded, either (LLM.int8 takes 6.0)
+    how        tile, or without outliers library; None: the fastest that is known
 
     Raises ValueError where shapes do not fit.
     """
@@ -162,15 +188,17 @@ def int8_dynamic_matmul(
         return reference_int8_dynamic(x.detach(), weight_OI, scale_O, bias_O, outliers=outliers, threshold=threshold)
     x_MI = _flat(x.detach())
     kind_I = _outlier_columns(x_MI, outliers, threshold)
-    y_MO = _int8_dynamic(x_MI, weight_OI, scale_O, bias_O, kind_I, threshold or 0.0)
+    y_MO = _int8_dynamic(x_MI, weight_OI, scale_O, bias_O, kind_I, threshold or 0.0, how or "")
     return y_MO.view(*x.shape[:-1], len(weight_OI))
 
 
 def int4_matmul(
     x: Tensor, packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None, bias_O: Tensor | None = None, *,
-    group: int = 128,
+    group: int = 128, how: Way | None = None,
 ) -> Tensor:  # fmt: skip
     """x [.., I] with 4-bit weights as `quantize_int4` packs them, in x's dtype: [.., O]; gradient for x.
+
+    how  tile or wide; None: the fastest that is known
 
     Raises ValueError where shapes do not fit.
     """
@@ -181,7 +209,7 @@ def int4_matmul(
     _check("int4_matmul", x, packed, torch.uint8, factors, bias_O, columns=G * group // 2)
     if x.shape[-1] == 0 or not runs_kernel("int4_matmul", x, unsupported_dtype(x, scale_OG, bias_O)):
         return reference_int4(x, packed, scale_OG, zero_OG, bias_O, group=group)
-    return _int4(_flat(x), packed, scale_OG, zero_OG, bias_O, group).view(*x.shape[:-1], O)
+    return _int4(_flat(x), packed, scale_OG, zero_OG, bias_O, group, how or "").view(*x.shape[:-1], O)
 
 
 def _check(
@@ -216,8 +244,10 @@ class _BySlabs(torch.autograd.Function):
         return sum(dy @ ctx.rows(at, at + _SLAB) for dy, at in slabs), None, None
 
 
-def reference_int8(x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """The same as `int8_matmul` by torch; what runs on a CPU."""
+def reference_int8(
+    x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *, how: Way | None = None
+) -> Tensor:
+    """The same as `int8_matmul` by torch, in one way; what runs on a CPU."""
     x_MI = _rows(x)
     y_MO = _BySlabs.apply(x_MI, len(weight_OI), lambda a, b: dequantize_int8(weight_OI[a:b], scale_O[a:b], x_MI.dtype))
     return _finished(y_MO, bias_O, x)
@@ -225,9 +255,9 @@ def reference_int8(x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor
 
 def reference_int4(
     x: Tensor, packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None, bias_O: Tensor | None = None, *,
-    group: int = 128,
+    group: int = 128, how: Way | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same as `int4_matmul` by torch; what runs on a CPU."""
+    """The same as `int4_matmul` by torch, in one way; what runs on a CPU."""
     x_MI = _rows(x)
 
     def rows(a: int, b: int) -> Tensor:
@@ -239,9 +269,9 @@ def reference_int4(
 
 def reference_int8_dynamic(
     x: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *,
-    outliers: Tensor | None = None, threshold: float | None = None,
+    outliers: Tensor | None = None, threshold: float | None = None, how: Way | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same as `int8_dynamic_matmul` by torch; what runs on a CPU."""
+    """The same as `int8_dynamic_matmul` by torch, in one way; what runs on a CPU."""
     x_MI = _rows(x)
     kind_I = _outlier_columns(x_MI, outliers, threshold)
     apart_MI = None if kind_I is None else (kind_I == _LISTED) | ((kind_I == _SOME) & (x_MI.abs() > (threshold or 0.0)))
@@ -337,17 +367,22 @@ def _int8_rows(x, w, scale, bias, y, N, K, xm, xk, wn, wk, BN: tl.constexpr, BK:
     _store(y, sums[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _int8_tile(
-    x, w, scale, bias, y, M, N, K, xm, xk, wn, wk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, scale, bias, y, M, N, K, xm, xk, wn, wk, part, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, ALONG_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """ALONG_K: scales are of the columns of x, as they are when the weight is transposed."""
+    """ALONG_K: scales are of the columns of x, as they are when the weight is transposed.
+
+    part: columns that a program takes; y then has a [M, N] for each part.
+    """
     m, n = _tile(M, BM, BN)
+    y += tl.program_id(1).to(tl.int64) * M * N
+    first = tl.program_id(1) * part
     x += m.to(tl.int64)[:, None] * xm
     w += n.to(tl.int64)[None, :] * wn
     acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, K, BK):
+    for start in range(first, tl.minimum(K, first + part), BK):
         k = start + tl.arange(0, BK)
         values = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         codes = tl.load(w + k.to(tl.int64)[:, None] * wk, mask=(n < N)[None, :] & (k < K)[:, None], other=0)
@@ -390,19 +425,24 @@ def _int4_rows(
     _store(y, tl.sum(total, 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _int4_tile(
-    x, w, scale, zero, bias, y, M, N, K, G, xm, xk, wn, wk,
+    x, w, scale, zero, bias, y, M, N, K, G, xm, xk, wn, wk, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """BK bytes of a group at a time: their two halves by matrix units, then the group's scale."""
+    """BK bytes of a group at a time: their two halves by matrix units, then the group's scale.
+
+    part: bytes that a program takes; y then has a [M, N] for each part.
+    """
     m, n = _tile(M, BM, BN)
+    y += tl.program_id(1).to(tl.int64) * M * N
+    first = tl.program_id(1) * part
     x += m.to(tl.int64)[:, None] * xm
     w += n.to(tl.int64)[None, :] * wn
     rows = n.to(tl.int64) * G
     acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, G * HALF, BK):
+    for start in range(first, tl.minimum(G * HALF, first + part), BK):
         byte, g = start + tl.arange(0, BK), start // HALF
         k = byte + g * HALF
         x_low = tl.load(x + k.to(tl.int64)[None, :] * xk, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
@@ -413,9 +453,9 @@ def _int4_tile(
         if HAS_ZERO:
             middle = tl.load(zero + rows + g, mask=n < N, other=0).to(tl.int32)[None, :]
         low, high = _as((pair & 15) - middle, x_low.dtype), _as((pair >> 4) - middle, x_low.dtype)
-        part = tl.dot(x_low, low, input_precision=PRECISION)
-        part = tl.dot(x_high, high, part, input_precision=PRECISION)
-        acc += part * tl.load(scale + rows + g, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        sums = tl.dot(x_low, low, input_precision=PRECISION)
+        sums = tl.dot(x_high, high, sums, input_precision=PRECISION)
+        acc += sums * tl.load(scale + rows + g, mask=n < N, other=0.0).to(tl.float32)[None, :]
     _store(y, acc, bias, m, n, M, N, HAS_BIAS)
 
 
@@ -452,20 +492,25 @@ def _quantize_rows(x, kinds, codes, largest, threshold, K, xm, xk, BK: tl.conste
         tl.store(codes + row * K + k, steps.to(tl.int8), mask=k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _int8_dynamic_tile(
-    x, codes, largest, kinds, threshold, w, scale, bias, y, M, N, K, xm, xk, wn, wk,
+    x, codes, largest, kinds, threshold, w, scale, bias, y, M, N, K, xm, xk, wn, wk, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, HAS_OUTLIERS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Integers by integers; where a block of columns has outliers, those elements of x once more as they are."""
+    """Integers by integers; where a block of columns has outliers, those elements of x once more as they are.
+
+    part: columns that a program takes; y then has a [M, N] for each part.
+    """
     m, n = _tile(M, BM, BN)
+    y += tl.program_id(1).to(tl.int64) * M * N
+    first = tl.program_id(1) * part
     x += m.to(tl.int64)[:, None] * xm
     codes += m.to(tl.int64)[:, None] * K
     w += n.to(tl.int64)[None, :] * wn
     acc = tl.zeros([BM, BN], tl.int32)
     exact = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, K, BK):
+    for start in range(first, tl.minimum(K, first + part), BK):
         k = start + tl.arange(0, BK)
         inside = (m < M)[:, None] & (k < K)[None, :]
         steps = tl.load(codes + k[None, :], mask=inside, other=0)
@@ -486,12 +531,44 @@ def _int8_dynamic_tile(
     _store(y, y_tile, bias, m, n, M, N, HAS_BIAS)
 
 
+@triton.jit
+def _merge_parts(parts, bias, y, M, N, num_parts, BN: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The sum of what programs found in their parts of the columns, in the order of the parts."""
+    m, n = tl.program_id(1) + tl.arange(0, 1), tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.zeros([1, BN], tl.float32)
+    parts += tl.program_id(1).to(tl.int64) * N
+    for _ in range(num_parts):
+        acc += tl.load(parts + n, mask=n < N, other=0.0)[None, :]
+        parts += tl.cast(M, tl.int64) * N
+    _store(y, acc, bias, m, n, M, N, HAS_BIAS)
+
+
+@triton.jit
+def _widen_int4(w, scale, zero, y, N, K, G, wn, wk, HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Some bytes of a row, as the two pieces of columns that they stand for."""
+    n = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g, there = byte // HALF, byte < G * HALF
+    pair = tl.load(w + n * wn + byte.to(tl.int64) * wk, mask=there, other=0).to(tl.int32)
+    middle = 8
+    if HAS_ZERO:
+        middle = tl.load(zero + n * G + g, mask=there, other=0).to(tl.int32)
+    factor = tl.load(scale + n * G + g, mask=there, other=0.0).to(tl.float32)
+    k = byte + g * HALF
+    y += n * K
+    tl.store(y + k, (((pair & 15) - middle).to(tl.float32) * factor).to(y.dtype.element_ty), mask=there & (k < K))
+    k += HALF
+    tl.store(y + k, (((pair >> 4) - middle).to(tl.float32) * factor).to(y.dtype.element_ty), mask=there & (k < K))
+
+
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
 @operator("int8_matmul")
-def _int8(x_MI: Tensor, weight_OI: Tensor, scale: Tensor, bias_O: Tensor | None, along_k: bool = False) -> Tensor:
-    """along_k: `scale` is of the weight's columns, not of its rows."""
+def _int8(
+    x_MI: Tensor, weight_OI: Tensor, scale: Tensor, bias_O: Tensor | None, along_k: bool = False, how: str = ""
+) -> Tensor:
+    """along_k: `scale` is of the weight's columns, not of its rows. how: the way; by default the fastest known."""
     (M, K), N = x_MI.shape, len(weight_OI)
     y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
     if not launches(x_MI) or N == 0:
@@ -502,25 +579,31 @@ def _int8(x_MI: Tensor, weight_OI: Tensor, scale: Tensor, bias_O: Tensor | None,
         _int8_rows[(triton.cdiv(N, 4), M)](
             x_MI, weight_OI, scale, bias, y_MO, N, *sizes, BN=4, BK=1024, HAS_BIAS=bias_O is not None
         )
-    else:
+        return y_MO
+    if (how or _how("int8_matmul", x_MI, N, along_k)) == "wide":
+        return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int8(weight_OI, scale, rows, along_k, x_MI.dtype))
 
-        def run(blocks: Blocks) -> None:
-            _int8_tile[_grid(M, N, blocks)](
-                x_MI, weight_OI, scale, bias, y_MO, M, N, *sizes,
-                PRECISION=_precision(), ALONG_K=along_k, HAS_BIAS=bias_O is not None, **blocks,
+    def run(blocks: Blocks) -> None:
+        def tile(bias, y, part: int, has_bias: bool, grid: tuple[int, int]) -> None:
+            _int8_tile[grid](
+                x_MI, weight_OI, scale, bias, y, M, N, *sizes, part,
+                PRECISION=_precision(), ALONG_K=along_k, HAS_BIAS=has_bias, **blocks,
             )  # fmt: skip
 
-        blocks = _blocks(M, x_MI.dtype)
-        if along_k:  # scaled elements of x are in registers
-            blocks["BK"] = min(64, blocks["BK"])
-        _tune("int8_tile", blocks, (M, N, K, x_MI.dtype, along_k), run)
+        _in_parts(tile, K, blocks, bias_O, y_MO)
+
+    blocks = _blocks(M, x_MI.dtype)
+    if along_k:  # scaled elements of x are in registers
+        blocks["BK"] = min(64, blocks["BK"])
+    _tune("int8_tile", blocks, (M, N, K, x_MI.dtype, along_k), run)
     return y_MO
 
 
 @operator("int8_dynamic_matmul")
 def _int8_dynamic(
-    x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, kind_I: Tensor | None, threshold: float
-) -> Tensor:
+    x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, kind_I: Tensor | None, threshold: float,
+    how: str = "",
+) -> Tensor:  # fmt: skip
     (M, K), N = x_MI.shape, len(weight_OI)
     y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
     if not launches(x_MI) or N == 0:
@@ -530,14 +613,19 @@ def _int8_dynamic(
     kinds = codes_MI if kind_I is None else kind_I
     has = {"HAS_OUTLIERS": kind_I is not None}
     _quantize_rows[(M,)](x_MI, kinds, codes_MI, largest_M, threshold, K, *x_MI.stride(), BK=1024, **has)
-    scale, bias = scale_O.contiguous(), _contiguous(bias_O, y_MO)
+    if kind_I is None and (how or _how("int8_dynamic_matmul", x_MI, N)) == "library":
+        return _by_library(codes_MI, largest_M, weight_OI, scale_O, bias_O, y_MO)
+    scale = scale_O.contiguous()
 
     def run(blocks: Blocks) -> None:
-        _int8_dynamic_tile[_grid(M, N, blocks)](
-            codes_MI if kind_I is None else x_MI, codes_MI, largest_M, kinds, threshold, weight_OI, scale, bias, y_MO,
-            M, N, K, *x_MI.stride(), *weight_OI.stride(),
-            PRECISION=_precision(), HAS_BIAS=bias_O is not None, **has, **blocks,
-        )  # fmt: skip
+        def tile(bias, y, part: int, has_bias: bool, grid: tuple[int, int]) -> None:
+            _int8_dynamic_tile[grid](
+                codes_MI if kind_I is None else x_MI, codes_MI, largest_M, kinds, threshold, weight_OI, scale, bias, y,
+                M, N, K, *x_MI.stride(), *weight_OI.stride(), part,
+                PRECISION=_precision(), HAS_BIAS=has_bias, **has, **blocks,
+            )  # fmt: skip
+
+        _in_parts(tile, K, blocks, bias_O, y_MO)
 
     blocks = _blocks(M, torch.int8 if kind_I is None else x_MI.dtype)
     _tune("int8_dynamic_tile", blocks, (M, N, K, x_MI.dtype, kind_I is not None), run)
@@ -546,24 +634,131 @@ def _int8_dynamic(
 
 @operator("int4_matmul")
 def _int4(
-    x_MI: Tensor, packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, bias_O: Tensor | None, group: int
-) -> Tensor:
+    x_MI: Tensor, packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, bias_O: Tensor | None, group: int,
+    how: str = "",
+) -> Tensor:  # fmt: skip
     (M, K), (N, G) = x_MI.shape, scale_OG.shape
     y_MO = torch.empty(M, N, dtype=x_MI.dtype, device=x_MI.device)
     if not launches(x_MI) or N == 0:
         return y_MO
-    given = (x_MI, packed, scale_OG.contiguous(), _contiguous(zero_OG, packed), _contiguous(bias_O, x_MI), y_MO)
+    given = (x_MI, packed, scale_OG.contiguous(), _contiguous(zero_OG, packed))
     sizes = (N, K, G, *x_MI.stride(), *packed.stride())
-    has = {"HAS_ZERO": zero_OG is not None, "HAS_BIAS": bias_O is not None}
+    has_zero = {"HAS_ZERO": zero_OG is not None}
     if M <= _MOST_ROWS_OF_DECODE:
-        _int4_rows[(triton.cdiv(N, 4), M)](*given, *sizes, BN=4, BG=1024 // group, HALF=group // 2, **has)
-    else:
+        has = has_zero | {"HAS_BIAS": bias_O is not None}
+        bias = _contiguous(bias_O, x_MI)
+        _int4_rows[(triton.cdiv(N, 4), M)](*given, bias, y_MO, *sizes, BN=4, BG=1024 // group, HALF=group // 2, **has)
+        return y_MO
+    if (how or _how("int4_matmul", x_MI, N, group)) == "wide":
+        return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int4(packed, scale_OG, zero_OG, rows, K, x_MI.dtype))
 
-        def run(blocks: Blocks) -> None:
-            _int4_tile[_grid(M, N, blocks)](*given, M, *sizes, HALF=group // 2, PRECISION=_precision(), **has, **blocks)
+    def run(blocks: Blocks) -> None:
+        def tile(bias, y, part: int, has_bias: bool, grid: tuple[int, int]) -> None:
+            _int4_tile[grid](
+                *given, bias, y, M, *sizes, part, HALF=group // 2, PRECISION=_precision(), HAS_BIAS=has_bias,
+                **has_zero, **blocks,
+            )  # fmt: skip
 
-        _tune("int4_tile", _int4_blocks(M, x_MI.dtype, group // 2), (M, N, K, x_MI.dtype, group), run)
+        _in_parts(tile, G * group // 2, blocks, bias_O, y_MO)
+
+    _tune("int4_tile", _int4_blocks(M, x_MI.dtype, group // 2), (M, N, K, x_MI.dtype, group), run)
     return y_MO
+
+
+def _in_parts(tile: Callable[..., None], length: int, blocks: Blocks, bias_O: Tensor | None, y_MO: Tensor) -> None:
+    """Launch a product of tiles, for few rows in parts of the `length` that a sum is over, which are then added."""
+    M, N = y_MO.shape
+    bias, has_bias = _contiguous(bias_O, y_MO), bias_O is not None
+    tiles = triton.cdiv(M, blocks["BM"]) * triton.cdiv(N, blocks["BN"])
+    part = _part(length, N, blocks) if M <= _MOST_ROWS_IN_PARTS else length
+    num_parts = triton.cdiv(length, part)
+    if num_parts == 1:
+        tile(bias, y_MO, part, has_bias, (tiles, 1))
+        return
+    sums_PMO = torch.empty(num_parts, M, N, dtype=torch.float32, device=y_MO.device)
+    tile(bias, sums_PMO, part, False, (tiles, num_parts))
+    _merge_parts[(triton.cdiv(N, 256), M)](sums_PMO, bias, y_MO, M, N, num_parts, BN=256, HAS_BIAS=has_bias)
+
+
+def _part(length: int, N: int, blocks: Blocks) -> int:
+    """Whole blocks, at least four; of the weight's sizes alone."""
+    steps = triton.cdiv(length, blocks["BK"])
+    num_parts = max(1, min(_PROGRAMS // triton.cdiv(N, blocks["BN"]), steps // 4))
+    return triton.cdiv(steps, num_parts) * blocks["BK"]
+
+
+def _how(kernel: str, x_MI: Tensor, N: int, *more: object) -> str:
+    """The fastest way that was measured; without, tiles, and for many rows what a library is known to do well."""
+    M, K = x_MI.shape
+    rule = "wide" if M >= _WIDE_FROM and kernel != "int8_dynamic_matmul" and x_MI.is_cuda else "tile"
+    return way(kernel, M, (N, K, x_MI.dtype, *more), rule)
+
+
+def _widened(x_MI: Tensor, y_MO: Tensor, bias_O: Tensor | None, wide: Callable[[slice], Tensor]) -> Tensor:
+    """y, by products with some rows of the weight after others."""
+    N, K = y_MO.shape[1], x_MI.shape[1]
+    step = max(1, _WIDE_BYTES // (K * x_MI.element_size()))
+    for start in range(0, N, step):
+        rows = slice(start, min(N, start + step))
+        torch.mm(x_MI, wide(rows).T, out=y_MO[:, rows]) if step >= N else y_MO[:, rows].copy_(x_MI @ wide(rows).T)
+    return y_MO if bias_O is None else y_MO.add_(bias_O)
+
+
+def _wide_int8(weight_OI: Tensor, scale: Tensor, rows: slice, along_k: bool, dtype: torch.dtype) -> Tensor:
+    factors = scale[None, :] if along_k else scale[rows, None]
+    return (weight_OI[rows] * factors).to(dtype)
+
+
+def _wide_int4(
+    packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, rows: slice, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """`dequantize_int4` of some rows, by one kernel."""
+    packed, scale_OG = packed[rows], scale_OG[rows].contiguous()
+    (N, G), half = scale_OG.shape, packed.shape[1] // scale_OG.shape[1]
+    wide_OI = torch.empty(N, columns, dtype=dtype, device=packed.device)
+    zero = packed if zero_OG is None else zero_OG[rows].contiguous()
+    _widen_int4[(N, triton.cdiv(packed.shape[1], 1024))](
+        packed, scale_OG, zero, wide_OI, N, columns, G, *packed.stride(), HALF=half, BLOCK=1024,
+        HAS_ZERO=zero_OG is not None,
+    )  # fmt: skip
+    return wide_OI
+
+
+def _by_library(
+    codes_MI: Tensor, largest_M: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, y_MO: Tensor
+) -> Tensor:
+    """The product of integers by torch, then the scales. torch takes no fewer than 17 rows, nor odd sizes."""
+    sums_MO = torch._int_mm(codes_MI, weight_OI.T)
+    y_MO.copy_(sums_MO * (largest_M[:, None] / 127) * scale_O if bias_O is None else
+               torch.addcmul(bias_O.float(), sums_MO * (largest_M[:, None] / 127), scale_O))  # fmt: skip
+    return y_MO
+
+
+def measure_products(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, columns: int, dtype: torch.dtype, rows: int, *,
+    group: int | None, rounds_inputs: bool,
+) -> str:  # fmt: skip
+    """Time the ways of a product of so many rows of x with a weight on a GPU, and take the fastest from now on.
+
+    columns        of the weight
+    group          of columns that share a scale; None: 8 bits
+    rounds_inputs  x is rounded to 8 bits, too
+    """
+    N, x_MI = len(codes), torch.randn(rows, columns, dtype=dtype, device=codes.device)
+    key: tuple = (N, columns, dtype)
+    if group is not None:
+        launch = {how: partial(_int4, x_MI, codes, scale, zero, None, group, how) for how in ("tile", "wide")}
+        return measure("int4_matmul", rows, (*key, group), launch)
+    if not rounds_inputs:
+        launch = {how: partial(_int8, x_MI, codes, scale, None, False, how) for how in ("tile", "wide")}
+        return measure("int8_matmul", rows, (*key, False), launch)
+    names = ("tile", "library") if _library_takes(rows, N, columns) else ("tile",)
+    launch = {how: partial(_int8_dynamic, x_MI, codes, scale, None, None, 0.0, how) for how in names}
+    return measure("int8_dynamic_matmul", rows, key, launch)
+
+
+def _library_takes(M: int, N: int, K: int) -> bool:
+    return M > 16 and N % 8 == 0 and K % 8 == 0
 
 
 def _setup_int8(ctx, inputs, output) -> None:
@@ -572,11 +767,11 @@ def _setup_int8(ctx, inputs, output) -> None:
 
 def _gradients_int8(ctx, dy_MO: Tensor):
     weight_OI, scale_O = ctx.saved_tensors
-    return _int8(dy_MO, weight_OI.T, scale_O, None, True), None, None, None, None
+    return _int8(dy_MO, weight_OI.T, scale_O, None, True), None, None, None, None, None
 
 
 def _setup_int4(ctx, inputs, output) -> None:
-    x_MI, *weight, _, _ = inputs
+    x_MI, *weight, _, _, _ = inputs
     ctx.columns = x_MI.shape[1]
     ctx.save_for_backward(*weight)
 
@@ -584,7 +779,7 @@ def _setup_int4(ctx, inputs, output) -> None:
 def _gradients_int4(ctx, dy_MO: Tensor):
     packed, scale_OG, zero_OG = ctx.saved_tensors
     weight_OI = dequantize_int4(packed, scale_OG, zero_OG, ctx.columns, dy_MO.dtype)
-    return dy_MO @ weight_OI, None, None, None, None, None
+    return dy_MO @ weight_OI, None, None, None, None, None, None
 
 
 _int8.register_autograd(_gradients_int8, setup_context=_setup_int8)
@@ -640,7 +835,7 @@ def _given(
     """x and bias, and the weight that is to be quantized."""
     M, N, K = case["M"], case["N"], case["K"]
     draw = drawing(dtype, device, generator)
-    inputs = {"x": draw(M, K)}
+    inputs: dict = {"x": draw(M, K)} | ({"how": case["how"]} if "how" in case else {})
     if case.get("bias"):
         inputs["bias_O"] = draw(N)
     return inputs, drawing(torch.float32, device, generator)(N, K)
@@ -699,14 +894,17 @@ SPECS = (
             {"M": 1, "N": 63, "K": 1000, "bias": True},
             {"M": 140, "N": 100, "K": 130, "bias": True},
             {"M": 3, "N": 1, "K": 1},
+            {"M": 5, "N": 40, "K": 1500, "bias": True},
+            {"M": 20, "N": 30, "K": 50, "bias": True, "how": "wide"},
             {"M": 0, "N": 3, "K": 4},
             {"M": 2, "N": 3, "K": 0, "bias": True},
         ),
-        space=_SPACE,
+        space=_SPACE | {"how": (None, "tile", "wide")},
         timed=(
             {"M": 1, "N": 4096, "K": 4096, "bias": True},
             {"M": 16, "N": 4096, "K": 4096, "bias": True},
             {"M": 4096, "N": 4096, "K": 4096},
+            {"M": 4096, "N": 4096, "K": 4096, "how": "wide"},
         ),
         tolerance=_TOLERANCE,
         traffic=_traffic(8),
@@ -721,6 +919,8 @@ SPECS = (
             {"M": 1, "N": 63, "K": 1000, "bias": True},
             {"M": 140, "N": 100, "K": 130, "bias": True, "threshold": 6.0},
             {"M": 3, "N": 1, "K": 1},
+            {"M": 5, "N": 40, "K": 1500, "bias": True, "threshold": 6.0},
+            {"M": 20, "N": 32, "K": 64, "bias": True, "how": "library"},
             {"M": 0, "N": 3, "K": 4, "threshold": 6.0},
             {"M": 2, "N": 3, "K": 0, "bias": True, "threshold": 6.0},
         ),
@@ -729,6 +929,8 @@ SPECS = (
             {"M": 1, "N": 4096, "K": 4096, "bias": True, "threshold": 6.0},
             {"M": 4096, "N": 4096, "K": 4096},
             {"M": 4096, "N": 4096, "K": 4096, "threshold": 6.0},
+            {"M": 16, "N": 4096, "K": 4096},
+            {"M": 4096, "N": 4096, "K": 4096, "how": "library"},
         ),
         tolerance=_TOLERANCE,
         traffic=_dynamic_traffic,
@@ -745,14 +947,17 @@ SPECS = (
             {"M": 140, "N": 100, "K": 130, "group": 32, "symmetric": False, "bias": True},
             {"M": 2, "N": 5, "K": 100, "group": 64, "symmetric": False},
             {"M": 3, "N": 1, "K": 1, "group": 32},
+            {"M": 5, "N": 40, "K": 1500, "group": 64, "symmetric": False, "bias": True},
+            {"M": 20, "N": 30, "K": 2100, "group": 128, "symmetric": False, "bias": True, "how": "wide"},
             {"M": 0, "N": 3, "K": 4, "group": 64},
             {"M": 2, "N": 3, "K": 0, "group": 64, "bias": True},
         ),
-        space=_SPACE | {"group": GROUPS, "symmetric": (False, True)},
+        space=_SPACE | {"group": GROUPS, "symmetric": (False, True), "how": (None, "tile", "wide")},
         timed=(
             {"M": 1, "N": 4096, "K": 4096, "group": 128, "bias": True},
             {"M": 16, "N": 4096, "K": 4096, "group": 32, "symmetric": False},
             {"M": 4096, "N": 4096, "K": 4096, "group": 128, "symmetric": False},
+            {"M": 4096, "N": 4096, "K": 4096, "group": 128, "symmetric": False, "how": "wide"},
         ),
         tolerance=_TOLERANCE,
         traffic=_traffic(4),

@@ -85,7 +85,7 @@ def _turn_heads(
         tl.store(y + y_at + column, tl.load(x + x_at + column * x3, mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _rope(
     q, k, cos, sin, yq, yk, L, H, J, K, R, sign,
     q0, q1, q2, q3, k0, k1, k2, k3, c0, c1, c2, s0, s1, s2,

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from core.config import UserError
+from core.files import naming, replace_file
 
 
 class RunLog:
@@ -67,7 +67,8 @@ class RunLog:
         """Add one row; `row["step"]` is the step, counted from 1, and other numbers are the step's scalars."""
         if self._rows is None:
             return
-        self._rows.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
+        with naming(self.metrics_path):
+            self._rows.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
         scalars = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         if self._board is not None:
             for name, value in scalars.items():
@@ -81,7 +82,7 @@ class RunLog:
             return
         self._summary.update(figures)
         text = json.dumps(_finite(self._summary), indent=2, allow_nan=False) + "\n"
-        _write_atomically(self.summary_path, text.encode())
+        replace_file(self.summary_path, text.encode())
         if self._wandb is not None:
             self._wandb.summary.update(dict(figures))
 
@@ -112,16 +113,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _drop_rows_after(path: Path, step: int) -> None:
     if path.exists():
-        _write_atomically(path, b"".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= step))
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    with open(aside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+        replace_file(path, b"".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= step))
 
 
 def _finite(value: Any) -> Any:
@@ -158,5 +150,5 @@ def _wandb_run(folder: Path, resume_step: int | None, project: str) -> Any:
     id_path = folder / "wandb_id"
     run_id = id_path.read_text().strip() if resume_step is not None and id_path.exists() else None
     run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
-    id_path.write_text(f"{run.id}\n")
+    replace_file(id_path, f"{run.id}\n".encode())
     return run

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from core.files import naming
 from core.metrics.log import read_metrics
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
@@ -36,14 +37,18 @@ def plot_loss(
     panels = [key for key in _PANELS if any(row.get(key) is not None for row in rows)]
     with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         heights = [3.2, 1.0] if panels else [1.0]
-        figure = plt.figure(figsize=(9, 5.6 if panels else 4.2), layout="constrained")
-        grid = figure.add_gridspec(len(heights), max(1, len(panels)), height_ratios=heights)
+        figure = plt.figure(figsize=(9, 5.6 if panels else 4.2))
+        # Fixed margins: a layout that looks for them draws everything twice, a quarter of a short run's processor time.
+        margins = {"left": 0.08, "right": 0.98, "top": 0.94, "bottom": 0.06 if panels else 0.12}
+        spaces = {"hspace": 0.42, "wspace": 0.28}
+        grid = figure.add_gridspec(len(heights), max(1, len(panels)), height_ratios=heights, **margins, **spaces)
         _draw_loss(figure.add_subplot(grid[0, :]), rows, series or {}, title, unit)
         for column, key in enumerate(panels):
             label = _PANELS[key].replace("tokens", counted)
             _draw_panel(figure.add_subplot(grid[1, column]), rows, key, label)
         Path(png).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, dpi=150)
+        with naming(Path(png)):
+            figure.savefig(png, dpi=150)
         plt.close(figure)
     return Path(png)
 

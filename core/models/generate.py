@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.kernels.attention import attention
+from core.kernels.operator import runs_kernel
 from core.models.decoder import Decoder, positions_from_mask
 from core.nn.attention import Attention, StepContext, attention_bias, dot_product_attention, visible_keys
 
@@ -45,6 +47,9 @@ class CachedAttend:
         num_queries, num_keys = q_BLHK.shape[1], self.length
         if slopes is None and mask is None and num_queries in (1, num_keys):
             return dot_product_attention(q_BLHK, k_BSJK, v_BSJK, None, is_causal=num_queries > 1)
+
+        if slopes is not None and mask is None and runs_kernel("attention", q_BLHK):
+            return attention(q_BLHK, k_BSJK, v_BSJK, causal=True, slopes=slopes)
 
         def build() -> Tensor:
             visible = visible_keys(num_queries, num_keys, mask, None, q_BLHK.device)

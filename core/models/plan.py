@@ -9,6 +9,10 @@ Experts are dealt out over the ep axis; under 1d their hidden features are cut, 
 
 from functools import partial
 
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.comm.collectives import reduce_from
 from core.config import UserError
 from core.mesh import MeshConfig, TpMode
 from core.models.decoder import DecoderConfig
@@ -18,7 +22,15 @@ from core.parallel.context import shard_sequence
 from core.parallel.pipeline.split import ALIKE, Costs, PipelinePlan
 from core.parallel.plan import Plan
 from core.parallel.ring import attend_by_ring
-from core.parallel.tensor1d import check_heads, shard_heads
+from core.parallel.tensor1d import (
+    Transition,
+    check_heads,
+    colwise,
+    rowwise,
+    shard_heads,
+    vocab_embedding,
+    vocab_head,
+)
 from core.parallel.ulysses import attend_by_both, attend_by_ulysses
 
 
@@ -38,6 +50,32 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
         raise UserError(f"tp_mode={mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them")
     plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
+
+
+def replicated_plan(config: DecoderConfig, total: Transition = reduce_from) -> Plan:
+    """1d for inference without experts: activations between the pairs lie on every rank, two sums a block.
+
+    For few tokens: what the sequence's sharding saves of memory is little then, and its messages are twice as many.
+    total  the sum over the axis of what a rowwise layer leaves
+    """
+    gate = {"blocks.*.mlp.gate": _colwise_of_all} if is_gated(config.activation) else {}
+    return {
+        "embedding.tokens": partial(vocab_embedding, leave=total),
+        "blocks.*.attention": shard_heads,
+        "blocks.*.attention.qkv": _colwise_of_all,
+        "blocks.*.attention.out": partial(rowwise, leave=total),
+        "blocks.*.mlp.up": _colwise_of_all,
+        **gate,
+        "blocks.*.mlp.down": partial(rowwise, leave=total),
+        "head": partial(vocab_head, enter=_as_it_is),
+    }
+
+
+def _as_it_is(x: Tensor, _axis: DeviceMesh) -> Tensor:
+    return x
+
+
+_colwise_of_all = partial(colwise, enter=_as_it_is)
 
 
 def _all_have_experts(config: DecoderConfig) -> bool:

@@ -10,7 +10,9 @@
 
 The default `attend` takes the causal fast path unless there is padding, ALiBi (Press et al., "Train Short, Test Long",
 2021) or a document boundary to respect. Their bias is built once a step and shared by the layers (`StepContext.once`).
-ALiBi stays in fp32 or wider: in bf16 the positions beyond 256 would collapse into a few values.
+ALiBi stays in fp32 or wider: in bf16 the positions beyond 256 would collapse into a few values. On a GPU, whose fused
+operators take a bias in the format of the queries only, slopes go to our kernel, and with padding, where its positions
+are not those of the tokens, the product is taken in fp32.
 
 Shapes: B batch, L query length, S key length, D model, H query heads, J key/value heads, G = H / J, K head size.
 """
@@ -25,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from core.kernels.attention import attention, attention_varlen, in_one_format
+from core.kernels.operator import runs_kernel
 from core.nn.causal_attention import causal_attention, fits
 from core.nn.linear import Linear
 
@@ -110,6 +114,8 @@ def _attend(
     documents = context.documents_BL if context is not None else None
     if slopes is None and mask is None and documents is None:
         return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, None, is_causal=causal)
+    if slopes is not None and mask is None and runs_kernel("attention", q_BLHK):
+        return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, None, context, causal)
 
     def build() -> Tensor:
         visible = visible_keys(q_BLHK.shape[1], k_BLJK.shape[1], mask, documents, q_BLHK.device, causal=causal)
@@ -122,21 +128,45 @@ def _attend(
     return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
 
 
+def attention_by_kernel(
+    q_BLHK: Tensor, k_BLJK: Tensor, v_BLJK: Tensor, slopes: Tensor | None, mask: Tensor | None,
+    context: StepContext | None, causal: bool = True,
+) -> Tensor:  # fmt: skip
+    """Attention of a whole sequence over itself by our kernel, a document at a time where there are several.
+
+    Positions are places in the row, which among the tokens of a document, and without padding, differ as positions do.
+    """
+    documents = context.documents_BL if context is not None else None
+    if documents is None:
+        return attention(q_BLHK, k_BLJK, v_BLJK, causal=causal, mask=mask, slopes=slopes)
+    assert context is not None
+    assert mask is None
+    length = q_BLHK.shape[1]
+    begins = context.once(("cu_seqlens",), (documents,), lambda: _begins(documents))
+    q_THK, k_TJK, v_TJK = (x.flatten(0, 1) for x in (q_BLHK, k_BLJK, v_BLJK))
+    o_THK, _ = attention_varlen(q_THK, k_TJK, v_TJK, begins, begins, length, length, causal=causal, slopes=slopes)
+    return o_THK.unflatten(0, q_BLHK.shape[:2])
+
+
+def _begins(documents_BL: Tensor) -> Tensor:
+    """int32: where each run of tokens of one document begins in the rows laid end to end, and where the last ends."""
+    first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+    first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    return F.pad(first_BL.flatten().nonzero().flatten(), (0, 1), value=documents_BL.numel()).int()
+
+
 def dot_product_attention(
     q_BLHK: Tensor, k_BSJK: Tensor, v_BSJK: Tensor, bias: Tensor | None, *, is_causal: bool
 ) -> Tensor:
     """softmax(q k^T / sqrt(K) + bias) v; bias[B or 1, H or 1, L, S]. Works on strided views, returns o[B, L, H, K]."""
     if is_causal and bias is None and fits(q_BLHK, k_BSJK):
         return causal_attention(q_BLHK, k_BSJK, v_BSJK)
+    grouped = q_BLHK.shape[2] != k_BSJK.shape[2]
+    q_BHLK, k_BJSK, v_BJSK = in_one_format(*(x.transpose(1, 2) for x in (q_BLHK, k_BSJK, v_BSJK)), bias)
     o_BHLK = F.scaled_dot_product_attention(
-        q_BLHK.transpose(1, 2),
-        k_BSJK.transpose(1, 2),
-        v_BSJK.transpose(1, 2),
-        attn_mask=bias,
-        is_causal=is_causal,
-        enable_gqa=q_BLHK.shape[2] != k_BSJK.shape[2],
+        q_BHLK, k_BJSK, v_BJSK, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped
     )
-    return o_BHLK.transpose(1, 2)
+    return o_BHLK.transpose(1, 2).to(q_BLHK.dtype)
 
 
 def visible_keys(

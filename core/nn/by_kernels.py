@@ -1,6 +1,7 @@
 """A model's norms, attention, rotary positions and SwiGLU by `core.kernels`, chosen from outside like a style.
 
-    by_kernels(model)      before plans are applied; parameters, names and the model's code stay as they are
+    by_kernels(model)             before plans are applied; parameters, names and the model's code stay as they are
+    by_kernels(model, shown())    only those that this GPU has shown right and not slower (core/kernels/shown_right.py)
 
 On a GPU the kernels then run, on fp32, bf16 and fp16; elsewhere, and for what a kernel cannot do, what ran before. GELU
 stays: torch's is one pass, too. So do additions of residuals: a norm with its residual is one kernel, but a block adds
@@ -13,7 +14,7 @@ reaches a token. Padding together with ALiBi or documents is left to torch's pat
 Shapes: B batch, L length, T = B L, H query heads, J key/value heads, K head size, R = K / 2, D model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,23 +22,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.kernels.activations import swiglu
-from core.kernels.attention import attention, attention_varlen
+from core.kernels.group_norm import group_norm
 from core.kernels.norms import layer_norm, rms_norm
 from core.kernels.operator import runs_kernel
 from core.kernels.rope import rope
-from core.nn.attention import Attention, StepContext, attend, rotate_both
+from core.nn.attention import Attention, StepContext, attend, attention_by_kernel, rotate_both
 from core.nn.mlp import MLP
 
+DECODER = ("attention", "attention_varlen", "layer_norm", "rms_norm", "rope", "swiglu")
+"""Families that a decoder takes."""
+FAMILIES = (*DECODER, "group_norm")
 
-def by_kernels(model: nn.Module) -> nn.Module:
-    """The model, its attention, gated MLPs and norms changed in place to take kernels where those run."""
+
+def by_kernels(model: nn.Module, families: Collection[str] = FAMILIES) -> nn.Module:
+    """The model, its attention, gated MLPs and norms changed in place to take kernels of these families where they run.
+
+    Attention takes its two or none.
+    """
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend, module.turn = attend_by_kernel, turn_by_kernel
+            if {"attention", "attention_varlen"} <= set(families):
+                module.attend = attend_by_kernel
+            if "rope" in families:
+                module.turn = turn_by_kernel
         elif isinstance(module, MLP) and module.gate is not None and module.activation is F.silu:
-            _swiglu_by_kernel(module)
+            if "swiglu" in families:
+                _swiglu_by_kernel(module)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1:
-            _norm_by_kernel(module, layer_norm if isinstance(module, nn.LayerNorm) else rms_norm)
+            function = layer_norm if isinstance(module, nn.LayerNorm) else rms_norm
+            if function.__name__ in families:
+                _norm_by_kernel(module, function)
+        elif isinstance(module, nn.GroupNorm) and module.affine and "group_norm" in families:
+            _group_norm_by_kernel(module)
     return model
 
 
@@ -58,21 +74,7 @@ def attend_by_kernel(
     why = "padding together with ALiBi or documents" if mixed else None
     if not runs_kernel("attention", q_BLHK, unless=why):
         return attend(q_BLHK, k_BLJK, v_BLJK, slopes=slopes, mask=mask, positions=positions, context=context)
-    if documents is None:
-        return attention(q_BLHK, k_BLJK, v_BLJK, causal=True, mask=mask, slopes=slopes)
-    assert context is not None
-    length = q_BLHK.shape[1]
-    begins = context.once(("cu_seqlens",), (documents,), lambda: _begins(documents))
-    q_THK, k_TJK, v_TJK = (x.flatten(0, 1) for x in (q_BLHK, k_BLJK, v_BLJK))
-    o_THK, _ = attention_varlen(q_THK, k_TJK, v_TJK, begins, begins, length, length, causal=True, slopes=slopes)
-    return o_THK.unflatten(0, q_BLHK.shape[:2])
-
-
-def _begins(documents_BL: Tensor) -> Tensor:
-    """int32: where each run of tokens of one document begins in the rows laid end to end, and where the last ends."""
-    first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
-    first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-    return F.pad(first_BL.flatten().nonzero().flatten(), (0, 1), value=documents_BL.numel()).int()
+    return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, mask, context)
 
 
 def turn_by_kernel(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,5 +103,16 @@ def _norm_by_kernel(norm: Any, function: Callable[..., Any]) -> None:
         y = function(x, norm.weight, getattr(norm, "bias", None), eps)
         assert isinstance(y, Tensor)
         return y
+
+    norm.forward = forward
+
+
+def _group_norm_by_kernel(norm: nn.GroupNorm) -> None:
+    plain = norm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not runs_kernel("group_norm", x):
+            return plain(x)
+        return group_norm(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps)
 
     norm.forward = forward

@@ -35,11 +35,16 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x_AI: Tensor, rows_E: Tensor) -> Tensor:
-        """x[A, I], the rows of one expert after those of another; rows_E says how many each has -> [A, O]."""
+        """x[A, I], the rows of one expert after those of another; rows_E says how many each has -> [A, O].
+
+        Rows behind those that are counted fill up: the last expert takes them, too.
+        """
         y_AO = grouped_linear(x_AI, self.weight, rows_E)
         if self.bias is None:
             return y_AO
         bias = self.bias if self.bias_share == 1.0 else self.bias * self.bias_share
+        ends_E = _ends(rows_E, x_AI.shape[0])
+        rows_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         return y_AO + bias.repeat_interleave(rows_E, dim=0, output_size=x_AI.shape[0])
 
 
@@ -55,7 +60,7 @@ class Experts(nn.Module):
         self.activation = activation_function(activation)
 
     def forward(self, x_AD: Tensor, rows_E: Tensor) -> Tensor:
-        """x[A, D], sorted by expert; rows_E int64: how many rows each expert has -> [A, D]."""
+        """x[A, D], sorted by expert, what fills up behind; rows_E int64: the rows of each expert -> [A, D]."""
         up_AF = self.up(x_AD, rows_E)
         hidden_AF = self.activation(up_AF) if self.gate is None else self.activation(self.gate(x_AD, rows_E)) * up_AF
         return self.down(hidden_AF, rows_E)
@@ -77,10 +82,15 @@ def takes_grouped_product(x_AI: Tensor, weight_EOI: Tensor) -> bool:
 
 
 def by_grouped_product(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
-    ends_E = rows_E.cumsum(0).to(torch.int32)
-    return F.grouped_mm(x_AI, weight_EOI.transpose(-2, -1), offs=ends_E)
+    return F.grouped_mm(x_AI, weight_EOI.transpose(-2, -1), offs=_ends(rows_E, x_AI.shape[0]).to(torch.int32))
 
 
 def by_loop(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
-    groups = x_AI.split(rows_E.tolist())
+    *rows, _ = rows_E.tolist()
+    groups = x_AI.split([*rows, x_AI.shape[0] - sum(rows)])
     return torch.cat([linear(x, weight) for x, weight in zip(groups, weight_EOI.unbind(), strict=True)])
+
+
+def _ends(rows_E: Tensor, num_rows: int) -> Tensor:
+    """int64[E]: where the rows of each expert end; those of the last where all end."""
+    return torch.cat([rows_E[:-1].cumsum(0), rows_E.new_full((1,), num_rows)])

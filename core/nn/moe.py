@@ -4,7 +4,8 @@
 
 1. The router: softmax(W x), in fp32 or wider whatever the model's format (Switch Transformers, section 2.4).
 2. `core.nn.routing` decides which expert takes which token.
-3. The tokens that experts take are laid out expert by expert: as many rows as were kept, so nothing is padded.
+3. The tokens that experts take are laid out expert by expert: on a CPU as many rows as were kept; on a GPU, where the
+   host would have to wait to know how many, as many as there can be, with zeros behind (`core.nn.routing.most_rows`).
 4. The experts; under expert parallelism those of all ranks (`core.parallel.expert`).
 5. Each token's outputs, times their gates, are summed; a token that no expert takes gets zeros, and the residual of the
    block carries it on.
@@ -31,7 +32,10 @@ from torch.autograd import Function
 
 from core.nn.experts import Experts
 from core.nn.mlp import ActivationName
-from core.nn.routing import Choice, MoEConfig, Routing, Rows, WholeRows, choose
+from core.nn.routing import Choice, MoEConfig, Routing, Rows, WholeRows, by_expert, choose, most_rows
+
+COUNTS_ROWS = ("cpu", "meta")
+"""Devices that the host need not wait for to know how many rows there are."""
 
 
 class Router(nn.Module):
@@ -94,10 +98,12 @@ class MoE(nn.Module):
 
     def _through_experts(self, x_BLD: Tensor, choice: Choice) -> Tensor:
         x_TD, kept_TE, gates_TE = (x.flatten(0, 1) for x in (x_BLD, choice.kept_BLE, choice.gates_BLE))
-        expert_A, token_A = kept_TE.T.nonzero(as_tuple=True)
-        y_AD = self.experts(x_TD.index_select(0, token_A), kept_TE.sum(0))
-        y_AD = y_AD * gates_TE[token_A, expert_A].to(y_AD.dtype)[:, None]
-        return torch.zeros_like(x_TD).index_add(0, token_A, y_AD).view_as(x_BLD)
+        counts = x_BLD.device.type in COUNTS_ROWS
+        most = None if counts else most_rows(self.config, self.rows, *x_BLD.shape[:2])
+        order = by_expert(kept_TE, most)
+        y_AD = self.experts(order.real(x_TD.index_select(0, order.token_A)), kept_TE.sum(0))
+        y_AD = y_AD * order.real(gates_TE[order.token_A, order.expert_A].to(y_AD.dtype)[:, None])
+        return torch.zeros_like(x_TD).index_add(0, order.token_A, y_AD).view_as(x_BLD)
 
     def _account(
         self,

@@ -20,6 +20,7 @@ Where ranks share rows (context parallelism), `Rows` is what the routers ask for
 Shapes: B batch (rows), L length held here, S whole length, E experts.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -187,6 +188,49 @@ def choose(p_BLE: Tensor, routing: Routing) -> Choice:
     return _ROUTERS[routing.config.router](p_BLE, routing)
 
 
+class Order(NamedTuple):
+    """Where the rows of all experts come from, those of one expert behind those of another.
+
+    token_A, expert_A  of each row
+    real_A             bool: whether it is one, or fills up to a number that is known beforehand; None: all are
+    """
+
+    token_A: Tensor
+    expert_A: Tensor
+    real_A: Tensor | None
+
+    def real(self, x_AD: Tensor) -> Tensor:
+        """x, zeros in the rows that are none; so are their gradients."""
+        return x_AD if self.real_A is None else torch.where(self.real_A[:, None], x_AD, 0)
+
+
+def by_expert(kept_TE: Tensor, most: int | None) -> Order:
+    """The rows of what is kept, bool[T, E].
+
+    most  rows to make, at least as many as are kept: then nobody has to wait for their number
+    """
+    if most is None:
+        expert_A, token_A = kept_TE.T.nonzero(as_tuple=True)
+        return Order(token_A, expert_A, None)
+    T, E = kept_TE.shape
+    kept_N = kept_TE.T.flatten()
+    place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, most)  # what is not kept goes behind the rows, all to one place
+    source_A = kept_N.new_full((most + 1,), T * E, dtype=torch.long)
+    source_A = source_A.scatter(0, place_N, torch.arange(T * E, device=kept_TE.device))[:most]
+    real_A = torch.arange(most, device=kept_TE.device) < kept_N.sum()
+    source_A = torch.where(real_A, source_A, 0)
+    return Order(source_A % T, source_A // T, real_A)
+
+
+def most_rows(config: MoEConfig, rows: Rows, batch: int, length: int) -> int | None:
+    """How many rows the experts of this rank's tokens can have; None where that is so many that waiting is better."""
+    if config.router != "expert_choice":
+        return batch * length * min(config.per_token, config.num_experts)
+    if not isinstance(rows, WholeRows):  # an expert may want all that is held here
+        return None
+    return batch * config.num_experts * min(length, math.ceil(length * _share(config)))
+
+
 def _topk(p_BLE: Tensor, routing: Routing) -> Choice:
     wanted = _marked(p_BLE.topk(routing.config.per_token, dim=-1).indices, p_BLE) & routing.real_BL[..., None]
     return Choice(wanted, wanted, _normalised(p_BLE, wanted), wanted)
@@ -240,9 +284,14 @@ def _normalised(p_BLE: Tensor, wanted_BLE: Tensor) -> Tensor:
 
 def _room(routing: Routing) -> Tensor:
     """[B, 1, 1]: tokens that an expert takes of each row."""
-    config, tokens = routing.config, routing.tokens_B.double()
-    share = (tokens * (config.capacity * config.per_token / config.num_experts)).ceil()
+    tokens = routing.tokens_B.double()
+    share = (tokens * _share(routing.config)).ceil()
     return torch.minimum(share, tokens)[:, None, None]
+
+
+def _share(config: MoEConfig) -> float:
+    """Of the tokens of a row, that an expert has room for."""
+    return config.capacity * config.per_token / config.num_experts
 
 
 def _has_room(wanted_BLE: Tensor, before_BE: Tensor | None, routing: Routing) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.adafactor import Phases
-from core.optim.blockwise import dequantize, in_8_bits, quantize
+from core.kernels.blockwise import dequantize, in_8_bits, quantize
 from core.optim.factored import Factors, Parts, SecondMoment, WhichDims, factored_dims, phases_for, variance_squares
 from core.optim.sharded import CODES, SCALES, Batch, Held, Reduction, ShardedOptimizer, check_options
 

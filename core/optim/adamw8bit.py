@@ -1,8 +1,8 @@
 """AdamW whose two moments take a byte an element (Dettmers et al. 2022, arXiv:2110.02861).
 
-Rows of a parameter at a time: the moments are dequantised, updated as AdamW updates them (core/kernels/adamw.py), and
-quantised again (core/optim/blockwise.py), so what is whole of them is never more than a slice. Small parameters and
-vectors keep moments in fp32.
+The moments are dequantised, updated as AdamW updates them, and quantised again: on a GPU in one kernel for all
+parameters, elsewhere rows at a time (core/kernels/adamw8bit.py), so what is whole of them is never more than a slice.
+Small parameters and vectors keep moments in fp32.
 
 An element's step depends on its block alone, so nothing is sent. Cuts of the first dim (ZeRO, column-parallel weights)
 never go through a block; a cut of a later dim that does (a row-parallel weight whose part is not a multiple of 256)
@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from core.kernels.adamw import adamw
-from core.optim.blockwise import dequantize, in_8_bits, quantize, row_slices
-from core.optim.sharded import CODES, SCALES, Batch, Held, ShardedOptimizer, check_options, is_signed
+from core.kernels.adamw8bit import adamw_8bit
+from core.kernels.blockwise import in_8_bits
+from core.optim.sharded import CODES, SCALES, Batch, ShardedOptimizer, check_options
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,17 +55,6 @@ class AdamW8bit(ShardedOptimizer):
             whole = [h for h in held if "exp_avg" in h.state]
             moments = ([h.own(name) for h in whole] for name in _MOMENTS)
             adamw([h.value for h in whole], [h.grad for h in whole], *moments, step=batch.step, **options)
-            for h in held:
-                if "exp_avg" not in h.state:
-                    _update_blocks(h, step=batch.step, **options)
-
-
-def _update_blocks(h: Held, **options: Any) -> None:
-    for rows in row_slices(h.value):
-        packed = [(h.own(name + CODES)[rows], h.own(name + SCALES)[rows], is_signed(name)) for name in _MOMENTS]
-        moments = [dequantize(*parts) for parts in packed]
-        adamw([h.value[rows]], [h.grad[rows]], *([m] for m in moments), **options)
-        for moment, (codes, scales, signed) in zip(moments, packed):
-            new_codes, new_scales = quantize(moment, signed)
-            codes.copy_(new_codes)
-            scales.copy_(new_scales)
+            packed = [h for h in held if "exp_avg" not in h.state]
+            state = ([h.own(name + part) for h in packed] for name in _MOMENTS for part in (CODES, SCALES))
+            adamw_8bit([h.value for h in packed], [h.grad for h in packed], *state, step=batch.step, **options)

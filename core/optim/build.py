@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from core.config import UserError, require_finite
+from core.config import UserError, option, require_finite
 from core.layout import layout_of
 from core.optim.adafactor import Adafactor, Convention, MomentumFormat
 from core.optim.adamw8bit import AdamW8bit
@@ -96,7 +96,7 @@ class OptimConfig:
             if item.name not in (*_COMMON, *own) and (value := getattr(self, item.name)) is not None:
                 raise UserError(
                     f"optim.name={self.name} has no option {item.name}={value}; its options are "
-                    f"{', '.join(('lr', *own))}; leave it out, or give --optim.{item.name} None"
+                    f"{', '.join(('lr', *own))}; leave it out, or give {option(f'optim.{item.name}')} None"
                 )
             for value in (self.betas or ()) if item.name == "betas" else (getattr(self, item.name),):
                 require_finite(f"optim.{item.name}", value)
@@ -120,6 +120,12 @@ class OptimConfig:
             raise UserError(f"optim.clip_norm={self.clip_norm}; give a positive norm, or None for no clipping")
         if self.name in _SHARDED:
             _sharded(self, {"nothing": torch.zeros(1)})  # what remains is its own to check
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.name != "adafactor" or self.beta1 is not None:
+            return {}
+        return {"momentum_format": "without a first moment; give --optim.beta1, too"}
 
     def options(self) -> dict[str, Any]:
         """The optimizer's options, lr aside: those that are given, and the defaults of the others."""

@@ -27,9 +27,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from core.config import UserError
+from core.kernels.blockwise import dequantize, quantize, scales_shape
 from core.layout import Layout, layout_of, tag
 from core.mesh import device_of
-from core.optim.blockwise import dequantize, quantize, scales_shape
 
 CODES, SCALES = "_codes", "_scales"
 """Endings of the two parts of a state tensor in 8 bits."""

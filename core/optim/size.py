@@ -2,7 +2,7 @@
 
 import math
 
-from core.optim.blockwise import in_8_bits, scales_shape
+from core.kernels.blockwise import in_8_bits, scales_shape
 from core.optim.build import OptimConfig
 from core.optim.factored import factored_dims
 

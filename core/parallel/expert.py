@@ -73,10 +73,12 @@ def expert_parallel(moe: Any, mesh: DeviceMesh) -> nn.Module:
     def forward(x_AD: Tensor, rows_E: Tensor) -> Tensor:
         arriving_NE = _counts(rows_E, held, axis)
         sent, received = _splits(rows_E, held, arriving_NE)
-        x_RD = exchange_rows(x_AD, sent, received, axis)
+        filling = x_AD.shape[0] - sum(sent)
+        x_RD = exchange_rows(x_AD[: sum(sent)], sent, received, axis)
         order_R = _by_expert(arriving_NE, sum(received))
         y_RD = inner(x_RD.index_select(0, order_R), arriving_NE.sum(0))
-        return exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
+        y_AD = exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
+        return nn.functional.pad(y_AD, (0, 0, 0, filling)) if filling else y_AD
 
     experts.forward = forward
     return moe

@@ -12,7 +12,8 @@
 
 Weights that no input comes to, and convolutions, are told by nothing. The data is read some times a block. In memory
 are, beside the model, both streams before and behind a block, two matrices [I, I] and one plain block (or the model,
-where it is one).
+where it is one). With a device these are there and the model is not, but for the block that is read and what is outside
+of the blocks (`core.quant.visit`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.quant.choose import Chosen
 from core.quant.gptq import Moments
+from core.quant.visit import Visit
 
 _CACHES = ("past_key_values", "past_key_value")
 _SEED = 0
@@ -61,8 +63,12 @@ def calls_of(inputs: Iterable[Any]) -> list[Call]:
     return calls
 
 
-def moments(model: nn.Module, calls: list[Call], chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, Moments | None]]:
+def moments(
+    model: nn.Module, calls: list[Call], chosen: Sequence[Chosen], device: torch.device | None = None
+) -> Iterator[tuple[Chosen, Moments | None]]:
     """(weight, what its inputs are; None where none came), each once. It is to be rounded before the next is asked for.
+
+    device  where the model is read, block after block; None: where it is
 
     The model is in eval mode meanwhile. Raises UserError for embeddings of a model that does not give logits, and for
     inputs that are not finite.
@@ -71,7 +77,7 @@ def moments(model: nn.Module, calls: list[Call], chosen: Sequence[Chosen]) -> It
     model.eval()
     try:
         with torch.no_grad():
-            for item, found in _moments(model, calls, chosen):
+            for item, found in _moments(model, calls, chosen, Visit(device)):
                 if found is not None and not bool(found.hessian_II.isfinite().all()):
                     raise UserError(
                         f"{item.name} meets inputs that are not finite; a model that has diverged cannot be calibrated"
@@ -81,27 +87,48 @@ def moments(model: nn.Module, calls: list[Call], chosen: Sequence[Chosen]) -> It
         model.train(training)
 
 
-def _moments(model: nn.Module, calls: list[Call], chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, Moments | None]]:
-    blocks = _blocks(model, calls[0], chosen)
-    whole = copy.deepcopy(model) if not blocks else None
+def _moments(
+    model: nn.Module, calls: list[Call], chosen: Sequence[Chosen], visit: Visit
+) -> Iterator[tuple[Chosen, Moments | None]]:
+    calls = [Call(visit.moved(call.args), visit.moved(dict(call.kwargs))) for call in calls]
+    listed = _listed(model, chosen)
+    with visit.through(model, listed):
+        chained = bool(listed) and _is_chain(model, listed, calls[0])
+        if chained:
+            yield from _by_blocks(model, listed, calls, chosen, visit)
+            return
+    with visit.through(model, []):
+        plain = copy.deepcopy(model)
+        outside = [item for item in chosen if _is_looked_up(item)]
+        yield from _outer_moments(model, calls, outside)
+        inside = [item for item in chosen if not _is_looked_up(item)]
+        yield from _block_moments(plain, model, calls, calls, inside)
+
+
+def _by_blocks(
+    model: nn.Module, blocks: list[nn.Module], calls: list[Call], chosen: Sequence[Chosen], visit: Visit
+) -> Iterator[tuple[Chosen, Moments | None]]:
     number_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
-    of_block: list[list[Chosen]] = [[] for _ in blocks or [model]]
+    of_block: list[list[Chosen]] = [[] for _ in blocks]
     outside = []
     for item in chosen:
-        number = 0 if whole is not None else number_of.get(id(item.holders[0][0]))
-        looked_up = any(isinstance(module, nn.Embedding) for module, _ in item.holders)
-        (outside if looked_up or number is None else of_block[number]).append(item)
-    later = [_calls_within(model, blocks, call) for call in calls] if blocks else [[call] for call in calls]
+        number = number_of.get(id(item.holders[0][0]))
+        (outside if _is_looked_up(item) or number is None else of_block[number]).append(item)
+    later = [_calls_within(model, blocks, call) for call in calls]
     plain_calls = [each.pop(0) for each in later]
     yield from _outer_moments(model, calls, outside)
-    rounded_calls = [_calls_within(model, blocks[:1], call)[0] for call in calls] if blocks else calls
-    for number, block in enumerate(blocks or [model]):
-        plain = whole or copy.deepcopy(block)
+    rounded_calls = [_calls_within(model, blocks[:1], call)[0] for call in calls]
+    for number, block in enumerate(blocks):
+        plain = visit.copied(block)
         yield from _block_moments(plain, block, plain_calls, rounded_calls, of_block[number])
-        if number + 1 < len(of_block):
+        if number + 1 < len(blocks):
             following = [each[number] for each in later]
             plain_calls = [after.with_first(call.of(plain)) for call, after in zip(plain_calls, following)]
             rounded_calls = [after.with_first(call.of(block)) for call, after in zip(rounded_calls, following)]
+
+
+def _is_looked_up(item: Chosen) -> bool:
+    return any(isinstance(module, nn.Embedding) for module, _ in item.holders)
 
 
 def _block_moments(
@@ -183,7 +210,7 @@ def _rows(x: Tensor) -> Tensor:
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(model: nn.Module, call: Call, chosen: Sequence[Chosen]) -> list[nn.Module]:
+def _listed(model: nn.Module, chosen: Sequence[Chosen]) -> list[nn.Module]:
     """Those of the list that holds most of the weights, or none."""
     holders = {id(module): item.weight.numel() for item in chosen for module, _ in item.holders}
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -192,7 +219,7 @@ def _blocks(model: nn.Module, call: Call, chosen: Sequence[Chosen]) -> list[nn.M
         return sum(holders.get(id(module), 0) for block in blocks for module in block.modules())
 
     blocks = max(lists, key=held, default=[])
-    return blocks if held(blocks) and _is_chain(model, blocks, call) else []
+    return blocks if held(blocks) else []
 
 
 def _is_chain(model: nn.Module, blocks: list[nn.Module], call: Call) -> bool:

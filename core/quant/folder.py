@@ -99,6 +99,7 @@ def quantize_folder(
     architecture: Architecture | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
     progress: Callable[[str, int], None] | None = None,
+    device: torch.device | str | None = None,
 ) -> Path:
     """Write the quantized model of a checkpoint folder, holding one shard of it and one tensor of the checkpoint.
 
@@ -106,6 +107,7 @@ def quantize_folder(
     scheme, …     as in `quantize`
     architecture  by default the one that is known for config.json's model_type
     progress      told the name of each tensor that is done, and the bytes of the checkpoint so far
+    device        where weights are rounded, one at a time; None: on the host
 
     Returns the target. Raises UserError as `quantize` does, and for a source that is not whole or a target in use.
     """
@@ -113,7 +115,7 @@ def quantize_folder(
     scheme = scheme_of(scheme, group_size, symmetric, threshold)
     check_target(target)
     model, tensors, found = _opened(source, architecture, embeddings=embeddings, head=head, skip=skip)
-    stream = _quantizing(model, tensors, found, scheme, progress or (lambda name, num_bytes: None))
+    stream = _quantizing(model, tensors, found, scheme, progress or (lambda name, num_bytes: None), device)
     _write(stream, target, source, max_shard_bytes)
     return target
 
@@ -171,7 +173,7 @@ def load_quantized(
     else:
         scheme = scheme_of(scheme, group_size, symmetric, threshold)
         model, tensors, found = _opened(folder, architecture, embeddings=embeddings, head=head, skip=skip)
-        stream = _quantizing(model, tensors, found, scheme, lambda name, num_bytes: None)
+        stream = _quantizing(model, tensors, found, scheme, lambda name, num_bytes: None, device)
     if cut is not None:
         cut(model)
     _fill(model, stream, device)
@@ -210,13 +212,14 @@ def _quantizing(
     found: list[Chosen],
     scheme: Scheme,
     progress: Callable[[str, int], None],
+    device: torch.device | str | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the model's state, each quantized or copied when its turn comes."""
     chosen, num_bytes = {item.name: item for item in found}, 0
     for name, _ in _state(model):
         value = tensors[name]
         num_bytes += value.nbytes
-        value = quantized(value, chosen[name], scheme) if name in chosen else value.detach().clone()
+        value = quantized(value, chosen[name], scheme, device=device) if name in chosen else value.detach().clone()
         yield name, value
         del value  # before the next one is read
         progress(name, num_bytes)

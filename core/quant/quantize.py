@@ -28,6 +28,7 @@ def quantize(
     skip: Iterable[str] = (),
     calibration: Iterable[Any] | None = None,
     progress: Callable[[str, int], None] | None = None,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Quantize a model's weights in place and return it. One layer's weight at a time is there twice.
 
@@ -41,42 +42,60 @@ def quantize(
     calibration int4: batches of what the model is called with, each a tensor, a tuple of arguments or a mapping of
                 keywords. Weights are rounded so that results for these change little: see `core.quant.calibrate`
     progress    told the name of each weight that is done, and the bytes of plain weights so far
+    device      where weights are rounded, one at a time, and with `calibration` the model is read, a block at a time;
+                the model stays where it is. None: there
 
     Raises UserError for what is no scheme, a pattern that matches nothing, a model without a layer to quantize,
     calibration of another scheme, and weights (or what they are calibrated by) that are not finite. Nothing is changed
     by then, but for the last.
     """
     scheme, num_bytes = scheme_of(scheme, group_size, symmetric, threshold), 0
+    device = None if device is None else torch.device(device)
     found = choose(model, embeddings=embeddings, head=head, skip=skip)
-    for chosen, known in _told(model, found, scheme, calibration):
+    for chosen, known in _told(model, found, scheme, calibration, device):
         weight = chosen.weight
         num_bytes += weight.nbytes
-        put(chosen.holders, quantized(weight, chosen, scheme, known))
+        put(chosen.holders, quantized(weight, chosen, scheme, known, device))
         if progress is not None:
             progress(chosen.name, num_bytes)
     return model
 
 
 def _told(
-    model: nn.Module, found: list[Chosen], scheme: Scheme, calibration: Iterable[Any] | None
+    model: nn.Module,
+    found: list[Chosen],
+    scheme: Scheme,
+    calibration: Iterable[Any] | None,
+    device: torch.device | None,
 ) -> Iterable[tuple[Chosen, Moments | None]]:
     if calibration is None:
         return ((chosen, None) for chosen in found)
     if scheme.name != "int4":
         raise UserError(f"calibration is for int4, and {scheme.name} was asked for; leave calibration out")
-    return moments(model, calls_of(calibration), found)
+    return moments(model, calls_of(calibration), found, device)
 
 
 def scheme_of(scheme: str | Scheme, group_size: int, symmetric: bool, threshold: float) -> Scheme:
     return scheme if isinstance(scheme, Scheme) else Scheme(scheme, group_size, symmetric, threshold)
 
 
-def quantized(weight: Tensor, chosen: Chosen, scheme: Scheme, known: Moments | None = None) -> QuantizedWeight:
-    """The weight, rounded, by its inputs if they are known. Raises UserError for values that are not finite."""
+def quantized(
+    weight: Tensor,
+    chosen: Chosen,
+    scheme: Scheme,
+    known: Moments | None = None,
+    device: torch.device | str | None = None,
+) -> QuantizedWeight:
+    """The weight, rounded, by its inputs if they are known; on a device, if one is given, and back where it was.
+
+    Raises UserError for values that are not finite.
+    """
+    plain = weight.detach()
     try:
-        return quantized_weight(weight.detach(), scheme, chosen.transposed, known)
+        rounded = quantized_weight(plain if device is None else plain.to(device), scheme, chosen.transposed, known)
     except ValueError as error:
         raise UserError(f"{chosen.name} {error}; a model that has diverged cannot be quantized") from error
+    return rounded if rounded.device == weight.device else rounded.mapped(lambda part: part.to(weight.device))
 
 
 def put(holders: Holders, value: Tensor) -> None:

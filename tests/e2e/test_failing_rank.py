@@ -35,6 +35,16 @@ def test_the_others_end_with_it(tmp_path: Path, mode: str) -> None:
     assert done.stderr.count("ArithmeticError: a mistake of rank 1") == 1
 
 
+@pytest.mark.parametrize("mode", ["early", "both"])
+def test_what_a_rank_meets_before_there_is_a_group_is_told_once(tmp_path: Path, mode: str) -> None:
+    """By whichever rank it is, since the launcher ends the others before they come to it."""
+    done = run("-m", "tests.support.failing", mode, tmp_path)
+    assert done.returncode == 2, done.stderr
+    said = [line for line in done.stderr.splitlines() if "corpora" in line]
+    assert said == [f"error: {tmp_path}/corpora: No space left on device; free space, or choose another path"]
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """They hear nothing of it, ignore SIGTERM, and are gone within 5 s. More of it: tests/soak/test_kills.py."""

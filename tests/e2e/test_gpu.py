@@ -1,4 +1,4 @@
-"""The same commands on a GPU; `make gpu` runs them where there is one."""
+"""The same commands on a GPU; `make gpu` runs them there."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.support.command import llm, losses, summary
+from tests.support.device import DEVICE
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
 
 def _pretrain(out: Path, *options: object) -> Path:
@@ -17,14 +18,14 @@ def _pretrain(out: Path, *options: object) -> Path:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_gpu_learns_what_the_cpu_learns(tmp_path: Path, zero: int) -> None:
-    ours = _pretrain(tmp_path / "gpu", "--precision", "fp64", "--device", "cuda", "--zero", zero)
+    ours = _pretrain(tmp_path / "gpu", "--precision", "fp64", "--device", DEVICE, "--zero", zero)
     theirs = _pretrain(tmp_path / "cpu", "--precision", "fp64", "--device", "cpu")
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-9)
 
 
 def test_kernels_learn_what_torch_learns(tmp_path: Path) -> None:
-    theirs = _pretrain(tmp_path / "torch", "--device", "cuda")
-    ours = _pretrain(tmp_path / "kernels", "--device", "cuda", "--kernels")
+    theirs = _pretrain(tmp_path / "torch", "--device", DEVICE)
+    ours = _pretrain(tmp_path / "kernels", "--device", DEVICE, "--kernels")
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-4)
 
 
@@ -32,13 +33,14 @@ def test_kernels_learn_what_torch_learns(tmp_path: Path) -> None:
     "options", [("--precision", "bf16"), ("--precision", "bf16", "--kernels"), ("--precision", "fp16"), ("--compile",)]
 )
 def test_formats_and_compile(tmp_path: Path, options: tuple) -> None:
-    out = _pretrain(tmp_path / "run", "--device", "cuda", *options)
+    out = _pretrain(tmp_path / "run", "--device", DEVICE, *options)
     assert losses(out)[-1] < 0.8 * losses(out)[0]
-    assert 0 < summary(out)["device_peak_bytes"] < torch.cuda.get_device_properties(0).total_memory
+    if DEVICE == "cuda":
+        assert 0 < summary(out)["device_peak_bytes"] < torch.cuda.get_device_properties(0).total_memory
 
 
 def test_resume_on_a_gpu_is_exact(tmp_path: Path) -> None:
-    whole = _pretrain(tmp_path / "whole", "--device", "cuda")
-    parts = _pretrain(tmp_path / "parts", "--device", "cuda", "--stop-after", 4)
-    _pretrain(parts, "--device", "cuda", "--resume")
+    whole = _pretrain(tmp_path / "whole", "--device", DEVICE)
+    parts = _pretrain(tmp_path / "parts", "--device", DEVICE, "--stop-after", 4)
+    _pretrain(parts, "--device", DEVICE, "--resume")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-6)

@@ -46,13 +46,6 @@ def of(specs: str, *changes: tuple[str, str, str]) -> list[Mutation]:
 MUTATIONS = {
     "activations": [
         *of(
-            "bias_gelu",
-            ("_bias_gelu_forward", "u * _distribution", "_distribution"),
-            ("_bias_gelu_backward", "total += tl.sum(du, 0)", "total += tl.sum(dout, 0)"),
-            ("_gelu_slope", "p + u * p", "u * p"),
-            ("_distribution", "0.044715", "0.0"),
-        ),
-        *of(
             "swiglu",
             ("_swiglu_forward_kernel", "g * tl.sigmoid(g) * u", "tl.sigmoid(g) * u"),
             ("_swiglu_backward_kernel", "(1.0 + g * (1.0 - s))", "1.0"),
@@ -70,6 +63,13 @@ MUTATIONS = {
         ("_apply_tile", "tl.maximum(rms_u / d, 1.0)", "1.0"),
     ),
     "adamw": of("adamw", ("_adamw", "rest2 * g * g", "rest2 * g")),
+    "adamw8bit": of(
+        "adamw_8bit",
+        ("_adamw_8bit", "rest2 * g * g", "rest2 * g"),
+        ("_adamw_8bit", "block // of_row * length", "block * 0"),
+        ("_moment", "scales + block", "scales + block * 0"),
+        ("_keep", "tl.abs(x), 1", "x, 1"),
+    ),
     "attention": of(
         "attention attention_varlen",
         ("_sequence", "offset = S - L", "offset = 0"),
@@ -139,11 +139,13 @@ MUTATIONS = {
             ("_store", "acc += tl.load(bias", "acc -= tl.load(bias"),
             ("_int8_rows", "codes.to(tl.float32) * values", "values"),
             ("_int8_tile", "values.to(tl.float32) * factors[None, :]", "values.to(tl.float32)"),
+            ("_merge_parts", "acc += tl.load(parts + n", "acc = 0 * acc + tl.load(parts + n"),
         ),
         *of(
             "int4_matmul",
             ("_int4_rows", "(high - middle)", "high"),
             ("_int4_tile", "(pair >> 4) - middle", "pair >> 4"),
+            ("_widen_int4", "byte // HALF", "byte * 0"),
         ),
         *of(
             "int8_dynamic_matmul",
@@ -176,8 +178,8 @@ MUTATIONS = {
         ),
     ],
 }
-EXEMPT = {"_as", "_put", "_group", "_offsets", "_tile"}
-"""Addresses and casts that several kernels share."""
+EXEMPT = {"_as", "_put", "_group", "_offsets", "_tile", "_nearest_code"}
+"""Addresses and casts that several kernels share; and codes, which no SPEC returns (see test_optimizers.py)."""
 
 
 def kernels_of(module: ModuleType) -> dict[str, Any]:

@@ -27,15 +27,41 @@ def test_a_row_is_a_share_of_the_nearer_bound() -> None:
 def test_every_pass_is_measured() -> None:
     case = {"B": 1, "S": 2, "H": 1, "L": 2, "N": 8, "bias": True}
     roofline = kernels.Roofline(1e9, {torch.float32: 1e9})
-    rows = kernels.rows_of(SPEC, case, torch.float32, roofline, compiled=False)
+    rows = list(kernels.rows_of(SPEC, case, torch.float32, roofline, compiled=False))
     assert [r.case["pass"] for r in rows if r.case["contender"] == "ours"] == ["forward", "backward"]
     assert all(r.numbers["time"].value > 0 for r in rows)
 
 
 def test_a_loss_that_makes_its_gradients_in_the_forward_is_timed_as_a_whole() -> None:
     spec, case = specs()["linear_cross_entropy"], {"N": 5, "D": 4, "V": 7}
-    rows = kernels.rows_of(spec, case, torch.float32, kernels.Roofline(1e9, {torch.float32: 1e9}), compiled=False)
+    rows = list(kernels.rows_of(spec, case, torch.float32, kernels.Roofline(1e9, {torch.float32: 1e9}), compiled=False))
     assert [r.case["pass"] for r in rows] == ["both"]
+
+
+def test_a_contender_that_fails_is_named_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**inputs: object) -> None:
+        raise RuntimeError("no engine\nand more")
+
+    monkeypatch.setattr(kernels, "peers_of", lambda spec, inputs: {"broken": broken, "again": SPEC.reference})
+    case, roofline = {"B": 1, "S": 2, "H": 1, "L": 2, "N": 8}, kernels.Roofline(1e9, {torch.float32: 1e9})
+    said: list[str] = []
+    rows = list(kernels.rows_of(SPEC, case, torch.float32, roofline, False, said.append))
+    assert {r.case["contender"] for r in rows} >= {"ours", "again"}
+    assert said == ["broken failed: softmax, B=1 S=2 H=1 L=2 N=8: RuntimeError: ['no engine']"]
+    with pytest.raises(RuntimeError, match="no engine"):
+        list(kernels.rows_of(SPEC, case, torch.float32, roofline, False))
+
+
+def test_a_family_that_is_not_there_is_named() -> None:
+    assert set(kernels.chosen(["softmax", "rope"])) == {"softmax", "rope"}
+    with pytest.raises(UserError, match=r"--family sofmax: no kernel has that name; the families are .*softmax"):
+        kernels.chosen(["sofmax"])
+
+
+def test_scores_that_take_many_gigabytes_are_not_made() -> None:
+    spec = specs()["attention"]
+    sizes = [kernels.scores_bytes(spec, spec.inputs(c, torch.bfloat16, "meta", torch.Generator())) for c in spec.timed]
+    assert sizes[0] <= kernels.SCORES_BYTES < sizes[1]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
@@ -134,7 +160,7 @@ def test_every_family_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     """What --quick runs: rows of every pass, ours and on a CPU SDPA beside it."""
     monkeypatch.setattr(kernels, "seconds_of", lambda run: (run(), 1.0)[1])
     ((spec, case),) = ((s, c) for s, c in kernels._in_turn(on_gpu=False, quick=True) if s.name == name)
-    rows = kernels.rows_of(spec, case, torch.float32, kernels.Roofline(1e9, {torch.float32: 1e9}), compiled=False)
+    rows = list(kernels.rows_of(spec, case, torch.float32, kernels.Roofline(1e9, {torch.float32: 1e9}), compiled=False))
     passes = {r.case["pass"] for r in rows if r.case["contender"] == "ours"}
     assert passes == ({"both"} if name in kernels.TOGETHER else {"forward", "backward"} if spec.grads else {"forward"})
     assert ("SDPA" in {r.case["contender"] for r in rows}) == (name == "attention")

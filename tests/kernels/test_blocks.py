@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from core.kernels import blocks
+from core.kernels import blocks, specs, tune
+from core.kernels.operator import forced
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY, DEFAULT, WINNER = (64, "bf16"), {"BLOCK": 32}, {"BLOCK": 64}
 
 
@@ -27,6 +30,47 @@ def test_winners_are_read_and_added_to(tmp_path: Path, monkeypatch: pytest.Monke
     blocks._winners["other"] = DEFAULT
     blocks._keep(path)
     assert json.loads(path.read_text()) == {"kernel 64 bf16": WINNER, "other": DEFAULT}
+
+
+def test_what_is_shipped_for_a_chip_is_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sm_80.json").write_text(json.dumps({"kernel 64 bf16": WINNER}))
+    monkeypatch.setattr(blocks, "SHIPPED", tmp_path)
+    monkeypatch.setattr(blocks, "_winners", {})
+    for chip, expected in (("sm_80", WINNER), ("sm_90", DEFAULT)):
+        with blocks.compiling_for(chip):
+            assert chosen() == expected
+
+
+def test_nothing_tunes_but_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU that could time, too: no step and no request waits."""
+    monkeypatch.setattr(blocks, "_can_time", lambda: True)
+    monkeypatch.setattr(blocks, "_winners", {})
+    assert chosen() == DEFAULT
+
+
+def test_the_command_chooses_and_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_can_time", lambda: True)
+    monkeypatch.setattr(blocks, "_winners", {})
+    monkeypatch.setattr(blocks, "_folder", None)
+    monkeypatch.setattr(blocks, "_fastest", lambda candidates, run: candidates[-1])
+    blocks.autotune(tmp_path)
+    spec = specs()["softmax"]
+    with forced():
+        said = list(tune.tune(spec, spec.cases[:1], DEVICE))
+    assert said
+    kept = json.loads((tmp_path / f"{blocks.chip()}.json").read_text())
+    assert kept == blocks.winners()
+    assert all(name.startswith("softmax") for name in kept)
+
+
+def test_the_command_says_where_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(["no_such"]) == 2
+    assert "no kernel 'no_such'; the kernels are" in capsys.readouterr().err
+    if DEVICE == "cpu":
+        assert tune.main([]) == 2
+        assert capsys.readouterr().err == (
+            "error: there is no GPU here, and block sizes are chosen by time; run it on one\n"
+        )
 
 
 def test_a_chip_that_is_compiled_for_is_the_chip() -> None:

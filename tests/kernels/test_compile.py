@@ -37,11 +37,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_every_family_compiles_for_every_chip_without_spills() -> None:
-    done = run("-m", "core.kernels.compile", "--quick")
+def test_every_family_compiles_without_spills() -> None:
+    """AMD's and one of NVIDIA's, whose turn it is; `make soak` compiles every configuration for all four."""
+    done = run("-m", "core.kernels.compile", "--quick", "--turns")
     assert done.returncode == 0, done.stdout + done.stderr
-    compiled = {(line.split()[0], line.split()[2]) for line in done.stdout.splitlines()[1:-1]}
-    assert compiled == {(name, chip) for name in specs() for chip in CHIPS}
+    compiled = [tuple(line.split()[0:3:2]) for line in done.stdout.splitlines()[1:-1]]
+    assert set(compiled) == {(name, chip) for n, name in enumerate(specs()) for chip in (CHIPS[n % 3], "gfx942")}
 
 
 def test_spills_are_seen() -> None:

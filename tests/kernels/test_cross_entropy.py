@@ -8,14 +8,17 @@ import torch
 from core.kernels import cross_entropy
 from core.kernels.cross_entropy import Objective, cross_entropy_of_shard, linear_cross_entropy, reference
 from core.kernels.operator import forced
+from tests.support.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("device")
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 4}
 
 
 def inputs(num_tokens: int, dim: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    x, weight = (torch.randn(rows, dim, generator=generator).requires_grad_() for rows in (num_tokens, num_rows))
-    return x, weight, torch.randint(0, num_rows, (num_tokens,), generator=generator)
+    x, weight = (torch.randn(rows, dim, generator=generator) for rows in (num_tokens, num_rows))
+    targets = torch.randint(0, num_rows, (num_tokens,), generator=generator)
+    return x.to(DEVICE).requires_grad_(), weight.to(DEVICE).requires_grad_(), targets.to(DEVICE)
 
 
 def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,7 @@ def test_in_shards() -> None:
     """Ragged shards of the vocabulary: statistics combined between the steps, gradients side by side."""
     x, weight, targets = inputs(9, 6, 40)
     logits = (x @ weight.T).detach().requires_grad_()
-    expected = reference(logits, torch.eye(40), targets, **OPTIONS)
+    expected = reference(logits, torch.eye(40, device=DEVICE), targets, **OPTIONS)
     with forced():
         shards = [
             cross_entropy_of_shard(logits.detach()[:, a:b].clone(), targets, Objective(40, a, **OPTIONS))
@@ -57,7 +60,7 @@ def test_in_shards() -> None:
 
 def test_a_masked_vocabulary() -> None:
     """Logits of -inf, whole tiles of them, are probabilities of zero."""
-    logits, targets = torch.randn(3, 9000), torch.tensor([0, 8500, 2])
+    logits, targets = torch.randn(3, 9000, device=DEVICE), torch.tensor([0, 8500, 2], device=DEVICE)
     logits[:, 10:8400] = float("-inf")
     logits[1, :8400] = float("-inf")
     wanted = logits.clone().requires_grad_()
@@ -94,9 +97,9 @@ def test_fp16_sums_over_tokens_beyond_its_range(
 ) -> None:
     """All tokens push one row the same way: the sum is about 250,000, its mean over the tokens about 1,000."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_tokens * 5 * 2)
-    x = torch.full((256, 8), 1000.0, dtype=torch.float16, requires_grad=True)
-    weight = (torch.arange(40).view(5, 8) / 1e5).half().requires_grad_()
-    targets = torch.zeros(256, dtype=torch.int64)
+    x = torch.full((256, 8), 1000.0, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    weight = (torch.arange(40, device=DEVICE).view(5, 8) / 1e5).half().requires_grad_()
+    targets = torch.zeros(256, dtype=torch.int64, device=DEVICE)
     with forced() if kernels else nullcontext():
         loss = linear_cross_entropy(x, weight, targets)
         (loss / 256).backward()

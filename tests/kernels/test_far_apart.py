@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_specs import DEVICE, SPECS, Lay, check, make
+from tests.kernels.test_specs import SPECS, Lay, check, make
+from tests.support.device import DEVICE
 
 DTYPE = torch.float16
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has all the memory that is asked for")

@@ -7,12 +7,15 @@ from torch import Tensor
 from core.kernels import norms
 from core.kernels.norms import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from core.kernels.operator import forced
+from tests.support.device import DEVICE
+
+pytestmark = pytest.mark.usefixtures("device")
 
 PAIRS = [(layer_norm, layer_norm_reference), (rms_norm, rms_norm_reference)]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
 
 
 @pytest.mark.parametrize(("function", "reference"), PAIRS, ids=["layer_norm", "rms_norm"])
@@ -22,7 +25,7 @@ def test_two_programs_sum_over_all_rows(function, reference, length: int, monkey
     monkeypatch.setattr(norms, "_num_programs", lambda num_rows, blocks: 2)
     num_rows = 5 if length > 1000 else 75
     x, weight, bias = draw(num_rows, length), draw(length, seed=1), draw(length, seed=2)
-    dy = torch.randn(num_rows, length)
+    dy = torch.randn(num_rows, length, device=DEVICE)
     expected = torch.autograd.grad((reference(x, weight, bias) * dy).sum(), (x, weight, bias))
     with forced():
         found = [torch.autograd.grad(function(x, weight, bias), (x, weight, bias), dy) for _ in range(2)]
@@ -76,4 +79,4 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"residual \[1, 4\] for x \[2, 4\]"):
         rms_norm(torch.ones(2, 4), residual=torch.ones(1, 4))
     with forced(), pytest.warns(UserWarning, match="16384 elements"):
-        layer_norm(torch.ones(1, 20_000))
+        layer_norm(torch.ones(1, 20_000, device=DEVICE))

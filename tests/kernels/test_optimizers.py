@@ -9,9 +9,13 @@ from torch import Tensor
 from core.kernels import adafactor as adafactor_module
 from core.kernels.adafactor import adafactor
 from core.kernels.adamw import adamw
+from core.kernels.adamw8bit import adamw_8bit
+from core.kernels.adamw8bit import reference as adamw_8bit_reference
+from core.kernels.blockwise import BLOCK, code_tables, quantize
 from core.kernels.operator import forced
+from tests.support.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 SHAPES = [(5, 7), (3,), (2, 3, 4), ()]
 NUM_STEPS = 5
 
@@ -175,16 +179,16 @@ def test_adamw_kernel_is_that_of_torch(options: dict[str, Any]) -> None:
 
 def test_adamw_takes_what_does_not_lie_alike() -> None:
     """A transposed parameter with a gradient that is not, one that is channels last, one with gaps."""
-    params = [torch.randn(5, 7).mT, torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
-    params.append(torch.randn(6, 2)[:, 0])
+    params = [torch.randn(5, 7, device=DEVICE).mT, torch.randn(6, 2, device=DEVICE)[:, 0]]
+    params.insert(1, torch.randn(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last))
     copies = [p.clone(memory_format=torch.contiguous_format) for p in params]
-    grads = [torch.randn(p.shape) for p in params]
+    grads = [torch.randn(p.shape, device=DEVICE) for p in params]
     grads[1] = grads[1].to(memory_format=torch.channels_last)
     state = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
     plain = [torch.zeros_like(p) for p in copies], [torch.zeros_like(p) for p in copies]
     adamw(copies, grads, *plain, step=1, lr=0.1)
     with forced():
-        adamw([p.to(DEVICE) for p in params], grads, *state, step=1, lr=0.1)
+        adamw(params, grads, *state, step=1, lr=0.1)
     for got, want in zip(params + state[1], copies + plain[1], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
@@ -225,3 +229,83 @@ def test_adamw_names_what_does_not_fit() -> None:
         adamw([p], [torch.zeros(4)], [p], [p], step=1)
     with pytest.raises(ValueError, match="lengths"):
         adamw([p], [], [], [], step=1)
+
+
+def relative_values() -> Tensor:
+    """[N, 300]: blocks whose largest magnitude is 1; about all middles between codes, of all sizes, zero, the ends."""
+    generator = torch.Generator().manual_seed(3)
+    found = [torch.zeros(1), torch.tensor([1e-30, 1e-10, -1e-10])]
+    for signed in (True, False):
+        middles = code_tables(signed, torch.device("cpu"), torch.float32)[1]
+        middles = middles if signed else middles.sqrt()  # of second moments, which are squares
+        found += [middles, middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0))]
+    found.append(10 ** (-9 * torch.rand(20_000, generator=generator)) * torch.randn(20_000, generator=generator).sign())
+    values = torch.cat(found).clamp(-1, 1)
+    values = torch.nn.functional.pad(values, (0, -len(values) % 298)).view(-1, 298)
+    ends = torch.ones(len(values), 1)
+    return torch.cat((ends, values[:, : BLOCK - 1], -ends, values[:, BLOCK - 1 :]), 1).to(DEVICE)
+
+
+def state_8bit(like: Tensor) -> list[Tensor]:
+    """Codes and scales of two moments that are zero."""
+    return [t for signed in (True, False) for t in quantize(torch.zeros_like(like), signed)]
+
+
+def test_every_code_is_the_one_that_a_search_finds() -> None:
+    """With betas of zero and a state of zeros the moments are the gradient and its square, without a rounding."""
+    grad = relative_values()
+    state = state_8bit(grad)
+    with forced():
+        adamw_8bit([torch.zeros_like(grad)], [grad], *([t] for t in state), step=1, lr=0.0, betas=(0.0, 0.0))
+    for signed, (codes, scales) in ((True, state[:2]), (False, state[2:])):
+        want_codes, want_scales = quantize(grad if signed else grad.square(), signed)
+        assert torch.equal(scales, want_scales)
+        assert torch.equal(codes, want_codes)
+        assert len(codes.unique()) == 256
+
+
+def test_adamw_in_8_bits_goes_where_its_reference_goes() -> None:
+    """Over steps; a moment that a rounding brings to the other side of a middle has the neighbouring code."""
+    shapes = [(40, 300), (7, 64)]
+    runs = {}
+    for name in ("reference", "kernel"):
+        params = draw(shapes, 0, torch.float32)
+        lists = list(zip(*(state_8bit(p) for p in params)))
+        for step in range(1, NUM_STEPS + 1):
+            grads = draw(shapes, step, torch.float32)
+            if name == "kernel":
+                with forced():
+                    adamw_8bit(params, grads, *lists, step=step, lr=1e-2)
+            else:
+                adamw_8bit_reference(params, grads, *lists, step=step, lr=1e-2)
+        runs[name] = params, lists
+    starts = draw(shapes, 0, torch.float32)
+    for got, want, start in zip(runs["kernel"][0], runs["reference"][0], starts, strict=True):
+        assert float((want - start).abs().max()) > 1e-2
+        # One code more or less moves a moment by a hundredth of its block's largest.
+        assert float((got - want).abs().mean()) < 1e-5 * float((want - start).abs().mean())
+    for place in (0, 2):
+        for got, want in zip(runs["kernel"][1][place], runs["reference"][1][place], strict=True):
+            off = (got.int() - want.int()).abs()
+            assert int(off.max()) <= 1
+            assert float((off > 0).float().mean()) < 1e-3
+
+
+def test_a_moment_that_is_not_a_number_is_not_hidden() -> None:
+    grad = torch.ones(2, 300, device=DEVICE)
+    grad[1, 270] = torch.nan
+    param, state = torch.zeros_like(grad), state_8bit(grad)
+    with forced():
+        adamw_8bit([param], [grad], *([t] for t in state), step=1)
+    assert torch.equal(param.isnan(), grad.isnan())
+    for scales in (state[1], state[3]):
+        assert scales.isnan().tolist() == [[False, False], [False, True]]
+
+
+@pytest.mark.parametrize("wrong", range(1, 6))
+def test_shapes_that_are_not_those_of_adamw_in_8_bits(wrong: int) -> None:
+    param = torch.zeros(4, 300)
+    given = [param, torch.zeros_like(param), *state_8bit(param)]
+    given[wrong] = given[wrong][:, 1:]
+    with pytest.raises(ValueError, match="adamw_8bit: shapes"):
+        adamw_8bit(*([t] for t in given), step=1)

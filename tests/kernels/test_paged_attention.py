@@ -8,8 +8,9 @@ from torch import Tensor
 
 from core.kernels.operator import forced
 from core.kernels.paged_attention import SPECS, paged_attention, reference, write_pages, write_reference
+from tests.support.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 CACHE = {"k_pages", "v_pages", "k_scales", "v_scales", "slopes"}
 
 
@@ -64,20 +65,6 @@ def test_pages_in_another_format_than_the_queries(in_pages: torch.dtype) -> None
     exact = reference(**wide)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-2 * float(exact.abs().max()))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="of the path of a CPU; runs where there is no GPU")
-@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 1]], ids=str)
-def test_one_query_in_16_bits_is_computed_in_32(counts: list[int]) -> None:
-    """Bit for bit, also beside a sequence with several."""
-    inputs = batch(L=90, K=32, slopes=True)
-    cu = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    inputs |= {"q": torch.randn(int(cu[-1]), 2, 32, generator=torch.Generator().manual_seed(1)), "cu_query_lens": cu}
-    inputs["lengths"] = inputs["lengths"].clamp(min=3)
-    narrow = inputs | {name: inputs[name].bfloat16() for name in ("q", "k_pages", "v_pages")}
-    wide = narrow | {name: narrow[name].float() for name in ("q", "k_pages", "v_pages")}
-    lone = [int(cu[b]) for b in range(3) if counts[b] == 1]
-    assert torch.equal(reference(**narrow)[lone], reference(**wide)[lone].bfloat16())
 
 
 def test_pages_in_a_row_are_the_same_as_scattered_ones() -> None:

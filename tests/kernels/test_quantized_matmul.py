@@ -1,9 +1,12 @@
 """What the SPECs of quantized products do not say: how weights are rounded and packed, what outliers do, errors."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 
+from core.kernels import quantized_matmul
 from core.kernels.operator import forced
 from core.kernels.quantized_matmul import (
     GROUPS,
@@ -15,8 +18,9 @@ from core.kernels.quantized_matmul import (
     quantize_int4,
     quantize_int8,
 )
+from tests.support.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -146,3 +150,39 @@ def test_leading_dims_are_kept() -> None:
         found = int8_matmul(x, weight, scale)
     torch.testing.assert_close(found, int8_matmul(x, weight, scale), rtol=1e-5, atol=1e-5)
     assert found.shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
+def test_few_rows_are_in_parts_and_a_row_does_not_depend_on_the_others(scheme: str) -> None:
+    """Columns are dealt to programs by the weight's sizes alone, so the sums of a row have one order."""
+    x_MI, w_OI = normal(16, 1500), normal(40, 1500, seed=1)
+
+    def product(x_MI: Tensor) -> Tensor:
+        if scheme == "int4":
+            packed, scale_OG, zero_OG = quantize_int4(w_OI, 64, False)
+            return int4_matmul(x_MI, packed, scale_OG, zero_OG, group=64)
+        return (int8_matmul if scheme == "int8" else int8_dynamic_matmul)(x_MI, *quantize_int8(w_OI))
+
+    parts: list[int] = []
+    merge = quantized_matmul._merge_parts
+
+    class Counting:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: (parts.append(args[5]), merge[grid](*args, **kwargs))
+
+    with forced(), patch.object(quantized_matmul, "_merge_parts", Counting()):
+        whole = product(x_MI)
+        some = [product(x_MI[:rows]) for rows in (3, 5, 15)]
+    assert set(parts) == {parts[0]}
+    assert parts[0] > 1
+    assert len(parts) == 4
+    for found in some:
+        assert torch.equal(found, whole[: len(found)])
+
+
+def test_many_rows_take_a_widened_weight_some_rows_at_a_time() -> None:
+    x_MI, w_OI = normal(40, 96), normal(50, 96, seed=1)
+    weight_OI, scale_O = quantize_int8(w_OI)
+    with forced(), patch.object(quantized_matmul, "_WIDE_BYTES", 96 * 4 * 7):
+        found = int8_matmul(x_MI, weight_OI, scale_O, how="wide")
+    torch.testing.assert_close(found, x_MI @ dequantize_int8(weight_OI, scale_O).T, rtol=1e-5, atol=1e-4)

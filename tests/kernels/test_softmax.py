@@ -7,16 +7,19 @@ from torch import Tensor
 from core.kernels import softmax as kernels
 from core.kernels.operator import forced
 from core.kernels.softmax import reference, softmax
+from tests.support.device import DEVICE
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
 
 
 def gradients(function, x: Tensor, bias: Tensor, order: tuple[int, ...], **options) -> tuple[Tensor, ...]:
     """y, and gradients from a dy that lies in memory as `order` says."""
     y = function(x, bias=bias, **options)
-    weights = torch.randn([y.shape[d] for d in order], generator=torch.Generator().manual_seed(9))
+    weights = torch.randn([y.shape[d] for d in order], generator=torch.Generator().manual_seed(9)).to(DEVICE)
     back = [order.index(d) for d in range(y.ndim)]
     return y, *torch.autograd.grad(y, (x, bias), weights.permute(back))
 
@@ -54,7 +57,7 @@ def test_the_bias_gradient_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_that_are_too_long_go_to_torch_with_a_warning() -> None:
-    x = torch.randn(1, kernels.MAX_LENGTH + 1)
+    x = torch.randn(1, kernels.MAX_LENGTH + 1, device=DEVICE)
     with forced(), pytest.warns(UserWarning, match="rows of at most 32768 elements"):
         found = softmax(x)
     torch.testing.assert_close(found, torch.softmax(x, -1))

@@ -20,9 +20,10 @@ from torch import Tensor
 from core.kernels import specs
 from core.kernels.operator import forced
 from core.kernels.spec import Case, KernelSpec, outputs_of
+from tests.support.device import DEVICE
 
 SPECS = specs()
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 CASES = [(name, index) for name, spec in SPECS.items() for index in range(len(spec.cases))]
 IDS = [f"{name}-{index}" for name, index in CASES]
 

@@ -35,6 +35,8 @@ OTHERWISE = {
     "int4_matmul-0": "the backward widens the weight, which a product with its transpose would have to do by column",
     "int4_matmul-1": "likewise",
     "int4_matmul-2": "likewise",
+    "int4_matmul-3": "likewise",
+    "int8_dynamic_matmul-4": "torch's product of integers is called inside of the operator, which is not seen here",
 }
 """Of families, or of their cases: why touched and counted differ."""
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from apps.llm.tokenizer import byte_tokenizer
 from apps.serve import model
 from apps.serve.config import EngineConfig
+from apps.serve.decode import Decode
 from apps.serve.engine import Engine
 from apps.serve.memory import Load, Room, folder_format, need, page_bytes, share_out
 from apps.serve.model import find_source
@@ -41,7 +42,9 @@ def folder_of(config: DecoderConfig, folder: Path) -> Path:
     return folder
 
 
-def engine_of(folder: Path, tp: int, num_pages: int, scheme: Scheme | None, forms: bool) -> Engine:
+def engine_of(
+    folder: Path, tp: int, num_pages: int, scheme: Scheme | None, forms: bool, graphs: Literal["on", "off"] = "off"
+) -> Engine:
     """The command's, in fp32 with small pages; every prompt begins as soon as it may.
 
     forms  weights may have second forms for speed; that of 4 bits rounds inputs to bf16, of the ranks' sums, too
@@ -49,8 +52,9 @@ def engine_of(folder: Path, tp: int, num_pages: int, scheme: Scheme | None, form
     source, page_size = find_source(folder), 2
     cache = f"{round((num_pages + 0.5) * page_bytes(source.config, page_size, torch.float32, tp))}B"
     config = EngineConfig(
-        "fp32", page_size=page_size, cache=cache, max_running=4, max_batch_tokens=16, prefill_chunk=5, stretch=1e9
-    )
+        "fp32", page_size=page_size, cache=cache, max_running=4, max_batch_tokens=16, prefill_chunk=5, stretch=1e9,
+        graphs=graphs,
+    )  # fmt: skip
     axis = None if tp == 1 else build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
     with patch.object(model, "share_out", share_out if forms else without_forms):
         return model.build_engine(source, config, "cpu", axis, scheme)
@@ -61,10 +65,16 @@ def without_forms(*asked: Any) -> list[Room]:
     return [replace(room, forms=False) for room in share_out(*asked)]
 
 
-def case(folder: Path, tp: int, num_pages: int, scheme: Scheme | None = None, forms: bool = True):
+def case(
+    folder: Path, tp: int, num_pages: int, scheme: Scheme | None = None, forms: bool = True,
+    graphs: Literal["on", "off"] = "off",
+):  # fmt: skip
     """On the first rank what was written, and how often somebody was preempted; the others follow."""
-    engine = engine_of(folder, tp, num_pages, scheme, forms)
+    engine = engine_of(folder, tp, num_pages, scheme, forms, graphs)
     assert engine.pages.num_pages == num_pages
+    if graphs == "on":  # those that captured steps know
+        assert isinstance(engine.runner.decode, Decode)
+        assert engine.runner.tokens is engine.runner.decode.tokens
     if tp > 1 and dist.get_rank() > 0:
         engine.runner.follow()
         return None
@@ -90,6 +100,46 @@ def test_two_ranks_write_what_one_writes(ranks, name, tmp_path):
         assert found[1] == pytest.approx(logprobs, abs=1e-4)
         assert (found[2] > 0) == (num_pages == FEW)
         assert found[4] == config.kv_heads // 2
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama"])
+def test_two_ranks_write_by_captured_steps_what_one_writes(ranks, name, tmp_path):
+    """The next step begins on all ranks with the first one's tokens, before it has read them."""
+    folder = folder_of(CONFIGS[name], tmp_path)
+    ids, logprobs, *_ = ranks(1).run(case, folder, 1, MANY)[0]
+    for num_pages in (MANY, FEW):
+        found, *others = ranks(2).run(case, folder, 2, num_pages, None, True, "on")
+        assert others == [None]
+        assert found[0] == ids
+        assert found[1] == pytest.approx(logprobs, abs=1e-4)
+        assert (found[2] > 0) == (num_pages == FEW)
+
+
+def messages(folder: Path, graphs: Literal["on", "off"]) -> tuple[int, int, int]:
+    """On the first rank: steps, tensors sent for them, and objects pickled."""
+    engine, sent, pickled = engine_of(folder, 2, MANY, None, True, graphs), [], []
+    if dist.get_rank() > 0:
+        engine.runner.follow()
+        return 0, 0, 0
+    runner, broadcast = engine.runner, engine.runner._broadcast
+    with (
+        patch.object(runner, "_broadcast", lambda x: sent.append(x.numel()) or broadcast(x)),
+        patch.object(dist, "broadcast_object_list", lambda *objects, **options: pickled.append(objects)),
+    ):
+        run(engine, [greedy(str(n), prompt, NEW) for n, prompt in enumerate(PROMPTS)])
+        steps = engine.counts.steps
+        runner.release()
+    return steps, len(sent), len(pickled)
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_step_is_one_message(ranks, graphs, tmp_path):
+    """A tensor of numbers; and where steps are captured the tokens, which are part of them."""
+    steps, sent, pickled = ranks(2).run(messages, folder_of(CONFIGS["llama"], tmp_path), graphs)[0]
+    assert pickled == 0
+    assert steps > NEW
+    shared = steps if graphs == "on" else 0
+    assert steps + 1 <= sent <= steps + 1 + shared
 
 
 def loaded(folder, tp, precision, scheme=None):

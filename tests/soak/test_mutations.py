@@ -1,14 +1,20 @@
-"""Every line of `tests.soak.mutations` broken in a copy of the tree, and seen: `make soak`."""
+"""Every line of `tests.soak.mutations` broken in a copy of the tree, and seen: `make soak`.
+
+What was seen is written to tests/soak/mutations.json, mutation by mutation, which is committed: `tests.soak.seen`.
+"""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.soak.mutations import MUTATIONS, Mutation
+from tests.soak.seen import Seen, keep
 
 ROOT = Path(__file__).parents[2]
 FAILED = 1  # pytest's exit code for tests that fail; others say that it could not run them
@@ -37,9 +43,12 @@ def test_the_suite_sees_it(copy: Path, mutation: Mutation) -> None:
     file.write_text(source.replace(mutation.old, mutation.new))
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutation.tests]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
+    began = time.monotonic()
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     finally:
         file.write_text(source)
     assert done.returncode == FAILED, done.stdout + done.stderr
-    print(*(line for line in done.stdout.splitlines() if line.startswith("FAILED")), sep="\n")
+    failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    assert failed, done.stdout
+    keep(mutation, Seen(failed[0], round(time.monotonic() - began)))

@@ -22,9 +22,9 @@ from tests.unit.serve.test_http import PROMPT, complete
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("compiled", "graphs"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("scheme", [None, "int8"])
-def test_a_thousand_schedules_write_the_same(scheme: str | None, compiled: bool) -> None:
+def test_a_thousand_schedules_write_the_same(scheme: str | None, compiled: bool, graphs: bool) -> None:
     decoder, asked, preempted = flat_model(scheme), sampled_requests(), 0
     graph = compile_runner(real_engine(decoder, Limits(), 4).runner) if compiled else None
     assert compiled is (graph is not None)
@@ -35,19 +35,20 @@ def test_a_thousand_schedules_write_the_same(scheme: str | None, compiled: bool)
 
     alone = written_alone(decoder, asked, prepare)
     for seed in range(1000):
-        found, preemptions = random_schedule(decoder, asked, seed, prepare)
+        found, preemptions = random_schedule(decoder, asked, seed, prepare, graphs)
         assert found == alone, seed
         preempted += preemptions
     assert preempted > 100
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "decoder"])
+@pytest.mark.parametrize("kind", ["stand-in", "stand-in, ahead", "decoder", "decoder, captured"])
 def test_ten_thousand_requests_of_which_a_third_leaves(kind: str) -> None:
     limits = Limits(page_size=4, max_batch_tokens=64, prefill_chunk=32, max_running=16)
-    if kind == "stand-in":
-        engine = stand_in_engine(120, limits)
+    if kind.startswith("stand-in"):
+        engine = stand_in_engine(120, limits, ahead=kind != "stand-in")
     else:
-        engine = real_engine(random_decoder(example("opt", max_length=32)).float(), limits, 120)
+        decoder = random_decoder(example("opt", max_length=32)).float()
+        engine = real_engine(decoder, limits, 120, graphs=kind != "decoder")
     written = random_aborts(engine, 10_000)
     assert engine.counts.aborted > 2000
     assert engine.pages.num_free == 120

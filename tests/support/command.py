@@ -2,7 +2,7 @@
 
 `run` and `llm` fork that process from one that has imported torch already, because importing it takes longer than most
 commands do; the ranks that it launches are forked, too (`forked_ranks`). What `start` starts is an interpreter of its
-own, and so are its ranks.
+own, and so are its ranks. On a GPU all are: what is forked from a process that knows of CUDA cannot use it.
 """
 
 import faulthandler
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.device import DEVICE
 from tests.support.forkserver import context
 from tests.support.stacks import end_with_stacks
 
@@ -31,6 +32,8 @@ class Hang(AssertionError):
 def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` (-m MODULE … or FILE …), to its end.  Raises Hang when it takes longer."""
     words = [str(argument) for argument in arguments]
+    if DEVICE == "cuda":
+        return _interpreter(words, cwd, timeout_s)
     with tempfile.TemporaryDirectory(prefix="command-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = context().Process(target=_python, args=(words, str(cwd), str(out), str(err)))
@@ -42,6 +45,14 @@ def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subproc
             process.join()
             raise Hang(f"{words} took longer than {timeout_s} s\n{out.read_text()}\n{err.read_text()}")
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def _interpreter(words: list[str], cwd: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    options = {"cwd": cwd, "env": ENVIRONMENT, "capture_output": True, "text": True, "check": False}
+    try:
+        return subprocess.run([sys.executable, *words], timeout=timeout_s, **options)
+    except subprocess.TimeoutExpired as error:
+        raise Hang(f"{words} took longer than {timeout_s} s\n{error.stdout}\n{error.stderr}") from None
 
 
 def _python(words: list[str], cwd: str, out: str, err: str) -> None:

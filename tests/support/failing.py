@@ -1,10 +1,12 @@
 """Ranks of which one fails while the other waits and hears no signal: `python -m tests.support.failing MODE FOLDER`.
 
 raise  rank 1 raises    kill  rank 1 is killed    far  rank 1 raises, and rank 0 waits for it in a collective
+early  before there is a process group rank 1 meets a full disk, and rank 0 takes longer    both  rank 0 meets it, too
 
 The folder then has `failed_at`, when rank 1 failed, and `alive_at`, when rank 0 was last there.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -15,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from core.runtime import StopRequest, launch, launched, start
+from core.config import run_command
+from core.runtime import StopRequest, launch, launched, start, tells
 
 
 def main(mode: str, folder: str) -> None:
@@ -34,6 +37,14 @@ def main(mode: str, folder: str) -> None:
             time.sleep(600)
 
 
+def prepare(argv: list[str]) -> None:
+    """What ranks do before they have a process group."""
+    mode, folder = argv
+    if mode == "early" and os.environ["RANK"] == "0":
+        time.sleep(600)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{folder}/corpora")
+
+
 def live(path: Path) -> None:
     while True:
         note(path)
@@ -49,6 +60,8 @@ def note(path: Path) -> None:
 
 if __name__ == "__main__":
     if launched():
+        if sys.argv[1] in ("early", "both"):
+            sys.exit(run_command(prepare, sys.argv[1:], tells))
         main(*sys.argv[1:])
     else:
         sys.exit(launch(2, "tests.support.failing", sys.argv[1:]))

@@ -180,6 +180,7 @@ class Probe:
              what else is given, and not by its config's `unread`, or where its type does not say what is allowed
     also     options that the run reads without obeying them, because they are handed on with others
     told     options that the command takes and says to be without effect
+    held     those of them that a run reads all the same, since it makes what they are values of
     notes    names of functions that only write down what was given
     """
 
@@ -188,6 +189,7 @@ class Probe:
     values: Mapping[str, Any] = field(default_factory=dict)
     also: Collection[str] = ()
     told: Collection[str] = ()
+    held: Collection[str] = ()
     notes: Collection[str] = ()
 
     def config(self) -> Any:
@@ -208,7 +210,7 @@ class Probe:
         config, not_read = self.config(), self.not_read()
         wrong = [
             f"{option(name, config)}, which is read, is told to be without effect"
-            for name in set(self.told) - set(not_read)
+            for name in set(self.told) - set(self.held) - set(not_read)
         ]
         for name in sorted({*not_read, *self.also} - set(self.told)):
             if (said := self._typed(config, name)) is not None:

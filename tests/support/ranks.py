@@ -45,7 +45,9 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
     import torch.distributed.distributed_c10d as c10d
 
     from core import mesh
+    from tests.support.chosen import choose_in_a_moment
 
+    choose_in_a_moment()
     stack = open(f"{store}-stack-{rank}", "w")  # noqa: SIM115  as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)

@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from apps.serve.decode import Decode
 from apps.serve.detokenize import Detokenizer
 from apps.serve.engine import Engine
+from apps.serve.machine import Machine, OnHost
 from apps.serve.request import Delta, Event, PromptDone, Request, Sampling
+from apps.serve.request import Sequence as Made
 from apps.serve.runner import Runner, Step
+from apps.serve.sampler import Sampled, Sampler
 from apps.serve.scheduler import Limits
 from core.models import Decoder
 
@@ -59,9 +63,15 @@ class StandIn:
         self.cache: list[int | None] = [None] * (num_pages * page_size)
         self.steps: list[Step] = []
         self.decode = None
+        self.machine: Machine = OnHost(torch.device("cpu"))
+        self.tokens: torch.Tensor | None = None
 
     def run(self, step: Step) -> torch.Tensor:
         self.steps.append(step)
+        for index, source in enumerate(step.sources):
+            if source >= 0:
+                assert self.tokens is not None
+                step.ids[index] = int(self.tokens[source])
         size = self.page_size
         for source, target in step.copies:
             self.cache[target * size : (target + 1) * size] = self.cache[source * size : (source + 1) * size]
@@ -84,26 +94,35 @@ class StandIn:
             logits_RV[row, numbers[index] % VOCAB] = 1.0
         return logits_RV
 
-    def wait(self) -> None: ...
+    def share(self, count: int) -> None: ...
 
     def beat(self) -> None: ...
 
     def release(self) -> None: ...
 
 
-def stand_in_engine(num_pages: int, limits: Limits, sharing: bool = True) -> Engine:
+def stand_in_engine(num_pages: int, limits: Limits, sharing: bool = True, ahead: bool = False) -> Engine:
     runner = StandIn(num_pages, limits.page_size)
     return Engine(
-        runner, Letters(), limits, num_pages=num_pages, vocab_size=VOCAB, max_length=10**6, sharing=sharing
+        runner, Letters(), limits, num_pages=num_pages, vocab_size=VOCAB, max_length=10**6, sharing=sharing, ahead=ahead
     )  # fmt: skip
 
 
 def real_engine(
-    model: Decoder, limits: Limits, num_pages: int, page_dtype: torch.dtype = torch.float32, **options
+    model: Decoder,
+    limits: Limits,
+    num_pages: int,
+    page_dtype: torch.dtype = torch.float32,
+    graphs: bool = False,
+    **options,
 ) -> Engine:
+    """graphs: steps in which all write are captured, and the next one is launched before they are read"""
     runner = Runner(model, num_pages, limits.page_size, page_dtype)
     max_length = options.pop("max_length", model.config.max_length)
     text = options.pop("text", Letters())
+    if graphs:
+        options["sampler"], options["ahead"] = Sampler(model.config.vocab_size, runner.machine), True
+        Decode(runner, options["sampler"], limits.max_running, min(max_length, (num_pages - 1) * limits.page_size))
     return Engine(
         runner, text, limits, num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=max_length, **options
     )  # fmt: skip
@@ -152,7 +171,7 @@ def run(engine: Engine, requests: Iterable[Request] = ()) -> Written:
 
 
 def random_schedule(
-    model: Decoder, asked: Sequence[Request], seed: int, prepare: Callable[[Runner], object] = id
+    model: Decoder, asked: Sequence[Request], seed: int, prepare: Callable[[Runner], object] = id, graphs: bool = False
 ) -> tuple[dict[str, list[int]], int]:
     """What each request writes, and how often somebody was preempted, where everything else is random.
 
@@ -160,12 +179,17 @@ def random_schedule(
     they are.
 
     prepare  what is done to the runner first
+    graphs   see `real_engine`
     """
     dice = random.Random(seed)
     limits = Limits(dice.choice([1, 3, 4, 16]), dice.randint(9, 64), dice.randint(1, 20), dice.randint(1, 8))
     longest = max(len(request.prompt) + request.max_tokens for request in asked)
     engine = real_engine(
-        model, limits, limits.pages(longest + 1) + 1 + dice.randint(0, 20), sharing=dice.random() < 0.7
+        model,
+        limits,
+        limits.pages(longest + 1) + 1 + dice.randint(0, 20),
+        sharing=dice.random() < 0.7,
+        graphs=graphs,
     )
     prepare(engine.runner)
     written, waiting = Written(), dice.sample(asked, len(asked))
@@ -197,3 +221,14 @@ def random_aborts(engine: Engine, num_requests: int, share: float = 0.3) -> Writ
         steps += 1
         assert steps < 10 * num_requests, "it does not come to an end"
     return written
+
+
+def sample(logits_RV: torch.Tensor, sequences: Sequence[Made], ranked: Sequence[bool]) -> list[Sampled | None]:
+    """The next token of each sequence from its row.
+
+    ranked  whether a row's logprob is wanted beside those that its request asks for
+    """
+    sampler, asks = Sampler(logits_RV.shape[1], OnHost(torch.device("cpu"))), []
+    for one, is_ranked in zip(sequences, ranked, strict=True):
+        asks.append(sampler.ask(one, one.request.logprobs or 0 if is_ranked else one.request.logprobs))
+    return sampler.sample(logits_RV, asks)()

@@ -76,7 +76,7 @@ def test_both_are_given_the_same(tmp_path: Path) -> None:
     ours, theirs = (commands[name](job, tmp_path / "out") for name in ("ours", "diffusers"))
     assert theirs[:2] == ["peer/bin/python", str(tmp_path / "script.py")]
     for mine, other in {
-        "weights": "pretrained_model_name_or_path", "instance-dir": "instance_data_dir",
+        "model": "pretrained_model_name_or_path", "instance-dir": "instance_data_dir",
         "instance-prompt": "instance_prompt", "class-dir": "class_data_dir", "class-prompt": "class_prompt",
         "num-class-images": "num_class_images", "data.resolution": "resolution",
         "data.global-batch": "train_batch_size",

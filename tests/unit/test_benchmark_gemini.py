@@ -1,14 +1,18 @@
 """The benchmark of Gemini: its contenders train alike, what it foresees is what a run takes, and its searches find."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import gemini
+from benchmarks import gemini, offload, ranks
 from benchmarks.gemini_needs import NEEDS, foreseen, grid, largest
 from benchmarks.offload import CONTENDERS, Ran, Shape, Turn, attempt, shaped, take_turn
 from benchmarks.result import Number, beginning, result_of
+from benchmarks.run import Options
 from core.config import UserError
 
 TINY = replace(shaped("GPT-2", 2, 64), vocab_size=64)
@@ -98,3 +102,49 @@ def test_on_a_gpu_every_contender_gets_every_budget_and_the_targets_are_of_one_m
     figures.append(gemini.Row(figures[0].case | {"model": "none"}, {"parameters": Number(0.0, "10^6")}))
     result = result_of("toy", "A toy", "", gemini.Measured(tuple(figures), tuple(targets)), beginning())
     assert gemini.plot(result, tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_part_of_a_gpu_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is lent for minutes is gone before the long part of the CPU is over."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemini, "grid", lambda *given: [])
+    for name, found in (("_gpu_part", ([], [])), ("measured", []), ("planned", []), ("step_time", ([], []))):
+        monkeypatch.setattr(gemini, name, lambda *_, name=name, found=found: (calls.append(name), found)[1])
+    gemini._measure(Options())
+    assert calls == ["_gpu_part", "measured", "planned", "step_time"]
+
+
+@pytest.mark.parametrize(("peak", "fits"), [(1000, True), (1001, False)])
+def test_a_budget_is_of_what_is_allocated(peak: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator may reserve a quarter more, and who allocates more than the budget has not trained in it."""
+    said: dict[str, float] = {}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10_000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: said.update(share=share))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1200)
+    training = SimpleNamespace(timed=lambda: 1.0, moved_bytes=0, gemini=None)
+    monkeypatch.setitem(offload.CONTENDERS, "plain PyTorch", lambda turn: training)
+    turn = replace(TURN, contender="plain PyTorch", device="cuda", budget_bytes=1000)
+    with nullcontext() if fits else pytest.raises(torch.OutOfMemoryError, match="1001 bytes were allocated"):
+        found = take_turn(turn)
+        assert (found.peak_bytes, found.reserved_bytes) == (1000, 1200)
+    assert said == {"share": 0.125}
+
+
+def test_ranks_of_a_gpu_each_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before NCCL is asked for: it takes the device that is the process's then."""
+    calls: list[tuple] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: calls.append(("device", rank)))
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **_: calls.append((backend,)))
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(ranks.dist, name, lambda: None)
+    answers = SimpleNamespace(put=lambda answer: calls.append(answer))
+    before = torch.get_num_threads()
+    try:
+        ranks._rank(1, 2, "store", answers, lambda: "found", ())
+    finally:
+        torch.set_num_threads(before)
+    assert calls == [("device", 1), ("nccl",), (1, "found")]

@@ -15,6 +15,7 @@ from apps.llm.corpus import DataConfig, heldout_bytes, prepare, stdlib_corpus
 from apps.llm.tokenizer import train_bpe
 from core.config import UserError
 from core.data import TokenShards, split_of
+from tests.support.checkpoints import flipped, flips
 from tests.support.stacks import end_with_stacks
 
 
@@ -123,6 +124,26 @@ def _prepare_and_say_if_made(config, cache, start, results):
     results.put((prepare(config, cache).train.num_tokens, len(made)))
 
 
+def test_no_flipped_byte_in_what_is_cached_is_accepted(config, tmp_path):
+    """Beside the shards, of which tests/unit/test_data_tokens.py looks at every byte."""
+    prepare(config, tmp_path / "cache")
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    for path, at, mask in flips([folder / "report.json", *sorted((folder / "tokenizer").iterdir())], 60, seed=0):
+        with flipped(path, at, mask), pytest.raises(UserError, match="not a complete tokenized corpus") as caught:
+            prepare(config, tmp_path / "cache")
+        assert path.name in str(caught.value)
+        assert "\n" not in str(caught.value)
+    prepare(config, tmp_path / "cache")
+
+
+def test_a_cache_of_the_version_without_checksums_of_tokenizers_is_read(config, tmp_path):
+    prepare(config, tmp_path / "cache")
+    (report,) = (tmp_path / "cache").glob("*/report.json")
+    content = json.loads(report.read_text())
+    report.write_text(json.dumps({name: content[name] for name in ("skipped", "examples")}))
+    assert prepare(config, tmp_path / "cache").skipped == ""
+
+
 def test_only_one_of_several_processes_makes_it(config, tmp_path):
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(3), context.SimpleQueue()
@@ -182,7 +203,7 @@ def test_the_standard_library_is_there_without_its_tests():
         ({"sequence_length": 0}, "--data.sequence-length is 0; it must be at least 1"),
         ({"global_batch": -1}, "--data.global-batch is -1"),
         ({"heldout_fraction": 1.0}, r"--data.heldout-fraction is 1.0; it must be in \[0, 1\)"),
-        ({"heldout_fraction": float("nan")}, "heldout_fraction is nan"),
+        ({"heldout_fraction": float("nan")}, "--data.heldout-fraction is nan"),
         ({"vocab_size": 256}, "--data.vocab-size is 256; a bpe needs at least 257"),
     ],
 )

@@ -194,7 +194,9 @@ def test_pairs_pack_until_a_row_is_full_and_do_not_see_each_other(folder):
 
 def test_pairs_too_long_are_named_or_counted(folder):
     shards = write(folder, [2, 9, 3], [1, 1, 1])
-    with pytest.raises(UserError, match=r"1 of 3 pairs .*the longest has 10, the first is number 2.*on_error skip"):
+    with pytest.raises(
+        UserError, match=r"1 of 3 pairs .*the longest has 10, the first is number 2.*--data.on-error skip"
+    ):
         PairBatches(shards, 5, 1, seed=0)
     with pytest.raises(UserError, match="plain text"):
         PairBatches(write(folder, [3]), 5, 1, seed=0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.config import UserError
+from core.config import UserError, in_words
 from core.estimate import (
     BlockShape,
     HeadShape,
@@ -215,9 +215,7 @@ def test_a_run_that_does_not_fit_says_what_would():
     with pytest.raises(UserError) as error:
         require_fit(model, run, peak - 1)
     text = str(error.value)
-    assert text.startswith(
-        f"the run needs {peak / 1e6:.1f} MB per rank, the device has {(peak - 1) / 1e6:.1f} MB; try "
-    )
+    assert text.startswith(f"the run needs {in_words(peak)} per rank, the device has {in_words(peak - 1)}; try ")
     for option in (
         "--zero 1 (",
         "--zero 3 (",

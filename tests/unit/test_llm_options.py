@@ -1,16 +1,20 @@
 """Every option of the llm commands is read by a run, or refused where a run would not read it."""
 
 import re
+from dataclasses import is_dataclass
+from unittest import mock
 
 import pytest
+import tyro
 
 from apps.llm import plan
 from apps.llm.__main__ import APP
 from apps.llm.recipes import RECIPES
-from core.config import UserError, option_names, parse
+from core.config import UserError, option, option_names, parse
 from core.data import RampConfig
 from core.models.decoder import RopeScaling
-from tests.support.options import TRAINING, Probe, recorded
+from core.optim.build import DEFAULTS
+from tests.support.options import TRAINING, Probe, another, hint_of, options_of, recorded, replaced
 
 BASE = ["--recipe", "debug", "--optim.schedule.warmup-steps", "0"]
 COMMANDS = {
@@ -46,6 +50,7 @@ VALUES = TRAINING | {
     "model.moe.second_expert": "always",
     "model.moe.z_weight": 0.3,
 }
+OF_A_PLAN = VALUES | {"device": "cpu", "model.activation": "relu", "optim.momentum": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,8 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
         "plan": BASE,
     }[command]
     probe = Probe(APP.dispatch, [command, *given, *mode.replace("TMP", str(tmp_path)).split()], VALUES)
-    probe.told = plan.without_effect(probe.config()) if command == "plan" else ()
+    if command == "plan":
+        probe.told, probe.held = plan.without_effect(probe.config()), plan.VALUES_ALONE
     probe.check()
 
 
@@ -86,6 +92,51 @@ def test_a_plan_says_what_it_is_the_same_without(capsys):
     assert "the plan is the same without --compile, --data.path, --optim.schedule.warmup-steps, --seed\n" in (
         capsys.readouterr().out
     )
+
+
+ALIKE = {
+    "compile": "with a budget the compiled step is traced, which differs where blocks are larger",
+    "data.ramp.start": "steps as short as these take no time that is printed",
+    "mesh.dp_replicate": "1 is what it is without",
+    "mesh.dp_shard": "1 is what it is without",
+    "optim.factored": "of a matrix the largest two dims are the last two",
+}
+"""Options that the plans below are rightly the same with, and why."""
+NOT_OF_GEMINI = ("data.", "model.", "checkpoint.", "log.")
+
+
+@pytest.mark.parametrize(
+    ("mode", "probed"),
+    [
+        ("--nproc 2", lambda name: True),
+        ("--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --model.moe.num-experts 4", lambda name: True),
+        *((f"--optim.name {name}", lambda name: name.startswith("optim.")) for name in DEFAULTS),
+        ("--gemini.budget 22MB --nproc 2 --zero 3", lambda name: not name.startswith(NOT_OF_GEMINI)),
+    ],
+)
+def test_each_option_changes_a_plan_or_is_told_to_be_without_effect_or_refused(mode, probed, capsys):
+    """What is printed is compared: that an option is read does not say that anything follows from it."""
+    words = ["plan", "--recipe", "debug", "--gpu", "A100", *mode.split()]
+    config = options_of(APP.dispatch, words)
+
+    def printed(name=None):
+        try:
+            if name is None:
+                assert not APP.dispatch(words)
+                return capsys.readouterr().out
+            value = OF_A_PLAN[name] if name in OF_A_PLAN else another(name, *hint_of(config, name))
+            group = name.rpartition(".")[0]
+            whole = is_dataclass(value) and isinstance(value, type(hint_of(config, group)[1]))
+            changed = replaced(config, group if whole else name, value)
+            with mock.patch.object(tyro, "cli", return_value=changed):
+                assert not APP.dispatch([*words, f"{option(name)}={value}"])
+            return capsys.readouterr().out
+        except UserError as error:
+            return str(error)
+
+    before = printed()
+    alike = [n for n in option_names(config) if n not in ALIKE and probed(n) and printed(n) == before]
+    assert not alike
 
 
 @pytest.mark.parametrize("more", [[], ["--gemini.budget", "60MB"]])
@@ -104,10 +155,10 @@ def test_a_plan_counts_the_steps_until_the_stop_and_the_smaller_batches_before(m
     assert 0.45 * whole < seconds(*ramp) < 0.7 * whole
 
 
-@pytest.mark.parametrize("option", ["format=jsonl", "text-field=body", "pairs", "suffixes=.txt"])
-def test_the_standard_library_is_read_as_it_is(option):
-    with pytest.raises(UserError, match=rf"--data\.{option.partition('=')[0]} with data.path=stdlib"):
-        parse(RECIPES, ["--recipe", "debug", "--data.path", "stdlib", f"--data.{option}"], "llm pretrain", "debug")
+@pytest.mark.parametrize("given", ["format=jsonl", "text-field=body", "pairs", "suffixes=.txt"])
+def test_the_standard_library_is_read_as_it_is(given):
+    with pytest.raises(UserError, match=rf"--data\.{given.partition('=')[0]} with data.path=stdlib"):
+        parse(RECIPES, ["--recipe", "debug", "--data.path", "stdlib", f"--data.{given}"], "llm pretrain", "debug")
 
 
 def test_what_a_recipe_gives_and_the_run_does_not_read_is_no_mistake():

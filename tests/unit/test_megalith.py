@@ -33,6 +33,16 @@ def test_as_a_module_with_an_exit_code():
     assert done.stderr == "error: megalith has no app 'nothing'; the apps are llm, diffusion, fold, serve\n"
 
 
+def test_a_help_that_nobody_reads_to_its_end():
+    """`megalith llm --help | head -0`: no traceback."""
+    command = (
+        f"{sys.executable} -c 'import time; time.sleep(1); from apps.__main__ import main; exit(main())' llm --help"
+    )
+    done = subprocess.run(f"set -o pipefail; {command} | true", cwd=ROOT, capture_output=True, text=True, shell=True,
+                          executable="/bin/bash")  # fmt: skip
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_licence_and_papers():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"):

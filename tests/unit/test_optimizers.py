@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from core.config import UserError, parse
+from core.kernels.blockwise import BLOCK, code_values, dequantize, in_8_bits, quantize
 from core.optim import AdamW8bit, Came, Lamb, Lars, OptimConfig, Sm3, build_optimizer
-from core.optim.blockwise import BLOCK, code_values, dequantize, in_8_bits, quantize
 from core.optim.build import DEFAULTS
 from core.optim.pieces import pieces
 from core.optim.schedule import ScheduleConfig, batch_factor

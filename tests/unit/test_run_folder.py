@@ -178,7 +178,7 @@ def test_the_demo_of_folding_keeps_to_its_out(tmp_path: Path, monkeypatch: pytes
     def train(options: list[str]) -> int:
         config = fold_demo.parse(fold_demo.RECIPES, options, "fold train", default="tiny")
         config.out.mkdir(parents=True)
-        trained.append((config.out, config.weights))
+        trained.append((config.out, config.model))
         return 0
 
     monkeypatch.setattr(fold_demo, "train", train)
@@ -186,7 +186,7 @@ def test_the_demo_of_folding_keeps_to_its_out(tmp_path: Path, monkeypatch: pytes
     assert fold_demo.main(["--out", "x", "--steps", "3"]) == 0
     first, second = Path("x/tiny"), Path("x/tiny_confidence")
     assert [out for out, _ in trained] == [first, second]
-    assert trained[1][1] == first / "model"
+    assert trained[1][1] == str(first / "model")
     assert shown == [(second, first)]
     assert (tmp_path / "runs" / "fold_tiny").exists()
     shutil.rmtree("x/tiny_confidence")

@@ -1,6 +1,7 @@
 """The loop: skipped steps, stopping, refusals, what is recorded and when."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -8,17 +9,22 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps
 from core.config import UserError
+from core.data import Prefetch
 from core.layout import full_tensor, local
 from core.mesh import Zero
 from core.metrics import read_metrics
+from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.nn.routing import MoEConfig
 from core.precision import LossScaleConfig
 from core.runtime import start
 from core.train import (
@@ -70,6 +76,76 @@ def test_a_step_with_an_infinite_gradient_changes_nothing_and_is_counted(ranks, 
         assert scale == (32.0 if precision == "fp16" else 1.0)
         # fp16 resolves some of these steps only in the masters.
         assert not [n for n in unmoved if n.startswith(("model/", "optim/"))]
+
+
+class HostReads(TorchFunctionMode):
+    """Where Python reads what a tensor holds, and copies to a device for which it waits."""
+
+    READS = ("tolist", "item", "__float__", "__int__", "__bool__", "__index__", "cpu", "numpy", "nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        waits = name == "to" and any(isinstance(a, torch.device) for a in args) and not kwargs.get("non_blocking")
+        if name in self.READS or waits:
+            self.found.append(name)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_waits_for_the_device_once(precision: str) -> None:
+    config = config_of(Path("/nowhere"), precision=precision, microbatch=2)
+    with start("cpu"):
+        state = build(config)
+        step_alone(state, config, 0)
+        with HostReads() as reads:
+            figures = step_alone(state, config, 1)
+    assert reads.found == ["tolist"]
+    assert math.isfinite(figures["grad_norm"])
+    assert figures["grad_norm"] > 0
+
+
+def decoder_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["input_ids"], targets=batch["targets"]) / batch["targets"].numel()
+
+
+def step_alone(state: TrainState, config: TrainConfig, step: int) -> dict[str, Any]:
+    return train_step(state, Rows().batch(step, 0, 1), loss, num_rows, config, step)
+
+
+def test_a_step_of_experts_waits_once(tmp_path: Path) -> None:
+    config = config_of(tmp_path, precision="fp32")
+    moe = MoEConfig(4, router="switch")
+    model = DecoderConfig(vocab_size=41, dim=16, num_layers=2, num_heads=2, ffn_dim=64, max_length=9, moe=moe)
+    ids = torch.randint(41, (4, 9), generator=torch.Generator().manual_seed(1))
+    decoder = Decoder(model)
+    initialise(decoder, 0)
+    with start("cpu"):
+        state = build(config, decoder)
+        batch = {"input_ids": ids, "targets": ids}
+        with HostReads() as reads, patch("core.nn.moe.COUNTS_ROWS", ()):
+            figures = train_step(state, batch, decoder_loss, num_rows, config, 0)
+    # One product an expert, and so a wait for each of their matrices, is what there is without bf16 on a GPU.
+    products = 2 * 2  # matrices of each layer
+    figures_read = ["tolist", "__float__", "tolist"]  # of what was read, on the host
+    assert reads.found == [*["tolist"] * (products + 1), *figures_read]
+    assert len(figures["moe_load"]) == 2
+    assert sum(figures["moe_load"][0]) <= ids.numel()
+
+
+def test_batches_are_pinned_where_a_gpu_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    with Prefetch(Rows(), pinned=True) as source:
+        batch = next(source)
+    assert len(pinned) >= len(batch)
+    with Prefetch(Rows()) as source:
+        pinned.clear()
+        next(source)
+    assert not pinned
 
 
 def test_endless_overflow_is_an_error(tmp_path: Path) -> None:

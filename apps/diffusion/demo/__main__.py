@@ -9,10 +9,10 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from PIL import Image
@@ -49,8 +49,6 @@ SHOWN = (
 @dataclass(frozen=True)
 class DemoConfig:
     """DreamBooth of a drawn subject, with its figures."""
-
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
 
     model: Path = EMBEDDED
     """the pipeline to start from; one of coloured shapes, as the figures are about them"""
@@ -105,7 +103,7 @@ def figures_of(pipeline: Pipeline, config: DemoConfig, detector: Detector | None
 
 
 def options(config: DemoConfig, subject: Path) -> list[str]:
-    """The command line of `diffusion dreambooth`."""
+    """The command line of `megalith diffusion dreambooth`."""
     return [
         *("--model", str(config.model), "--instance-dir", str(subject)),
         *(prior_options(config) if config.prior else ()),

@@ -206,7 +206,9 @@ def merge_lora(pipeline: Pipeline, lora: Lora, scale: float = 1.0) -> None:
     """
     targets = _targets(pipeline)
     if any(isinstance(targets[name], QuantizedWeight) for name in lora):
-        raise UserError("quantized weights take no LoRA; merge it first (diffusion convert --lora), then quantize")
+        raise UserError(
+            "quantized weights take no LoRA; merge it first (megalith diffusion convert --lora), then quantize"
+        )
     for name, pair in lora.items():
         weight = targets[name]
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32

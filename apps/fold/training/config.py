@@ -1,6 +1,5 @@
 """The options of `fold train`: the training run of core.train, plus a model, chains and a loss."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -58,11 +57,9 @@ class FoldTrainConfig(TrainConfig):
         *("model", "average", *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")), "nproc"),
     )
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"weights": "model"}
-
     model: str = "model_3_ptm"
-    """a preset (fold recipes; model_1 and model_2 read templates), demo, debug or debug_templates, which starts from
-    --seed; or the weights to start from: npz, .pt, or a folder of `fold convert` or of a run"""
+    """a preset (`megalith fold recipes`; model_1 and model_2 read templates), demo, debug or debug_templates, which
+    starts from --seed; or the weights to start from: npz, .pt, or a folder of `megalith fold convert` or of a run"""
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learns: Literal["all", "confidence"] = "all"
@@ -142,7 +139,9 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
 def check_combination(config: FoldTrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     if config.data.structures is None:
-        raise UserError("fold train needs --data.structures FOLDER of mmCIF files (--recipe tiny brings its own)")
+        raise UserError(
+            "megalith fold train needs --data.structures FOLDER of mmCIF files (--recipe tiny brings its own)"
+        )
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     batch, ranks = config.data.global_batch, mesh.data_ranks
     if batch % ranks:

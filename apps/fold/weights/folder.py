@@ -45,7 +45,7 @@ def read_note(path: Path) -> str:
 def _stored(folder: Path) -> dict[str, Any]:
     stored = read_json(folder / "config.json")
     if stored.get("format") != FORMAT:
-        raise UserError(f"{folder} is no folder of `fold convert` (its config.json has no format {FORMAT})")
+        raise UserError(f"{folder} is no folder of `megalith fold convert` (its config.json has no format {FORMAT})")
     return stored
 
 

@@ -38,7 +38,9 @@ def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         return _named(path, *load_npz(path))
     if path.suffix in (".pt", ".pth", ".ckpt"):
         return _named(path, *load_pt(path))
-    raise UserError(f"{path} is neither params_model_*.npz, nor an OpenFold .pt, nor a folder (fold convert, ESMFold)")
+    raise UserError(
+        f"{path} is neither params_model_*.npz, nor an OpenFold .pt, nor a folder (megalith fold convert, ESMFold)"
+    )
 
 
 def _named(path: Path, config: ModelConfig, parameters: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -73,7 +75,7 @@ def read_alphafold(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     config, parameters = read_weights(path)
     if isinstance(config, ESMFoldConfig):
         raise UserError(
-            f"{path} holds ESMFold, which is for fold predict and fold plan as it is; give AlphaFold weights"
+            f"{path} holds ESMFold, which is for megalith fold predict and plan as it is; give AlphaFold weights"
         )
     return config, parameters
 

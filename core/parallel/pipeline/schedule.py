@@ -60,6 +60,15 @@ class PipelineConfig:
         if any(blocks < 1 for blocks in self.split):
             raise UserError(f"pipeline.split={_spaced(self.split)}: every stage has at least one block")
 
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        found = {}
+        if self.schedule != "interleaved":
+            found["chunks"] = f"with pipeline.schedule={self.schedule}; give --pipeline.schedule interleaved"
+        if self.split:
+            found["cost"] = "with pipeline.split, which says what each stage has; leave one of them out"
+        return found
+
     @property
     def stages_per_rank(self) -> int:
         return {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)

@@ -25,7 +25,12 @@ COMMANDS = {
         "DIR/lora.safetensors OUT/lora.safetensors --model DIR/weights",
     ],
     "quantize": ["DIR/weights OUT/quantized"],
-    "plan": ["", "--task train", "--task train --method lora --nproc 2", "--task train --gemini.budget 60MB"],
+    "plan": [
+        "",
+        "--task train --device cpu",
+        "--task train --method lora --nproc 2 --gpu H100",
+        "--task train --device cpu --gemini.budget 60MB",
+    ],
 }
 """command -> words of each of its modes"""
 VALUES = TRAINING | {"class_prompt": "dog", "instance_prompt": "sks", "unet": "sd_v1", "vae_tile": 64}
@@ -36,12 +41,15 @@ ALSO = {
     "finetune": ["average_on_host", "prior_weight", "validation.sampling.negative"],
     "dreambooth": ["average_on_host", "validation.sampling.negative"],
     "sample --sampler ddim --guidance 1": ["negative", "guidance_rescale"],
-    "plan --task train --method lora --nproc 2": ["lora.start"],
+    "plan --task train --method lora --nproc 2 --gpu H100": ["lora.start"],
 }
 TOLD = {
-    "plan --task train": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
-    "plan --task train --method lora --nproc 2": WITHOUT_EFFECT,
-    "plan --task train --gemini.budget 60MB": [name for name in WITHOUT_EFFECT if not name.startswith("lora.")],
+    "plan --task train --device cpu": ["steps", *(name for name in WITHOUT_EFFECT if not name.startswith("lora."))],
+    "plan --task train --method lora --nproc 2 --gpu H100": WITHOUT_EFFECT,
+    "plan --task train --device cpu --gemini.budget 60MB": [
+        "steps",
+        *(name for name in WITHOUT_EFFECT if not name.startswith("lora.")),
+    ],
 }
 
 

@@ -195,12 +195,27 @@ def test_the_plan_counts_what_sampling_allocates(folder):
 
 def test_the_command_of_the_plan(capsys, tmp_path):
     tiny = str(save_pipeline(tiny_pipeline(), tmp_path / "tiny"))
-    assert main(["--model", tiny, "--precision", "fp16", "--scheme", "int8", "--memory", "4GB"]) == 0
+    words = ["--model", tiny, "--precision", "fp16", "--scheme", "int8", "--memory", "4GB"]
+    for planned_for in (["--device", "cuda"], ["--gpu", "A100"]):
+        assert main([*words, *planned_for]) == 0
+        said = capsys.readouterr().out
+        assert "fits 3.73 GiB" in said
+        assert re.search(r"1 picture in [\d.e-]+ s at 40% of the A100's peak", said)
+    assert main([*words, "--device", "cpu", "--utilisation", "0.5"]) == 0
     said = capsys.readouterr().out
-    assert "fits 3.73 GiB" in said
-    assert re.search(r"1 picture in [\d.e-]+ s at 40% of the A100's peak", said)
+    assert "how long a CPU takes is not foreseen" in said
+    assert "the plan is the same without --utilisation" in said
+    # Between what the tensors of this narrow pipeline take and what a process does: a device of that size holds it.
+    between = ["--model", tiny, "--memory", "30MiB"]
+    assert main([*between, "--device", "cuda"]) == 0
+    with pytest.raises(UserError, match="and the CPU has 30 MiB"):
+        main([*between, "--device", "cpu"])
     for argv, line in (
-        (["--model", tiny, "--memory", "1KB"], r"needs .* and the device has 1000 bytes; try --scheme int8"),
+        (["--gpu", "A100", "--device", "cpu"], "gpu=A100 with device=cpu; give one of them"),
+        (
+            ["--model", tiny, "--device", "cuda", "--memory", "1KB"],
+            r"needs .* and the device has 1000 bytes; try --scheme int8",
+        ),
         (["--recipe", "lora_1gb"], "no recipe 'lora_1gb', did you mean lora_4gb"),
         (["--model", "sdxl"], "no model 'sdxl': there is no such folder, and those that have a name are sd_v1"),
         (["--model", str(tmp_path)], r"holds no model_index\.json"),

@@ -108,11 +108,17 @@ def casts_lifted(theirs):
         powers = [(n, i) for i in range(1, n + 1)] + [(2 * n, i) for i in range(1, 2 * (num_heads - n) + 1, 2)]
         return torch.tensor([2.0 ** (-8 * i / m) for m, i in powers], dtype=torch.float64)
 
+    def wide_alibi(mask, num_heads, dtype):
+        places = ((mask.cumsum(-1) - 1) * mask)[:, None, :]
+        return (wide_slopes(num_heads)[..., None] * places).reshape(-1, 1, mask.shape[1]).to(dtype)
+
     with ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
         if theirs.config.model_type == "bloom":
             patch(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
-            patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
+            patch(modeling_bloom, "build_alibi_tensor", wide_alibi)
+            if hasattr(modeling_bloom, "_get_alibi_slopes"):  # later ones ask for the slopes alone, too
+                patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
             patch(modeling_bloom.BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
         if theirs.config.model_type == "llama":
             patch(torch.Tensor, "to", wide_to)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from core.nn.attention import StepContext
 from core.nn.experts import Experts, by_grouped_product, by_loop
 from core.nn.mlp import MLP
 from core.nn.moe import AuxiliaryLoss, MoE, load_figures, take_load
-from core.nn.routing import MoEConfig, Routing, WholeRows, choose
+from core.nn.routing import MoEConfig, Routing, WholeRows, by_expert, choose, most_rows
 from core.parallel.recompute import RecomputeConfig, apply_recompute
+from tests.support.fake_gpu import fake_gpu, on_fake_gpu
 
 examples = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 E, L, D = 5, 9, 6
@@ -280,3 +282,52 @@ def test_refusals(options: dict, says: str) -> None:
         replace(SMALL, moe=MoEConfig(**options))
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@examples
+@given(st.sampled_from(sorted(CONFIGS)), st.integers(0, 999), st.booleans(), st.booleans())
+def test_rows_of_a_number_that_is_known_beforehand(name: str, seed: int, padded: bool, bias: bool) -> None:
+    """As a GPU lays them out, so that nobody waits for how many there are: outputs and all gradients are the same."""
+    torch.manual_seed(seed)
+    moe = MoE(D, 7, "swiglu", bias, CONFIGS[name]).double().eval()
+    x, mask = torch.randn(2, L, D, dtype=torch.float64, requires_grad=True), torch.rand(2, L) < (0.7 if padded else 2.0)
+    wanted = [torch.randn(2, L, D, dtype=torch.float64)]
+    leaves = [x, *moe.parameters()]
+    found = []
+    for most in (lambda *_: None, most_rows):
+        with patch("core.nn.moe.most_rows", most), patch("core.nn.moe.COUNTS_ROWS", ()):
+            y = moe(x, mask=mask)
+        found.append([y, *torch.autograd.grad(y, leaves, wanted)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_more_rows_are_kept_than_are_made(name: str) -> None:
+    for length in range(1, 12):
+        p_BLE = torch.randn(3, length, E).softmax(-1)
+        kept = routed(p_BLE, CONFIGS[name]).kept_BLE
+        most = most_rows(CONFIGS[name], WholeRows(), 3, length)
+        assert most is not None
+        assert int(kept.sum()) <= most <= 3 * length * E
+        order = by_expert(kept.flatten(0, 1), most)
+        assert len(order.token_A) == most
+        exact = by_expert(kept.flatten(0, 1), None)
+        assert order.real_A is not None
+        for padded, wanted in zip(order[:2], exact[:2], strict=True):
+            assert torch.equal(padded[order.real_A], wanted)
+            assert not padded[~order.real_A].any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_on_a_gpu_nobody_waits_for_the_router(name: str, masked: bool) -> None:
+    moe = MoE(16, 32, "swiglu", True, CONFIGS[name])
+    with fake_gpu() as counted, patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)):
+        on_fake_gpu(moe, torch.bfloat16)
+        x = torch.empty(2, L, 16, dtype=torch.bfloat16, device="cuda")
+        mask = torch.empty(2, L, dtype=torch.long, device="cuda") if masked else None
+        assert moe(x, mask=mask).device.type == "cuda"
+    assert counted.counts["_grouped_mm"] == 3
+    assert not counted.waits
+    assert not counted.copies

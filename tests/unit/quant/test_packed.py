@@ -23,9 +23,14 @@ FORMS = {"stored": lambda weight: Form(), "packed": int4_packed}
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest) -> str:
-    if request.param == "stored" and not vnni.offered():
-        pytest.skip("this CPU has no VNNI, or llvmlite is missing; ends on one that has it")
+    if request.param == "stored":
+        require_vnni()
     return request.param
+
+
+def require_vnni() -> None:
+    if not vnni.offered():
+        pytest.skip("this CPU has no VNNI, or llvmlite is missing; runs on one that has it")
 
 
 def weight_of(form: str, rows: int, columns: int, scheme: Scheme) -> QuantizedWeight:
@@ -63,8 +68,10 @@ def test_products(form: str, dtype: torch.dtype) -> None:
     assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < steps
 
 
+@pytest.mark.skipif(not vnni.offered(), reason="this CPU has no VNNI, or llvmlite is missing; ends on one that has it")
 def test_inputs_as_they_are_stored_are_rounded_to_so_many_steps() -> None:
     """Exactly as said, so what is left is fp32's rounding of the groups' sums."""
+    require_vnni()
     for group, symmetric in ((32, True), (64, False), (128, True)):
         weight = weight_of("stored", 37, 200, Scheme("int4", group, symmetric))
         x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))

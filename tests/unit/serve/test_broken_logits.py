@@ -9,10 +9,9 @@ import torch
 
 from apps.serve.pages import Pages
 from apps.serve.request import Request, Sampling, Sequence
-from apps.serve.sampler import sample
 from apps.serve.scheduler import Limits
 from tests.support.http_server import HANGS_S, Running, get, post, served, small_model
-from tests.support.serving import Letters, greedy, real_engine, run
+from tests.support.serving import Letters, greedy, real_engine, run, sample
 from tests.unit.models.test_pretrained import example, random_decoder
 
 BROKEN = 5
@@ -55,7 +54,8 @@ def real_stream():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("prompt", [(1, 2, BROKEN), (1, 2, 3)], ids=["in the prompt", "written"])
-def test_only_that_sequence_fails(way: str, prompt: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "captured"])
+def test_only_that_sequence_fails(way: str, prompt: tuple[int, ...], graphs: bool) -> None:
     decoder = random_decoder(example("llama", max_length=32, tied_head=False)).float()
     limits = Limits(4, 64, 16, 8)
     others = [greedy(str(n), (n, 2, 9), 8, stop_ids=frozenset(), logprobs=1) for n in (1, 3)]
@@ -63,7 +63,7 @@ def test_only_that_sequence_fails(way: str, prompt: tuple[int, ...]) -> None:
         object.__setattr__(other.sampling, "logit_bias", {BROKEN: -100.0})
     alone = [run(real_engine(decoder, limits, 100), [other]).ids(other.id) for other in others]
     poison(decoder)
-    engine = real_engine(decoder, limits, 100)
+    engine = real_engine(decoder, limits, 100, graphs=graphs)
     forced = {} if BROKEN in prompt else {"logit_bias": {BROKEN: 100.0}}
     broken = Request("broken", prompt, 8, Sampling(**WAYS[way], **forced), logprobs=0)
     written = run(engine, [others[0], broken, others[1]])

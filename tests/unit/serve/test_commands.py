@@ -31,7 +31,7 @@ def refusal(capsys, *arguments):
 def test_plan_of_the_published_cases():
     """BLOOM-176B: 352 GB in fp16; in int8 half of that, which eight devices of 24 GB hold, the published case."""
     bloom = SHAPES["bloom_176b"]
-    config = PlanConfig(shape="bloom_176b", memory="24GB", sequences=1, length=1024, batch_tokens=512)
+    config = PlanConfig(shape="bloom_176b", memory="24GB", device="cuda", sequences=1, length=1024, batch_tokens=512)
     asked = formats(bloom)
     whole = {name: fewest(bloom, format, replace(config, memory="10TB")).need.weights for name, format in asked.items()}
     assert whole["fp16"] == pytest.approx(352.5e9, rel=0.01)
@@ -41,7 +41,7 @@ def test_plan_of_the_published_cases():
     assert (found["fp16"].devices, found["int8"].devices, found["int4"].devices) == (16, 8, 7)
     assert found["int8"].total < 24e9
     opt = SHAPES["opt_175b"]
-    config = PlanConfig(shape="opt_175b", memory="80GB", sequences=1)
+    config = PlanConfig(shape="opt_175b", memory="80GB", device="cuda", sequences=1)
     assert fewest(opt, formats(opt)["int8"], config).devices == 3
     assert fewest(bloom, asked["fp16"], PlanConfig(shape="bloom_176b", memory="1GB")).devices is None
 
@@ -109,7 +109,7 @@ def test_refusals(capsys, tmp_path):
     assert "4 heads do not divide over tp=3" in refusal(capsys, "--model", model, "--tp", 3)
     assert "called model" in refusal(capsys, "--model", model, model)
     assert "over tp=2" in refusal(capsys, "--model", model, model, "--tp", 2)
-    assert "did you mean --port or" in refusal(capsys, "--model", model, "--prot", 1)
+    assert "did you mean --port?" in refusal(capsys, "--model", model, "--prot", 1)
     assert "port 70000" in refusal(capsys, "--model", model, "--port", 70000)
     assert "cannot read the key" in refusal(capsys, "--model", model, "--api-key-file", "/nowhere")
     assert "give at least 65" in refusal(capsys, "--model", model, "--engine.max-batch-tokens", 3)

@@ -142,7 +142,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_every_field_is_in_the_table() -> None:
     fields = {(path, name) for path, body in ((TEXT, CompletionBody), (CHAT, ChatBody)) for name in body.model_fields}
     assert fields == {*EFFECTS, *WITHOUT, *ONLY}
-    assert set(StreamOptions.model_fields) == {"include_usage", "include_obfuscation"}
+    assert set(StreamOptions.model_fields) == {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     for body in (Options, CompletionBody, ChatBody, StreamOptions, Message, TextPart, RefusalPart):
         assert issubclass(body, Body)
         assert body.model_config.get("extra") == "forbid"
@@ -247,6 +247,23 @@ def test_fields_of_providers_that_say_something_are_refused(running: Running) ->
     answer = by_socket(running, CHAT, BASE[CHAT] | {"messages": [said]})
     assert answer.error is not None
     assert (answer.status, answer.error["param"]) == (400, "messages[0].provider_specific_fields")
+
+
+def test_usage_in_each_piece(running: Running) -> None:
+    """It grows by the tokens that a piece brings, up to what the stream tells at its end."""
+    for path in BASE:
+        asked = BASE[path] | GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
+        plain = by_socket(running, path, asked)
+        asked["stream_options"]["continuous_usage_stats"] = True
+        told = by_socket(running, path, asked)
+        assert plain.chunks is not None
+        assert told.chunks is not None
+        assert [chunk["usage"] for chunk in plain.chunks[:-1]] == [None] * (len(plain.chunks) - 1)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in told.chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == counts[-2] == plain.chunks[-1]["usage"]["completion_tokens"] > 2
+        alone = by_socket(running, path, asked | {"stream_options": {"continuous_usage_stats": True}})
+        assert (alone.status, (alone.error or {}).get("param")) == (400, "stream_options")
 
 
 def test_obfuscation(running: Running) -> None:

@@ -72,13 +72,13 @@ COMMANDS = {
     "bench": ["", "--rate 9"],
 }
 """command -> words of each of its modes"""
-VALUES = {"allow_host": ("other",), "clients": 2, "group": 32, "group_size": 32, "symmetric": True, "threshold": 5.0}
+VALUES = {"allow_host": ("other",), "clients": 2, "group_size": 32, "symmetric": True, "threshold": 5.0}
 # Read, as part of what is handed on, by runs that have no use for them.
 ALSO = {
     "serve --quantize int8": ["group_size"],
     "serve --api-key-file KEY": ["allow_host"],
     "bench --rate 9": ["clients"],
-    "plan --model QUANTIZED": ["group"],
+    "plan --model QUANTIZED": ["group_size"],
     "quantize": ["group_size", "symmetric", "threshold"],
     "quantize --scheme llm.int8": ["group_size", "symmetric"],
     "quantize --scheme int4": ["threshold"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from apps.serve import sampler
+from apps.serve.machine import OnHost
 from apps.serve.pace import Pace
 from apps.serve.runner import Step
 from apps.serve.scheduler import Limits
@@ -156,6 +156,21 @@ class Asynchronous(StandIn):
         self.now_s, self._left_s = self.now_s + self._left_s, 0.0
 
 
+class Behind(OnHost):
+    """What is fetched is there when its steps are computed."""
+
+    def __init__(self, runner: Asynchronous):
+        super().__init__(torch.device("cpu"))
+        self.runner = runner
+
+    def fetch(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        kept = x.clone()
+        return lambda: self.runner.wait() or kept
+
+    def mark(self) -> Callable[[], None]:
+        return self.runner.wait
+
+
 def seconds(step: Step) -> float:
     return 0.05 + 0.004 * len(step.ids)
 
@@ -165,12 +180,11 @@ def test_a_step_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> 
     limits = Limits(page_size=4, max_batch_tokens=32, prefill_chunk=16, max_running=4)
     engine = stand_in_engine(100, limits)
     engine.runner = runner = Asynchronous(100, limits.page_size)
+    runner.machine = engine.sampler.machine = Behind(runner)
     engine.pace, observed = Pace(2.0), []
     observe = engine.pace.observe
     monkeypatch.setattr(engine.pace, "observe", lambda *step: observed.append(step) or observe(*step))
     monkeypatch.setattr("apps.serve.engine.time.perf_counter", lambda: runner.now_s)
-    sample = sampler.sample
-    monkeypatch.setattr(sampler, "sample", lambda *asked: runner.wait() or sample(*asked))
     run(engine, [greedy("a", range(40), 20), greedy("b", range(10, 45), 4)])
     assert [took for *_, took in observed] == pytest.approx([seconds(step) for step in runner.steps])
     assert any(not step.rows for step in runner.steps)

@@ -8,10 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apps.serve.machine import OnHost
 from apps.serve.request import Request, Sampling, Sequence
-from apps.serve.sampler import adjusted, draw, sample, uniform
+from apps.serve.sampler import BARRED, LANE, Ask, Sampler, U, Way, numbers_of, pick, uniform
+from apps.serve.sampler import draw as draw_rows
 from core.config import UserError
-from tests.support.serving import Letters
+from tests.support import row_sampler
+from tests.support.serving import Letters, sample
+
+HOST = OnHost(torch.device("cpu"))
 
 many = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
@@ -28,6 +33,22 @@ def sequence(request, written=()):
         made.tokens.append(token)
         made.written[token] += 1
     return made
+
+
+def drawn(logits, s, quantiles):
+    """Tokens at these quantiles, all at once: as on a GPU, and as on a CPU, which are the same."""
+    numbers = numbers_of([Ask(s)] * len(quantiles))
+    numbers[U] = torch.tensor(quantiles, dtype=torch.float64)
+    rows, sorts = logits.expand(len(quantiles), -1), s.top_k is not None or s.top_p < 1
+    found = draw_rows(rows, numbers, sorts)
+    assert torch.equal(found, draw_rows(rows, numbers, sorts, looks=sorts))
+    return found
+
+
+def adjusted(logits, made):
+    sampler = Sampler(len(logits), HOST)
+    numbers = numbers_of([sampler.ask(made, None)])
+    return sampler.histories.adjusted(logits[None], numbers[LANE], numbers[BARRED], *numbers[BARRED - 4 : LANE])[0]
 
 
 def theirs(logits, s):
@@ -55,24 +76,22 @@ def theirs(logits, s):
 def test_distribution_is_that_of_transformers(seed, temperature, top_k, top_p, min_p):
     """At 150 evenly spread quantiles each token comes as often as its probability says, to one."""
     s, logits = Sampling(temperature, top_k, top_p, min_p), logits_of(seed)
-    drawn = torch.tensor([draw(logits, s, (i + 0.5) / 150) for i in range(150)])
-    shares = torch.bincount(drawn, minlength=40).double() / 150
+    shares = torch.bincount(drawn(logits, s, [(i + 0.5) / 150 for i in range(150)]), minlength=40).double() / 150
     assert (shares - theirs(logits, s)).abs().max() < 1.01 / 150
 
 
 def test_more_tokens_than_are_looked_at_first():
     """A flat distribution over 600 tokens: top-p needs more than the likely ones."""
     s, logits = Sampling(top_p=0.9), torch.linspace(0, 0.1, 600)
-    drawn = {draw(logits, s, (i + 0.5) / 1200) for i in range(1200)}
-    assert drawn == set(theirs(logits, s).nonzero()[:, 0].tolist())
+    found = set(drawn(logits, s, [(i + 0.5) / 1200 for i in range(1200)]).tolist())
+    assert found == set(theirs(logits, s).nonzero()[:, 0].tolist())
 
 
 def test_ends_of_the_interval():
     logits = torch.tensor([-math.inf, 0.0, 1.0, -math.inf])
     for s in (Sampling(), Sampling(top_k=3), Sampling(top_p=0.99), Sampling(temperature=5e-324), Sampling(min_p=1.0)):
-        assert draw(logits, s, 0.0) in (1, 2)
-        assert draw(logits, s, 1 - 2**-53) in (1, 2)
-    assert draw(logits, Sampling(temperature=1e-300), 0.99) == 2
+        assert set(drawn(logits, s, [0.0, 1 - 2**-53]).tolist()) <= {1, 2}
+    assert drawn(logits, Sampling(temperature=1e-300), [0.99]).tolist() == [2]
 
 
 def test_penalties_are_those_of_transformers():
@@ -109,6 +128,77 @@ def test_logprobs_are_the_models_own():
     assert found.logprob == float(logprobs[found.id])
     assert dict(found.top) == {int(i): float(logprobs[i]) for i in logprobs.argsort(descending=True)[:2]}
     assert sample(logits_RV, [sequence(replace(request, logprobs=None))], [False])[0].logprob is None
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.4, 1.0, 2.5]),
+    top_k=st.sampled_from([None, 1, 3, 400]),
+    top_p=st.sampled_from([0.2, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.4]),
+    presence_penalty=st.sampled_from([0.0, 0.6]),
+    frequency_penalty=st.sampled_from([0.0, -0.3]),
+    logit_bias=st.sampled_from([{}, {0: 3.0, 7: -100.0}]),
+    seed=st.integers(0, 9),
+)
+rows = st.tuples(samplings, st.lists(st.integers(0, 299), max_size=6), st.sampled_from([None, 0, 5]), st.integers(0, 9))
+
+
+def case(rows):
+    """(logits, sequences) of rows: some are flat, so that 256 tokens are not the mass; some are no numbers."""
+    made, logits = [], torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(len(rows)))
+    for row, (sampling, written, told, kind) in enumerate(rows):
+        barred = {"min_tokens": 4, "stop_ids": frozenset(range(0, 300, 2))} if kind % 3 == 0 else {}
+        made.append(sequence(Request(str(row), (1, 2, 7, 7), 9, sampling, logprobs=told, **barred), written))
+        made[-1].number = row
+        logits[row] *= 0.01 if kind == 1 else 3
+        if kind == 2:
+            logits[row, 5] = math.nan
+        if kind == 3:
+            logits[row] = -math.inf
+    return logits, made
+
+
+@many
+@given(st.lists(rows, min_size=1, max_size=7))
+def test_all_rows_at_once_are_each_row_alone(rows):
+    """Draw for draw, and bit for bit of the logprobs; as on a CPU, and in the one way that a captured step goes."""
+    logits, made = case(rows)
+    wanted = row_sampler.sample(logits.clone(), made, [False] * len(made))
+    assert sample(logits, made, [False] * len(made)) == wanted
+    sampler = Sampler(300, HOST)
+    asks = [sampler.ask(one, one.request.logprobs) for one in made]
+    way = Way(draws=True, sorts=True, adjusts=True, told=5)
+    results = pick(logits, numbers_of(asks), way, sampler.histories)
+    assert results.shape == (len(made), way.width)
+    assert results[:, 0].tolist() == [-1 if token is None else token.id for token in wanted]
+
+
+def test_histories_follow_what_is_drawn():
+    """The device adds its tokens by itself; a sequence that comes again is told by the host."""
+    sampler, logits = Sampler(300, HOST), torch.randn(1, 300, generator=torch.Generator().manual_seed(3))
+    s = Sampling(temperature=1.0, frequency_penalty=0.9, repetition_penalty=1.2, seed=4)
+    one, alone = sequence(Request("a", (1, 2), 9, s)), sequence(Request("a", (1, 2), 9, s))
+    unread = []
+    for place in range(8):
+        (found,) = sampler.sample(logits, [sampler.ask(one, None, num_unread=place % 2)])()
+        unread.append(found.id)
+        if place % 2:  # both are read now
+            one.tokens.extend(unread)
+            one.written.update(unread)
+            unread.clear()
+        (wanted,) = row_sampler.sample(logits, [alone], [False])
+        assert found == wanted
+        alone.tokens.append(wanted.id)
+        alone.written[wanted.id] += 1
+    counts = sampler.histories.counts[sampler.histories.lane(one)].clone()
+    sampler.histories.release(one)
+    other = sequence(Request("b", (9,), 9, s), [9, 9])
+    other.number = 1
+    sampler.histories.lane(other)
+    assert torch.equal(sampler.histories.counts[sampler.histories.lane(one)], counts)
+    assert sampler.histories.counts[sampler.histories.lane(other)].nonzero().tolist() == [[9]]
 
 
 def test_uniform():

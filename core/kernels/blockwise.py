@@ -38,7 +38,7 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """x[N, ..] -> codes uint8 of its shape, scales [N, blocks] of its dtype."""
-    _, middles = _code(signed, x.device, x.dtype)
+    _, middles = code_tables(signed, x.device, x.dtype)
     blocks = _blocks(x.reshape(x.shape[0], -1) if x.numel() else x.new_zeros(scales_shape(tuple(x.shape))[0], 0))
     if not blocks.numel():
         return torch.zeros_like(x, dtype=torch.uint8), x.new_zeros(scales_shape(tuple(x.shape)))
@@ -53,7 +53,7 @@ def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """codes [N, ..], scales [N, blocks] -> x[N, ..] of the scales' dtype."""
-    values, _ = _code(signed, scales.device, scales.dtype)
+    values, _ = code_tables(signed, scales.device, scales.dtype)
     if not codes.numel():
         return torch.zeros_like(codes, dtype=scales.dtype)
     relative = values[codes.reshape(codes.shape[0], -1).int()]
@@ -77,7 +77,7 @@ def _blocks(x_NL: Tensor) -> Tensor:
 
 
 @lru_cache
-def _code(signed: bool, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def code_tables(signed: bool, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The 256 values in ascending order, and the 255 middles between neighbours."""
     values = torch.tensor(code_values(signed), dtype=torch.float64)
     middles = (values[1:] + values[:-1]) / 2

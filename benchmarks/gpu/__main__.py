@@ -1,0 +1,49 @@
+"""`python -m benchmarks.gpu a|b|c --out DIR [--device cpu] [--quick]`; see docs/gpu.md.
+
+From a plain checkout: what is not installed comes from .gpu-pack (`make gpu-pack`), which is not installed either.
+`python -m benchmarks.gpu tests` is `make gpu`: the tests that are marked gpu, in fourteen processes.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.gpu.packed import Unusable, use_pack
+
+COMMANDS = ("a", "b", "c", "tests")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("command", choices=COMMANDS, help="; ".join(SAID))
+    parser.add_argument("--out", type=Path, help="folder of the results; needed but by tests")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="sizes that take seconds and measure nothing")
+    given = parser.parse_args(argv)
+    if given.out is None and given.command != "tests":
+        parser.error(f"{given.command} needs --out FOLDER, where its results go")
+    if given.device == "cpu" and not given.quick and given.command != "tests":
+        parser.error("--device cpu is to see that a command runs; give --quick with it")
+    try:
+        taken = use_pack()
+    except Unusable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if taken:
+        print(f"from .gpu-pack, not installed here: {', '.join(taken)}", flush=True)
+    from benchmarks.gpu import protocol, suite
+
+    if given.command == "tests":
+        return suite.main(given.device)
+    return protocol.main(given.command, given.out, protocol.Where(given.device, given.quick))
+
+
+SAID = (
+    "a: kernels against references, then the tests of a GPU",
+    "b: kernels' and decoding's speed",
+    "c: training, offload, fold and diffusion",
+    "tests: the tests of a GPU alone",
+)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""Command A, second, and `make gpu`: the tests that are marked gpu, many at once on one card."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from benchmarks.gpu.protocol import Entry, Phase, Where, environment
+from benchmarks.result import ROOT, Number, Row
+
+WORKERS = 14
+LIMIT_S = 9 * 60
+QUICK = ("tests/gpu/test_masks.py", "-k", "plain and float32")
+_LINE = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR|XFAIL) (tests/[\w/]+\.py)(\S*)")
+
+
+def files() -> list[str]:
+    """Those with tests of a GPU: others import packages that its machine need not have."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text, of_kernels = path.read_text(), path.parent.name == "kernels"
+        if "mark.gpu" in text or (of_kernels and 'usefixtures("device")' in text):
+            found.append(str(path.relative_to(ROOT)))
+    return found
+
+
+def command(device: str, *chosen: str, verbose: bool = False) -> list[str]:
+    """pytest's, of this interpreter. `loadfile` would leave most processes idle: files are few and long."""
+    workers = WORKERS if device == "cuda" else 2
+    line = [sys.executable, "-m", "pytest", "-v" if verbose else "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    line += ["--numprocesses", str(workers), "--dist", "worksteal", *(chosen or files())]
+    return [*line, "--device", "cpu"] if device == "cpu" else line
+
+
+def main(device: str) -> int:
+    """`make gpu`: as pytest says it."""
+    where = Where(device, quick=False)
+    try:
+        return subprocess.run(
+            command(device), cwd=ROOT, env=environment(where), timeout=LIMIT_S, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        print(f"error: the tests took longer than {LIMIT_S} s", file=sys.stderr)
+        return 1
+
+
+def phases(where: Where) -> list[Phase]:
+    return [Phase([Entry("tests of a GPU", run, least_s=30, most_s=LIMIT_S)])]
+
+
+def run(where: Where) -> Iterator[Row | str]:
+    """A figure each file, as soon as pytest is done with it or ends.  Raises AssertionError with what failed."""
+    line = command(where.device, *(QUICK if where.quick else ()), verbose=True)
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment(where), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    outcomes: dict[str, Counter[str]] = {}
+    failed, last, told = [], [], 0
+    assert process.stdout is not None
+    for said in process.stdout:
+        print(said, end="", file=sys.stderr)
+        last = [*last[-5:], said.strip()]
+        if found := _LINE.search(said):
+            outcome, file, name = found.groups()
+            outcomes.setdefault(file, Counter())[outcome] += 1
+            if outcome in ("FAILED", "ERROR"):
+                failed.append(f"{file}{name}")
+                yield f"{outcome} {file}{name}"
+            done = sum(sum(of.values()) for of in outcomes.values())
+            if done >= told + 100:
+                told = done
+                yield Row({"tests": "so far"}, {"done": Number(done, ""), "failed": Number(len(set(failed)), "")})
+    code = process.wait()
+    for file, of in sorted(outcomes.items()):
+        names = {"passed": "PASSED", "failed": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
+        yield Row({"tests": file}, {name: Number(of[key], "") for name, key in names.items()})
+    if code or not outcomes:
+        raise AssertionError(f"pytest ended with exit code {code}: {len(set(failed))} failed; {' | '.join(last[-2:])}")

@@ -1,0 +1,44 @@
+"""Memory of the host that a GPU copies from and to by itself, as much of it as is asked for.
+
+torch's own pinned memory comes in powers of two, which for the shards of a model is up to twice what a plan counts. So
+whole pages are mapped and registered with the driver, and given back when nobody holds a tensor of them any more.
+"""
+
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
+
+
+def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """[num_elements] on the host, undefined; `pinned` in registered pages, less than one page more than it needs.
+
+    Raises RuntimeError where the driver locks no more memory (`ulimit -l`, the limit of a container).
+    """
+    if not pinned or num_elements == 0:
+        return torch.empty(num_elements, dtype=dtype, device="cpu")
+    num_bytes = _whole_pages(num_elements * dtype.itemsize)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=dtype, count=num_elements)
+    _register(tensor.data_ptr(), num_bytes)
+    # The tensor's storage holds the pages, so they are unmapped later than this is called.
+    weakref.finalize(tensor.untyped_storage(), _unregister, tensor.data_ptr(), pages)
+    return tensor
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _register(pointer: int, num_bytes: int) -> None:
+    code = int(torch.cuda.cudart().cudaHostRegister(pointer, num_bytes, _PORTABLE))
+    if code != 0:
+        raise RuntimeError(f"the driver registers no {num_bytes} bytes of the host's memory: CUDA error {code}")
+
+
+def _unregister(pointer: int, pages: mmap.mmap) -> None:
+    """pages: held until here, so that what is unregistered is still mapped."""
+    torch.cuda.cudart().cudaHostUnregister(pointer)

@@ -1,0 +1,81 @@
+"""After its warm-up a server compiles no kernel any more, whatever its steps are: counted for a chip without a GPU."""
+
+import pytest
+
+from tests.kernels.test_compile import run
+
+SCRIPT = """
+import random, sys
+import torch
+from torch import Tensor
+from apps.serve.decode import warm_up
+from apps.serve.machine import OnHost
+from apps.serve.runner import Runner, Step
+from core.kernels.compile import _compiling
+from core.models import Decoder, DecoderConfig
+from core.nn.by_kernels import by_kernels
+from core.quant.scheme import Scheme
+from core.quant.weight import QuantizedWeight
+
+class OnMeta(OnHost):
+    def put(self, x: Tensor) -> Tensor:
+        return x.to("meta")
+
+def quantized(model, scheme):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            O, I = module.weight.shape
+            wide = scheme.name != "int4"
+            codes = torch.empty(O, I if wide else I // 2, dtype=torch.int8 if wide else torch.uint8, device="meta")
+            scale = torch.empty(O, device="meta") if wide else torch.empty(
+                O, I // scheme.group_size, dtype=torch.bfloat16, device="meta")
+            weight = QuantizedWeight(scheme, codes, scale, None, (O, I), torch.bfloat16)
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+def step(dice, prompts, writers):
+    made, page = Step(), 0
+    for number in range(prompts + writers):
+        new = dice.randint(2, 200) if number < prompts else 1
+        length = new + dice.randint(0, 600)
+        table = list(range(page, page + -(-length // 16)))
+        page = (page + len(table)) % 3000
+        made.ids.extend([1] * new)
+        made.positions.extend(range(length - new, length))
+        made.slots.extend(range(new))
+        made.tables.append(table)
+        made.lengths.append(length)
+        made.starts.append(len(made.ids))
+        made.rows.append(len(made.ids) - 1)
+    return made
+
+config = DecoderConfig(vocab_size=512, dim=256, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=512,
+                       max_length=2048, positions="rotary", norm="rms_norm", activation="swiglu",
+                       attention_bias=False, mlp_bias=False, family="llama", tied_head=False)
+for scheme in (None, Scheme("int8"), Scheme("int4", 32)):
+    with torch.device("meta"):
+        model = Decoder(config).to(torch.bfloat16)
+    if scheme is not None:
+        quantized(model, scheme)
+    runner = Runner(by_kernels(model), 4000, 16, torch.bfloat16)
+    runner.machine = OnMeta(torch.device("meta"))
+    dice, compiled = random.Random(0), []
+    with _compiling("sm_90", compiled):
+        warm_up(runner, 1024, 2048)
+        for writers in (1, 2, 4, 8, 16, 32):  # what graphs are made for
+            runner.compute(step(dice, 0, writers))
+        known = {kernel.hash for kernel in compiled}
+        compiled.clear()
+        for _ in range(60):
+            runner.compute(step(dice, dice.randint(0, 3), dice.randint(1, 40)))
+    later = {kernel.metadata.name for kernel in compiled if kernel.hash not in known}
+    print(scheme, len(known), "kernels before,", len(compiled), "launches after,", "compiled then:", sorted(later))
+    assert len(compiled) > 300
+    assert not later
+"""
+
+
+@pytest.mark.timeout(1800)
+def test_no_request_waits_for_a_kernel_to_be_compiled() -> None:
+    done = run("-c", SCRIPT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("compiled then: []") == 3

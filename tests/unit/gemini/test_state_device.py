@@ -1,0 +1,108 @@
+"""An optimizer's state is where its masters are, in the step after they have moved, too.
+
+The device is torch's meta device: tensors on it have no values, and operators on them run.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.gemini import wrap
+from core.gemini.state_device import bring_state
+from core.optim import AdamW8bit, Lamb
+from tests.support.gemini import Net, batch, loss
+
+META = torch.device("meta")
+UPDATES = [
+    partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=True),
+    partial(torch.optim.RMSprop, lr=1e-2),
+    partial(Lamb, lr=1e-2),
+    partial(AdamW8bit, lr=1e-2),
+]
+
+
+class Devices(TorchDispatchMode):
+    """Devices of the state tensors of each fused update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_steps: list[tuple[set[str], set[str]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname == "_fused_adamw_":
+            *tensors, steps = args[:6]
+            self.of_steps.append(({t.device.type for list_ in tensors for t in list_}, {t.device.type for t in steps}))
+        return func(*args, **(kwargs or {}))
+
+
+def moved(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every master put in its place on the device, as a chunk does that settles there; what the optimizer has stays.
+
+    `.data` does not go from the host to the meta device, so these are other tensors in the same places.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        for index, master in enumerate(group["params"]):
+            group["params"][index] = there = torch.empty_like(master, device=META, requires_grad=True)
+            optimizer.state[there] = optimizer.state.pop(master, {})
+            found.append(there)
+    return found
+
+
+def step(optimizer: torch.optim.Optimizer, masters: list[Tensor]) -> None:
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", UPDATES, ids=lambda make: make.func.__name__)
+def test_a_second_step_after_the_masters_have_moved(make: Any) -> None:
+    optimizer = make([nn.Parameter(torch.randn(64, 80)), nn.Parameter(torch.randn(64))])
+    step(optimizer, optimizer.param_groups[0]["params"])
+    masters = moved(optimizer)
+    for master in masters:
+        bring_state(optimizer, master)
+    with Devices() as seen:
+        if make.func is not Lamb:  # which asks for values, and this device has none
+            step(optimizer, masters)
+    fused = bool(optimizer.param_groups[0].get("fused"))
+    assert seen.of_steps == [({"meta"}, {"meta"})] * fused
+    for state in optimizer.state.values():
+        numbers = {key: t for key, t in state.items() if isinstance(t, Tensor) and not t.ndim}
+        whole = [t for key, t in state.items() if isinstance(t, Tensor) and t.ndim]
+        assert {t.device.type for t in whole} <= {"meta"}
+        assert {t.device.type for t in numbers.values()} <= {"meta" if fused else "cpu"}
+
+
+def test_capturable_updates_take_the_number_of_the_step_from_the_device() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.randn(4))])
+    step(optimizer, optimizer.param_groups[0]["params"])
+    optimizer.param_groups[0]["capturable"] = True
+    (master,) = moved(optimizer)
+    bring_state(optimizer, master)
+    assert {t.device.type for t in optimizer.state[master].values()} == {"meta"}
+
+
+@pytest.mark.parametrize("budget", [20_000, 300_000])
+def test_masters_that_settle_and_masters_that_are_wrapped_are_asked_for(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wrap` takes an optimizer with its state, which may lie on the device; later those move that live there."""
+    asked: dict[str, list[Tensor]] = {"loop": [], "replicas": []}
+    for module, found in asked.items():
+        monkeypatch.setattr(f"core.gemini.{module}.bring_state", lambda _, master, found=found: found.append(master))
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    sample: Any = None if budget < 100_000 else lambda: lambda model: loss(model, batch(0))
+    gemini = wrap(model, optimizer, budget, sample=sample)
+    masters = {id(master) for master in gemini.data.masters.values()}
+    resident = {id(m.rows) for chunk in gemini.data.chunks if chunk.resident for m in chunk.members}
+    assert {id(master) for master in asked["loop"]} == masters
+    assert {id(master) for master in asked["replicas"]} == resident
+    assert bool(resident) == (budget > 100_000)

@@ -1,0 +1,56 @@
+"""The tests of `make gpu`: each asks for the device that it runs on, and none of a CPU's own paths is among them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu.suite import files
+from tests.support.command import ENVIRONMENT, ROOT
+
+COLLECT = """
+import sys, pytest
+
+class Collected:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            marks = {mark.name for mark in item.iter_markers()}
+            print("ITEM", item.nodeid.split("[")[0], "device" in item.fixturenames, "gpu" in marks)
+
+sys.exit(pytest.main(["--collect-only", "-q", "--no-header", "-p", "no:cacheprovider", *sys.argv[1:]], [Collected()]))
+"""
+OF_A_CPU = ("compile", "vnni", "paged_loops", "matmul", "attention_on_cpu", "references_on_cpu", "traffic", "far_apart")
+
+
+@pytest.fixture(scope="module")
+def collected() -> dict[str, tuple[bool, bool]]:
+    """Test without its parameters -> (it asks for `device`, it is marked gpu), on a machine without a GPU."""
+    command = [sys.executable, "-c", COLLECT, "tests"]
+    environment = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("ITEM ")]
+    return {name: (asks == "True", marked == "True") for _, name, asks, marked in lines}
+
+
+def test_every_test_that_is_marked_gpu_asks_for_the_device(collected: dict[str, tuple[bool, bool]]) -> None:
+    marked = {name: asks for name, (asks, is_marked) in collected.items() if is_marked}
+    assert len(marked) > 60
+    assert [name for name, asks in marked.items() if not asks] == []
+
+
+def test_make_gpu_looks_into_every_file_that_has_one(collected: dict[str, tuple[bool, bool]]) -> None:
+    """And into no other: they would be imported, with what they need."""
+    assert {name.split("::")[0] for name, (_, marked) in collected.items() if marked} == {*files()}
+
+
+def test_every_test_of_kernels_is_one_of_a_gpu_and_none_of_a_cpus_own_paths_is(
+    collected: dict[str, tuple[bool, bool]],
+) -> None:
+    for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py")):
+        of_file = {marked for name, (_, marked) in collected.items() if name.startswith(f"tests/kernels/{path.name}::")}
+        name = path.stem.removeprefix("test_")
+        if "forced()" in path.read_text() and name not in OF_A_CPU:
+            assert of_file == {True}, path.name
+        if name in OF_A_CPU:
+            assert of_file == {False}, path.name
