@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     config = parse(RECIPES, argv, "megalith diffusion plan", default="default")
     found = footprint(config)
     side = pixels_of(config, shape_of(config))
-    title = f"{config.model}, {config.task}, {config.batch} of {side} x {side} px, {config.precision}"
+    title = f"{config.model}, {config.task}, {config.batch} of {side} x {side} px, {config.format}"
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(_table(found, title))
     if found.said:

@@ -20,7 +20,7 @@ from core.gemini.tracer import Speed
 from core.metrics.throughput import gpu_peak_flops
 from core.optim.build import OptimConfig, without_size
 from core.parallel.recompute import RecomputeConfig
-from core.precision import COMPUTE_DTYPE, master_dtype
+from core.precision import COMPUTE_DTYPE, Precision, master_dtype
 from core.runtime import device_kind
 
 
@@ -54,7 +54,8 @@ class PlanConfig:
     """side of the pictures; by default what the model was trained on"""
     steps: int | None = None
     """sample: evaluations for a picture (25); train: optimizer steps (1000)"""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto: as the run has it; drawn in bf16 on CUDA and in fp32 on a CPU, trained as `diffusion finetune` trains"""
     attention: AttentionName = "flash"
     scheme: Literal["none", "int8"] = "none"
     """sample: weights of the U-Net in 8 bits"""
@@ -116,8 +117,8 @@ class PlanConfig:
             )
         if self.gpu is not None and self.device == "cpu":
             raise UserError(f"gpu={self.gpu} with device=cpu; give one of them")
-        if gpu_peak_flops(self.sheet, COMPUTE_DTYPE[self.precision]) is None:
-            raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
+        if gpu_peak_flops(self.sheet, self.dtype) is None:
+            raise UserError(f"gpu={self.gpu} has no known {self.format} peak; give A100, H100, H200, B200, L4, …")
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
@@ -145,13 +146,22 @@ class PlanConfig:
         return None if self.model in SHAPES else Path(self.model)
 
     @property
+    def format(self) -> Precision:
+        """What `auto` comes to."""
+        if self.precision != "auto":
+            return self.precision
+        if self.task == "train":
+            return FINETUNE["full"]().precision
+        return "bf16" if self.kind == "cuda" else "fp32"
+
+    @property
     def dtype(self) -> torch.dtype:
-        return COMPUTE_DTYPE[self.precision]
+        return COMPUTE_DTYPE[self.format]
 
     @property
     def wide(self) -> torch.dtype:
         """Of masters, gradients and the optimizer's state."""
-        return master_dtype(self.precision)
+        return master_dtype(self.format)
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:

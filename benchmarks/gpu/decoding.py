@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from apps.serve.decode import Decode, warm_up
 from apps.serve.engine import Engine
 from apps.serve.memory import page_bytes
 from apps.serve.request import Delta, Request, Sampling
 from apps.serve.runner import Runner
+from apps.serve.sampler import Sampler
 from apps.serve.scheduler import Limits
 from apps.serve.text import Text
 from benchmarks.gpu.protocol import Entry, Phase, Where
@@ -88,13 +88,11 @@ def engine_of(model: Decoder, sequences: int, length: int) -> Engine:
     num_pages, limits = sequences * (-(-length // PAGE_SIZE) + 1), Limits(PAGE_SIZE, 8192, 2048, sequences)
     runner = Runner(model, num_pages, PAGE_SIZE, page_dtype(model))
     given: dict[str, Any] = {"num_pages": num_pages, "vocab_size": model.config.vocab_size, "max_length": length}
-    if find_spec("apps.serve.decode") is not None:
-        capturing, sampling = import_module("apps.serve.decode"), import_module("apps.serve.sampler")
-        if runner.device.type == "cuda":
-            capturing.warm_up(runner, limits.max_batch_tokens, length)
-        sampler = sampling.Sampler(model.config.vocab_size, runner.machine)
-        capturing.Decode(runner, sampler, sequences, length)
-        given |= {"sampler": sampler, "ahead": True}
+    if runner.device.type == "cuda":
+        warm_up(runner, limits.max_batch_tokens, length)
+    sampler = Sampler(model.config.vocab_size, runner.machine)
+    Decode(runner, sampler, sequences, length)
+    given |= {"sampler": sampler, "ahead": True}
     return Engine(runner, cast(Text, NoText()), limits, **given)
 
 

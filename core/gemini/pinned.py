@@ -6,6 +6,7 @@ whole pages are mapped and registered with the driver, and given back when nobod
 
 import mmap
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +35,15 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _register(pointer: int, num_bytes: int) -> None:
-    code = int(torch.cuda.cudart().cudaHostRegister(pointer, num_bytes, _PORTABLE))
+    code = int(_driver().cudaHostRegister(pointer, num_bytes, _PORTABLE))
     if code != 0:
         raise RuntimeError(f"the driver registers no {num_bytes} bytes of the host's memory: CUDA error {code}")
 
 
 def _unregister(pointer: int, pages: mmap.mmap) -> None:
     """pages: held until here, so that what is unregistered is still mapped."""
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    _driver().cudaHostUnregister(pointer)
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()

@@ -162,7 +162,7 @@ def dot_product_attention(
     if is_causal and bias is None and fits(q_BLHK, k_BSJK):
         return causal_attention(q_BLHK, k_BSJK, v_BSJK)
     grouped = q_BLHK.shape[2] != k_BSJK.shape[2]
-    q_BHLK, k_BJSK, v_BJSK = in_one_format(*(x.transpose(1, 2) for x in (q_BLHK, k_BSJK, v_BSJK)), bias)
+    q_BHLK, k_BJSK, v_BJSK = in_one_format(q_BLHK.transpose(1, 2), k_BSJK.transpose(1, 2), v_BSJK.transpose(1, 2), bias)
     o_BHLK = F.scaled_dot_product_attention(
         q_BHLK, k_BJSK, v_BJSK, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped
     )

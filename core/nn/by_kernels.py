@@ -110,9 +110,9 @@ def _norm_by_kernel(norm: Any, function: Callable[..., Any]) -> None:
 def _group_norm_by_kernel(norm: nn.GroupNorm) -> None:
     plain = norm.forward
 
-    def forward(x: Tensor) -> Tensor:
-        if not runs_kernel("group_norm", x):
-            return plain(x)
-        return group_norm(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps)
+    def forward(input: Tensor) -> Tensor:
+        if not runs_kernel("group_norm", input):
+            return plain(input)
+        return group_norm(input, norm.num_groups, norm.weight, norm.bias, eps=norm.eps)
 
     norm.forward = forward
