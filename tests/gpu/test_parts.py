@@ -12,11 +12,11 @@ from apps.fold.golden import OUTPUTS, compare
 from apps.fold.subbatch import How, Job, least_bytes, plan_subbatches
 from apps.serve.scheduler import Limits
 from benchmarks.evoformer import blocks_of, config_of, inputs_of, run_blocks, slice_blocks
+from core.compose import compile_blocks
 from core.models import Decoder
 from core.models.generate import generate
 from core.nn.by_kernels import by_kernels
 from core.nn.routing import MoEConfig
-from core.parallel.compose import compile_blocks
 from core.quant import Scheme
 from core.quant.weight import quantized_weight
 from tests.support.fold import GOLDEN

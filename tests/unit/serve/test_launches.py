@@ -15,7 +15,7 @@ from apps.serve.scheduler import Limits
 from core.models import Decoder
 from core.nn.attention import Attention
 from core.nn.by_kernels import by_kernels
-from core.parallel.plan import set_parameter
+from core.placement.table import set_parameter
 from core.quant import Scheme
 from core.quant.scheme import SchemeName
 from core.quant.weight import QuantizedWeight
