@@ -164,6 +164,7 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
     second shape it takes sizes for variable, which of unlike blocks spares no graph and takes twice as long.
     """
     kinds = {tuple((name, parameter.shape) for name, parameter in block.named_parameters()) for block in blocks}
+    kinds.discard(())  # those of other stages, which are not called
     if len(kinds) > 1:
         # One each in training and in evaluation, for some shapes of a batch: sizes of pictures, the last rows.
         limits = torch._dynamo.config

@@ -185,7 +185,8 @@ def save_weights(
     )
     weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
     index = folder / f"{stem}.safetensors.index.json"
-    for old in (*folder.glob(f"{stem}*.safetensors"), index):
+    own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    for old in (*(path for path in folder.iterdir() if own.fullmatch(path.name)), index):
         old.unlink(missing_ok=True)
     for i, name in enumerate(names):
         os.replace(_aside(folder, i), folder / name)

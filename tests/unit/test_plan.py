@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from core.compose import compile_blocks
 from core.config import UserError
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh
@@ -167,3 +168,16 @@ def test_every_parameter_of_the_decoder_is_cut_or_known_to_have_partial_gradient
     rows = {n for n, cuts in found.items() if cuts == "(('tp', 1),)"}
     assert rows == {"blocks.0.attention.out.weight", "blocks.0.mlp.down.weight"}
     assert found["blocks.0.mlp.down.bias"] == found["embedding.positions.weight"] == found["norm.weight"] == "partial"
+
+
+def test_blocks_of_other_stages_do_not_make_those_of_this_one_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have lost their parameters, and are not called: no graph of theirs is to be told from others'."""
+    asked: list[object] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda block, dynamic: asked.append(dynamic))
+    blocks: list[nn.Module] = [nn.Linear(3, 3) for _ in range(3)]
+    blocks[1].weight = blocks[1].bias = None  # pyright: ignore
+    compile_blocks(blocks)
+    assert asked == [None] * 3
+    asked.clear()
+    compile_blocks([nn.Linear(3, 3), nn.Linear(3, 4)])
+    assert asked == [False] * 2

@@ -124,3 +124,15 @@ def test_pickle_does_not_execute(tmp_path):
     with pytest.raises(UserError, match=r"pytorch_model\.bin"):
         Weights(tmp_path)
     assert not (tmp_path / "harm").exists()
+
+
+def test_only_its_own_files_are_replaced(tmp_path):
+    """Adapters and other models that lie beside the weights stay."""
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("old")
+    others = ["model_ema.safetensors", "model-lora.safetensors", "model2.safetensors", "model-00001.safetensors.bak"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    save_weights([("w", torch.ones(3))], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "model.safetensors"])
+    assert {(tmp_path / name).read_text() for name in others} == {"mine"}
