@@ -53,7 +53,7 @@ test: install
 	$(MAKE) --no-print-directory benchmarks
 
 soak: install
-	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit/serve tests/unit/fold
+	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit
 	$(PYTEST) $(TWO) -m soak tests/parity
 	$(BIN)/python -m core.kernels.compile
 

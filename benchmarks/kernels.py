@@ -75,6 +75,7 @@ ON_CPU: dict[str, Case] = {
     "int8_dynamic_matmul": {"M": 64, "N": 1024, "K": 1024},
     "int4_matmul": {"M": 1, "N": 1024, "K": 1024, "group": 128, "bias": True},
     "adamw": {"shapes": ((1024, 2048),)},
+    "adamw_8bit": {"shapes": ((1024, 2048),)},
     "adafactor": {"shapes": ((1024, 2048),)},
     "triangle_multiply": {"N": 96, "C": 64, "D": 64, "outgoing": True, "residual": True},
     "gate_channels_first": {"lead": (1, 128, 128), "C": 64},

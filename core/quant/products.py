@@ -85,8 +85,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """x [.., I] with the weight's channels: [.., O], in x's dtype (under autocast in autocast's)."""
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.is_floating_point():
+        x = x.to(torch.get_autocast_dtype(kind))
     if x.requires_grad and torch.is_grad_enabled():
         y = _Differentiable.apply(x, weight)
         return y if bias is None else y + bias.to(y.dtype)

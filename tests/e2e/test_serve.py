@@ -100,10 +100,10 @@ from apps.serve.__main__ import main
 
 whole = runner.Runner._compute
 
-def failing(self, step):
+def failing(self, step, *rest):
     if 70 in step.ids:
         raise RuntimeError("out of everything")
-    return whole(self, step)
+    return whole(self, step, *rest)
 
 runner.Runner._compute = failing
 sys.argv[0] = "serve"

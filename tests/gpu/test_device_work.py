@@ -25,19 +25,6 @@ from tests.support.small import build, config_of
 from tests.unit.quant.models import decoder, tokens
 
 pytestmark = pytest.mark.gpu
-ON_A_GPU = "asks CUDA itself; runs where `make gpu` finds a GPU"
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture
-def cuda(device: torch.device) -> torch.device:
-    if device.type != "cuda":
-        pytest.skip(ON_A_GPU)
-    return device
 
 
 @contextmanager
@@ -55,9 +42,10 @@ def waits(how: str = "error") -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("router", ["topk", "switch", "gshard", "expert_choice"])
-def test_experts_wait_for_nobody(router: str, device: torch.device, cuda: torch.device) -> None:
-    moe = MoE(64, 128, "swiglu", True, MoEConfig(4, router=router)).to(cuda, torch.bfloat16)  # pyright: ignore
-    x = torch.randn(2, 32, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.cuda
+def test_experts_wait_for_nobody(router: str, device: torch.device) -> None:
+    moe = MoE(64, 128, "swiglu", True, MoEConfig(4, router=router)).to(device, torch.bfloat16)  # pyright: ignore
+    x = torch.randn(2, 32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     moe(x).sum().backward()  # libraries begin
     with waits():
         moe(x).float().square().sum().backward()
@@ -73,7 +61,8 @@ def test_experts_compute_what_a_cpu_computes(device: torch.device) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_training_step_waits_once(device: torch.device, cuda: torch.device) -> None:
+@pytest.mark.cuda
+def test_a_training_step_waits_once(device: torch.device) -> None:
     ids = torch.randint(41, (4, 9))
     config = config_of(Path("/nowhere"), precision="bf16", device="cuda")
     shape = DecoderConfig(vocab_size=41, dim=32, num_layers=2, num_heads=2, ffn_dim=128, max_length=9)
@@ -132,10 +121,11 @@ def test_adamw_in_8_bits_steps_as_on_a_cpu(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 16, 64, 300])
-def test_ways_of_a_product_agree(rows: int, device: torch.device, cuda: torch.device) -> None:
+@pytest.mark.cuda
+def test_ways_of_a_product_agree(rows: int, device: torch.device) -> None:
     """Also with the library's own kernels, which no interpreter runs."""
-    x = torch.randn(rows, 512, device=cuda, dtype=torch.bfloat16)
-    w = torch.randn(256, 512, device=cuda)
+    x = torch.randn(rows, 512, device=device, dtype=torch.bfloat16)
+    w = torch.randn(256, 512, device=device)
     eight, four = quantized_matmul.quantize_int8(w), quantized_matmul.quantize_int4(w, 64, False)
     products = {
         "int8": lambda how: quantized_matmul.int8_matmul(x, *eight, how=how),
@@ -150,8 +140,9 @@ def test_ways_of_a_product_agree(rows: int, device: torch.device, cuda: torch.de
         assert float((found - tile).abs().max()) < 2e-2 * float(tile.abs().max()), name
 
 
-def test_products_are_measured_once(tmp_path: Path, device: torch.device, cuda: torch.device) -> None:
-    model = quantize(nn.Sequential(nn.Linear(512, 256)).to(cuda), "int4", group_size=64)
+@pytest.mark.cuda
+def test_products_are_measured_once(tmp_path: Path, device: torch.device) -> None:
+    model = quantize(nn.Sequential(nn.Linear(512, 256)).to(device), "int4", group_size=64)
     ways.forget()
     try:
         assert len(measure_weights(model, torch.bfloat16, tmp_path)) == len(ways.ROWS)
@@ -178,10 +169,11 @@ def test_calibrated_on_the_device(device: torch.device) -> None:
     assert ours < 1.2 * theirs  # sums in another order choose other codes here and there
 
 
-def test_pinned_memory_is_what_was_asked_for(device: torch.device, cuda: torch.device) -> None:
+@pytest.mark.cuda
+def test_pinned_memory_is_what_was_asked_for(device: torch.device) -> None:
     tensor = host_empty((3 << 20) + 5, torch.float32, pinned=True)
     assert tensor.is_pinned()
-    there = torch.arange(tensor.numel(), device=cuda, dtype=torch.float32)
+    there = torch.arange(tensor.numel(), device=device, dtype=torch.float32)
     tensor.copy_(there, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(tensor, there.cpu())

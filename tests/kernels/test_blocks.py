@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from core.kernels import blocks, specs, tune
 from core.kernels.operator import forced
+from tests.support.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("device")
 KEY, DEFAULT, WINNER = (64, "bf16"), {"BLOCK": 32}, {"BLOCK": 64}
 
 

@@ -123,7 +123,11 @@ NOT_OF_GEMINI = ("data.", "model.", "checkpoint.", "log.")
         ("--nproc 2", lambda name: True),
         ("--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --model.moe.num-experts 4", lambda name: True),
         *((f"--optim.name {name}", lambda name: name.startswith("optim.")) for name in OPTIMIZERS),
-        ("--gemini.budget 22MB --nproc 2 --zero 3", lambda name: not name.startswith(NOT_OF_GEMINI)),
+        ("--gemini.budget 22MB --nproc 2 --zero 3", lambda name: name.startswith("gemini.")),
+        pytest.param(
+            *("--gemini.budget 22MB --nproc 2 --zero 3", lambda name: not name.startswith(NOT_OF_GEMINI)),
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_each_option_changes_a_plan_or_is_told_to_be_without_effect_or_refused(mode, probed, capsys):

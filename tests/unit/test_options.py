@@ -58,8 +58,8 @@ def spelled(config):
     return {option(name, config).removeprefix("--"): hint_of(config, name) for name in option_names(config)}
 
 
-WITHOUT_MODEL = {"llm pretrain", "llm plan", "llm tokenize", "fold msa", "fold evaluate", "fold doctor"}
-"""They make a model, or take none; of the first two --model.… says its shape."""
+WITHOUT_MODEL = {"llm pretrain", "llm tokenize", "fold msa", "fold evaluate", "fold doctor"}
+"""They make a model, or take none; of the first --model.… says its shape."""
 OTHER_NAMES = {"source", "weights", "checkpoint", "run", "model-path", "model-dir", "ckpt"}
 OTHER_RANKS = {"ranks", "world-size", "gpus", "devices", "num-gpus", "processes", "nproc-per-node"}
 MEMORY = {"memory", "gemini.budget", "engine.cache", "max-body"}
@@ -101,7 +101,7 @@ def test_every_device_is_chosen_by_itself(configs):
     devices = {name: spelled(config)["device"][1] for name, config in configs.items() if "device" in spelled(config)}
     assert set(devices.values()) == {"auto"}
     computing = {"predict", "doctor", "evaluate", "generate", "sample", "serve", "pretrain", "finetune", "dreambooth"}
-    computing |= {"train", "plan"}
+    computing |= {"train", "plan", "quantize"}
     there = {name for name in configs if name.split()[1] in computing} - {"fold evaluate"}  # which computes no model
     assert set(devices) == there
 

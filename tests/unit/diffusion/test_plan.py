@@ -79,7 +79,7 @@ def traced(config):
 
 def test_the_plan_of_training(folder):
     count = sum(p.numel() for p in tiny_pipeline().unet.parameters())
-    base = PlanConfig(task="train", model=str(folder / "tiny"), batch=8, pixels=64, recompute=FULL)
+    base = PlanConfig(task="train", model=str(folder / "tiny"), batch=8, pixels=64, precision="bf16", recompute=FULL)
     step = traced(base)
     whole = by_replicas(base, *step)
     assert whole.resident == {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
