@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "OUTSIDE",
     "Convolution",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "TransposedConvolution",
     "backward_number",
-    "softmax_backward",
     "symbolic_shapes",
     "tree_leaves",
     "tree_map",
@@ -67,19 +65,19 @@ def group_named(name: str) -> ProcessGroup:
 
 
 def default_store() -> Store:
-    """Of the process group that there is."""
+    """The store of the process group that there is."""
     return dist.distributed_c10d._get_default_store()
 
 
 def fake_store() -> Store:
-    """For a process group of ranks that do not exist."""
+    """A store for a process group of ranks that do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def flight_record() -> str | None:
-    """What NCCL's flight recorder has noted, as JSON; None without one."""
+    """The notes of NCCL's flight recorder, as JSON; None without one."""
     from torch._C import _distributed_c10d
 
     ask = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
@@ -114,14 +112,14 @@ def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def checkpoint_ranks(group: ProcessGroup | None) -> "CheckpointRanks":
-    """What Distributed Checkpoint's ranks say to one another; the first leads. group: None where there is one rank"""
+    """The exchange between Distributed Checkpoint's ranks; the first leads.  group: None where there is one rank"""
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
 
 
 def storage_info(file: str, first_byte: int, num_bytes: int) -> Any:
-    """Where a chunk lies, as Distributed Checkpoint's own index notes it."""
+    """The place of a chunk, as Distributed Checkpoint's own index notes it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, first_byte, num_bytes)
@@ -144,7 +142,7 @@ def num_holders(memory: torch.UntypedStorage) -> int | None:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What a call of the module is compiled to; None where it is not."""
+    """The compiled form of a module's call; None where it is not compiled."""
     return module._compiled_call_impl
 
 
@@ -160,6 +158,11 @@ def is_compiled(module: nn.Module) -> bool:
 def follows_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks run at each of an optimizer's steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def share_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Let what runs after each step of an optimizer run after those of another, too."""
+    other._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class Layout:
     """The box of a full tensor that this rank holds.
 
     shape  the full shape
-    mesh   the mesh whose axes cut it, or its shape where the ranks do not exist; None when nothing does
+    mesh   the mesh whose ranks share it, also where no axis cuts it, or its shape where the ranks do not exist; None
+           where none is known
     cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest;
            axes of a mesh without names are called by their position, "0", "1", …
     units  (axis, rows that its cut keeps together); 1 where an axis is not named

@@ -387,7 +387,7 @@ def stage_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def stage_group(mesh: DeviceMesh) -> ProcessGroup:
-    """Those of the ranks of a mesh that hold the same stages of a pipeline; of a part of a mesh, of the whole's.
+    """The ranks of a mesh that hold the same stages of a pipeline as this one; a part of a mesh stands for the whole.
 
     Raises UserError where no group has just these ranks.
     """

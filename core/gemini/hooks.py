@@ -17,7 +17,7 @@ has ended, unused parameters, counts as zero in its chunk's reduction.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ class ModuleHooks:
 
     # --- a backward as a whole ----------------------------------------------------------------------------------------
 
-    def end_backward(self, names: Collection[str] | None = None) -> None:
+    def end_backward(self, names: frozenset[str] | None = None) -> None:
         """The backward has ended: reduce what it has left, with zeros for what took no part.
 
         names  the parameters that it may have gradients for; None: all
@@ -119,7 +119,7 @@ class ModuleHooks:
             self._out_of_use(call, HOLD_AFTER_BWD)
         self._backwards.clear()
         for chunk in self.chunks:
-            may = names is None or any(member.name in names for member in chunk.members)
+            may = names is None or not names.isdisjoint(member.name for member in chunk.members)
             if chunk.holds_gradients or (self.sends and may and chunk.trainable and chunk not in self._reduced):
                 self._reduce(chunk)
         self._reduced.clear()

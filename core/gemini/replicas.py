@@ -9,7 +9,7 @@ Before the first step `prepare` packs the parameters into chunks and decides whe
 rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours or torch's work as without Gemini.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -300,7 +300,7 @@ class GeminiReplicas(DataParallel):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
+    def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
         """Every microbatch is reduced, into the shards: whole gradients of two do not fit where parameters stand."""
         assert self.executor is not None, "prepare comes first"
         with self.foreseen():
@@ -387,7 +387,7 @@ class GeminiReplicas(DataParallel):
         return traced + [chunk for chunk in self.chunks if chunk.trainable and chunk not in traced]
 
     def _renew(self, chunk: Chunk) -> None:
-        """What lies on the device of the old values goes; what lives there is filled anew."""
+        """Drop a chunk's old values from the device; fill anew what lives there."""
         assert self.executor is not None
         chunk.refresh()
         if chunk.is_outdated:

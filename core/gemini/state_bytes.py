@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.compat import share_step_hooks
 from core.layout import layout_of, tag
 from core.optim.sharded import ShardedOptimizer, state_tensors
 
@@ -56,7 +57,7 @@ def _probed(optimizer: torch.optim.Optimizer, index: int) -> int:
     if optimizer.state.get(like):  # torch 2.11's Adagrad makes its state with itself, and nowhere else
         twin.state[probe] = {key: _of_probe(value, like, probe) for key, value in optimizer.state[like].items()}
     twin.param_groups = [{**optimizer.param_groups[index], "params": [probe], "lr": 0.0}]
-    twin._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks  # such as keep an average in the state
+    share_step_hooks(optimizer, twin)  # such as keep an average in the state
     twin.step()
     return sum(t.numel() * t.itemsize for t in state_tensors(twin, probe).values() if t.ndim)
 

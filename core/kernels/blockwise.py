@@ -62,7 +62,7 @@ def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def block_bytes(shape: tuple[int, ...], scale_bytes: int) -> int:
-    """Of the codes and scales of a tensor of that shape."""
+    """Bytes of the codes and scales of a tensor of that shape."""
     return math.prod(shape) + scale_bytes * math.prod(scales_shape(shape))
 
 

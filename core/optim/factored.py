@@ -42,7 +42,7 @@ def factored_dims(shape: tuple[int, ...], which: WhichDims) -> tuple[int, int] |
 
 
 def factors_bytes(part: Part, dims: tuple[int, int] | None) -> int:
-    """Of the second moment of a part, factored along `dims` of the whole."""
+    """Bytes of the second moment of a part, factored along `dims` of the whole; None: not factored."""
     if dims is None:
         return part.num_bytes
     return sum(math.prod(part.shape) // max(1, part.shape[dim]) for dim in dims) * part.wide_bytes

@@ -57,7 +57,7 @@ _Change = tuple[int, set[int], set[int]]
 
 
 def _relief(costs: Sequence[float], loads: list[float], items: list[set[int]]) -> tuple[_Change, _Change] | None:
-    """What the busiest rank and another change, after which both have less than it had; the best with the idlest."""
+    """An exchange of the busiest rank with another, after which both have less than it had; best with the idlest."""
     busiest = max(range(len(loads)), key=lambda r: (loads[r], -r))
     mine = {costs[item]: {item} for item in sorted(items[busiest], reverse=True)}  # of equal costs the first
     for other in sorted(range(len(loads)), key=lambda r: (loads[r], r)):
@@ -88,7 +88,7 @@ class Piece:
 
 
 def pieces_to_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> Iterator[Piece]:
-    """What is sent so that every home has its matrices whole, each element once.  boxes: [rank][matrix]"""
+    """The pieces that make every home's matrices whole, each element once.  boxes: [rank][matrix]"""
     for matrix, home in enumerate(homes):
         holders: dict[Box, list[int]] = {}
         for rank, held in enumerate(boxes):
@@ -99,7 +99,7 @@ def pieces_to_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> Iter
 
 
 def pieces_from_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> Iterator[Piece]:
-    """What is sent so that every rank has what it holds of each matrix."""
+    """The pieces that bring every rank what it holds of each matrix."""
     for matrix, home in enumerate(homes):
         yield from (Piece(matrix, home, r, held[matrix]) for r, held in enumerate(boxes) if _size(held[matrix]))
 
@@ -181,7 +181,7 @@ class WholeMatrixOptimizer(ShardedOptimizer):
 
     @abstractmethod
     def _cost(self, shape: Sequence[int]) -> float:
-        """What the update of a matrix costs its home, relative to others."""
+        """The work of a matrix's update at its home, relative to others."""
 
     @abstractmethod
     def _home_state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

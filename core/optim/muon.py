@@ -68,7 +68,7 @@ class Muon(WholeMatrixOptimizer):
         return options["orthogonalise"]
 
     def _cost(self, shape: Sequence[int]) -> float:
-        """Of the products with the smaller Gram matrix."""
+        """Multiplications with the smaller Gram matrix, which take nearly all of the time."""
         sides = shape[0], math.prod(shape[1:])
         return float(max(sides) * min(sides) ** 2)
 

@@ -257,7 +257,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
 
     def _batches(self, only: set[int] | None) -> list[Batch]:
-        """What has a gradient, its step counted on.  only: ids of parameters; None: of all"""
+        """The parameters that have a gradient, each one step further.  only: ids of parameters; None: all"""
         found: dict[tuple, Batch] = {}
         count = itertools.count()
         for index, group in enumerate(self.param_groups):

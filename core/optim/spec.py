@@ -1,4 +1,4 @@
-"""What an optimizer tells of itself: its options, the size of its state, how it is made. `core.optim.build` has all.
+"""The record of an optimizer: its options, the size of its state, how it is made. `core.optim.build` has all.
 
 An optimizer is a file. It ends with its config, a dataclass that adds its own options to those of `OptimConfig`, and
 with its `OptimizerSpec`; a line in `core.optim.build` makes it known.
@@ -105,7 +105,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Of one state tensor like the part."""
+        """Bytes of one state tensor like the part."""
         return self.wide_bytes * math.prod(self.shape)
 
 

@@ -76,7 +76,7 @@ class DataParallel(ParallelModel):
 
     @abstractmethod
     @contextmanager
-    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
+    def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
         """Around one microbatch's backward; gradients accumulate, and only the last one communicates.
 
         names  the masters that it has gradients for, where it is that of one stage of several; None: all
@@ -103,7 +103,7 @@ class DataParallel(ParallelModel):
 
 
 class Completion:
-    """What every form does for its gradients once its own reductions are over.
+    """The end of every form's reductions: gradients are complete, and all ranks agree on which there are.
 
     used  masters that a loss of this rank has had a gradient for since the last `release`
     """
@@ -159,7 +159,7 @@ class Completion:
 
 
 def begin(model: nn.Module, mesh: DeviceMesh, precision: Precision, table: Table) -> Completion:
-    """What comes first in every form: the mesh's groups, and values that are alike on all ranks.
+    """The first steps of every form: the mesh's groups, and values that are alike on all ranks.
 
     Raises UserError when no parameter is to be trained, and for one that cannot be.
     """
@@ -306,14 +306,14 @@ class Replicas(DataParallel):
             self._next += 1
 
     @contextmanager
-    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
+    def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
         each = self._reduce_each and self.zero == 2
         self._sync = last or each
         if each and names is not None:
             # What other stages have is reduced by their own microbatches; what is there all the same goes along.
-            self._due = [b for b in self._buckets if b.filled or b.kept or not b.of.isdisjoint(names)]
+            self._due = [b for b in self._buckets if b.filled or b.kept or not names.isdisjoint(b.names)]
         for bucket in self._due:
-            bucket.waiting_for = set(bucket.names if names is None else bucket.of & set(names))
+            bucket.waiting_for = set(bucket.names if names is None else names.intersection(bucket.names))
         yield
         if self._sync and not last:
             self._finish()
@@ -352,7 +352,7 @@ class _Bucket:
     """
 
     def __init__(self, names: list[str], owner: Replicas):
-        self.names, self.of, self.owner = names, frozenset(names), owner
+        self.names, self.owner = names, owner
         self.axis = owner.shard_axis(names[0]) if owner.zero else None
         self.gradient_axis = gradient_axis(owner.mesh, owner.table[names[0]].layout.axes())
         self.is_sent = self.gradient_axis.size() > 1
@@ -522,7 +522,7 @@ class FullyShardedReplicas(DataParallel):
         self.masters = on_mesh({n: detached(p).requires_grad_() for n, p in self._trained.items()}, mesh)
 
     @contextmanager
-    def microbatch(self, last: bool, names: Collection[str] | None = None) -> Iterator[None]:
+    def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last or self._reduce_each)
         yield

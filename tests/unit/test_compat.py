@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PRIVATE = re.compile(
     r"\btorch\.(?!ops\.)(?:\w+\.)*_(?!foreach_|_)\w+|from torch[\w.]*\._[\w.]* import|import torch\._|"
     r"from torch[\w.]* import (?:\w+, )*_|\._local_tensor\b|\._compiled_call_impl\b|\._get_root_mesh\b|\._unflatten\(|"
-    r"\._flatten\(|\._get_default_store\b|\._resolve_process_group\b|_concatenate\(\["
+    r"\._flatten\(|\._get_default_store\b|\._resolve_process_group\b|_concatenate\(\[|\._optimizer_step_"
 )
 
 
@@ -135,6 +135,18 @@ def test_compiled_modules() -> None:
     assert torch._dynamo.config.accumulated_recompile_limit >= 1111
     assert compat.has_cpp_compiler() in (True, False)
     assert isinstance(compat.symbolic_shapes.use_duck_shape, bool)
+
+
+def test_hooks_of_an_optimizers_steps() -> None:
+    optimizer, other = (torch.optim.SGD([torch.ones(1, requires_grad=True)]) for _ in range(2))
+    assert not compat.follows_steps(optimizer)
+    seen: list[torch.optim.Optimizer] = []
+    optimizer.register_step_post_hook(lambda stepped, *_: seen.append(stepped))
+    assert compat.follows_steps(optimizer)
+    assert not compat.follows_steps(other)
+    compat.share_step_hooks(optimizer, other)
+    other.step()
+    assert seen == [other]
 
 
 def test_code_that_is_not_compiled() -> None:
