@@ -47,4 +47,4 @@ def step_bytes(
 ) -> Counts:  # fmt: skip
     here, whole = mesh_shape(mesh.resolve(mesh.tp), rank), ModelPlan(tensor=plan)
     sent = microbatch_bytes(model, whole, here, batch, length, Widths(itemsize, itemsize))
-    return dict(sent + partial_sum_bytes(placement(model, whole, here), here, itemsize))
+    return dict(sent + partial_sum_bytes(placement(model, whole, here), itemsize))

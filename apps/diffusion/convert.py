@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "megalith diffusion convert takes what to read and what to write: IN OUT, or --model IN --out OUT"
         )
-    if config.input is not None and config.model is not None:
+    if config.of_lora:
+        assert config.model is not None
         lora = load_lora(source, load_pipeline(config.model, prediction_type=config.prediction_type))
         save_lora(lora, target, config.layout, COMPUTE_DTYPE[config.precision])
         print(f"{target}: {len(lora)} modules in {config.layout}'s layout")

@@ -37,7 +37,7 @@ from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot
-from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object, write_whole
+from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
@@ -49,6 +49,7 @@ from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
 from apps.fold.weights.source import build, identify, read_weights
 from core.config import UserError, parse, size_in_bytes
+from core.files import replace_file
 from core.mesh import MeshConfig
 from core.precision import MatmulPrecision, Precision, compute_dtype, set_matmul_precision
 from core.runtime import (
@@ -522,7 +523,7 @@ def _write_summary(path: Path, outcomes: dict[int, Outcome]) -> None:
         return
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_HEADER, *_rows(outcomes)])
-    write_whole(path, text.getvalue())
+    replace_file(path, text.getvalue().encode())
 
 
 def _print_summary(outcomes: dict[int, Outcome]) -> None:

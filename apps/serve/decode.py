@@ -24,17 +24,15 @@ import torch
 from torch import Tensor
 
 from apps.serve.packet import Layout
-from apps.serve.runner import DECODE, PagedContext, Runner, Step
+from apps.serve.request import MAX_LOGPROBS
+from apps.serve.runner import DECODE, HEADER, PagedContext, Runner, Step
 from apps.serve.sampler import NEUTRAL, NUM_NUMBERS, Reading, Sampler, Way, joined, pick, read, slab_rows
 
-MOST_TOLD = 20
-"""Alternatives that the widest graph reports; the API takes no more."""
-_HEADER = 16
 WAYS = (
     Way(draws=False, sorts=False, adjusts=False, told=None),
     Way(draws=True, sorts=False, adjusts=False, told=None),
     Way(draws=True, sorts=True, adjusts=True, told=None),
-    Way(draws=True, sorts=True, adjusts=True, told=MOST_TOLD),
+    Way(draws=True, sorts=True, adjusts=True, told=MAX_LOGPROBS),
 )
 """Those that are captured, the least first."""
 
@@ -69,7 +67,7 @@ class Decode:
         self.runner, self.sampler, self.machine = runner, sampler, runner.machine
         self.max_length, self.max_pages = max_length, -(-max_length // runner.page_size)
         self.buckets = buckets(max_running)
-        told = min(MOST_TOLD, runner.model.config.vocab_size)
+        told = min(MAX_LOGPROBS, runner.model.config.vocab_size)
         self.ways = [replace(way, told=None if way.told is None else told) for way in WAYS]
         self.tokens = runner.tokens = torch.zeros(max_running, dtype=torch.int64, device=runner.device)
         if sampler is not None:
@@ -90,7 +88,7 @@ class Decode:
     def _layout(self, bucket: int) -> Layout:
         long, short = torch.int64, torch.int32
         return Layout((
-            ("header", short, _HEADER), ("ids", long, bucket), ("positions", long, bucket), ("slots", long, bucket),
+            ("header", short, HEADER), ("ids", long, bucket), ("positions", long, bucket), ("slots", long, bucket),
             ("sources", long, bucket), ("numbers", torch.float64, NUM_NUMBERS * bucket), ("lengths", short, bucket),
             ("tables", short, self.max_pages * bucket),
         ))  # fmt: skip

@@ -55,6 +55,11 @@ class Counts:
     aborted: int = 0
 
 
+def length_within(max_length: int, num_pages: int, page_size: int) -> int:
+    """Tokens that a sequence may have: in all pages but one, for a page is held while its copy is made."""
+    return min(max_length, (num_pages - 1) * page_size)
+
+
 @dataclass
 class Flight:
     """A step that is launched and not read.
@@ -111,8 +116,7 @@ class Engine:
         self.runner, self.text, self.limits = runner, text, limits
         self.vocab_size = vocab_size
         self.pages = Pages(num_pages, limits.page_size, sharing)
-        # One page more than a sequence needs: a page that is copied is held while its copy is made.
-        self.max_length = min(max_length, (num_pages - 1) * limits.page_size)
+        self.max_length = length_within(max_length, num_pages, limits.page_size)
         if self.max_length < 2:
             raise UserError(
                 f"{num_pages} pages of {limits.page_size} tokens hold no sequence; give more by --engine.cache"

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from apps.serve.request import MAX_LOGPROBS
+
 MAX_STOP = 16
 MAX_STOP_CHARACTERS = 256
-MAX_LOGPROBS = 20
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.config import EngineConfig
 from apps.serve.decode import Decode, warm_up
-from apps.serve.engine import Engine
+from apps.serve.engine import Engine, length_within
 from apps.serve.memory import Asked, Format, Load, Room, folder_format, free_bytes, need, share_out
 from apps.serve.pace import Pace
 from apps.serve.runner import PAGE_DTYPES, Runner
@@ -142,7 +142,7 @@ def _build(
         from apps.serve.compiled import compile_runner
 
         compile_runner(runner)
-    max_length = min(plan.max_length, (room.num_pages - 1) * config.page_size)
+    max_length = length_within(plan.max_length, room.num_pages, config.page_size)
     sampler = _capture(runner, config, source.config, max_length, axis)
     return Engine(
         runner,

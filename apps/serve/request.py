@@ -16,6 +16,8 @@ from core.config import UserError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """error: the model's logits were no numbers, so no token could follow."""
+MAX_LOGPROBS = 20
+"""Alternatives that a request may have reported beside each token."""
 
 
 @dataclass(frozen=True)

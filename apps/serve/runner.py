@@ -70,7 +70,8 @@ class Step:
 
 _STOP, _STEP, DECODE = range(3)
 """What a message to the other ranks is: the end, a step, one by a graph (`apps.serve.decode`)."""
-_HEADER = 16
+HEADER = 16
+"""Words of int32 at the beginning of a message: what it is, its length, and what its kind has to say of itself."""
 _MESSAGE = 1 << 13
 """Words of a message; what is longer comes in a second part."""
 _SIZES = ("ids", "sources", "lengths", "width", "rows", "copies", "drawn", "asks", "longest")
@@ -80,7 +81,7 @@ _SIZES = ("ids", "sources", "lengths", "width", "rows", "copies", "drawn", "asks
 def _layout(ids: int, sources: int, lengths: int, width: int, rows: int, copies: int, drawn: int, asks: int) -> Layout:
     long, short = torch.int64, torch.int32
     return Layout((
-        ("header", short, _HEADER), ("ids", long, ids), ("positions", long, ids), ("slots", long, ids),
+        ("header", short, HEADER), ("ids", long, ids), ("positions", long, ids), ("slots", long, ids),
         ("sources", long, sources), ("rows", long, rows), ("drawn", long, drawn),
         ("numbers", torch.float64, NUM_NUMBERS * asks), ("lengths", short, lengths), ("starts", short, lengths + 1),
         ("copies", short, 2 * copies), ("tables", short, lengths * width),
@@ -228,7 +229,7 @@ class Runner:
 
     def release(self) -> None:
         """Let the other ranks go."""
-        self.send(_STOP, self.machine.words(_HEADER))
+        self.send(_STOP, self.machine.words(HEADER))
 
     @property
     def ranks(self) -> int:

@@ -36,8 +36,8 @@ SLAB_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
 DRAW_BYTES = 104
 """That drawing takes of a logit beside it, at most: nine copies in fp64 or as an index, and what sorting takes."""
 
-(U, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, LANE, BARRED) = range(10)
 NUM_NUMBERS = 10
+(U, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, LANE, BARRED) = range(NUM_NUMBERS)
 """Numbers that the sampler takes of each row, all in fp64. TOP_K 0: all; LANE -1: none."""
 NEUTRAL = (0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, -1.0, 0.0)
 """Those of a row that nobody asked for."""

@@ -14,13 +14,10 @@ from benchmarks.result import Number, Row
 from core.kernels import specs
 from core.kernels.operator import forced
 
-WORKERS = 14
-"""that compile beside one another; nothing here is timed"""
-
 
 def phases(where: Where) -> list[Phase]:
     entries = [Entry(f"{name} is right", partial(check, name), most_s=180) for name in specs()]
-    return [Phase(entries, WORKERS if where.on_gpu else 2)]
+    return [Phase(entries, where.untimed_workers)]
 
 
 def check(name: str, where: Where) -> Iterator[Row]:

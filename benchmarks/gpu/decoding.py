@@ -68,11 +68,12 @@ def model_of(config: DecoderConfig, scheme: str, where: Where) -> Decoder:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, device: str) -> None:
-    """Normally distributed, vectors of ones; buffers as the modules make them."""
+    """A decoder: matrices normally distributed, vectors of ones, buffers as its modules make them."""
+    assert isinstance(model, Decoder)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.02, generator=generator) if parameter.ndim > 1 else parameter.fill_(1.0)
-    fresh = dict(_on_host(cast(Decoder, model).config).named_buffers()) if isinstance(model, Decoder) else {}
+    fresh = dict(_on_host(model.config).named_buffers())
     for name, buffer in model.named_buffers():
         buffer.copy_(fresh[re.sub(r"^blocks\.\d+\.", "blocks.0.", name)])
 

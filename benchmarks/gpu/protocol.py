@@ -44,6 +44,11 @@ class Where:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def untimed_workers(self) -> int:
+        """Processes that compile and compute beside one another where nothing is timed."""
+        return 14 if self.on_gpu else 2
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from benchmarks.gpu.protocol import Entry, Phase, Where, environment
 from benchmarks.result import ROOT, Number, Row
 
-WORKERS = 14
 LIMIT_S = 9 * 60
 QUICK = ("tests/gpu/test_masks.py", "-k", "plain and float32")
 _LINE = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR|XFAIL) (tests/[\w/]+\.py)(\S*)")
@@ -25,21 +24,18 @@ def files() -> list[str]:
     return found
 
 
-def command(device: str, *chosen: str, verbose: bool = False) -> list[str]:
+def command(where: Where, *chosen: str, verbose: bool = False) -> list[str]:
     """pytest's, of this interpreter. `loadfile` would leave most processes idle: files are few and long."""
-    workers = WORKERS if device == "cuda" else 2
     line = [sys.executable, "-m", "pytest", "-v" if verbose else "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    line += ["--numprocesses", str(workers), "--dist", "worksteal", *(chosen or files())]
-    return [*line, "--device", "cpu"] if device == "cpu" else line
+    line += ["--numprocesses", str(where.untimed_workers), "--dist", "worksteal", *(chosen or files())]
+    return line if where.on_gpu else [*line, "--device", "cpu"]
 
 
 def main(device: str) -> int:
     """`make gpu`: as pytest says it."""
     where = Where(device, quick=False)
     try:
-        return subprocess.run(
-            command(device), cwd=ROOT, env=environment(where), timeout=LIMIT_S, check=False
-        ).returncode
+        return subprocess.run(command(where), cwd=ROOT, env=environment(where), timeout=LIMIT_S, check=False).returncode
     except subprocess.TimeoutExpired:
         print(f"error: the tests took longer than {LIMIT_S} s", file=sys.stderr)
         return 1
@@ -51,7 +47,7 @@ def phases(where: Where) -> list[Phase]:
 
 def run(where: Where) -> Iterator[Row | str]:
     """A figure each file, as soon as pytest is done with it or ends.  Raises AssertionError with what failed."""
-    line = command(where.device, *(QUICK if where.quick else ()), verbose=True)
+    line = command(where, *(QUICK if where.quick else ()), verbose=True)
     process = subprocess.Popen(
         line, cwd=ROOT, env=environment(where), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -25,6 +25,7 @@ from benchmarks.gpu.speed import roofline
 from benchmarks.offload import Turn, attempt, shaped
 from benchmarks.result import Number, Row, Target
 from core.compose import parallelize
+from core.estimate import decoder_shape
 from core.metrics import mfu, peak_flops, transformer_flops_per_token
 from core.models import SHAPES, Decoder, DecoderConfig
 from core.nn.by_kernels import by_kernels
@@ -120,11 +121,8 @@ def _timed(step: Callable[[dict[str, Tensor]], Tensor], ids_BL: Tensor, where: W
 
 
 def _mfu(config: DecoderConfig, length: int, tokens_per_s: float, where: Where) -> float:
-    with torch.device("meta"):
-        model = Decoder(config)
-    inside = sum(p.numel() for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim > 1)
-    num_matmul = inside + config.vocab_size * config.dim
-    flops = transformer_flops_per_token(num_matmul, config.num_layers, config.num_heads * config.head_size, length)
+    num_matmul, width = decoder_shape(config).num_matmul_parameters, config.num_heads * config.head_size
+    flops = transformer_flops_per_token(num_matmul, config.num_layers, width, length)
     dtype = torch.bfloat16 if where.on_gpu else torch.float32
     peak = peak_flops(where.device, dtype) or roofline(where).flops[dtype]
     found = mfu(tokens_per_s, flops, peak)

@@ -41,7 +41,7 @@ from triton.runtime.jit import JITFunction
 from core.kernels import specs
 from core.kernels.blocks import compiling_for
 from core.kernels.operator import forced
-from core.kernels.spec import Case, KernelSpec, outputs_of
+from core.kernels.spec import Case, KernelSpec, forward_and_backward
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -119,7 +119,7 @@ def compile_spec(spec: KernelSpec, chip: str, quick: bool = False) -> Iterator[B
     for case, dtype in itertools.product(cases, dtypes):
         compiled: list[Any] = []
         with _compiling(chip, compiled):
-            _forward_and_backward(spec, case, dtype)
+            forward_and_backward(spec, _on_meta(spec, case, dtype))
         for kernel in compiled:
             if kernel is not None and kernel.hash not in seen:
                 seen.add(kernel.hash)
@@ -128,15 +128,9 @@ def compile_spec(spec: KernelSpec, chip: str, quick: bool = False) -> Iterator[B
                 yield Binary(spec.name, chip, kernel.metadata.name, described, *found)
 
 
-def _forward_and_backward(spec: KernelSpec, case: Case, dtype: torch.dtype) -> None:
+def _on_meta(spec: KernelSpec, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     inputs = spec.inputs(case, dtype, "meta", torch.Generator())
-    inputs = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in inputs.items()}
-    leaves = [n for n in spec.grads if isinstance(inputs.get(n), Tensor)]
-    for name in leaves:
-        inputs[name] = inputs[name].detach().requires_grad_()
-    outputs = [o for o in outputs_of(spec.function(**inputs)) if o.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.empty_like(o) for o in outputs])
+    return {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in inputs.items()}
 
 
 def resources(kernel: Any, target: GPUTarget) -> tuple[int, int, int]:

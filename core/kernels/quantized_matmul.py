@@ -162,10 +162,11 @@ def int8_matmul(
 ) -> Tensor:
     """x [.., I] with int8 weights, in x's dtype: [.., O]; gradient for x.
 
-    how  tile or wide; None: the fastest that is known
+    how  tile or wide, for three rows of x and more; None: the fastest that is known
 
-    Raises ValueError where shapes do not fit.
+    Raises ValueError where shapes do not fit, and for another way.
     """
+    _check_way("int8_matmul", how, "tile", "wide")
     _check("int8_matmul", x, weight_OI, torch.int8, {"scale": (scale_O, (len(weight_OI),))}, bias_O)
     if x.shape[-1] == 0 or not runs_kernel("int8_matmul", x, unsupported_dtype(x, scale_O, bias_O)):
         return reference_int8(x, weight_OI, scale_O, bias_O)
@@ -182,8 +183,9 @@ def int8_dynamic_matmul(
     threshold  elements above it (in absolute value) are not rounded, either (LLM.int8 takes 6.0)
     how        tile, or without outliers library; None: the fastest that is known
 
-    Raises ValueError where shapes do not fit.
+    Raises ValueError where shapes do not fit, and for another way.
     """
+    _check_way("int8_dynamic_matmul", how, "tile", *(("library",) if outliers is None and threshold is None else ()))
     _check("int8_dynamic_matmul", x, weight_OI, torch.int8, {"scale": (scale_O, (len(weight_OI),))}, bias_O)
     if x.shape[-1] == 0 or not runs_kernel("int8_dynamic_matmul", x, unsupported_dtype(x, scale_O, bias_O)):
         return reference_int8_dynamic(x.detach(), weight_OI, scale_O, bias_O, outliers=outliers, threshold=threshold)
@@ -199,10 +201,11 @@ def int4_matmul(
 ) -> Tensor:  # fmt: skip
     """x [.., I] with 4-bit weights as `quantize_int4` packs them, in x's dtype: [.., O]; gradient for x.
 
-    how  tile or wide; None: the fastest that is known
+    how  tile or wide, for three rows of x and more; None: the fastest that is known
 
-    Raises ValueError where shapes do not fit.
+    Raises ValueError where shapes do not fit, and for another way.
     """
+    _check_way("int4_matmul", how, "tile", "wide")
     O, G = len(packed), -(-x.shape[-1] // group)
     factors = {"scale": (scale_OG, (O, G))} | ({} if zero_OG is None else {"zero": (zero_OG, (O, G))})
     if group not in GROUPS:
@@ -211,6 +214,11 @@ def int4_matmul(
     if x.shape[-1] == 0 or not runs_kernel("int4_matmul", x, unsupported_dtype(x, scale_OG, bias_O)):
         return reference_int4(x, packed, scale_OG, zero_OG, bias_O, group=group)
     return _int4(_flat(x), packed, scale_OG, zero_OG, bias_O, group, how or "").view(*x.shape[:-1], O)
+
+
+def _check_way(name: str, how: str | None, *ways: str) -> None:
+    if how is not None and how not in ways:
+        raise ValueError(f"{name}: how={how!r}; choose from {', '.join(ways)}, or leave it out")
 
 
 def _check(

@@ -64,6 +64,14 @@ def outputs_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def forward_and_backward(spec: KernelSpec, inputs: dict[str, Any]) -> None:
+    """Call the family's function, and its backward where it has gradients; nothing of it is kept."""
+    leaves = {n: inputs[n].detach().requires_grad_() for n in spec.grads if isinstance(inputs.get(n), Tensor)}
+    outputs = [o for o in outputs_of(spec.function(**inputs | leaves)) if o.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+
+
 def drawing(dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> Callable[..., Tensor]:
     """draw(*shape): normally distributed numbers; on the meta device nothing is drawn, however large the shape."""
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from core.kernels import specs
 from core.kernels.blocks import SHIPPED, autotune, chip, winners
-from core.kernels.spec import Case, KernelSpec, outputs_of
+from core.kernels.spec import Case, KernelSpec, forward_and_backward
 
 
 def tune(spec: KernelSpec, cases: tuple[Case, ...], device: str) -> Iterator[str]:
@@ -23,18 +22,8 @@ def tune(spec: KernelSpec, cases: tuple[Case, ...], device: str) -> Iterator[str
     for case in cases:
         for dtype in spec.dtypes:
             before = winners()
-            _forward_and_backward(spec, case, dtype, device)
+            forward_and_backward(spec, spec.inputs(case, dtype, device, torch.Generator().manual_seed(0)))
             yield from (f"{name}: {blocks}" for name, blocks in winners().items() if name not in before)
-
-
-def _forward_and_backward(spec: KernelSpec, case: Case, dtype: torch.dtype, device: str) -> None:
-    inputs = spec.inputs(case, dtype, device, torch.Generator().manual_seed(0))
-    for name in spec.grads:
-        if isinstance(inputs.get(name), Tensor):
-            inputs[name] = inputs[name].detach().requires_grad_()
-    outputs = [o for o in outputs_of(spec.function(**inputs)) if o.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
 
 
 def main(argv: list[str]) -> int:

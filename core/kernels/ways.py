@@ -1,7 +1,8 @@
-"""Which of several ways a product is computed, by what was measured on this device; else by a rule.
+"""The fastest of several ways to compute a product, as it was measured on this device; else by a rule.
 
-    way("int4_matmul", rows, (N, K), names, rule)     the name to take
-    measure(…)                                         times them, and keeps the fastest for this and later processes
+    way("int4_matmul", rows, (N, K), rule)             the name to take
+    measure("int4_matmul", rows, (N, K), launches)     times them; from then on `way` names the fastest
+    keep(folder, device), load(folder, device)         for later processes
 
 Nothing is measured unless `measure` is called, which is done when a model is loaded and never while it serves. Results
 are kept by the device's name, for those of one chip differ in clocks and memory, and by torch's and triton's versions.
@@ -46,14 +47,18 @@ def measure(kernel: str, rows: int, key: tuple, ways: Mapping[str, Callable[[], 
 
 
 def load(folder: Path, device: torch.device) -> bool:
-    """Take over what was kept for a device of this name by these versions. Returns whether there was something."""
-    path = _path(folder, device)
-    if not path.exists():
+    """Take over what was kept for a device of this name by these versions. Returns whether there was something.
+
+    A file that is damaged, or that cannot be read, is as none: what it held is measured again.
+    """
+    try:
+        kept = json.loads(_path(folder, device).read_text())
+        made_by, ways = kept["made_by"], dict(kept["ways"])
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    kept = json.loads(path.read_text())
-    if kept["made_by"] != _made_by(device):
+    if made_by != _made_by(device):
         return False
-    _found.update(kept["ways"])
+    _found.update(ways)
     return True
 
 

@@ -3,6 +3,7 @@
 `core.comm.volume` counts the same on ranks. Bytes are those of full messages, as there.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -57,14 +58,11 @@ def microbatch_bytes(
     return +sent
 
 
-def partial_sum_bytes(table: Table, mesh: AnyMesh, wide: int = 4) -> Sent:
-    """The sums of partial gradients at the end of a step's backward, each rank's part of what is updated."""
+def partial_sum_bytes(table: Table, wide: int = 4) -> Sent:
+    """The sums of partial gradients at the end of a step's backward: of this rank's part of what is updated."""
     sent: Sent = Counter()
     for name, row in table.items():
         if name == row.names[0] and row.trained:
             for axis in row.partial:
-                elements = 1
-                for n in row.master.local_shape() if row.master.shape else ():
-                    elements *= n
-                sent["all_reduce", axis] += wide * elements
+                sent["all_reduce", axis] += wide * math.prod(row.master.local_shape())
     return +sent

@@ -77,10 +77,6 @@ class Site:
         """Of a whole parameter."""
         return self.layouts[name].shape
 
-    def here(self, name: str = "weight") -> tuple[int, ...]:
-        """Shape of this rank's part of a parameter."""
-        return self.layouts[name].local_shape()
-
     def share(self, rows: int, axis: str, unit: int = 1) -> int:
         """Of `rows` rows that are cut over an axis, those of this rank."""
         own = shares(rows, self.size(axis), unit)[self.index(axis)]

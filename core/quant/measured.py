@@ -5,6 +5,7 @@ later ones read what was found. On a CPU there is nothing to do: `core.quant.int
 what they choose from themselves.
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -14,12 +15,14 @@ from core.kernels import ways
 from core.kernels.quantized_matmul import measure_products
 from core.quant.weight import QuantizedWeight
 
+log = logging.getLogger("quant")
+
 
 def measure_weights(model: nn.Module, dtype: torch.dtype, folder: Path | None = None) -> list[str]:
     """Have every product of the model with quantized weights measured that was not; their descriptions, if on a GPU.
 
     dtype   of what the weights are multiplied with
-    folder  where results are kept; None: the user's
+    folder  where results are kept; None: the user's. One that cannot be written is a warning
     """
     sizes = {_size(weight): weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)}
     on_gpu = {size: weight for size, weight in sizes.items() if weight.ndim == 2 and _is_on_gpu(weight)}
@@ -36,8 +39,15 @@ def measure_weights(model: nn.Module, dtype: torch.dtype, folder: Path | None = 
         for rows in ways.ROWS
     ]
     if ways.known() > before:
-        ways.keep(folder, device)
+        _keep(folder, device)
     return found
+
+
+def _keep(folder: Path, device: torch.device) -> None:
+    try:
+        ways.keep(folder, device)
+    except OSError as error:  # as in a container whose home cannot be written
+        log.warning("products are measured again at the next start: %s", error)
 
 
 def _is_on_gpu(weight: QuantizedWeight) -> bool:

@@ -186,3 +186,17 @@ def test_many_rows_take_a_widened_weight_some_rows_at_a_time() -> None:
     with forced(), patch.object(quantized_matmul, "_WIDE_BYTES", 96 * 4 * 7):
         found = int8_matmul(x_MI, weight_OI, scale_O, how="wide")
     torch.testing.assert_close(found, x_MI @ dequantize_int8(weight_OI, scale_O).T, rtol=1e-5, atol=1e-4)
+
+
+def test_a_way_that_a_product_does_not_have_is_refused() -> None:
+    weight_OI, scale_O = quantize_int8(normal(8, 32))
+    packed, scale_OG, _ = quantize_int4(normal(8, 32), 32)
+    x_MI = normal(4, 32)
+    with pytest.raises(ValueError, match="int8_matmul: how='library'; choose from tile, wide, or leave it out"):
+        int8_matmul(x_MI, weight_OI, scale_O, how="library")
+    with pytest.raises(ValueError, match="int4_matmul: how='library'"):
+        int4_matmul(x_MI, packed, scale_OG, group=32, how="library")
+    with pytest.raises(ValueError, match="int8_dynamic_matmul: how='wide'; choose from tile, library"):
+        int8_dynamic_matmul(x_MI, weight_OI, scale_O, how="wide")
+    with pytest.raises(ValueError, match="int8_dynamic_matmul: how='library'; choose from tile, or leave it out"):
+        int8_dynamic_matmul(x_MI, weight_OI, scale_O, threshold=6.0, how="library")

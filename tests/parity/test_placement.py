@@ -114,7 +114,7 @@ def sent_and_said(name: str) -> tuple[Sent, Sent]:
     cut = SequenceCut(LENGTH, mesh.cp, zigzag=mesh.cp_mode != "ulysses" and mesh.cp > 1)
     said = microbatch_bytes(model, plan, here, BATCH, cut.local_length, FP64)
     if mesh.cp == 1:
-        said += partial_sum_bytes(placement(model, plan, here, zero), here, 8)
+        said += partial_sum_bytes(placement(model, plan, here, zero), 8)
     return counted, dict(said)
 
 

@@ -1,15 +1,13 @@
 """A serving machine whose GPU is not there: tensors of shapes without numbers, and what a step asks of it, counted.
 
 torch computes shapes of tensors on CUDA without a device (`FakeTensorMode`), but for what looks for the device's own
-guard: indexing, `view(dtype)`, copies. A guard that does nothing is registered in its place. What would wait for a
-device (`.item()`, `nonzero`, an index by a mask) raises there, and streams and events do not exist; the machine that
-stands for it says what its launches, copies and waits would have been.
+guard: indexing, `view(dtype)`, copies (`tests.support.fake_gpu` replaces it). What would wait for a device (`.item()`,
+`nonzero`, an index by a mask) raises there, and streams and events do not exist; the machine that stands for it says
+what its launches, copies and waits would have been.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apps.serve.machine import Machine
+from tests.support.fake_gpu import cuda_guarded
 
 DEVICE = torch.device("cuda:0")
 _CPU = torch.device("cpu")
@@ -119,12 +118,5 @@ def _on_the_host(x: np.ndarray) -> Tensor:
 @contextmanager
 def counted_machine() -> Iterator[FakeGpu]:
     """Inside, tensors on `DEVICE` can be made, and are not there."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    before, guards[1] = guards[1], guards[1] or guards[0]  # CUDA's in the place of the CPU's, which does nothing
-    counter = Counter()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), counter:
-            yield FakeGpu(counter)
-    finally:
-        guards[1] = before
+    with cuda_guarded(), FakeTensorMode(allow_non_fake_inputs=True), Counter() as counter:
+        yield FakeGpu(counter)

@@ -57,12 +57,12 @@ class Operators(TorchDispatchMode):
 @contextmanager
 def fake_gpu() -> Iterator[Operators]:
     """Inside, tensors are fakes, also such on "cuda"; no gradients are recorded. Gives the counts."""
-    with _cuda_guarded(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Operators() as counted:
+    with cuda_guarded(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Operators() as counted:
         yield counted
 
 
 @contextmanager
-def _cuda_guarded() -> Iterator[None]:
+def cuda_guarded() -> Iterator[None]:
     """The guard of the meta device, which does nothing, in the place of that of CUDA, where there is none."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 16).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")

@@ -7,7 +7,7 @@ import torch
 
 from apps.serve.decode import Decode
 from apps.serve.detokenize import Detokenizer
-from apps.serve.engine import Engine
+from apps.serve.engine import Engine, length_within
 from apps.serve.machine import Machine, OnHost
 from apps.serve.request import Delta, Event, PromptDone, Request, Sampling
 from apps.serve.request import Sequence as Made
@@ -122,7 +122,8 @@ def real_engine(
     text = options.pop("text", Letters())
     if graphs:
         options["sampler"], options["ahead"] = Sampler(model.config.vocab_size, runner.machine), True
-        Decode(runner, options["sampler"], limits.max_running, min(max_length, (num_pages - 1) * limits.page_size))
+        longest = length_within(max_length, num_pages, limits.page_size)
+        Decode(runner, options["sampler"], limits.max_running, longest)
     return Engine(
         runner, text, limits, num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=max_length, **options
     )  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core.files import replacing
+from core.files import replace_file
 
 Row = dict[str, Any]
 
@@ -26,12 +26,6 @@ def read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write aside and rename: the file is whole, or not there."""
-    with replacing(path) as aside:
-        aside.write_text(text, encoding="utf-8")
 
 
 _SUFFIXES = {"pdb": ".pdb", "plots": "_plddt.png", "distogram": "_distogram.npz"}
@@ -81,9 +75,9 @@ class Unfinished:
         if not self.rows:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
-            write_whole(self.folder / "key.json", json.dumps({"key": self.key}))
+            replace_file(self.folder / "key.json", json.dumps({"key": self.key}).encode())
         files(self.folder, _stem(number))
-        write_whole(self.folder / f"{_stem(number)}.json", json.dumps(row))
+        replace_file(self.folder / f"{_stem(number)}.json", json.dumps(row).encode())
         self.rows[number] = row
 
     def finish(self, order: list[int], told: dict[str, Any]) -> None:
@@ -94,9 +88,10 @@ class Unfinished:
             for path in sorted(self.folder.glob(f"{stem}[._]*")):
                 path.rename(self.folder / f"rank_{rank}{path.name.removeprefix(stem)}")
             confidence = self.folder / f"rank_{rank}_confidence.json"
-            write_whole(confidence, json.dumps({"rank": rank, **(read_object(confidence) or {})}, indent=1) + "\n")
+            ranked = {"rank": rank, **(read_object(confidence) or {})}
+            replace_file(confidence, json.dumps(ranked, indent=1).encode() + b"\n")
         (self.folder / "key.json").unlink()
-        write_whole(self.folder / "ranking.json", json.dumps(told, indent=1) + "\n")
+        replace_file(self.folder / "ranking.json", json.dumps(told, indent=1).encode() + b"\n")
         shutil.rmtree(self._named, ignore_errors=True)
         os.replace(self.folder, self._named)
 

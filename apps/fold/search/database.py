@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.config import UserError
-from core.files import replacing
+from core.files import replace_file
 
 _READ_BYTES = 1 << 24
 _LOOKED_AT = 1 << 20  # bytes at either end that identify a database, with its size and time
@@ -53,7 +53,7 @@ def open_database(path: Path, num_shards: int, cache: Path, name: str) -> Databa
     except (OSError, ValueError, KeyError):
         count = _count(path)
         known.mkdir(parents=True, exist_ok=True)
-        _write_whole(known / "database.json", json.dumps({"path": str(path), "sequences": count}).encode())
+        replace_file(known / "database.json", json.dumps({"path": str(path), "sequences": count}).encode())
     if count < num_shards:
         raise UserError(f"{path} holds {count} sequences, too few for {num_shards} shards; give fewer --shards")
     return Database(name, path, identity, count, tuple(_shards(path, num_shards, count, known)))
@@ -134,8 +134,3 @@ def _cut(path: Path, files: list[Path], num_sequences: int) -> None:
                 seen += 1
             shards[number].write(line)
             written += len(line)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    with replacing(path) as aside:
-        aside.write_bytes(content)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from apps.fold.search.database import Database, Shard
 from apps.fold.search.hits import Hit
 from core.config import UserError
-from core.files import replacing
+from core.files import replace_file
 
 
 class Tool(Protocol):
@@ -138,9 +138,7 @@ class Searches:
         return failed
 
     def _search(self, job: Search) -> None:
-        text = job.result(self.folder)
-        with replacing(self.path(job)) as aside:
-            aside.write_text(text, encoding="utf-8")
+        replace_file(self.path(job), job.result(self.folder).encode())
 
 
 def _completed(futures: Iterable[Future]) -> Iterator[Future]:

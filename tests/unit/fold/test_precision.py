@@ -1,43 +1,31 @@
-"""What nobody names: bf16 on a GPU, and how far that is from exact on the golden run; products in fp32."""
+"""The format of predictions where none is named, bf16 on a GPU, and how far that is from exact; products in fp32."""
 
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
 from apps.fold.golden import outputs_of
+from apps.fold.model.heads import plddt
 from apps.fold.plan import PlanConfig
 from apps.fold.precision import chosen_precision
 from apps.fold.predict import PredictConfig, resolved
+from apps.fold.score import superpose
 from core.config import UserError
 from core.precision import set_matmul_precision
-
-GOLDEN = Path("tests/data/fold/mini_model_1_ptm")
-
-
-def plddt_of(logits: np.ndarray) -> torch.Tensor:
-    """[N], of 100: bins of 2."""
-    return torch.tensor(logits).softmax(-1) @ torch.arange(1.0, 100.0, 2.0, dtype=torch.float64)
-
-
-def rmsd(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Å between [N, 3], superposed."""
-    found, wanted = found - found.mean(0), wanted - wanted.mean(0)
-    u, _, v = np.linalg.svd(found.T @ wanted)
-    turn = u @ np.diag([1.0, 1.0, np.sign(np.linalg.det(u @ v))]) @ v
-    return float(np.sqrt(((found @ turn - wanted) ** 2).sum(-1).mean()))
+from tests.support.fold import GOLDEN
 
 
 def test_bf16_stays_within_what_the_documentation_says() -> None:
     """docs/fold.md: 1 of pLDDT's 100 for each residue, and 0.5 Å of all CA; measured 0.22 and 0.20 Å."""
     exact, rounded = (outputs_of(GOLDEN, dtype) for dtype in (torch.float64, torch.bfloat16))
     logits, places = "predicted_lddt/logits", "structure_module/final_atom_positions"
-    plddt = [plddt_of(run[logits]) for run in (exact, rounded)]  # pyright: ignore[reportArgumentType]
-    assert 0.01 < float((plddt[0] - plddt[1]).abs().max()) < 1.0
+    wanted, found = (plddt(torch.tensor(run[logits])) for run in (exact, rounded))
+    assert 0.01 < float((found - wanted).abs().max()) < 1.0
     ca = [run[places][:, 1] for run in (rounded, exact)]  # pyright: ignore[reportOptionalSubscript]
-    assert 0.01 < rmsd(*ca) < 0.5
+    _, rmsd = superpose(*ca)
+    assert 0.01 < rmsd < 0.5
 
 
 def test_what_auto_is() -> None:

@@ -1,7 +1,7 @@
 """ALiBi on a GPU: slopes go to our kernel, and no operator of torch's gets a bias in another format than its queries.
 
 There is no GPU here, so tensors are fakes of one, which choose what a GPU would choose; values are those of the
-interpreter (tests/kernels/test_by_kernels.py) and of a GPU (tests/e2e/test_gpu_parts.py).
+interpreter (tests/kernels/test_by_kernels.py) and of a GPU (tests/gpu/test_masks.py).
 """
 
 from collections.abc import Callable

@@ -85,6 +85,27 @@ def test_what_other_versions_found_is_measured_again(clock: Clock, tmp_path: Pat
     assert clock.timed
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"made_by": {}}'])
+def test_a_damaged_file_is_as_none(clock: Clock, tmp_path: Path, content: str) -> None:
+    measure_weights(model("int8"), torch.bfloat16, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.write_text(content)
+    ways.forget()
+    clock.timed.clear()
+    measure_weights(model("int8"), torch.bfloat16, tmp_path)
+    assert clock.timed
+    assert json.loads(kept.read_text())["ways"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    assert measure_weights(model("int8"), torch.bfloat16, tmp_path / "file" / "products")
+    assert ways.way("int8_matmul", 3, (96, 64, torch.bfloat16, False), "the rule") == "wide"
+    assert "products are measured again at the next start" in caplog.text
+
+
 def test_rows_take_the_measurement_that_is_not_smaller() -> None:
     assert [ways.rows_measured(n) for n in (3, 16, 17, 64, 65, 1024, 1025, 9999)] == [
         16,

@@ -68,7 +68,6 @@ def test_products(form: str, dtype: torch.dtype) -> None:
     assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < steps
 
 
-@pytest.mark.skipif(not vnni.offered(), reason="this CPU has no VNNI, or llvmlite is missing; ends on one that has it")
 def test_inputs_as_they_are_stored_are_rounded_to_so_many_steps() -> None:
     """Exactly as said, so what is left is fp32's rounding of the groups' sums."""
     require_vnni()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from core.config import UserError
 from core.quant import QuantizedWeight, quantize, visit
 from tests.unit.quant.models import FAMILIES, UNet, decoder, tokens, unet_inputs
 
@@ -134,6 +135,6 @@ def test_an_error_leaves_the_model_on_the_host(there: There) -> None:
     model = decoder("opt")
     with torch.no_grad():
         model.blocks[1].attention.qkv.weight[0, 0] = torch.nan
-    with pytest.raises(Exception, match="not finite"):
+    with pytest.raises(UserError, match="not finite"):
         quantize(model, "int4", calibration=[tokens()], device=DEVICE)
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
