@@ -39,7 +39,9 @@ from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.checkpoint import staged_bytes
 from core.config import UserError, in_words
 from core.estimate.residency import described_bandwidth, estimate_gemini
+from core.gemini.planning import bandwidth_of, probe_bytes
 from core.gemini.tier import parse_bytes
+from core.gemini.timeline import Bandwidth
 from core.gemini.tracer import StepTrace, trace_step
 from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
@@ -370,12 +372,12 @@ def _gathered(config: PlanConfig, model: nn.Module) -> int:
 def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
     """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
     assert config.gemini.budget is not None
-    ranks = config.nproc if config.zero else 1
+    ranks, budget_bytes = config.nproc if config.zero else 1, parse_bytes(config.gemini.budget)
     found = estimate_gemini(
         model,
         step,
-        parse_bytes(config.gemini.budget),
-        described_bandwidth(config.speed, 1e9 * config.bandwidth_gb_s, ranks),
+        budget_bytes,
+        _bandwidth(config, ranks, probe_bytes(_bytes(model), budget_bytes)),
         config.optim,
         config.wide,
         ranks=ranks,
@@ -390,6 +392,13 @@ def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprin
         found.least_bytes,
         f"{found.plan.describe()}; the smallest budget is {in_words(found.least_bytes)}",
     )
+
+
+def _bandwidth(config: PlanConfig, ranks: int, probed_bytes: int) -> Bandwidth:
+    """As a run finds it: on this CPU by copies of so many bytes, of a GPU by what is said of it."""
+    if config.measured:
+        return bandwidth_of(torch.device("cpu"), ranks, probed_bytes)
+    return described_bandwidth(config.speed, 1e9 * config.bandwidth_gb_s, ranks)
 
 
 # --- tensors of the trace ---------------------------------------------------------------------------------------------

@@ -15,8 +15,14 @@ from rich.table import Table
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
 from apps.diffusion.plan_config import RECIPES, PlanConfig, without_effect
 from core.config import UserError, in_words, option, parse, size_in_bytes, typed
+from core.gemini.planning import SHARE_OF_PEAK
 
 NO_TIME = "how long a CPU takes is not foreseen; --gpu, such as A100, plans for a GPU, and says"
+
+MEASURED = (
+    f"seconds are as Gemini sees them before a first step: copies as measured on this CPU now, computing at "
+    f"{SHARE_OF_PEAK:.0%} of what its products reach"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +35,7 @@ def main(argv: list[str]) -> int:
     if found.said:
         console.print(found.said)
     console.print(_process(found))
-    console.print(_time(config, found) if config.kind == "cuda" else NO_TIME)
+    console.print(_time(config, found) if config.kind == "cuda" else MEASURED if config.measured else NO_TIME)
     if ignored := sorted(typed(argv, config) & without_effect(config)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     if config.memory is not None:

@@ -16,6 +16,7 @@ from apps.diffusion.shapes import SHAPES
 from apps.diffusion.train_recipes import FINETUNE
 from core.config import UserError, size_in_bytes
 from core.gemini.config import GeminiConfig
+from core.gemini.planning import speed_of
 from core.gemini.tracer import Speed
 from core.metrics.throughput import gpu_peak_flops
 from core.optim.build import OptimConfig, without_size
@@ -175,7 +176,14 @@ class PlanConfig:
         return self.gpu or "A100"
 
     @property
+    def measured(self) -> bool:
+        """Whether the plan follows from what is measured here, as that of a run with Gemini on this CPU does."""
+        return self.kind == "cpu" and self.gemini.budget is not None
+
+    @property
     def speed(self) -> Speed:
+        if self.measured:
+            return speed_of(torch.device("cpu"), self.dtype)
         peak = gpu_peak_flops(self.sheet, self.dtype)
         assert peak is not None
         return Speed(self.utilisation * peak, 1e9 * self.memory_gb_s)
@@ -193,7 +201,7 @@ def without_effect(config: PlanConfig) -> set[str]:
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     if config.kind == "cuda":
         return found
-    rates = set() if config.gemini.budget is not None else {"utilisation", "memory_gb_s", "bandwidth_gb_s"}
+    rates = {"utilisation", "memory_gb_s", "bandwidth_gb_s"}
     return found | rates | ({"steps"} if config.task == "train" else set())
 
 

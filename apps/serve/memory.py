@@ -25,6 +25,7 @@ from core.models import Decoder, DecoderConfig, stored_dtype
 from core.quant import Scheme, is_quantized
 from core.quant.choose import choose
 from core.quant.folder import described_weights, parameter_dtype, weight_bytes
+from core.quant.products import working_bytes
 
 # Of the memory that is left when weights, forms and steps have theirs: for pages, where nothing is said.
 _SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -163,6 +164,7 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
     residual, normed and two copies, and the hidden activations: before (and beside a gate), and behind
     quantized   inputs and results of a product in fp32 where the model has 16 bits; of int8 and llm.int8 the digits
     attention   on a CPU a sequence at a time: its keys and values out of the pages, mask or ALiBi's bias
+    product     on a GPU with the quantized weight that takes most: some of it widened, or what stands for x in 8 bits
     """
     hidden, width = model.ffn_dim // ranks, format.dtype.itemsize
     gated = model.activation in ("swiglu", "geglu")
@@ -173,12 +175,36 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
     if format.scheme is not None:
         token += 4 * (2 * model.dim + hidden) if width < 4 else 2 * model.dim
         token += 9 * max(hidden, model.dim) if format.scheme in ("int8", "llm.int8") else 0
-    tokens = min(load.batch_tokens, load.sequences * load.length)
+    tokens = _tokens(load)
     logits = 16 * load.sequences * model.vocab_size
     if kind != "cpu":  # there drawing takes a few rows at a time, and histories are made when somebody needs one
         at_once = min(load.sequences, slab_rows(kind, model.vocab_size))
         logits += (DRAW_BYTES * at_once + HISTORY_BYTES * (load.sequences + 1)) * model.vocab_size
-    return tokens * token + logits + (_attention_on_cpu(model, load, ranks) if kind == "cpu" else 0)
+    more = _attention_on_cpu(model, load, ranks) if kind == "cpu" else _product_on_gpu(model, format, load, ranks)
+    return tokens * token + logits + more
+
+
+def _tokens(load: Load) -> int:
+    """Of the largest step."""
+    return min(load.batch_tokens, load.sequences * load.length)
+
+
+def _product_on_gpu(model: DecoderConfig, format: Format, load: Load, ranks: int) -> int:
+    if format.scheme is None:
+        return 0
+    most = 0
+    for name, shape in _shapes(model, ranks).items():
+        rows = min(_rows_multiplied(name, load), _tokens(load))
+        if name in format.stored and len(shape) == 2 and rows:
+            most = max(most, working_bytes(format.scheme, rows, (shape[0], shape[1]), format.dtype))
+    return most
+
+
+def _rows_multiplied(name: str, load: Load) -> int:
+    """With how many rows a step multiplies this weight: the head with each sequence's last; 0: it is looked up."""
+    if name in ("head.weight", "embedding.tokens.weight"):
+        return load.sequences
+    return 0 if name.startswith("embedding.positions") else load.batch_tokens
 
 
 def _attention_on_cpu(model: DecoderConfig, load: Load, ranks: int) -> int:

@@ -7,7 +7,7 @@ served whole, on one device.
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -27,10 +27,34 @@ _RUNTIME_BYTES = {"cuda": 1 << 30, "cpu": 0}
 
 
 @dataclass(frozen=True)
+class PlannedEngine:
+    """What is served at once, under the names of the server's options (`apps.serve.config.EngineConfig`).
+
+    Pages are planned for all of it; a server has as many as fit, and lets sequences wait.
+    """
+
+    max_running: int = 8
+    """sequences at once"""
+    max_length: int = 2048
+    """tokens of each, prompt and text together"""
+    max_batch_tokens: int = 2048
+    """tokens of all sequences in one step"""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "max_running", "max_length", "max_batch_tokens", prefix="engine.")
+
+
+@dataclass(frozen=True)
 class PlanConfig:
     """Devices that a model needs."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "group": "group_size"}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "memory_gb": "memory=GB",
+        "group": "group_size",
+        "sequences": "engine.max_running",
+        "length": "engine.max_length",
+        "batch_tokens": "engine.max_batch_tokens",
+    }
 
     model: Path | None = None
     """a folder, of which config.json is read and, if its weights are there, their headers"""
@@ -40,20 +64,12 @@ class PlanConfig:
     """the kind of device that is planned for, which need not be here; auto: CUDA where there is one"""
     memory: str = "24GiB"
     """of a device (24 alone is GiB)"""
-    sequences: int = 8
-    """served at once"""
-    length: int = 2048
-    """tokens of each, prompt and text"""
-    batch_tokens: int = 2048
-    """tokens of a step"""
     group_size: int = 64
     """weights that share a scale in int4"""
+    engine: PlannedEngine = field(default_factory=PlannedEngine)
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "length", "batch_tokens", "group_size"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be positive")
-
+        _require_positive(self, "group_size")
         size_in_bytes(self.memory, "memory", "GiB")
 
     @property
@@ -66,7 +82,13 @@ class PlanConfig:
 
     @property
     def load(self) -> Load:
-        return Load(self.sequences, self.length, self.batch_tokens)
+        return Load(self.engine.max_running, self.engine.max_length, self.engine.max_batch_tokens)
+
+
+def _require_positive(config: object, *names: str, prefix: str = "") -> None:
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise UserError(f"{prefix}{name} is {getattr(config, name)}; it must be positive")
 
 
 @dataclass(frozen=True)
@@ -108,7 +130,7 @@ def main(argv: list[str]) -> int:
 
 
 def _title(name: str, model: DecoderConfig, config: PlanConfig) -> str:
-    served = f"{config.sequences} sequences of {config.length} tokens"
+    served = f"{config.engine.max_running} sequences of {config.engine.max_length} tokens"
     devices = f"devices of {in_words(config.memory_bytes)} ({config.kind})"
     return f"{name}: {model.num_parameters():,} parameters, {served}, {devices}"
 

@@ -705,12 +705,36 @@ def _how(kernel: str, x_MI: Tensor, N: int, *more: object) -> str:
 
 def _widened(x_MI: Tensor, y_MO: Tensor, bias_O: Tensor | None, wide: Callable[[slice], Tensor]) -> Tensor:
     """y, by products with some rows of the weight after others."""
-    N, K = y_MO.shape[1], x_MI.shape[1]
-    step = max(1, _WIDE_BYTES // (K * x_MI.element_size()))
+    N, step = y_MO.shape[1], _rows_at_once(x_MI.shape[1], x_MI.dtype)
     for start in range(0, N, step):
         rows = slice(start, min(N, start + step))
         torch.mm(x_MI, wide(rows).T, out=y_MO[:, rows]) if step >= N else y_MO[:, rows].copy_(x_MI @ wide(rows).T)
     return y_MO if bias_O is None else y_MO.add_(bias_O)
+
+
+def _rows_at_once(columns: int, dtype: torch.dtype) -> int:
+    """Of a weight with so many columns, that are widened to this format."""
+    return max(1, _WIDE_BYTES // (columns * dtype.itemsize))
+
+
+def widening_bytes(rows: int, weight: tuple[int, int], dtype: torch.dtype, bits: int) -> int:
+    """The most that a product in the way `wide` holds at once beside x, the weight and y, in bytes.
+
+    rows    of x, which is of this dtype
+    weight  its rows and columns; bits: of its integers
+    """
+    (N, K), at_once = weight, min(weight[0], _rows_at_once(weight[1], dtype))
+    piece = at_once * K * dtype.itemsize
+    # 8 bits times their scales are in fp32 before they are in x's format.
+    before = 4 * at_once * K if bits == 8 and dtype.itemsize < 4 else 0
+    results = rows * at_once * dtype.itemsize if at_once < N else 0
+    return piece + max(before, results)
+
+
+def library_bytes(rows: int, weight: tuple[int, int]) -> int:
+    """As `widening_bytes`, of the way `library`: codes of x, sums as integers, and those twice in fp32."""
+    N, K = weight
+    return rows * (K + 4) + 12 * rows * N + 4 * N  # and the bias in fp32
 
 
 def _wide_int8(weight_OI: Tensor, scale: Tensor, rows: slice, along_k: bool, dtype: torch.dtype) -> Tensor:

@@ -14,9 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.quantized_matmul import int4_matmul, int8_dynamic_matmul, int8_matmul
+from core.kernels.quantized_matmul import (
+    int4_matmul,
+    int8_dynamic_matmul,
+    int8_matmul,
+    library_bytes,
+    widening_bytes,
+)
 from core.quant.integers import integer_product
 from core.quant.packed import packed_product
+from core.quant.scheme import Scheme
 from core.quant.weight import FUNCTIONS, Function, QuantizedWeight
 
 # Rows of the weight that are widened at a time in the backward.
@@ -110,6 +117,20 @@ def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         return int8_matmul(x, weight.codes, weight.scale, bias)
     threshold = scheme.threshold if scheme.name == "llm.int8" else None
     return int8_dynamic_matmul(x, weight.codes, weight.scale, bias, threshold=threshold)
+
+
+def working_bytes(scheme: str, rows: int, weight: tuple[int, int], dtype: torch.dtype) -> int:
+    """The most that a product on a GPU holds at once beside x, the weight and its result, whichever way it goes.
+
+    scheme  a name, such as int4
+    rows    of x, which is of this dtype
+    weight  its rows and columns
+    """
+    if scheme == "w8a8":
+        return library_bytes(rows, weight)
+    if scheme == "llm.int8":  # tiles alone: x's codes, and each row's largest element
+        return rows * (weight[1] + 4)
+    return widening_bytes(rows, weight, dtype, Scheme(scheme).bits)
 
 
 class _Differentiable(torch.autograd.Function):

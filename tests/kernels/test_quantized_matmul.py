@@ -18,6 +18,7 @@ from core.kernels.quantized_matmul import (
     quantize_int4,
     quantize_int8,
 )
+from core.metrics import MemoryAccount
 from tests.support.device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -200,3 +201,37 @@ def test_a_way_that_a_product_does_not_have_is_refused() -> None:
         int8_dynamic_matmul(x_MI, weight_OI, scale_O, how="wide")
     with pytest.raises(ValueError, match="int8_dynamic_matmul: how='library'; choose from tile, or leave it out"):
         int8_dynamic_matmul(x_MI, weight_OI, scale_O, threshold=6.0, how="library")
+
+
+@pytest.mark.parametrize("at_once", [7, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_a_widened_weight_takes_is_known(bits: int, dtype: torch.dtype, at_once: int) -> None:
+    """Some rows of it, for 8 bits first in fp32, and their results where they are not all: to the byte."""
+    M, N, K = 300, 50, 96
+    x_MI, y_MO = (torch.zeros(M, n, dtype=dtype, device=DEVICE) for n in (K, N))
+    weight_OI, scale_O = torch.ones(N, K, dtype=torch.int8, device=DEVICE), torch.ones(N, device=DEVICE)
+
+    def wide(rows: slice) -> Tensor:
+        if bits == 8:
+            return quantized_matmul._wide_int8(weight_OI, scale_O, rows, False, dtype)
+        return torch.zeros(rows.stop - rows.start, K, dtype=dtype, device=DEVICE)  # as `_widen_int4` is given it
+
+    with patch.object(quantized_matmul, "_WIDE_BYTES", K * dtype.itemsize * at_once), MemoryAccount(DEVICE) as account:
+        account.add([x_MI, y_MO, weight_OI, scale_O])
+        before = account.current_bytes
+        quantized_matmul._widened(x_MI, y_MO, None, wide)
+        assert account.peak_bytes - before == quantized_matmul.widening_bytes(M, (N, K), dtype, bits)
+
+
+def test_what_a_product_of_integers_takes_is_known() -> None:
+    M, N, K = 32, 48, 96
+    codes_MI, weight_OI = (torch.ones(n, K, dtype=torch.int8, device=DEVICE) for n in (M, N))
+    largest_M, scale_O = torch.ones(M, device=DEVICE), torch.ones(N, device=DEVICE)
+    y_MO, bias_O = (torch.zeros(n, N, dtype=torch.bfloat16, device=DEVICE).squeeze(0) for n in (M, 1))
+    with MemoryAccount(DEVICE) as account:
+        account.add([weight_OI, scale_O, y_MO, bias_O])
+        before = account.current_bytes
+        account.add([codes_MI, largest_M])
+        quantized_matmul._by_library(codes_MI, largest_M, weight_OI, scale_O, bias_O, y_MO)
+        assert account.peak_bytes - before == quantized_matmul.library_bytes(M, (N, K))

@@ -48,7 +48,7 @@ TOLD = {
     "plan --task train --device cpu": ["steps", *(name for name in _TRAIN if not name.startswith("lora."))],
     "plan --task train --method lora --nproc 2 --gpu H100": _TRAIN,
     "plan --task train --device cpu --gemini.budget 60MB": [
-        "steps",
+        *("steps", "utilisation", "memory_gb_s", "bandwidth_gb_s"),
         *(name for name in _TRAIN if not name.startswith("lora.")),
     ],
 }

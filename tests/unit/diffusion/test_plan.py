@@ -24,7 +24,9 @@ from apps.diffusion.plan import main
 from apps.diffusion.plan_config import RECIPES, PlanConfig
 from core.config import UserError
 from core.gemini.config import GeminiConfig
-from core.gemini.tracer import StepTrace, Stretch
+from core.gemini.planning import LEAST_PROBE_BYTES
+from core.gemini.timeline import Bandwidth
+from core.gemini.tracer import Speed, StepTrace, Stretch
 from core.metrics import MemoryAccount
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.recompute import RecomputeConfig
@@ -226,3 +228,31 @@ def test_the_command_of_the_plan(capsys, tmp_path):
     ):
         with pytest.raises(UserError, match=line):
             main(argv)
+
+
+def test_a_budget_on_a_cpu_is_planned_by_what_its_run_would_measure(folder, capsys, monkeypatch):
+    """By Gemini's own probe of this machine, whatever a GPU's data sheet says."""
+    words = ["--task", "train", "--model", str(folder / "tiny"), "--gemini.budget", "60MB"]
+    asked = []
+
+    def probe(device, ranks, num_bytes):
+        asked.append((device.type, ranks, num_bytes))
+        return Bandwidth(1e6, 1e6, 1e6, 1e6, 1e-5)
+
+    monkeypatch.setattr("apps.diffusion.footprint.bandwidth_of", probe)
+    monkeypatch.setattr("apps.diffusion.plan_config.speed_of", lambda device, dtype: Speed(1e12, 1e6))
+    assert main([*words, "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert asked == [("cpu", 1, LEAST_PROBE_BYTES)]
+    touched_s = 8 * sum(p.numel() for p in tiny_pipeline().unet.parameters()) / 1e6
+    assert float(re.search(r"a step takes about ([\d.e+]+) s", said)[1]) > touched_s
+    assert "copies as measured on this CPU now" in said
+    assert "A100" not in said
+    assert main([*words, "--device", "cpu", "--utilisation", "0.1", "--bandwidth-gb-s", "1"]) == 0
+    again = capsys.readouterr().out
+    assert "the plan is the same without --bandwidth-gb-s, --utilisation" in again
+    assert again.startswith(said.rstrip())
+    asked.clear()
+    assert main([*words, "--device", "cuda"]) == 0
+    assert asked == []
+    assert float(re.search(r"a step takes about ([\d.e+-]+) s", capsys.readouterr().out)[1]) < touched_s / 100

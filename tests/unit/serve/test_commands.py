@@ -3,16 +3,17 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import transformers  # noqa: F401 (its log keeps the stderr of the moment in which it is imported: not a test's)
 
 from apps.serve.__main__ import APP
 from apps.serve.bench import BenchConfig, Served, figures, loads
+from apps.serve.config import EngineConfig
 from apps.serve.memory import page_bytes
 from apps.serve.model import find_source
-from apps.serve.plan import PlanConfig, fewest, formats
+from apps.serve.plan import PlanConfig, PlannedEngine, fewest, formats
 from core.config import run_command
 from core.models import SHAPES
 from tests.support.command import ROOT
@@ -31,7 +32,7 @@ def refusal(capsys, *arguments):
 def test_plan_of_the_published_cases():
     """BLOOM-176B: 352 GB in fp16; in int8 half of that, which eight devices of 24 GB hold, the published case."""
     bloom = SHAPES["bloom_176b"]
-    config = PlanConfig(shape="bloom_176b", memory="24GB", device="cuda", sequences=1, length=1024, batch_tokens=512)
+    config = PlanConfig(shape="bloom_176b", memory="24GB", device="cuda", engine=PlannedEngine(1, 1024, 512))
     asked = formats(bloom)
     whole = {name: fewest(bloom, format, replace(config, memory="10TB")).need.weights for name, format in asked.items()}
     assert whole["fp16"] == pytest.approx(352.5e9, rel=0.01)
@@ -41,7 +42,7 @@ def test_plan_of_the_published_cases():
     assert (found["fp16"].devices, found["int8"].devices, found["int4"].devices) == (16, 8, 7)
     assert found["int8"].total < 24e9
     opt = SHAPES["opt_175b"]
-    config = PlanConfig(shape="opt_175b", memory="80GB", device="cuda", sequences=1)
+    config = PlanConfig(shape="opt_175b", memory="80GB", device="cuda", engine=PlannedEngine(1))
     assert fewest(opt, formats(opt)["int8"], config).devices == 3
     assert fewest(bloom, asked["fp16"], PlanConfig(shape="bloom_176b", memory="1GB")).devices is None
 
@@ -62,6 +63,25 @@ def test_plan_prints(capsys, tmp_path):
     small_model(tmp_path / "tiny")
     assert run_command(APP.dispatch, ["plan", "--model", str(tmp_path / "tiny")]) == 0
     assert "tiny" in capsys.readouterr().out
+
+
+def test_plan_takes_the_names_of_the_server(capsys):
+    """What a server would be started with, and the names of the version before, with a line each."""
+    words = ["plan", "--shape", "gpt2_124m", "--device", "cuda"]
+    given = ["--engine.max-running", "3", "--engine.max-length", "100", "--engine.max-batch-tokens", "50"]
+    assert run_command(APP.dispatch, [*words, *given]) == 0
+    now = capsys.readouterr()
+    assert "3 sequences of 100 tokens" in now.out
+    assert now.err == ""
+    assert run_command(APP.dispatch, [*words, "--sequences", "3", "--length", "100", "--batch-tokens", "50"]) == 0
+    before = capsys.readouterr()
+    assert before.out == now.out
+    for former, name in (("sequences", "max-running"), ("length", "max-length"), ("batch-tokens", "max-batch-tokens")):
+        line = f"--{former} is called --engine.{name} now; the former name goes with the next version"
+        assert line in before.err
+    assert {one.name for one in fields(PlannedEngine)} <= {one.name for one in fields(EngineConfig)}
+    assert "engine.max_running is 0; it must be positive" in refusal(capsys, *words, "--engine.max-running", 0)
+    assert "did you mean" in refusal(capsys, *words, "--engine.max-runing", 3)
 
 
 def test_loads_repeat():

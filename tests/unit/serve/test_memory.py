@@ -1,5 +1,7 @@
 """What a model needs, against what it takes; and how what is free is divided among models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from apps.serve.plan import formats
 from apps.serve.runner import Runner, Step
 from core.config import UserError, size_in_bytes
 from core.metrics import MemoryAccount
-from core.models import save_pretrained
+from core.models import SHAPES, save_pretrained
 from core.nn.routing import MoEConfig
 from core.quant import SCHEMES, Scheme, quantize, quantize_folder, stored_bytes
 from tests.support.http_server import small_model
@@ -75,6 +77,43 @@ def test_weights_pages_and_work_are_what_a_step_takes(name, dtype, scheme):
             before = account.current_bytes
             runner.run(step)
         assert account.peak_bytes - before <= needed.work <= most * (account.peak_bytes - before)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "held"),
+    [
+        # 4,096 rows of 4,096 columns are 32 MiB widened; those of 8 bits are in fp32 before, or their results beside
+        # them: for 2,048 tokens 16 MiB.
+        ("int8", 1, (32 + 64) * MIB),
+        ("int8", 2, (32 + 64) * MIB),
+        ("int4", 1, (32 + 16) * MIB),
+        # The codes of x, and sums of 16,384 channels three times over, in 32 bits; the bias in fp32.
+        ("w8a8", 1, 2048 * (4096 + 4) + 12 * 2048 * 16384 + 4 * 16384),
+        ("llm.int8", 1, 2048 * (16384 + 4)),
+    ],
+)
+def test_what_products_hold_on_a_gpu_is_counted(monkeypatch, scheme, ranks, held):
+    """Of the widest matrices of a model, 16,384 x 4,096, and of no product on a CPU."""
+    config, half, load = SHAPES["gpt3_6_7b"], torch.float16, Load(8, 2048, 2048)
+    format = quantized_format(config, Scheme(scheme), half, half)
+    with_product, on_cpu = need(config, format, load, ranks), need(config, format, load, ranks, "cpu")
+    monkeypatch.setattr("apps.serve.memory.working_bytes", lambda *_: 0)
+    assert with_product.work - need(config, format, load, ranks).work == held
+    assert on_cpu == need(config, format, load, ranks, "cpu")
+
+
+def test_a_head_is_multiplied_with_the_last_rows_alone():
+    """Of each sequence, and not with all tokens of a step."""
+    config, half = replace(SHAPES["debug"], vocab_size=1 << 20, dim=1024), torch.float16
+    format = quantized_format(config, Scheme("w8a8"), half, half)
+    head = {name: one for name, one in format.stored.items() if name == "embedding.tokens.weight"}
+    alone = replace(format, stored=head)
+    many, few = (need(config, alone, Load(sequences, 128, 2048)).work for sequences in (8, 4))
+    none = [need(config, replace(format, stored={}), Load(n, 128, 2048)).work for n in (8, 4)]
+    assert (many - none[0]) - (few - none[1]) == 4 * (1024 + 4) + 12 * 4 * (1 << 20)
 
 
 def test_models_of_one_server_share_what_is_free():
