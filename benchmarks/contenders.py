@@ -32,13 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.result import versions
 from core.compose import parallelize
-from core.metrics import MemoryAccount, resident_peak_bytes
 from core.models import Decoder, DecoderConfig, initialise
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.optim.spec import own_values
 from core.precision import LossScale
 from core.runtime import Runtime, start
+from core.trace.account import MemoryAccount, resident_peak_bytes
 from core.train import TrainConfig, TrainState, train_step
 
 SEED = 0

@@ -49,8 +49,8 @@ from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
 from core.kernels.gated_output import output_reference
 from core.kernels.triangle import reference as triangle_reference
-from core.metrics import MemoryAccount
 from core.runtime import keep_freed_memory
+from core.trace.account import MemoryAccount
 
 NUM_BLOCKS = 12
 ROWS, RESIDUES = 128, 256

@@ -74,7 +74,7 @@ def forward_backward(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> 
 
 def peak_bytes(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> int:
     """Weights and inputs among them; its own inputs are overwritten."""
-    path = Path(__file__).parents[1] / "core" / "metrics" / "memory.py"
+    path = Path(__file__).parents[1] / "core" / "trace" / "account.py"
     spec = importlib.util.spec_from_file_location("memory", path)
     assert spec is not None
     assert spec.loader is not None

@@ -54,8 +54,8 @@ from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
 from core.gemini.search import choose_chunk_size
-from core.metrics import MemoryAccount
 from core.runtime import start
+from core.trace.account import MemoryAccount
 
 GIB = 2**30
 OURS = "Gemini"
@@ -377,6 +377,7 @@ def plot(result: Result, folder: Path) -> Path:
 
 MEASURES = (
     "core/gemini",
+    "core/trace",
     "core/optim",
     "core/models",
     "core/train",

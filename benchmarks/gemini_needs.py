@@ -14,11 +14,11 @@ import torch
 from benchmarks.offload import CONTENDERS, Shape, shaped
 from core.gemini.chunk import aligned
 from core.gemini.search import ParameterInfo, least_budget
-from core.gemini.timeline import Bandwidth
-from core.gemini.tracer import Speed, StepTrace, trace_step
 from core.models.decoder import Decoder
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.precision import Precision, compute_dtype
+from core.trace.machine import Bandwidth, Speed
+from core.trace.tracer import StepTrace, trace_step
 
 WIDTHS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1600)
 DEPTHS = (2, 4, 8, 12, 16, 24, 36, 48)

@@ -39,8 +39,8 @@ from core.config import UserError, run_command
 from core.kernels import specs
 from core.kernels.operator import forced
 from core.kernels.spec import Case, KernelSpec, Traffic, outputs_of
-from core.metrics import MemoryAccount
 from core.runtime import start
+from core.trace.account import MemoryAccount
 
 COPY_BYTES = 1 << 28
 CACHE_BYTES = 1 << 28

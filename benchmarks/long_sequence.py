@@ -30,7 +30,7 @@ from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
 from core.kernels.operator import forced
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount
 
 MODEL = "model_5_ptm"
 ROWS, EXTRA = 512, 1024

@@ -29,7 +29,6 @@ from core.compose import ParallelConfig, parallelize
 from core.config import run_command
 from core.estimate import RunShape, Timeline, draw_timelines, timeline_of
 from core.mesh import MeshConfig, build_mesh
-from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
 from core.parallel.pipeline.run import Pipeline
@@ -46,6 +45,7 @@ from core.parallel.pipeline.schedule import (
     simulate,
 )
 from core.placement.table import ModelPlan
+from core.trace.account import MemoryAccount
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 

@@ -31,7 +31,6 @@ from core.comm.volume import count_volume
 from core.compose import ParallelConfig, parallelize
 from core.config import run_command
 from core.mesh import MeshConfig, build_mesh
-from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import context_parallel_plan, tensor_parallel_plan
 from core.nn.attention import attend_both_ways
@@ -40,6 +39,7 @@ from core.parallel import tensor1d
 from core.parallel.data import DataParallel
 from core.placement.style import Plan
 from core.placement.table import ModelPlan
+from core.trace.account import MemoryAccount
 
 UNIT = 48  # divides over 2, 3 and 4 ranks, twice for a zig-zag
 LIMIT_S = 3600.0

@@ -39,10 +39,10 @@ from benchmarks.result import Measured, Number, Row, Target, versions
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
 from core.gemini.config import GeminiConfig
-from core.metrics import MemoryAccount
 from core.optim.build import OptimConfig
 from core.parallel.recompute import RecomputeConfig
 from core.quant import quantize, stored_bytes
+from core.trace.account import MemoryAccount
 
 Part = tuple[list[Row], list[Target]]
 
@@ -340,6 +340,7 @@ MEASURES = (
     "apps/diffusion",
     "core/quant",
     "core/gemini",
+    "core/trace",
     "core/kernels",
     "core/estimate",
     "benchmarks/stable_diffusion.py",

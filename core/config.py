@@ -456,6 +456,14 @@ def in_words(num_bytes: float) -> str:
     return f"{num_bytes:.0f} bytes"
 
 
+def time_in_words(seconds: float) -> str:
+    """`3.5 hours`: a time to be read."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
 def as_json(config: Any) -> Any:
     """A dataclass as what JSON can hold; paths and enums as strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=_as_text))

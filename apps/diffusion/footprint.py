@@ -1,6 +1,6 @@
 """What sampling or a training step needs of a device, before anything is loaded: bytes and seconds.
 
-The real modules run on tensors without memory, under the tracer by which Gemini plans (`core.gemini.tracer`). It says
+The real modules run on tensors without memory, under the tracer by which Gemini plans (`core.trace.tracer`). It says
 of each stretch of the step what is alive beside parameters (activations, what the backward keeps, temporaries), which
 gradients come, and how long the stretch computes: by its FLOPs or by the bytes that it touches, whichever takes longer.
 Attention counts as a flash kernel does it, which keeps queries, keys, values, the result and one number a row; or as
@@ -38,11 +38,9 @@ from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.checkpoint import staged_bytes
 from core.config import UserError, in_words
-from core.estimate.residency import described_bandwidth, estimate_gemini
-from core.gemini.planning import bandwidth_of, probe_bytes
+from core.estimate.residency import estimate_gemini
+from core.gemini.planning import probe_bytes
 from core.gemini.tier import parse_bytes
-from core.gemini.timeline import Bandwidth
-from core.gemini.tracer import StepTrace, trace_step
 from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
@@ -50,6 +48,8 @@ from core.parallel.plan import blocks_of
 from core.parallel.recompute import apply_recompute
 from core.quant.choose import choose
 from core.runtime import process_holding
+from core.trace.machine import Bandwidth, bandwidth_of, described_bandwidth
+from core.trace.tracer import StepTrace, trace_step
 from core.weights import read_json
 
 

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
 from apps.diffusion.plan_config import RECIPES, PlanConfig, without_effect
-from core.config import UserError, in_words, option, parse, size_in_bytes, typed
-from core.gemini.planning import SHARE_OF_PEAK
+from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
+from core.trace.machine import SHARE_OF_PEAK
 
 NO_TIME = "how long a CPU takes is not foreseen; --gpu, such as A100, plans for a GPU, and says"
 
@@ -75,14 +75,7 @@ def _time(config: PlanConfig, found: Footprint) -> str:
         return f"{config.batch} picture{'s' * (config.batch > 1)} in {whole:.3g} s {of}"
     steps = config.steps or STEPS["train"]
     pictures = config.batch * config.nproc / whole
-    return f"a step in {whole:.3g} s {of}; {pictures:.3g} pictures/s, {steps:,} steps in {_duration(steps * whole)}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} s"
+    return f"a step in {whole:.3g} s {of}; {pictures:.3g} pictures/s, {steps:,} steps in {time_in_words(steps * whole)}"
 
 
 def _require_fit(config: PlanConfig, found: Footprint, size: int) -> None:

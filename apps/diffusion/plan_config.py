@@ -16,13 +16,12 @@ from apps.diffusion.shapes import SHAPES
 from apps.diffusion.train_recipes import FINETUNE
 from core.config import UserError, size_in_bytes
 from core.gemini.config import GeminiConfig
-from core.gemini.planning import speed_of
-from core.gemini.tracer import Speed
 from core.metrics.throughput import gpu_peak_flops
 from core.optim.build import OptimConfig, without_size
 from core.parallel.recompute import RecomputeConfig
 from core.precision import COMPUTE_DTYPE, Precision, master_dtype
 from core.runtime import device_kind
+from core.trace.machine import Speed, speed_of
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from apps.fold.subbatch.planner import gib_up, meta_features, planned, stand_in,
 from core.comm.collectives import all_reduce_max
 from core.config import UserError
 from core.kernels.operator import forced
-from core.metrics import MemoryAccount
 from core.runtime import process_holding, tensors_within
+from core.trace.account import MemoryAccount
 
 _BISECTIONS = 3
 

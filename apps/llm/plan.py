@@ -15,7 +15,7 @@ from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.model import find_model
 from apps.llm.recipes import RECIPES
 from apps.llm.residency import estimate_residency
-from core.config import UserError, in_words, option, parse, size_in_bytes, typed
+from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
 from core.estimate import (
     Machine,
     ModelShape,
@@ -28,15 +28,12 @@ from core.estimate import (
     simulated_timeline,
 )
 from core.gemini.tier import parse_bytes
-from core.gemini.tracer import Speed
 from core.metrics import peak_flops
 from core.metrics.throughput import gpu_peak_flops
 from core.models.decoder import DecoderConfig
 from core.optim.build import without_size
 from core.precision import compute_dtype
-
-UNKNOWN_FLOPS = 1e11
-"""Of a device whose peak nobody knows: what is computed in a second."""
+from core.trace.machine import UNKNOWN_FLOPS, Speed
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ def _show(config: PlanConfig, console: Console) -> None:
         console.print(
             f"a step of {time.tokens:,} tokens: {time.step_s:.3g} s at {machine.utilisation:.0%} of the peak "
             f"({time.compute_s:.3g} s computing, {time.communication_s:.3g} s communicating), "
-            f"{time.tokens_per_s:,.0f} tokens/s, {_num_steps(config):,} steps in {_duration(whole_s)}"
+            f"{time.tokens_per_s:,.0f} tokens/s, {_num_steps(config):,} steps in {time_in_words(whole_s)}"
         )
     if config.timeline is not None:
         console.print(draw_step(config, model, run, machine, config.timeline))
@@ -213,7 +210,7 @@ def _show_residency(config: PlanConfig, console: Console) -> None:
         )
         console.print(
             f"{_num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
-            f"{_duration(whole)}, messages between ranks left out"
+            f"{time_in_words(whole)}, messages between ranks left out"
         )
     if config.memory is not None:
         size = size_in_bytes(config.memory, "memory", "GiB")
@@ -318,10 +315,3 @@ def _describe(config: PretrainConfig) -> str:
     mesh = check_combination(config)
     ranks = mesh.data_ranks * mesh.tp * mesh.cp * mesh.pp
     return f"{ranks} ranks ({mesh.describe()}), ZeRO {config.zero}, {config.precision}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} s"

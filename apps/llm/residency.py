@@ -7,14 +7,15 @@ from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.loss import token_loss
 from core.compose import cut
 from core.config import UserError, in_words
-from core.estimate.residency import GeminiEstimate, described_bandwidth, estimate_gemini
+from core.estimate.residency import GeminiEstimate, estimate_gemini
 from core.gemini.tier import parse_bytes
-from core.gemini.tracer import Speed, trace_step
 from core.mesh import build_mesh, gradient_axis, shard_axis
 from core.models.decoder import Decoder
 from core.models.plan import decoder_plan
 from core.precision import compute_dtype, master_dtype
 from core.runtime import device_bytes, pretended
+from core.trace.machine import Speed, described_bandwidth
+from core.trace.tracer import trace_step
 
 
 def estimate_residency(config: PretrainConfig, speed: Speed, link_bytes_per_s: float) -> GeminiEstimate:

@@ -17,16 +17,13 @@ from core.gemini.chunk import Member
 from core.gemini.planning import infos
 from core.gemini.residency import Policy, ResidencyPlan
 from core.gemini.search import choose_chunk_size, least_budget
-from core.gemini.timeline import Bandwidth
-from core.gemini.tracer import Speed, StepTrace
 from core.gemini.transport import message_bytes
 from core.layout import largest_share
 from core.optim.build import OptimConfig
 from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
-
-HOST_UPDATE = 2e10
-"""Bytes of masters and state that the host's optimizer goes through in a second."""
+from core.trace.machine import Bandwidth
+from core.trace.tracer import StepTrace
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,6 @@ class GeminiEstimate:
         return self.plan.device_peak_bytes + self.messages_bytes
 
 
-def described_bandwidth(speed: Speed, link_bytes_per_s: float, ranks: int) -> Bandwidth:
-    """Of a machine that is not here; link_bytes_per_s: between a device and the host, each way; ranks share a chunk."""
-    link = ranks * link_bytes_per_s
-    return Bandwidth(link, link, HOST_UPDATE, speed.bytes_per_s, latency_s=1e-5)
-
-
 def estimate_gemini(
     model: nn.Module,
     step: StepTrace,
@@ -69,7 +60,7 @@ def estimate_gemini(
     """The plan of one rank.  Raises UserError where no step fits the budget, with the smallest in which one does.
 
     model      as it computes, in its format, without memory; a rank's part of it
-    step       its trace (`core.gemini.tracer.trace_step`)
+    step       its trace (`core.trace.tracer.trace_step`)
     wide       format of masters, reductions and the optimizer's state
     ranks      over which chunks are sharded
     sends      whether gradients are added up over several ranks

@@ -3,7 +3,7 @@
 Decided before a step runs, by pure functions:
 
 trace      what one step of a model asks for, moment by moment: which chunks, how much memory beside them, how long
-tracer     that of any module, found on fake tensors before anything is allocated
+moments    that of any module, from its trace by parameters (`core.trace`)
 residency  where each chunk lives and every move of a step: a pure function of the trace, the budget, the bandwidths
     lifetimes    which buffers stay between two uses
     timeline     the moves that follow, their bytes and seconds

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.gemini.chunk import Chunk
 from core.gemini.tier import DeviceTier
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount
 
 
 class Gauge:

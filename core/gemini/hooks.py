@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from core.compat import OUTSIDE, backward_number, compiled_call, is_compiled, own_part, set_compiled_call
 from core.gemini.chunk import Chunk, Member
 from core.gemini.executor import Executor
-from core.gemini.outputs import tensors_in
 from core.gemini.states import COMPUTE, HOLD, HOLD_AFTER_BWD, HOLD_AFTER_FWD, READY_TO_REDUCE, State
 from core.gemini.trace import MomentKind
+from core.trace.tracer import tensors_in
 
 
 class Unit:

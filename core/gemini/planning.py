@@ -8,8 +8,7 @@
 All ranks follow the plan of rank 0: what they fetch and reduce, they must fetch and reduce alike.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,19 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.gemini.chunk import Member
-from core.gemini.pinned import host_empty
+from core.gemini.moments import corrected
 from core.gemini.residency import Policy, plan_residency, smallest_budget, too_small
 from core.gemini.search import PIECE_OF_BUDGET, PIECES, Chunking, MessageBytes, ParameterInfo, choose_chunk_size
-from core.gemini.timeline import Bandwidth
-from core.gemini.tracer import Speed, StepTrace, corrected
-from core.metrics import peak_flops
-
-SHARE_OF_PEAK = 0.4
-"""Of a device's FLOP/s, what products of usual sizes reach."""
-
-LEAST_PROBE_BYTES, MOST_PROBE_BYTES = 1 << 22, 1 << 28
-"""Of less a device's copy shows how long it takes to begin, and a host's what a cache gives; more adds nothing."""
-PROBED_LATENCY_BYTES = 1 << 12
+from core.trace.machine import LEAST_PROBE_BYTES, MOST_PROBE_BYTES, Bandwidth
+from core.trace.tracer import StepTrace
 
 
 def plan(
@@ -120,49 +111,7 @@ def infos(
     return found
 
 
-def speed_of(device: torch.device, dtype: torch.dtype) -> Speed:
-    """What the device computes and touches in a second, for want of a first step."""
-    peak = peak_flops(device, dtype) or 1e11
-    return Speed(SHARE_OF_PEAK * peak, 1e12 if device.type == "cuda" else 1e10)
-
-
 def probe_bytes(parameter_bytes: int, budget_bytes: int) -> int:
     """The size of a copy that planning will ask about: of a chunk, where the model has a dozen in the budget."""
     of_chunk = min(parameter_bytes // min(PIECES), budget_bytes // PIECE_OF_BUDGET)
     return max(LEAST_PROBE_BYTES, min(of_chunk, MOST_PROBE_BYTES))
-
-
-def bandwidth_of(device: torch.device, ranks: int, num_bytes: int = LEAST_PROBE_BYTES) -> Bandwidth:
-    """Measured: copies over the link in both directions, and a pass over memory for updates on either side.
-
-    ranks      that share a chunk: each brings its part of it over a link of its own
-    num_bytes  of a copy; see `probe_bytes`
-    """
-    on_cuda = device.type == "cuda"
-    host, scratch = (host_empty(num_bytes, torch.uint8, pinned=on_cuda) for _ in range(2))
-    for tensor in (host, scratch):
-        tensor.zero_()  # memory that nobody has written has no pages yet
-    there = torch.zeros_like(host, device=device)
-    few = slice(0, PROBED_LATENCY_BYTES)
-    to_device = _seconds(lambda: there.copy_(host, non_blocking=True), device)
-    to_host = _seconds(lambda: host.copy_(there, non_blocking=True), device)
-    latency_s = _seconds(lambda: there[few].copy_(host[few], non_blocking=True), device) if on_cuda else 1e-5
-    host_update = _seconds(lambda: scratch.copy_(host), device) * 2  # as much is read as written
-    device_update = _seconds(lambda: there.add_(1), device) * 2 if on_cuda else host_update
-    rates = [
-        num_bytes / max(seconds, 1e-9)
-        for seconds in (to_device - latency_s, to_host - latency_s, host_update, device_update)
-    ]
-    return Bandwidth(ranks * rates[0], ranks * rates[1], rates[2], rates[3], latency_s)
-
-
-def _seconds(pass_over: Callable[[], object], device: torch.device) -> float:
-    """The best of three."""
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        pass_over()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)

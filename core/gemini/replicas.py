@@ -26,7 +26,7 @@ from core.gemini.config import GeminiConfig
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
-from core.gemini.planning import bandwidth_of, corrected_plan, infos, plan, probe_bytes, speed_of
+from core.gemini.planning import corrected_plan, infos, plan, probe_bytes
 from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
@@ -34,7 +34,6 @@ from core.gemini.state_bytes import state_bytes
 from core.gemini.state_device import bring_state
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, parse_bytes
-from core.gemini.tracer import StepTrace, trace_step
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
 from core.mesh import Zero, device_of, shard_axis, stage_axis
@@ -46,6 +45,8 @@ from core.parallel.rows import own_rows
 from core.placement.table import Table, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 from core.runtime import give_back_freed_memory
+from core.trace.machine import bandwidth_of, speed_of
+from core.trace.tracer import StepTrace, trace_step
 
 DRAWN_STEPS = 2
 """Steps that are drawn beside the plan, the later over the earlier: by the second the optimizer has its state."""

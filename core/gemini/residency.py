@@ -26,8 +26,9 @@ from typing import Literal, get_args
 
 from core.config import UserError
 from core.gemini.lifetimes import Lifetimes, keep
-from core.gemini.timeline import Bandwidth, Move, Timeline, run
+from core.gemini.timeline import Move, Timeline, run
 from core.gemini.trace import Trace
+from core.trace.machine import Bandwidth
 
 Policy = Literal["auto", "static", "cpu"]
 

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.config import UserError
+from core.gemini.moments import on_chunks
 from core.gemini.residency import Policy, ResidencyPlan, plan_residency, smallest_budget, too_small
-from core.gemini.timeline import Bandwidth
 from core.gemini.trace import ChunkInfo, Trace
-from core.gemini.tracer import StepTrace
+from core.trace.machine import Bandwidth
+from core.trace.tracer import StepTrace
 
 PIECES = (8, 16, 32, 64)
 """Candidates: the model's parameters in so many chunks; a part of the budget; no two parameters together."""
@@ -152,4 +153,4 @@ def _on_chunks(
         for index, chunk in enumerate(chunks)
     ]
     names = tuple(tuple(p.name for p in chunk) for chunk in chunks)
-    return names, step.on_chunks(infos, names)
+    return names, on_chunks(step, infos, names)

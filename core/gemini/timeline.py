@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from core.gemini.lifetimes import Gap, Lifetimes
 from core.gemini.trace import Moment
+from core.trace.machine import Bandwidth
 
 MoveKind = Literal["fetch", "prefetch", "evict", "release"]
 
@@ -36,21 +37,6 @@ class Move(NamedTuple):
 
     kind: MoveKind
     chunk: int
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes a second.
-
-    to_device, to_host            of the link; `latency_s` is what each copy takes beside its bytes
-    host_update, device_update    of masters and optimizer state, when that side's optimizer runs over them
-    """
-
-    to_device: float
-    to_host: float
-    host_update: float
-    device_update: float
-    latency_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.compat import without_modes
 from core.gemini.chunk import Chunk, Member, aligned
-from core.gemini.pinned import host_empty
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
 from core.mesh import gradient_axis, sub_mesh
 from core.parallel.rows import paired_rows, row_length
+from core.pinned import host_empty
 
 
 @contextmanager

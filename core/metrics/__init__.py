@@ -3,29 +3,24 @@
 log         RunLog: metrics.jsonl, summary.json, TensorBoard, Weights & Biases
 progress    Progress: live display on a terminal, plain lines elsewhere
 throughput  FLOPs of a token, peak FLOP/s of the device, MFU
-memory      peak bytes: CUDA's allocator, or MemoryAccount for tensors on the CPU
 plot        the curves of a run as a PNG
 text        bits per byte, beside gzip and xz
 """
 
 from core.metrics.log import RunLog, read_metrics
-from core.metrics.memory import MemoryAccount, peak_bytes, resident_peak_bytes
 from core.metrics.plot import plot_loss
 from core.metrics.progress import Progress
 from core.metrics.text import bits_per_byte, compression_baselines
 from core.metrics.throughput import mfu, peak_flops, transformer_flops_per_token
 
 __all__ = [
-    "MemoryAccount",
     "Progress",
     "RunLog",
     "bits_per_byte",
     "compression_baselines",
     "mfu",
-    "peak_bytes",
     "peak_flops",
     "plot_loss",
     "read_metrics",
-    "resident_peak_bytes",
     "transformer_flops_per_token",
 ]

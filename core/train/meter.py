@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.comm.volume import Volume, count_volume
-from core.metrics import MemoryAccount, mfu, peak_bytes, peak_flops, resident_peak_bytes
+from core.metrics import mfu, peak_flops
 from core.parallel.parallel_model import ParallelModel
 from core.precision import compute_dtype
 from core.runtime import Runtime
+from core.trace.account import MemoryAccount, peak_bytes, resident_peak_bytes
 from core.train.config import TrainConfig
 from core.train.state import TrainState
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core.kernels import attention_loops
 from core.kernels.attention import attention, reference
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount
 
 
 @pytest.mark.parametrize("masks", ["none", "all alike", "all visible", "two kinds", "one sees nothing"])

@@ -18,7 +18,7 @@ from core.kernels.quantized_matmul import (
     quantize_int4,
     quantize_int8,
 )
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount
 from tests.support.device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("device")

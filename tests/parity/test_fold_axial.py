@@ -30,8 +30,8 @@ from core.comm.collectives import all_reduce, all_reduce_max
 from core.comm.volume import count_volume
 from core.config import UserError
 from core.mesh import MeshConfig, build_mesh
-from core.metrics import MemoryAccount
 from core.parallel.axial import pieces, shard_of, switch, transpose_
+from core.trace.account import MemoryAccount
 from tests.support.fold import random_features, random_parameters
 from tests.support.training import removed
 

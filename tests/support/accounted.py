@@ -4,11 +4,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.compose import ParallelConfig, parallelize
-from core.metrics import MemoryAccount
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan, tensor_parallel_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.placement.table import ModelPlan
+from core.trace.account import MemoryAccount
 
 
 def accounted_peak_bytes(

@@ -15,11 +15,11 @@ from core.compose import ParallelConfig, parallelize
 from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
-from core.metrics import MemoryAccount
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import scale_gradients
 from core.parallel.data import DataParallel, own_gradient
 from core.precision import Precision
+from core.trace.account import MemoryAccount
 
 SHAPES = [(5, 6), (5,), (4, 3), (1, 7)]
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import UserError
-from core.metrics import MemoryAccount
 from core.parallel.recompute import RecomputeConfig, RecomputeMode, apply_recompute
+from core.trace.account import MemoryAccount
 
 
 class Block(nn.Module):

@@ -44,8 +44,8 @@ from apps.fold.weights.esmfold import esmfold_table
 from apps.fold.weights.table import name_table
 from core.config import UserError
 from core.kernels.operator import forced
-from core.metrics import MemoryAccount
 from core.runtime import process_holding, tensors_within
+from core.trace.account import MemoryAccount
 
 Device = Literal["cpu", "cuda"]
 HEADS = "heads"  # what the heads read of the pairs: no module of the model is wrapped for it

@@ -17,7 +17,7 @@ from apps.diffusion.images import grid, read_settings
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.samplers import draw_noise
 from core.config import UserError
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount
 from tests.support.diffusion import narrow_pipeline
 from tests.support.diffusion_training import tiny_pipeline
 

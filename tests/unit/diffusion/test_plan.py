@@ -24,13 +24,12 @@ from apps.diffusion.plan import main
 from apps.diffusion.plan_config import RECIPES, PlanConfig
 from core.config import UserError
 from core.gemini.config import GeminiConfig
-from core.gemini.planning import LEAST_PROBE_BYTES
-from core.gemini.timeline import Bandwidth
-from core.gemini.tracer import Speed, StepTrace, Stretch
-from core.metrics import MemoryAccount
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.recompute import RecomputeConfig
 from core.quant import quantize, stored_bytes
+from core.trace.account import MemoryAccount
+from core.trace.machine import LEAST_PROBE_BYTES, Bandwidth, Speed
+from core.trace.tracer import StepTrace, Stretch
 from tests.support.diffusion import narrow_pipeline
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
 

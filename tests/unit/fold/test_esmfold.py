@@ -27,7 +27,7 @@ from apps.fold.subbatch.slices import every
 from apps.fold.weights.esmfold import Entry, _words, esmfold_table, load_esmfold
 from apps.fold.weights.source import build, read_alphafold, read_weights
 from core.config import UserError
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount
 from tests.support import esmfold
 from tests.support.fold import GOLDEN
 

@@ -17,7 +17,7 @@ from apps.fold.subbatch.planner import RATES
 from apps.fold.subbatch.reading import PairNumbers, read_pairs
 from apps.fold.subbatch.slices import every
 from core.config import UserError
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount
 from tests.support.fold import random_features, random_parameters
 
 

@@ -24,10 +24,10 @@ from core.gemini.gauge import Gauge
 from core.gemini.report import draw
 from core.gemini.states import State
 from core.gemini.trace import Moment, Trace
-from core.gemini.tracer import StepTrace, trace_step
 from core.mesh import MeshConfig, build_mesh
 from core.optim import Adafactor, Lamb
 from core.runtime import join
+from core.trace.tracer import StepTrace, trace_step
 from tests.support.gemini import Net, batch, loss, model_bytes, require_equal, train
 
 TIGHT, HALF = 20_000, 30_000  # bytes; the model has 63,000

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from core.config import UserError
 from core.gemini.lifetimes import Lifetimes, keep
 from core.gemini.residency import plan_residency, smallest_budget
-from core.gemini.timeline import Bandwidth, Move, run
+from core.gemini.timeline import Move, run
 from core.gemini.trace import ChunkInfo, Moment, Trace
+from core.trace.machine import Bandwidth
 from tests.support.residency import least, lru, replay, subsets, traces, transformer
 
 EVEN = Bandwidth(to_device=2.0, to_host=2.0, host_update=1.0, device_update=100.0)

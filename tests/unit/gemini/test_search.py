@@ -9,6 +9,7 @@ from torch import nn
 
 from core.config import UserError
 from core.gemini.figure import draw_memory, planned_memory
+from core.gemini.moments import on_chunks
 from core.gemini.residency import plan_residency, smallest_budget
 from core.gemini.search import (
     PIECE_OF_BUDGET,
@@ -19,9 +20,9 @@ from core.gemini.search import (
     packed,
     piece_of_budget,
 )
-from core.gemini.timeline import Bandwidth
 from core.gemini.trace import ChunkInfo
-from core.gemini.tracer import Speed, StepTrace, trace_step
+from core.trace.machine import Bandwidth, Speed
+from core.trace.tracer import StepTrace, trace_step
 from tests.support.residency import replay, transformer
 
 
@@ -64,7 +65,7 @@ def test_no_candidate_is_better_than_the_chosen(blocks):
     steps = []
     for size in _candidates(parameters, budget):
         chunks = names(packed(parameters, size))
-        trace = step.on_chunks([_info(i, chunk, parameters) for i, chunk in enumerate(chunks)], chunks)
+        trace = on_chunks(step, [_info(i, chunk, parameters) for i, chunk in enumerate(chunks)], chunks)
         if smallest_budget(trace) <= budget:
             steps.append(plan_residency(trace, budget, bandwidth).step_s)
     assert len(steps) >= 3

@@ -9,10 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core.config import UserError
+from core.gemini.moments import corrected, on_chunks
 from core.gemini.residency import plan_residency, smallest_budget
-from core.gemini.timeline import Bandwidth
 from core.gemini.trace import ChunkInfo, Trace
-from core.gemini.tracer import Speed, StepTrace, _copy, _record, _Recorder, _stand_ins, corrected, trace_step
+from core.trace.machine import Bandwidth, Speed
+from core.trace.tracer import StepTrace, _copy, _record, _Recorder, _stand_ins, trace_step
 from tests.support.residency import replay
 
 SPEED = Speed(flops_per_s=1e9, bytes_per_s=1e9)
@@ -50,7 +51,7 @@ def one_chunk_each(model: nn.Module, found: StepTrace) -> Trace:
     for index, name in enumerate(found.order):
         size, learns = parameters[name].nbytes, parameters[name].requires_grad
         infos.append(ChunkInfo(index, size, size if learns else 0, 2 * size if learns else 0, learns))
-    return found.on_chunks(infos, [[name] for name in found.order])
+    return on_chunks(found, infos, [[name] for name in found.order])
 
 
 def planned(trace: Trace) -> None:
@@ -65,8 +66,8 @@ def test_by_hand():
     x_NI = torch.randn(5, 8)
     found = foreseen_and_real(model, lambda m: m(x_NI).sum())
     assert found.order == ("0.weight", "0.bias", "2.weight", "2.bias")
-    trace = found.on_chunks(
-        (ChunkInfo(0, 576, 576, 0, True), ChunkInfo(1, 272, 272, 0, True)), (found.order[:2], found.order[2:])
+    trace = on_chunks(
+        found, (ChunkInfo(0, 576, 576, 0, True), ChunkInfo(1, 272, 272, 0, True)), (found.order[:2], found.order[2:])
     )
     moments = [(m.kind, m.name, m.chunks, m.writes) for m in trace.moments]
     assert moments == [

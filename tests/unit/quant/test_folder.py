@@ -13,7 +13,6 @@ from torch import nn
 
 from core.config import UserError
 from core.files import signed, stamp
-from core.metrics import MemoryAccount
 from core.models import load_pretrained, save_pretrained
 from core.quant import (
     Architecture,
@@ -25,6 +24,7 @@ from core.quant import (
     save_quantized,
     stored_bytes,
 )
+from core.trace.account import MemoryAccount
 from core.weights import Weights, save_weights
 from tests.support.checkpoints import flipped, flips
 from tests.support.full_disk import limited_files

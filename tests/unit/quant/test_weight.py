@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.kernels import vnni
 from core.kernels.quantized_matmul import dequantize_int4, quantize_int4
-from core.metrics import MemoryAccount
 from core.quant import QuantizedWeight, Scheme, quantize, stored_bytes
 from core.quant.packed import Form
 from core.quant.weight import quantized_weight
+from core.trace.account import MemoryAccount
 
 INT4 = Scheme("int4", 64)
 

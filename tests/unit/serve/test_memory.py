@@ -11,10 +11,10 @@ from apps.serve.model import build_engines, find_source
 from apps.serve.plan import formats
 from apps.serve.runner import Runner, Step
 from core.config import UserError, size_in_bytes
-from core.metrics import MemoryAccount
 from core.models import SHAPES, save_pretrained
 from core.nn.routing import MoEConfig
 from core.quant import SCHEMES, Scheme, quantize, quantize_folder, stored_bytes
+from core.trace.account import MemoryAccount
 from tests.support.http_server import small_model
 from tests.unit.models.test_pretrained import example, random_decoder
 

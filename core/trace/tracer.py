@@ -4,10 +4,10 @@
 2. Hooks cut it into *stretches*: where a module begins and ends (also recomputed in the backward), where its outputs'
    gradients come and its inputs' are done, where a parameter's gradient is there. In between, which parameters are in
    use does not change. A module's are its own, and those that its forward reads of modules it does not call.
-3. A dispatch mode sees every operator: which storages are alive that are not parameters (`core.metrics.MemoryAccount`),
+3. A dispatch mode sees every operator: which storages are alive that are not parameters (`core.trace.account`),
    and how long it takes, by its FLOPs or the bytes that it touches, whichever is longer.
-4. `StepTrace.on_chunks` says what that means once parameters lie in chunks: the `Trace` that residency is planned on.
-5. The first real step corrects it (`corrected`).
+
+Gemini plans residency on it, once parameters lie in chunks (`core.gemini.moments`); `plan` commands count by it.
 
 A gradient counts as other memory from when autograd has made it until it is put into its chunk.
 
@@ -18,11 +18,11 @@ random: a router sends tokens everywhere alike. Not seen: memory inside one oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,10 @@ from torch.utils.flop_counter import flop_registry
 
 from core.compat import OUTSIDE, FakeTensor, FakeTensorMode, backward_number, own_part, tree_leaves, tree_map_only
 from core.config import UserError
-from core.gemini.outputs import tensors_in
-from core.gemini.trace import ChunkInfo, Moment, MomentKind, Trace
-from core.metrics import MemoryAccount
+from core.trace.account import MemoryAccount, plain_tensors
+from core.trace.machine import Speed
+
+StretchKind = Literal["forward", "backward"]
 
 # What torch counts of attention on a GPU, and not of the same on a CPU, whose operators a plan for any device sees.
 _ATEN = torch.ops.aten
@@ -42,14 +43,6 @@ for _on_cpu, _on_gpu in (
     (_ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward),
 ):
     flop_registry.setdefault(_on_cpu, flop_registry[_on_gpu])
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What the device does in a second: of matrix products and the like, and of memory traffic."""
-
-    flops_per_s: float
-    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Stretch:
     other_bytes  the most at once beside parameters
     """
 
-    kind: MomentKind
+    kind: StretchKind
     name: str
     begins: bool
     parameters: frozenset[str]
@@ -82,15 +75,6 @@ class StepTrace:
     microbatches: tuple[tuple[Stretch, ...], ...]
     order: tuple[str, ...]
     reads: dict[str, tuple[str, ...]]
-
-    def on_chunks(self, chunks: Sequence[ChunkInfo], parameters: Sequence[Sequence[str]]) -> Trace:
-        """The step by chunks, `parameters[i]` being the names in chunk i.
-
-        A moment begins with each forward or backward of a module that uses parameters, and is named as that; and when
-        a chunk has all its gradients, or its backward has ended without them: this reduce is named as the first and
-        last parameter of the chunk. Chunks are updated in order of first use.
-        """
-        return _OnChunks(chunks, parameters).trace(self.microbatches)
 
 
 def trace_step(
@@ -153,17 +137,6 @@ def _traced(found: StepTrace | Exception, failure: Exception | None) -> StepTrac
         raise failure
     assert isinstance(found, StepTrace)
     return found
-
-
-def corrected(trace: Trace, measured: Sequence[tuple[int, float]]) -> Trace:
-    """The trace with (other_bytes, seconds) of each moment as a real step had them.
-
-    Raises ValueError where the step had another number of moments: it was another step than the one that was traced.
-    """
-    if len(measured) != len(trace.moments):
-        raise ValueError(f"{len(measured)} moments were measured, and {len(trace.moments)} were traced")
-    pairs = zip(trace.moments, measured, strict=True)
-    return Trace(tuple(replace(m, other_bytes=other, seconds=seconds) for m, (other, seconds) in pairs), trace.chunks)
 
 
 # --- stand-ins --------------------------------------------------------------------------------------------------------
@@ -247,7 +220,7 @@ class _Call:
 class _Cut:
     """A stretch as it is recorded; a call's other parameters may be known only later."""
 
-    kind: MomentKind
+    kind: StretchKind
     begun: _Call | None
     calls: tuple[_Call, ...]
     written: frozenset[str]
@@ -435,7 +408,7 @@ class _Recorder(MemoryAccount):
         is_backward = _in_backward() or (bool(self.cuts) and self.cuts[-1].kind == "backward")
         calls = (*self.calls, *self.recomputed, *self.backwards)
         written = frozenset(self.written)
-        kind: MomentKind = "backward" if is_backward else "forward"
+        kind: StretchKind = "backward" if is_backward else "forward"
         self.cuts.append(_Cut(kind, self.begun, calls, written, writes, self.peak_bytes, self.seconds))
         self.peak_bytes, self.seconds, self.begun = self.current_bytes, 0.0, None
 
@@ -453,16 +426,27 @@ def _in_backward() -> bool:
     return backward_number() != OUTSIDE
 
 
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Those of a module's inputs or output: in tuples, dicts, what torch's pytrees know, dataclasses; each once."""
+    if isinstance(output, Tensor):  # most outputs are nothing else
+        yield output
+        return
+    seen: set[int] = set()
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in seen:
+                seen.add(id(leaf))
+                yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
 def _tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return [tensor.untyped_storage()]
-    inner = [getattr(tensor, name) for name in flatten()[0]]
-    return [storage for part in inner if isinstance(part, Tensor) for storage in _storages(part)]
+    return [plain.untyped_storage() for plain in plain_tensors(tensor)]
 
 
 def _seconds(
@@ -480,73 +464,3 @@ def _seconds(
 def _is_view(func: Any) -> bool:
     returned = [value.alias_info for value in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
-
-
-# --- by chunks --------------------------------------------------------------------------------------------------------
-
-
-def _from_first_beginning(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
-    """What comes before the first module begins is counted with it."""
-    first = next((i for i, stretch in enumerate(stretches) if stretch.begins), 0)
-    before, begins = stretches[:first], stretches[first]
-    other_bytes = max([begins.other_bytes, *(stretch.other_bytes for stretch in before)])
-    seconds = begins.seconds + sum(stretch.seconds for stretch in before)
-    return [replace(begins, other_bytes=other_bytes, seconds=seconds), *stretches[first + 1 :]]
-
-
-class _OnChunks:
-    """Stretches by parameters -> moments by chunks, with the reduces and updates that a runtime puts between them."""
-
-    def __init__(self, chunks: Sequence[ChunkInfo], parameters: Sequence[Sequence[str]]):
-        self.chunks = tuple(chunks)
-        self.chunk_of = {name: index for index, names in enumerate(parameters) for name in names}
-        self.names = parameters
-        self.moments: list[Moment] = []
-
-    def trace(self, microbatches: Sequence[Sequence[Stretch]]) -> Trace:
-        learns = any(stretch.writes for stretches in microbatches for stretch in stretches)
-        for stretches in map(_from_first_beginning, microbatches):
-            waiting = {c.index: set(self.names[c.index]) for c in self.chunks if c.trainable and learns}
-            for stretch in stretches:
-                self._add(stretch)
-                for name in stretch.writes:
-                    self._write(name, waiting, stretch.other_bytes)
-            for chunk in waiting:  # some of its parameters got no gradient: it reduces with zeros for those
-                self._reduce(chunk, stretches[-1].other_bytes)
-        return Trace((*self.moments, *(self._updates() if learns else ())), self.chunks)
-
-    def _add(self, stretch: Stretch) -> None:
-        writes = {self.chunk_of[name] for name in stretch.writes}
-        used = {self.chunk_of[name] for name in stretch.parameters} | writes
-        last = self.moments[-1] if self.moments else None
-        if last is None or stretch.begins or (last.kind == "reduce" and last.chunks[0] in used):
-            last = Moment(stretch.kind, stretch.name, (), 0, 0.0)
-            self.moments.append(last)
-        self.moments[-1] = replace(
-            last,
-            chunks=(*last.chunks, *sorted(used.difference(last.chunks))),
-            other_bytes=max(last.other_bytes, stretch.other_bytes),
-            seconds=last.seconds + stretch.seconds,
-            writes=tuple(sorted({*last.writes, *writes})),
-        )
-
-    def _write(self, name: str, waiting: dict[int, set[str]], other_bytes: int) -> None:
-        chunk = self.chunk_of[name]
-        # Under a reentrant checkpoint a parameter that is used twice gets two gradients: the chunk reduces once more.
-        left = waiting.setdefault(chunk, set(self.names[chunk]))
-        left.discard(name)
-        if not left:
-            del waiting[chunk]
-            self._reduce(chunk, other_bytes)
-
-    def _reduce(self, chunk: int, other_bytes: int) -> None:
-        self.moments.append(Moment("reduce", self._name(chunk), (chunk,), other_bytes, 0.0))
-
-    def _updates(self) -> Iterator[Moment]:
-        used = dict.fromkeys(chunk for moment in self.moments for chunk in moment.chunks)
-        for chunk in used:
-            if self.chunks[chunk].trainable:
-                yield Moment("update", self._name(chunk), (chunk,), 0, 0.0)
-
-    def _name(self, chunk: int) -> str:
-        return " … ".join(dict.fromkeys((self.names[chunk][0], self.names[chunk][-1])))

@@ -107,7 +107,7 @@ class MemoryAccount(TorchDispatchMode):
         return result
 
     def _note_tensor(self, tensor: Tensor) -> None:
-        for plain in _plain_tensors(tensor):
+        for plain in plain_tensors(tensor):
             if plain.device.type == self.device_type:
                 self._note(plain.untyped_storage())
 
@@ -134,13 +134,13 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(branch)
 
 
-def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors inside a wrapper subclass such as DTensor, or the tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):  # DTensor names its mesh too
-                yield from _plain_tensors(inner)
+                yield from plain_tensors(inner)
     else:
         yield tensor

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from core.metrics import MemoryAccount, peak_bytes, resident_peak_bytes
+from core.trace.account import MemoryAccount, peak_bytes, resident_peak_bytes
 
 KIB = 1024
 
