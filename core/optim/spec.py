@@ -52,9 +52,10 @@ class OptimConfig:
             raise UserError(f"optim.clip_norm={self.clip_norm}; give a positive norm, or None for no clipping")
 
     def named(self, name: str) -> "OptimConfig":
-        """The config of another optimizer: what this one changes of its defaults is kept where that has it, too."""
-        there = {item.name for item in fields(spec_of(name).config)} - {"name"}
-        changed = {item.name: getattr(self, item.name) for item in fields(self) if item.name in there}
+        """The config of another optimizer: what this one changes of its defaults is kept where that takes such values."""
+        there = {item.name: item.type for item in fields(spec_of(name).config) if item.name != "name"}
+        alike = [item.name for item in fields(self) if there.get(item.name) == item.type]
+        changed = {key: getattr(self, key) for key in alike}
         usual = {item.name: _default(item) for item in fields(self)}
         return OptimConfig(name, **{key: value for key, value in changed.items() if value != usual[key]})
 
