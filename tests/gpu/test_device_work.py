@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from core.gemini import wrap
-from core.gemini.pinned import host_empty
 from core.kernels import quantized_matmul, ways
 from core.models import Decoder, DecoderConfig, initialise
 from core.models.generate import generate
 from core.nn.moe import MoE
 from core.nn.routing import MoEConfig
 from core.optim import AdamW8bit
+from core.pinned import host_empty
 from core.quant import quantize
 from core.quant.measured import measure_weights
 from core.runtime import start
