@@ -80,7 +80,7 @@ def settings(quick: bool, full: bool, precisions: tuple[str, ...] = ("fp32", "bf
     precisions  those that the machine has arithmetic for
     """
     if quick:
-        pair = [("ours", "transformers"), ("ours zero 0", "ours zero 2", "DDP", "DeepSpeed zero 2")]
+        pair = [("ours", "transformers"), ("ours zero 2", "DDP", "DeepSpeed zero 2")]
         return [Setting(TINY, n + 1, 1, "fp32", names, 1, 3) for n, names in enumerate(pair)]
     found = []
     for size, rounds, steps in ((SMALL, 5, 4), (GPT2_124M, 3, 2)) if full else ((SMALL, 2, 5),):
