@@ -58,7 +58,7 @@ def every(length: int, rows: int, enough: int = 1) -> list[slice]:
 
 
 def first_only(length: int, rows: int, enough: int = 1) -> list[slice]:
-    """Of these only so many as are enough to see what a loop over them allocates: one, or two where results gather."""
+    """Of these only so many as are enough to see what a loop allocates: one, two where parts gather, three of far z."""
     return [slice(first, min(first + rows, length)) for first in range(0, length, rows)[:enough]]
 
 
