@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from core.compat import own_part
 from core.gemini.absent import give_back, placeholder, withdraw
-from core.gemini.pinned import host_empty
 from core.gemini.states import COMPUTE, FREE, HOLD, READY_TO_REDUCE, State, require_move
 from core.parallel.data import own_gradient
 from core.parallel.rows import row_length
+from core.pinned import host_empty
 
 ALIGNED = 32
 """Parameters begin at multiples of so many elements: vector loads and compiled code rely on it."""

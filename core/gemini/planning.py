@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.config import UserError
 from core.gemini.chunk import Member
-from core.gemini.pinned import host_empty
 from core.gemini.residency import Policy, plan_residency, smallest_budget, too_small
 from core.gemini.search import PIECE_OF_BUDGET, PIECES, Chunking, MessageBytes, ParameterInfo, choose_chunk_size
 from core.gemini.timeline import Bandwidth
 from core.gemini.tracer import Speed, StepTrace, corrected
 from core.metrics import peak_flops
+from core.pinned import host_empty
 
 SHARE_OF_PEAK = 0.4
 """Of a device's FLOP/s, what products of usual sizes reach."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from core.gemini.chunk import Chunk, Member
-from core.gemini.pinned import host_empty
 from core.gemini.planning import LEAST_PROBE_BYTES, MOST_PROBE_BYTES, bandwidth_of, probe_bytes
 from core.gemini.tier import DeviceTier
 from core.gemini.transport import Transport
+from core.pinned import host_empty
 
 CPU = torch.device("cpu")
 

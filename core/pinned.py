@@ -6,6 +6,7 @@ whole pages are mapped and registered with the driver, and given back when nobod
 
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,35 @@ def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     # The tensor's storage holds the pages, so they are unmapped later than this is called.
     weakref.finalize(tensor.untyped_storage(), _unregister, tensor.data_ptr(), pages)
     return tensor
+
+
+class Places:
+    """Pinned memory in which what goes between host and device stops over: two places, made when first needed.
+
+    num_bytes  the largest that is sent
+    """
+
+    PLACES = 2
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        self._all: dict[int, Tensor] = {}  # by address
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor, land: Callable[[], None]) -> Tensor:
+        """A place for a tensor like this one, contiguous. land: waits for the earliest under way, and gives it back."""
+        while not self._free and len(self._all) == self.PLACES:
+            land()
+        if not self._free:
+            with torch.inference_mode(False):  # they may be used again outside of the inference that made them
+                place = host_empty(self.num_bytes, torch.uint8, pinned=True)
+            self._all[place.data_ptr()] = place
+            self._free.append(place)
+        return self._free.pop()[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def give(self, taken: Tensor) -> None:
+        """Nobody reads or writes it any more."""
+        self._free.append(self._all[taken.data_ptr()])
 
 
 def _whole_pages(num_bytes: int) -> int:
