@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.config import UserError, in_words
+
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 
 
 def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     """[num_elements] on the host, undefined; `pinned` in registered pages, less than one page more than it needs.
 
-    Raises RuntimeError where the driver locks no more memory (`ulimit -l`, the limit of a container).
+    Raises UserError where the driver locks no more memory (`ulimit -l`, the limit of a container).
     """
     if not pinned or num_elements == 0:
         return torch.empty(num_elements, dtype=dtype, device="cpu")
@@ -67,7 +69,10 @@ def _whole_pages(num_bytes: int) -> int:
 def _register(pointer: int, num_bytes: int) -> None:
     code = int(_driver().cudaHostRegister(pointer, num_bytes, _PORTABLE))
     if code != 0:
-        raise RuntimeError(f"the driver registers no {num_bytes} bytes of the host's memory: CUDA error {code}")
+        raise UserError(
+            f"the driver locks no further {in_words(num_bytes)} of the host's memory (CUDA error {code}); raise the "
+            "limit of locked memory (ulimit -l, of a container --ulimit memlock=-1), or give the device more"
+        )
 
 
 def _unregister(pointer: int, pages: mmap.mmap) -> None:
