@@ -124,8 +124,8 @@ Found = tuple[list[Row], list[Target]]
 def _poisson(much: Amount, found: Sequence[Contender], notes: list[str]) -> Found:
     size = much.size
     base = BenchConfig(requests=much.requests, prompt_tokens=size.prompt_tokens, max_tokens=size.max_tokens)
-    found[0].serve(loads(base)[:1], much.concurrency)  # the first chooses kernels
-    _, alone_s = found[0].serve(loads(base), much.concurrency)
+    for _ in range(2):  # the first time chooses kernels, for each number of rows that comes
+        _, alone_s = found[0].serve(loads(base), much.concurrency)
     load = loads(replace(base, rate=2 * much.requests / alone_s))
     notes.append(f"{much.requests} requests in {load[-1].at_s:.1f} s; {much.concurrency} at once")
     rates: dict[str, list[float]] = {one.name: [] for one in found}
