@@ -14,12 +14,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: .venv/.installed
 
+# Modules are compiled when they are imported, which most of them never are: it is half of what an install takes.
 # lm_eval comes without what it asks for: pytablewriter, which only its tables need, forbids our python-dateutil, and
 # its metrics of other tasks need scipy and scikit-learn. What its client needs is in the extra `dev`.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[llm,diffusion,fold,serve,dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps lm_eval
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[llm,diffusion,fold,serve,dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --no-deps lm_eval
 	touch $@
 
 check: install

@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, show, write
 from core.config import UserError, run_command
+from tests.support.chosen import choose_in_a_moment
 
 QUICK_LIMIT_S = 900
 QUICK_FIRST = (
@@ -154,6 +155,8 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
             with partial.open("a") as lines:
                 lines.write(json.dumps(asdict(row)) + "\n")
 
+    if options.quick:
+        choose_in_a_moment()
     try:
         measured = benchmark.measure(replace(options, kept=keep))
     except Missing as error:

@@ -6,7 +6,8 @@ Poisson        requests of mixed lengths at random times (a Poisson process from
                continuous batching is handed all requests at once, which flatters it.
 long prompt    a prompt of 1,500 tokens while nobody writes; then four sequences write, and another comes. The mean time
                of their tokens before it and while it is computed, and the time until it is, paced as `serve` does
-               (`apps.serve.pace`) and with chunks of 512 tokens
+               (`apps.serve.pace`) and with chunks of 512 tokens; and the same beside one writer of a model of 380M
+               parameters in int4
 prompts alike  the time to the first token of a prompt whose beginning nobody has sent before, and of one that shares
                all but its last tokens with it; medians
 ready          `serve --model FOLDER` in a process of its own: seconds until it listens; the interpreter's imports are
@@ -36,13 +37,14 @@ from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from benchmarks.serving import MEASURES, Contender, Size, contenders, engine_of, join_peers
 from core.config import run_command
-from core.models import SHAPES, Decoder
+from core.models import SHAPES, Decoder, DecoderConfig, initialise
 from core.precision import bf16_units
-from core.quant import load_quantized
+from core.quant import load_quantized, quantize
 from core.runtime import keep_freed_memory
 
 STRETCH = 2.0
 PEERS = ("vLLM", "CTranslate2 int8")
+GPT_380M = replace(SHAPES["gpt3_350m"], num_layers=26)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Amount:
     concurrency       requests that a system computes at once, at most
     long_prompt       tokens of the prompt that comes beside four who write
     prefix, prompts   tokens that prompts share, and how many pairs of them
+    larger            the model that writes one sequence beside such a prompt
     """
 
     size: Size
@@ -62,12 +65,24 @@ class Amount:
     long_prompt: int
     prefix: int
     prompts: int
+    larger_name: str = "gpt_380m"
+    larger: DecoderConfig = GPT_380M
 
 
 def amount(options: Options) -> Amount:
     if options.quick:
         tiny = {"vocab_size": 512, "dim": 128, "num_layers": 2, "num_heads": 2, "ffn_dim": 512, "max_length": 256}
-        return Amount(Size("tiny", replace(SHAPES["opt_125m"], **tiny), (), (4, 24), (4, 12)), 8, 1, 4, 200, 96, 2)
+        return Amount(
+            Size("tiny", replace(SHAPES["opt_125m"], **tiny), (), (4, 24), (4, 12)),
+            8,
+            1,
+            4,
+            200,
+            96,
+            2,
+            "tiny",
+            replace(SHAPES["opt_125m"], **tiny),
+        )
     if options.full:
         return Amount(Size("opt_125m", SHAPES["opt_125m"], (), (16, 512), (8, 256)), 96, 3, 32, 1500, 1024, 5)
     return Amount(Size("opt_125m", SHAPES["opt_125m"], (), (16, 256), (8, 128)), 32, 1, 8, 1500, 512, 3)
@@ -91,7 +106,8 @@ def measure(options: Options) -> Measured:
         model = load_quantized(scratch / "int8")
         assert isinstance(model, Decoder)
         for more_rows, more_targets in (
-            _long_prompt(much, model),
+            _long_prompt(model, Beside(much.size.name, "int8", 4, much.long_prompt)),
+            _long_prompt(in_4_bits(much.larger), Beside(much.larger_name, "int4", 1, much.long_prompt)),
             _prompts_alike(much, model),
             _ready(much, scratch / "int8", notes),
         ):
@@ -108,7 +124,8 @@ Found = tuple[list[Row], list[Target]]
 def _poisson(much: Amount, found: Sequence[Contender], notes: list[str]) -> Found:
     size = much.size
     base = BenchConfig(requests=much.requests, prompt_tokens=size.prompt_tokens, max_tokens=size.max_tokens)
-    _, alone_s = found[0].serve(loads(base), much.concurrency)
+    for _ in range(2):  # the first time chooses kernels, for each number of rows that comes
+        _, alone_s = found[0].serve(loads(base), much.concurrency)
     load = loads(replace(base, rate=2 * much.requests / alone_s))
     notes.append(f"{much.requests} requests in {load[-1].at_s:.1f} s; {much.concurrency} at once")
     rates: dict[str, list[float]] = {one.name: [] for one in found}
@@ -136,23 +153,45 @@ def _poisson(much: Amount, found: Sequence[Contender], notes: list[str]) -> Foun
     ]
 
 
-def _long_prompt(much: Amount, model: Decoder) -> Found:
+@dataclass(frozen=True)
+class Beside:
+    """A long prompt beside so many who write, with a model of this shape in this scheme."""
+
+    shape: str
+    scheme: str
+    writers: int
+    prompt_tokens: int
+
+    @property
+    def who(self) -> str:
+        return "one who writes" if self.writers == 1 else f"{self.writers} who write"
+
+
+def in_4_bits(config: DecoderConfig) -> Decoder:
+    model = Decoder(config).eval()
+    initialise(model, 0)
+    quantize(model, "int4", embeddings=True, head=True)
+    return model
+
+
+def _long_prompt(model: Decoder, asked: Beside) -> Found:
     rows, targets = [], []
     for name, stretch in (("paced", STRETCH), ("chunks of 512", None)):
-        engine = engine_of(model, 5, much.long_prompt + 40, None if stretch is None else Pace(stretch))
+        length = asked.prompt_tokens + 40
+        engine = engine_of(model, asked.writers + 1, length, None if stretch is None else Pace(stretch))
         dice = random.Random(0)
 
         def prompt(length: int, dice: random.Random = dice) -> tuple[int, ...]:
-            return tuple(dice.randrange(much.size.model.vocab_size) for _ in range(length))
+            return tuple(dice.randrange(model.config.vocab_size) for _ in range(length))
 
         room = engine.max_length - 16
-        engine.submit(Request("alone", prompt(much.long_prompt), 1, Sampling(temperature=0)))
+        engine.submit(Request("alone", prompt(asked.prompt_tokens), 1, Sampling(temperature=0)))
         idle_s = sum(_steps(engine, room, "alone"))
-        for number in range(4):
+        for number in range(asked.writers):
             engine.submit(Request(str(number), prompt(16), room, Sampling(temperature=0)))
         _steps(engine, 8, None)
         alone_s = _steps(engine, 24, None)
-        engine.submit(Request("long", prompt(much.long_prompt), 1, Sampling(temperature=0)))
+        engine.submit(Request("long", prompt(asked.prompt_tokens), 1, Sampling(temperature=0)))
         beside_s = _steps(engine, room, "long")
         numbers = {
             "per_token_alone_mean_s": Number(statistics.mean(alone_s), "s"),
@@ -161,14 +200,14 @@ def _long_prompt(much: Amount, model: Decoder) -> Found:
             "first_token_of_the_prompt_alone_s": Number(idle_s, "s"),
             "first_token_of_the_prompt_s": Number(sum(beside_s), "s"),
         }
-        rows.append(Row({"shape": much.size.name, "load": "long prompt", "system": f"ours int8, {name}"}, numbers))
+        rows.append(
+            Row({"shape": asked.shape, "load": "long prompt", "system": f"ours {asked.scheme}, {name}"}, numbers)
+        )
         if stretch is not None:
-            what = f"others' mean time of a token alone x 2 / beside a prompt of {much.long_prompt}, {name}"
-            reached = 2 * numbers["per_token_alone_mean_s"].value / numbers["per_token_beside_mean_s"].value
-            targets.append(Target(what, 1.0, reached))
-            what = (
-                f"time to the first token of a prompt of {much.long_prompt} alone x 3 / beside four who write, {name}"
-            )
+            told = f"{asked.shape} {asked.scheme}, a prompt of {asked.prompt_tokens} beside {asked.who}, {name}"
+            slower = numbers["per_token_beside_mean_s"].value / numbers["per_token_alone_mean_s"].value
+            targets.append(Target(f"{told}: a token's mean time alone x 2 / beside it", 1.0, 2 / slower))
+            what = f"{told}: time to its first token alone x 3 / beside them"
             targets.append(Target(what, 1.0, 3 * idle_s / sum(beside_s)))
     return rows, targets
 

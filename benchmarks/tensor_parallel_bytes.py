@@ -24,8 +24,16 @@ def pair_bytes(mesh: MeshConfig, plan: Plan, rows: int, inner: int, outer: int, 
     with torch.device("meta"):
         pair = nn.ModuleDict({"up": nn.Linear(inner, outer, False), "down": nn.Linear(outer, inner, False)})
     found = step_bytes(pair, plan, mesh, rows, 1, 0, itemsize)
-    agreed = ("all_reduce", "tp" if mesh.tp_mode == "1d" else "world")
+    agreed = ("all_reduce", _all_ranks(mesh))
     return found | {agreed: found.get(agreed, 0) + used_bytes(2)}
+
+
+def _all_ranks(mesh: MeshConfig) -> str:
+    """The name under which messages among all ranks are counted: an axis's own, where it is the only one."""
+    if mesh.tp_mode == "1d":
+        return "tp"
+    cut = [axis for axis, ranks in zip(("tp_depth", "tp_row", "tp_col"), mesh.grid, strict=True) if ranks > 1]
+    return cut[0] if len(cut) == 1 else "world"
 
 
 def used_bytes(parameters: int) -> int:

@@ -61,12 +61,14 @@ def own_part(tensor: "DTensor") -> Tensor:
 
 
 def group_named(name: str) -> ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+    given: Any = name  # `GroupName` to type checkers, which is a string
+    return dist.distributed_c10d._resolve_process_group(given)
 
 
-def default_store() -> Store:
-    """The store of the process group that there is."""
-    return dist.distributed_c10d._get_default_store()
+def connection_to_store() -> Store:
+    """Another connection to the store of the process group that there is, for a thread of its own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def fake_store() -> Store:

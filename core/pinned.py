@@ -6,10 +6,13 @@ whole pages are mapped and registered with the driver, and given back when nobod
 
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from core.config import UserError, in_words
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 
@@ -17,7 +20,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     """[num_elements] on the host, undefined; `pinned` in registered pages, less than one page more than it needs.
 
-    Raises RuntimeError where the driver locks no more memory (`ulimit -l`, the limit of a container).
+    Raises UserError where the driver locks no more memory (`ulimit -l`, the limit of a container).
     """
     if not pinned or num_elements == 0:
         return torch.empty(num_elements, dtype=dtype, device="cpu")
@@ -30,6 +33,35 @@ def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     return tensor
 
 
+class Places:
+    """Pinned memory in which what goes between host and device stops over: two places, made when first needed.
+
+    num_bytes  the largest that is sent
+    """
+
+    PLACES = 2
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        self._all: dict[int, Tensor] = {}  # by address
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor, land: Callable[[], None]) -> Tensor:
+        """A place for a tensor like this one, contiguous. land: waits for the earliest under way, and gives it back."""
+        while not self._free and len(self._all) == self.PLACES:
+            land()
+        if not self._free:
+            with torch.inference_mode(False):  # they may be used again outside of the inference that made them
+                place = host_empty(self.num_bytes, torch.uint8, pinned=True)
+            self._all[place.data_ptr()] = place
+            self._free.append(place)
+        return self._free.pop()[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def give(self, taken: Tensor) -> None:
+        """Nobody reads or writes it any more."""
+        self._free.append(self._all[taken.data_ptr()])
+
+
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -37,7 +69,10 @@ def _whole_pages(num_bytes: int) -> int:
 def _register(pointer: int, num_bytes: int) -> None:
     code = int(_driver().cudaHostRegister(pointer, num_bytes, _PORTABLE))
     if code != 0:
-        raise RuntimeError(f"the driver registers no {num_bytes} bytes of the host's memory: CUDA error {code}")
+        raise UserError(
+            f"the driver locks no further {in_words(num_bytes)} of the host's memory (CUDA error {code}); raise the "
+            "limit of locked memory (ulimit -l, of a container --ulimit memlock=-1), or give the device more"
+        )
 
 
 def _unregister(pointer: int, pages: mmap.mmap) -> None:

@@ -26,10 +26,9 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.compat import default_store, fake_store, has_cpp_compiler
+from core.compat import connection_to_store, fake_store, has_cpp_compiler
 from core.config import LAUNCHER, UserError, in_one_line, require_device
 from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
@@ -202,7 +201,7 @@ def _leave() -> None:
 
 
 def _watch() -> Watch:
-    return Watch(_connection(), dist.get_rank(), dist.get_world_size())
+    return Watch(connection_to_store(), dist.get_rank(), dist.get_world_size())
 
 
 def watch_steps(hang_after: float | None, device: torch.device) -> HangWatch:
@@ -210,12 +209,7 @@ def watch_steps(hang_after: float | None, device: torch.device) -> HangWatch:
 
     hang_after  seconds; None: see `core.hang`
     """
-    return HangWatch(_connection(), dist.get_rank(), dist.get_world_size(), hang_after, device.type == "cpu")
-
-
-def _connection() -> Store:
-    """To the ranks' store, for a thread of its own."""
-    return default_store().clone()
+    return HangWatch(connection_to_store(), dist.get_rank(), dist.get_world_size(), hang_after, device.type == "cpu")
 
 
 def _tell(watch: Watch, error: BaseException) -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 from apps.diffusion.config import DataConfig, FinetuneConfig, NoiseConfig, PretrainConfig
 from core.checkpoint import CheckpointConfig
 from core.gemini.config import GeminiConfig
-from core.optim.build import OptimConfig
+from core.optim.adamw import AdamWConfig
 from core.optim.schedule import ScheduleConfig
 from core.parallel.recompute import RecomputeConfig
 
 
-def _adamw(lr: float, shape: str = "constant", warmup_steps: int = 0) -> OptimConfig:
+def _adamw(lr: float, shape: str = "constant", warmup_steps: int = 0) -> AdamWConfig:
     schedule = ScheduleConfig(shape=shape, warmup_steps=warmup_steps)  # pyright: ignore[reportArgumentType]
-    return OptimConfig(lr=lr, betas=(0.9, 0.999), weight_decay=0.01, schedule=schedule)
+    return AdamWConfig(lr=lr, betas=(0.9, 0.999), weight_decay=0.01, schedule=schedule)
 
 
-def _tiny_adamw(lr: float, schedule: ScheduleConfig) -> OptimConfig:
+def _tiny_adamw(lr: float, schedule: ScheduleConfig) -> AdamWConfig:
     """AdamW of the small pipeline, whose runs are too short for a long memory of squares."""
     return replace(_adamw(lr), betas=(0.9, 0.99), schedule=schedule)
 

@@ -12,13 +12,13 @@ from apps.llm.model import find_model
 from apps.llm.pretrain import run
 from core.config import UserError, parse
 from core.models.decoder import DecoderConfig
-from core.optim.build import OptimConfig
+from core.optim.adamw import AdamWConfig
 from core.optim.schedule import ScheduleConfig
 
 _DEFAULTS = FinetuneConfig(
     data=DataConfig(global_batch=8, sequence_length=256),
     steps=200,
-    optim=OptimConfig(lr=5e-5, weight_decay=0.0, schedule=ScheduleConfig(shape="linear", warmup_steps=10, final=0.0)),
+    optim=AdamWConfig(lr=5e-5, weight_decay=0.0, schedule=ScheduleConfig(shape="linear", warmup_steps=10, final=0.0)),
     out=Path("runs/finetune"),
 )
 

@@ -12,6 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from core.streams import recorded
+
 
 class Machine(ABC):
     """A device and the host beside it."""
@@ -81,9 +83,7 @@ class OnGpu(Machine):
         return lambda: wait() or kept
 
     def mark(self) -> Callable[[], None]:
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
-        return done.synchronize
+        return recorded(self.device).synchronize
 
     @cached_property
     def _side(self) -> "torch.cuda.Stream":

@@ -14,10 +14,13 @@ import torch
 
 from benchmarks.gpu.entries import phases
 from benchmarks.gpu.protocol import Entry, Where, as_json
+from tests.support.chosen import choose_in_a_moment
 
 
 def main(argv: list[str]) -> None:
     where = Where(argv[1], "--quick" in argv)
+    if where.quick:
+        choose_in_a_moment()
     entries = {entry.name: entry for phase in phases(argv[0], where) for entry in phase.entries}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -12,27 +12,20 @@ from contextlib import contextmanager
 
 import torch
 
+from core.streams import DeviceStreams, recorded
 
-class Streams:
+
+class Streams(DeviceStreams):
     def __init__(self, device: torch.device):
-        self.on_cuda = device.type == "cuda"
+        super().__init__(device)
         self._freed: list[torch.cuda.Event] = []
         if self.on_cuda:
             self._fetch, self._reduce = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event at the end of what the current stream has to do."""
-        return _recorded() if self.on_cuda else None
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let the current stream wait."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-
     def freed(self) -> None:
         """Memory that the current stream has read or written up to here may be filled anew."""
         if self.on_cuda:
-            self._freed.append(_recorded())
+            self._freed.append(recorded(self.device))
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
@@ -61,10 +54,3 @@ class Streams:
             torch.cuda.current_stream().wait_stream(self._reduce)
             torch.cuda.current_stream().wait_stream(self._fetch)
             self._fetch.synchronize()
-
-
-def _recorded() -> torch.cuda.Event:
-    """An event on the current stream."""
-    event = torch.cuda.Event()
-    event.record()
-    return event

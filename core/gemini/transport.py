@@ -9,7 +9,7 @@ Messages have their own memory, as large as the largest chunk needs, on the devi
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
 from core.mesh import gradient_axis, sub_mesh
 from core.parallel.rows import paired_rows, row_length
-from core.pinned import host_empty
+from core.pinned import Places
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class Transport:
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Be ready for gradients of these chunks."""
         self._arriving: deque[_Arrival] = deque()
-        self._landing = _Landing(max(chunk.own_elements * chunk.wide.itemsize for chunk in chunks))
+        self._landing = Places(max(chunk.own_elements * chunk.wide.itemsize for chunk in chunks))
 
     @property
     def messages(self) -> list[Tensor]:
@@ -216,32 +216,3 @@ class _Arrival(NamedTuple):
     grad: Tensor
     values: Tensor | None
     first: bool
-
-
-class _Landing:
-    """Memory of the host in which gradients arrive that do not stay as they are: two places, made when first needed.
-
-    num_bytes  the largest that is sent
-    """
-
-    PLACES = 2
-
-    def __init__(self, num_bytes: int):
-        self.num_bytes = num_bytes
-        self._free: list[Tensor] = []
-        self._made = 0
-
-    def take(self, like: Tensor, land: Callable[[], None]) -> Tensor:
-        """A place for a tensor like this one. land: waits for the earliest that is on its way, and makes room."""
-        while not self._free and self._made == self.PLACES:
-            land()
-        if not self._free:
-            self._made += 1
-            self._free.append(host_empty(self.num_bytes, torch.uint8, pinned=True))
-        place = self._free.pop()
-        return place[: like.nbytes].view(like.dtype).view(like.shape)
-
-    def give(self, taken: Tensor) -> None:
-        """It has been read."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
-        self._free.append(whole[: self.num_bytes])

@@ -255,12 +255,13 @@ class WholeMatrixOptimizer(ShardedOptimizer):
         gradients = _Message(pool, there, lambda piece: shared[piece.matrix][0].grad, dtype)
         self._update_parts(others)
         wholes = _assembled(gradients.wait(), pool)
-        updates = {matrix: self._direction_at_home(*shared[matrix], wholes.pop(matrix)) for matrix in list(wholes)}
+        updates = {matrix: self._direction_at_home(shared[matrix], wholes.pop(matrix)) for matrix in list(wholes)}
         for piece, update in _Message(pool, back, lambda piece: piece.of(updates[piece.matrix]), dtype).wait():
             h, batch = shared[piece.matrix]
             self._move(h, update.to(h.value.device), batch)
 
-    def _direction_at_home(self, h: Held, batch: Batch, grad: Tensor) -> Tensor:
+    def _direction_at_home(self, matrix: tuple[Held, Batch], grad: Tensor) -> Tensor:
+        h, batch = matrix
         return self._direction(grad.to(h.value.device, batch.wide), h, batch)
 
 

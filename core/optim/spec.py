@@ -35,12 +35,12 @@ class OptimConfig:
     def __new__(cls, name: str = "adamw", *rest: Any, **options: Any) -> Any:
         """Raises UserError for a name that is none, and for an option that the optimizer does not have."""
         if cls is not OptimConfig:
-            return super().__new__(cls)
+            return object.__new__(cls)
         kind = spec_of(name).config
         for given, value in options.items():
             if given not in {item.name for item in fields(kind)}:
                 raise UserError(f"{_without(name, given, f'={value}')}; leave it out")
-        return super().__new__(kind)
+        return object.__new__(kind)
 
     def __post_init__(self) -> None:
         assert type(self) is spec_of(self.name).config, f"a {type(self).__name__} is not of {self.name}"
@@ -52,9 +52,10 @@ class OptimConfig:
             raise UserError(f"optim.clip_norm={self.clip_norm}; give a positive norm, or None for no clipping")
 
     def named(self, name: str) -> "OptimConfig":
-        """The config of another optimizer: what this one changes of its defaults is kept where that has it, too."""
-        there = {item.name for item in fields(spec_of(name).config)} - {"name"}
-        changed = {item.name: getattr(self, item.name) for item in fields(self) if item.name in there}
+        """Of another optimizer: what this config changes of its defaults is kept where that one takes such values."""
+        there = {item.name: item.type for item in fields(spec_of(name).config) if item.name != "name"}
+        alike = [item.name for item in fields(self) if there.get(item.name) == item.type]
+        changed = {key: getattr(self, key) for key in alike}
         usual = {item.name: _default(item) for item in fields(self)}
         return OptimConfig(name, **{key: value for key, value in changed.items() if value != usual[key]})
 
@@ -126,7 +127,9 @@ class OptimizerSpec:
 
     @property
     def name(self) -> str:
-        return next(item.default for item in fields(self.config) if item.name == "name")
+        (item,) = (item for item in fields(self.config) if item.name == "name")
+        assert isinstance(item.default, str)
+        return item.default
 
 
 def own_values(config: OptimConfig) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_what_transformers_has_no_class_for_keeps_its_own_names(capsys, tmp_path
 
 
 def test_muon_goes_with_experts(tmp_path: Path) -> None:
-    options = ("pretrain", *STEPS, "--optim.name", "muon", "--data.cache", tmp_path / "corpora")
+    options = ("pretrain", *STEPS, "--steps", 3, "--optim.name", "muon", "--data.cache", tmp_path / "corpora")
     llm(*options, "--out", tmp_path / "one")
     llm(*options, "--out", tmp_path / "four", "--nproc", 4, "--mesh.ep", 2, "--mesh.tp", 2, "--zero", 1)
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)

@@ -369,7 +369,6 @@ def test_plan(capsys) -> None:
     model = ("--model", "model_5_ptm", "--device", "cuda", "--precision", "bf16")
     code, said, _ = fold(capsys, "plan", "--length", 3000, *model, "--memory", "40GiB")
     assert code == 0
-    assert fold(capsys, "plan", "--length", 3000, *model, "--memory", 40)[1] == said
     found = re.search(r"longest sequence: ([0-9,]+) residues", said)
     assert found
     assert 10_000 < int(found[1].replace(",", "")) < 12_000  # whose pairs alone are 24 to 34 GiB of the 40

@@ -13,6 +13,10 @@ import torch
 from core.checkpoint import complete_steps
 from tests.support.command import ended, hang, llm, losses, metrics, run, start, summary
 
+STEPS = 6
+SHALLOW = ("--recipe", "debug", "--model.num-layers", 5, "--precision", "fp64")
+"""The recipe with 5 of its 16 layers: enough for stages of unequal length."""
+
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -21,10 +25,10 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pretrain(corpora: Path):
-    """`llm pretrain --recipe debug` in fp64 with more options; the run's folder."""
+    """`llm pretrain --recipe debug`, a third as deep and in fp64, with more options; the run's folder."""
 
     def call(out: Path, *options: object) -> Path:
-        llm("pretrain", "--recipe", "debug", "--precision", "fp64", "--data.cache", corpora, "--out", out, *options)
+        llm("pretrain", *SHALLOW, "--data.cache", corpora, "--out", out, *options)
         return out
 
     return call
@@ -32,22 +36,22 @@ def pretrain(corpora: Path):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
-    """Ten uninterrupted steps on one rank: what every other way of running is compared with."""
+    """Six uninterrupted steps on one rank: what every other way of running is compared with."""
     out = tmp_path_factory.mktemp("one_rank") / "run"
-    llm("pretrain", "--recipe", "debug", "--precision", "fp64", "--steps", 10, "--data.cache", corpora, "--out", out)
+    llm("pretrain", *SHALLOW, "--steps", STEPS, "--data.cache", corpora, "--out", out)
     return out
 
 
 def test_debug_learns_and_leaves_a_run_folder(one_rank: Path) -> None:
     rows = metrics(one_rank)
-    assert [row["step"] for row in rows] == list(range(1, 11))
-    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
     assert all(row["tokens_per_s"] > 0 for row in rows)
     figures = summary(one_rank)
     assert figures["status"] == "complete"
     assert figures["device_peak_bytes"] > 0
     assert 0 < figures["heldout_bits_per_byte"] < 8
-    assert json.loads((one_rank / "config.json").read_text())["steps"] == 10
+    assert json.loads((one_rank / "config.json").read_text())["steps"] == STEPS
     assert (one_rank / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -80,23 +84,22 @@ def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:
     "options",
     [
         ("--nproc", 3),
-        ("--nproc", 4, "--mesh.tp", 2, "--zero", 1),
         ("--nproc", 4, "--mesh.tp", 2, "--zero", 3, "--microbatch", 5),
         ("--nproc", 4, "--mesh.dp-replicate", 2, "--zero", 2, "--recompute.mode", "full"),
     ],
     ids=lambda options: " ".join(map(str, options)),
 )
 def test_any_mesh_sees_what_one_rank_sees(one_rank: Path, pretrain, tmp_path: Path, options: tuple) -> None:
-    out = pretrain(tmp_path / "run", "--steps", 10, *options)
+    out = pretrain(tmp_path / "run", "--steps", STEPS, *options)
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-10)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-10)
 
 
 def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_rank: Path, pretrain, tmp_path: Path):
     """A ring of three, whose parts of 32 tokens are ragged; then heads exchanged by two, each of them two of tp."""
-    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 5, "--nproc", 3, "--mesh.cp", 3, "--zero", 2)
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 3, "--nproc", 3, "--mesh.cp", 3, "--zero", 2)
     exchange = ("--mesh.cp", 2, "--mesh.cp-mode", "ulysses", "--mesh.tp", 2)
-    pretrain(out, "--steps", 10, "--resume", "--nproc", 4, "--zero", 3, *exchange)
+    pretrain(out, "--steps", STEPS, "--resume", "--nproc", 4, "--zero", 3, *exchange)
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
 
@@ -104,24 +107,24 @@ def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_ran
 def test_stages_learn_what_one_rank_learns_and_go_on_as_others(one_rank: Path, pretrain, tmp_path: Path) -> None:
     """Two ranks of two stages each, twice; then three of unequal length, which evaluate and export."""
     turn = ("--nproc", 4, "--mesh.pp", 2, "--zero", 1, "--pipeline.schedule", "zbv", "--pipeline.microbatches", 5)
-    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 5, *turn)
-    pretrain(out, "--steps", 10, "--resume", "--nproc", 3, "--mesh.pp", 3, "--pipeline.cost", "measured")
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 3, *turn)
+    pretrain(out, "--steps", STEPS, "--resume", "--nproc", 3, "--mesh.pp", 3, "--pipeline.cost", "measured")
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
     assert (out / "hf" / "model.safetensors").exists()
 
 
 def test_gemini_learns_the_same_and_its_checkpoints_go_on_without_it(one_rank: Path, pretrain, tmp_path: Path) -> None:
-    """Five steps in a tight budget, five without one; and the other way round, on two ranks."""
-    budget = ("--gemini.budget", "12MB", "--microbatch", 4, "--recompute.mode", "full")
-    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 5, *budget)
+    """Three steps in a tight budget, three without one; and the other way round, on two ranks."""
+    budget = ("--gemini.budget", "5MB", "--microbatch", 4, "--recompute.mode", "full")
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 3, *budget)
     figures = summary(out)
-    assert figures["device_peak_bytes"] <= 12_000_000
+    assert figures["device_peak_bytes"] <= 5_000_000
     assert figures["gemini_moved_bytes"] > 0
-    pretrain(out, "--steps", 10, "--resume")
+    pretrain(out, "--steps", STEPS, "--resume")
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
-    other = pretrain(tmp_path / "other", "--steps", 10, "--stop-after", 5)
-    pretrain(other, "--steps", 10, "--resume", "--nproc", 2, "--zero", 3, *budget)
+    other = pretrain(tmp_path / "other", "--steps", STEPS, "--stop-after", 3)
+    pretrain(other, "--steps", STEPS, "--resume", "--nproc", 2, "--zero", 3, *budget)
     assert losses(other) == pytest.approx(losses(one_rank), rel=1e-9)
     assert summary(other)["heldout_bits_per_byte"] == pytest.approx(
         summary(one_rank)["heldout_bits_per_byte"], rel=1e-9
@@ -131,7 +134,7 @@ def test_gemini_learns_the_same_and_its_checkpoints_go_on_without_it(one_rank: P
 def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path: Path) -> None:
     done = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "apps.llm", "pretrain"),
-        *("--recipe", "debug", "--precision", "fp64", "--steps", 10, "--zero", 2),
+        *(*SHALLOW, "--steps", STEPS, "--zero", 2),
         *("--data.cache", corpora, "--out", tmp_path / "run"),
     )
     assert done.returncode == 0, done.stderr
@@ -139,14 +142,14 @@ def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path:
 
 
 def test_resume_on_the_same_mesh_is_exact_and_on_others_close(one_rank: Path, pretrain, tmp_path: Path) -> None:
-    out = pretrain(tmp_path / "run", "--steps", 10, "--stop-after", 4, "--nproc", 4, "--mesh.tp", 2, "--zero", 2)
-    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
-    pretrain(out, "--steps", 10, "--stop-after", 7, "--resume", "--nproc", 4, "--mesh.tp", 4)
-    pretrain(out, "--steps", 10, "--resume")
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, "--nproc", 4, "--mesh.tp", 2, "--zero", 2)
+    assert [row["step"] for row in metrics(out)] == [1, 2]
+    pretrain(out, "--steps", STEPS, "--stop-after", 4, "--resume", "--nproc", 4, "--mesh.tp", 4)
+    pretrain(out, "--steps", STEPS, "--resume")
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-6)
 
-    again = pretrain(tmp_path / "again", "--steps", 10, "--stop-after", 4)
-    pretrain(again, "--steps", 10, "--resume")
+    again = pretrain(tmp_path / "again", "--steps", STEPS, "--stop-after", 3)
+    pretrain(again, "--steps", STEPS, "--resume")
     assert losses(again) == losses(one_rank)
     assert summary(again)["heldout_bits_per_byte"] == summary(one_rank)["heldout_bits_per_byte"]
 
@@ -167,7 +170,7 @@ def test_every_form_of_tensor_parallelism_goes_on_where_another_stopped(pretrain
 def _started(corpora: Path, out: Path, *options: object) -> subprocess.Popen:
     """A long run, once it has written some steps."""
     process = start(
-        *("-m", "apps.llm", "pretrain", "--recipe", "debug", "--steps", 100000),
+        *("-m", "apps.llm", "pretrain", "--recipe", "debug", "--model.num-layers", 5, "--steps", 100000),
         *("--data.cache", corpora, "--out", out, *options),
     )
     deadline = time.monotonic() + 240
@@ -207,8 +210,8 @@ def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_pa
     last = max(complete_steps(out / "checkpoints"))
     steps = last + 3
     llm(
-        *("pretrain", "--recipe", "debug", "--steps", 100000, "--stop-after", steps, "--resume"),
-        *("--data.cache", corpora, "--out", out),
+        *("pretrain", "--recipe", "debug", "--model.num-layers", 5, "--steps", 100000, "--stop-after", steps),
+        *("--resume", "--data.cache", corpora, "--out", out),
     )
     assert [row["step"] for row in metrics(out)] == list(range(1, steps + 1))
 

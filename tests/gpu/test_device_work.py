@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from apps.fold.subbatch.slices import every, host_zeros, settle, update_rows
 from core.gemini import wrap
 from core.kernels import quantized_matmul, ways
 from core.models import Decoder, DecoderConfig, initialise
@@ -195,3 +196,20 @@ def test_bloom_generates_in_16_bits_what_its_rounded_weights_say(padded: bool, d
         logits = model.to(device, torch.bfloat16)(ids.to(device), *given.values())[:, -1].double().cpu()
     assert float((logits - exact).abs().max()) < 0.05 * float(exact.abs().max())
     assert generate(model, ids[:, -20:].to(device), 3).shape == (2, 23)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.cuda
+def test_slices_of_host_memory_are_copied_beside_what_is_computed(columns: bool, device: torch.device) -> None:
+    """Rows without anybody waiting; columns stop over in pinned places, for which the host waits."""
+    with torch.no_grad():
+        z, like = host_zeros((1, 301, 301, 64), torch.bfloat16), torch.zeros(1, device=device)
+        z.copy_(torch.arange(z.numel()).view(z.shape) % 101)
+        wanted = z * 2 + 1
+        for _ in range(2):  # places are made at the first
+            given = z.transpose(1, 2) if columns else z
+            with waits() if not columns else nullcontext():
+                update_rows(given, like, every(301, 40), lambda _, rows: rows.take() * 2 + 1)
+            settle(z, like)
+            assert torch.equal(z, wanted)
+            z.sub_(1).div_(2)

@@ -18,12 +18,13 @@ from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from tests.support.accounted import accounted_peak_bytes
 from tests.support.covering import few_rows
 
-MODEL = DecoderConfig(vocab_size=2048, dim=256, num_layers=6, num_heads=4, ffn_dim=1024, max_length=64)
+MODEL = DecoderConfig(vocab_size=1024, dim=128, num_layers=6, num_heads=4, ffn_dim=512, max_length=64)
+STAGED = replace(MODEL, vocab_size=2048, dim=256, ffn_dim=1024)
 
 
-def peak(mesh: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
+def peak(model: DecoderConfig, mesh: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
     built = build_mesh(mesh.resolve(dist.get_world_size(), parallel.zero), "cpu")
-    return accounted_peak_bytes(MODEL, built, parallel, rows, MODEL.max_length, num_microbatches)
+    return accounted_peak_bytes(model, built, parallel, rows, model.max_length, num_microbatches)
 
 
 ESTIMATED = [
@@ -41,7 +42,7 @@ ROWS = {
 def test_estimate(ranks, name: str) -> None:
     precision, tp, zero, num_microbatches = ROWS[name].values()
     parallel = ParallelConfig(zero=zero, precision=precision, reduce_each=num_microbatches > 1)
-    measured = max(ranks(2 * tp).run(peak, MeshConfig(tp=tp), parallel, 4, num_microbatches))
+    measured = max(ranks(2 * tp).run(peak, MODEL, MeshConfig(tp=tp), parallel, 4, num_microbatches))
     run = RunShape(
         precision=precision,
         dp_replicate=1 if zero else 2,
@@ -64,11 +65,11 @@ def test_estimate(ranks, name: str) -> None:
 def test_estimate_of_stages(ranks, schedule: ScheduleName) -> None:
     """The fullest rank, with what its schedule keeps of twelve microbatches; the tied head's weight is there twice."""
     pipeline = PipelineConfig(schedule)
-    run = RunShape(pp=2, pipeline=pipeline, microbatch_size=4, num_microbatches=12, sequence_length=MODEL.max_length)
-    shape = decoder_shape(MODEL, device_type="cpu")
+    run = RunShape(pp=2, pipeline=pipeline, microbatch_size=4, num_microbatches=12, sequence_length=STAGED.max_length)
+    shape = decoder_shape(STAGED, device_type="cpu")
     given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
     parallel = ParallelConfig(pipeline=given)
-    measured = max(ranks(2).run(peak, MeshConfig(pp=2), parallel, 4, run.num_microbatches))
+    measured = max(ranks(2).run(peak, STAGED, MeshConfig(pp=2), parallel, 4, run.num_microbatches))
     assert estimate_memory(shape, run).peak_bytes == pytest.approx(measured, rel=0.1)
 
 

@@ -37,6 +37,7 @@ from benchmarks.result import (
 from benchmarks.serving import peer
 from benchmarks.tensor_parallel_bytes import pair_bytes
 from core.config import UserError
+from core.mesh import MeshConfig
 from core.optim.build import build_optimizer
 
 DATA = Path(__file__).parents[1] / "data" / "fold"
@@ -136,6 +137,13 @@ def test_tensor_parallelism_is_counted_and_equals_its_closed_form(form: str) -> 
             assert found.parameter_bytes * mesh.tp == 4 * 2 * 64 * 128 * mesh.tp_depth
     exponent = tensor_parallel.exponent(form, rows)
     assert len(rows) == 1 if exponent is None else exponent == pytest.approx(tensor_parallel.EXPONENTS[form][1])
+
+
+def test_a_grid_with_one_axis_is_counted_under_that_axis() -> None:
+    mesh = MeshConfig(tp=2, tp_mode="2.5d", tp_depth=2)
+    found = tensor_parallel.on_a_fake_group(mesh, tensor_parallel.Sizes(256, 64, 128))
+    assert found.bytes == pair_bytes(mesh, tensor_parallel.plan_of("2.5d"), 256, 64, 128, itemsize=4)
+    assert {axis for _, axis in found.bytes} == {"tp_depth"}
 
 
 def test_a_result_names_the_tree_that_it_was_measured_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

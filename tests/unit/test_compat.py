@@ -56,7 +56,7 @@ def of_meshes() -> str:
     assert (joined.mesh_dim_names, tuple(joined.shape)) == (("a", "c"), (2, 1))
     group = mesh["a"].get_group()
     assert compat.group_named(group.group_name) is group
-    store = compat.default_store().clone()
+    store = compat.connection_to_store()
     store.add("compat", 1)
     ranks = compat.checkpoint_ranks(dist.new_group(backend="gloo"))
     assert ranks.broadcast("what", lambda: "said") == "said"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,12 +26,18 @@ OF_A_CPU = ("compile", "vnni", "paged_loops", "matmul", "attention_on_cpu", "ref
 @pytest.fixture(scope="module")
 def collected() -> dict[str, tuple[bool, bool]]:
     """Test without its parameters -> (it asks for `device`, it is marked gpu), on a machine without a GPU."""
-    command = [sys.executable, "-c", COLLECT, "tests"]
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if _may_be_marked(path)]
+    command = [sys.executable, "-c", COLLECT, *map(str, files)]
     environment = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("ITEM ")]
     return {name: (asks == "True", marked == "True") for _, name, asks, marked in lines}
+
+
+def _may_be_marked(path: Path) -> bool:
+    """A mark is named where it is set, in the file or in its folder's conftest."""
+    return any("gpu" in file.read_text() for file in (path, path.parent / "conftest.py") if file.exists())
 
 
 def test_every_test_that_is_marked_gpu_asks_for_the_device(collected: dict[str, tuple[bool, bool]]) -> None:

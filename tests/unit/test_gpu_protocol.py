@@ -7,13 +7,18 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import chain, repeat
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.gpu import entries, protocol
+from benchmarks.gpu import entries, protocol, worker
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.protocol import Entry, Phase, Where
 from benchmarks.result import ROOT, Number, Row, read
+from tests.support.forkserver import context
 
 CPU = Where("cpu", quick=True)
 
@@ -43,7 +48,7 @@ def hanging(where: Where) -> Iterator[Row]:
 
 
 AWKWARD = [
-    Entry("failing", failing), Entry("dying", dying), Entry("hanging", hanging, most_s=8.0),
+    Entry("failing", failing), Entry("dying", dying), Entry("hanging", hanging, most_s=3.0),
     Entry("long", fine, least_s=10_000.0), Entry("fine", fine),
 ]  # fmt: skip
 
@@ -53,20 +58,43 @@ def phases(where: Where) -> list[Phase]:
     return [Phase(AWKWARD)]
 
 
+class Forked:
+    """A worker of the entries above, forked from what has imported torch: as much of a Popen as the protocol uses."""
+
+    def __init__(self, line: list[str]) -> None:
+        asked, ask = Pipe(duplex=False)
+        answer, answers = Pipe(duplex=False)
+        self._process = context().Process(target=_work, args=(line[3:], asked, answers))
+        self._process.start()
+        self.pid = self._process.pid
+        self.stdin, self.stdout = os.fdopen(os.dup(ask.fileno()), "w"), os.fdopen(os.dup(answer.fileno()))
+        for end in (asked, ask, answer, answers):
+            end.close()
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _work(argv: list[str], asked: Connection, answers: Connection) -> None:
+    os.setsid()
+    for number, end in enumerate((asked, answers)):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdin = os.fdopen(0)
+    worker.phases = lambda command, where: phases(where)
+    worker.main(argv)
+
+
 @pytest.fixture
 def tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command of the entries above, in this process and in its workers."""
     monkeypatch.setattr(entries, "phases", lambda command, where: phases(where))
     monkeypatch.setattr(entries, "targets_of", lambda command: lambda figures: [])
-    program = (
-        "import sys; from benchmarks.gpu import entries; from tests.unit import test_gpu_protocol as tested; "
-        "entries.phases = lambda command, where: tested.phases(where); "
-        "from benchmarks.gpu import worker; worker.main(sys.argv[1:])"
-    )
     started = subprocess.Popen
 
-    def popen(line: list[str], **options):
-        return started([sys.executable, "-c", program, *line[3:]], **options)
+    def popen(line: list[str], **options: Any) -> Any:
+        return Forked(line) if "benchmarks.gpu.worker" in line else started(line, **options)
 
     monkeypatch.setattr(protocol.subprocess, "Popen", popen)
 
@@ -81,7 +109,7 @@ def test_an_entry_that_fails_dies_or_hangs_takes_no_other_with_it(
     assert found == [("failing", 3.0), ("dying", 4.0), ("hanging", 5.0), ("fine", 1.0), ("fine", 2.0)]
     assert result.notes[0] == "failing: ValueError: no such thing at all"
     assert result.notes[1] == "dying: its process ended with exit code 7"
-    assert result.notes[2].startswith("hanging was stopped after 8 s")
+    assert result.notes[2].startswith("hanging was stopped after 3 s")
     assert result.notes[3].startswith("long is left out")
     assert len(result.notes) == 4
     said = capfd.readouterr().out
@@ -91,11 +119,11 @@ def test_an_entry_that_fails_dies_or_hangs_takes_no_other_with_it(
 
 @pytest.mark.usefixtures("tested")
 def test_the_budget_holds_for_all_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_s = chain([300.0, 300.0, 5.0], repeat(0.0))  # before the entry and its process, for the entry, and then
+    left_s = chain([300.0, 300.0, 3.0], repeat(0.0))  # before the entry and its process, for the entry, and then
     monkeypatch.setattr(protocol.Record, "left_s", property(lambda record: next(left_s)))
     record = protocol.Record("a", CPU, tmp_path, lambda figures: [])
     protocol.run_phase(Phase([Entry("hanging", hanging, most_s=1000.0), Entry("fine", fine)]), record)
-    assert any("hanging was stopped after 5 s" in note for note in record.notes)
+    assert any("hanging was stopped after 3 s" in note for note in record.notes)
     assert any("fine is left out" in note for note in record.notes)
 
 
@@ -118,21 +146,45 @@ def test_where_there_is_no_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.C
     assert said == "error: torch finds no CUDA device; --device cpu --quick shows that the command runs\n"
 
 
-@pytest.mark.parametrize("command", ["a", "b", "c"])
-def test_every_command_runs_on_a_cpu(command: str, tmp_path: Path) -> None:
+FEW = {
+    "a": ("softmax is right", "tests of a GPU"),
+    "b": ("roofline", "softmax, speed", "llama_7b, bf16", "bloom_7b1, int4"),
+    "c": (
+        *("pretrain gpt3_1_3b, our kernels", "Gemini", "Evoformer block, 16 residues", "Evoformer block, the longest"),
+        "Stable Diffusion",
+    ),
+}
+"""One entry of each kind: families of kernels are run one by one in tests/kernels and in the benchmark `kernels`."""
+
+
+@pytest.mark.parametrize("command", FEW)
+def test_every_command_runs_on_a_cpu(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_command = entries.phases(command, CPU)
+    few = [Phase([entry for entry in phase.entries if entry.name in FEW[command]]) for phase in of_command]
+    monkeypatch.setattr(entries, "phases", lambda command, where: few)
+    assert main([command, "--out", str(tmp_path), "--device", "cpu", "--quick"]) == 0
+    assert _entries_seen(command, tmp_path) == {*FEW[command]}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", FEW)
+def test_every_entry_of_every_command_runs_on_a_cpu(command: str, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "benchmarks.gpu", command, "--out", str(tmp_path), "--device", "cpu", "--quick"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    result = read(tmp_path / f"gpu_{command}.json")
+    assert _entries_seen(command, tmp_path) == {e.name for p in entries.phases(command, CPU) for e in p.entries}
+
+
+def _entries_seen(command: str, out: Path) -> set[str]:
+    """Names of the entries that gave a figure; none was stopped or left out."""
+    result = read(out / f"gpu_{command}.json")
     assert [note for note in result.notes if "stopped" in note or "left out" in note] == []
-    seen = {str(row.case["entry"]) for row in result.figures}
-    assert seen == {entry.name for phase in entries.phases(command, CPU) for entry in phase.entries}
-    assert json.loads((tmp_path / f"gpu_{command}.json").read_text())["command"].startswith("python -m benchmarks.gpu")
+    written = json.loads((out / f"gpu_{command}.json").read_text())
+    assert written["command"].startswith(f"python -m benchmarks.gpu {command} --out PATH --device cpu --quick")
+    return {str(row.case["entry"]) for row in result.figures}
 
 
 def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.gpu.__main__ import main
-
     for argv, said in (
         (["a"], "a needs --out FOLDER"),
         (["a", "--out", "x", "--device", "cpu"], "give --quick with it"),

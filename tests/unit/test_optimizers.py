@@ -393,6 +393,7 @@ def test_what_a_recipe_changes_goes_along_to_another_optimizer() -> None:
     assert lars == OptimConfig("lars", lr=0.5, weight_decay=0.0, clip_norm=None, schedule=schedule, trust=0.5)
     lamb = parse({"r": recipe}, ["--name", "lamb"], "command", "r")
     assert lamb.betas == (0.5, 0.6)
+    assert parse({"r": recipe}, ["--name", "came"], "command", "r").betas == OptimConfig("came").betas  # it has three
     assert lamb.eps == OptimConfig("lamb").eps != OptimConfig().eps  # a default of the other is no choice
 
 

@@ -25,7 +25,8 @@ from apps.diffusion.modules import VAE
 from core.checkpoint import CheckpointConfig
 from core.compose import parallelize
 from core.data import GlobalBatches
-from core.optim.build import OptimConfig, build_optimizer
+from core.optim.adamw import AdamWConfig
+from core.optim.build import build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.runtime import Runtime, seed_everything, start
 from core.train import TrainConfig, fit, open_run
@@ -47,7 +48,7 @@ def autoencoder(out: Path, steps: int = 1000) -> AutoencoderConfig:
     return AutoencoderConfig(
         steps=steps,
         out=out,
-        optim=OptimConfig(
+        optim=AdamWConfig(
             lr=2e-3,
             betas=(0.9, 0.99),
             weight_decay=0.0,

@@ -18,7 +18,7 @@ from apps.fold.model.features import Features
 from apps.fold.model.folding import FoldingModel, Recycled
 from apps.fold.model.structure import StructureModule
 from apps.fold.subbatch.operations import OPERATIONS, Operation, operations_of
-from apps.fold.subbatch.slices import Cuts, How, every
+from apps.fold.subbatch.slices import Cuts, How, every, host_zeros
 
 Choices = Mapping[str, How]
 
@@ -103,7 +103,7 @@ def offload_pairs(model: nn.Module, empty: Callable[..., Tensor] | None = None) 
 
     empty  (shape, dtype) -> zeros there; by default pinned where there is a GPU
     """
-    empty = empty or _host_zeros
+    empty = empty or host_zeros
     assert isinstance(model, FoldingModel)
     config = model.config
 
@@ -114,7 +114,3 @@ def offload_pairs(model: nn.Module, empty: Callable[..., Tensor] | None = None) 
         return Recycled(row, pairs, torch.zeros(B, N, 3, device=like.device))
 
     model.nothing = nothing
-
-
-def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())

@@ -37,7 +37,19 @@ from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention, Keys
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
 from apps.fold.subbatch.products import multiply
-from apps.fold.subbatch.slices import Cuts, How, collect, empty_beside, fetch, put, update
+from apps.fold.subbatch.slices import (
+    Cuts,
+    How,
+    collect,
+    collect_rows,
+    each,
+    empty_beside,
+    enough,
+    send,
+    update,
+    update_rows,
+)
+from core.link import Coming
 
 _SMALL = 4  # a row of a bias or of a factor takes less than a quarter of what a row of the operation takes
 
@@ -87,7 +99,8 @@ def _row_attention(
 def _bias(pair_bias: Callable[[Tensor], Tensor], how: How, cuts: Cuts, z_BNNZ: Tensor, like: Tensor) -> Tensor:
     """[B, H, N, N], made by slices of rows."""
     N = z_BNNZ.shape[1]
-    return collect(N, cuts(N, min(N, _SMALL * how.rows), 2), 2, lambda at: pair_bias(fetch(z_BNNZ[:, at], like)))
+    slices = cuts(N, min(N, _SMALL * how.rows), enough(z_BNNZ, 2))
+    return collect_rows(z_BNNZ, like, slices, 2, lambda _, z_BINZ: pair_bias(z_BINZ.take()))
 
 
 def _column_attention(module: nn.Module, whole: Any, how: How, cuts: Cuts, m: Tensor, mask: Tensor) -> Tensor:
@@ -95,8 +108,8 @@ def _column_attention(module: nn.Module, whole: Any, how: How, cuts: Cuts, m: Te
 
 
 def _transition(module: Transition, whole: Any, how: How, cuts: Cuts, x: Tensor) -> Tensor:
-    weight = module.up.weight
-    return update(x, cuts(x.shape[1], how.rows), 1, lambda at: whole(fetch(x[:, at], weight)))
+    slices = cuts(x.shape[1], how.rows, enough(x))
+    return update_rows(x, module.up.weight, slices, lambda _, rows: whole(rows.take()))
 
 
 def _outer_product(
@@ -105,11 +118,14 @@ def _outer_product(
     mask_BSN, S = mask.to(m.dtype), m.shape[1]
     a_BSNC, b_BSNC = _factors(module, cuts(S, min(S, _SMALL * how.rows)), m, mask_BSN)
 
-    def rows(at: slice) -> Tensor:
-        added = module.update(a_BSNC[:, :, at], b_BSNC, mask_BSN[:, :, at], mask_BSN)
-        return added.add_(fetch(z[:, at], mask)) if not torch.is_grad_enabled() else z[:, at] + added
+    def rows(at: slice, z_BINZ: Coming) -> Tensor:
+        return _added(module.update(a_BSNC[:, :, at], b_BSNC, mask_BSN[:, :, at], mask_BSN), z_BINZ)
 
-    return update(z, cuts(z.shape[1], how.rows), 1, rows)
+    return update_rows(z, mask, cuts(z.shape[1], how.rows, enough(z)), rows)
+
+
+def _added(update: Tensor, z_BINZ: Coming) -> Tensor:
+    return z_BINZ.take() + update if torch.is_grad_enabled() else update.add_(z_BINZ.take())
 
 
 def _factors(module: OuterProductMean, slices: list[slice], m: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,11 +147,10 @@ def _factors(module: OuterProductMean, slices: list[slice], m: Tensor, mask: Ten
 def _sequence_to_pair(module: SequenceToPair, whole: Any, how: How, cuts: Cuts, m: Tensor, z: Tensor) -> Tensor:
     q_BNC, k_BNC = module.factors(m)
 
-    def rows(at: slice) -> Tensor:
-        added = module.update(q_BNC, k_BNC[:, at])
-        return added.add_(fetch(z[:, at], m)) if not torch.is_grad_enabled() else z[:, at] + added
+    def rows(at: slice, z_BINZ: Coming) -> Tensor:
+        return _added(module.update(q_BNC, k_BNC[:, at]), z_BINZ)
 
-    return update(z, cuts(z.shape[1], how.rows), 1, rows)
+    return update_rows(z, m, cuts(z.shape[1], how.rows, enough(z)), rows)
 
 
 # --- the pairs --------------------------------------------------------------------------------------------------------
@@ -146,21 +161,21 @@ def _triangle_attention(module: TriangleAttention, whole: Any, how: How, cuts: C
     bias_BHNN = _bias(lambda z_BINZ: module.pair_bias(module.norm(z_BINZ)), how, cuts, z_BNNZ, mask)
     factor = module.dropout(z_BNNZ)
 
-    def rows(at: slice) -> Tensor:
-        z_BINZ = fetch(z_BNNZ[:, at], mask)
+    def rows(at: slice, coming: Coming) -> Tensor:
+        z_BINZ = coming.take()
         return module.edges(module.norm(z_BINZ), z_BINZ, mask_BNN[:, at], bias_BHNN, factor)
 
-    out = update(z_BNNZ, cuts(z.shape[1], how.rows), 1, rows)
+    out = update_rows(z_BNNZ, mask, cuts(z.shape[1], how.rows, enough(z)), rows)
     return out if module.starting else out.transpose(1, 2)
 
 
 def _embed_pairs(
     model: FoldingModel, whole: Any, how: How, cuts: Cuts, features: Features, last: Tensor, points: Tensor
 ) -> Tensor:
-    def rows(at: slice) -> Tensor:
-        return model.pair_rows(features, fetch(last[:, at], features.msa_BSNF), points, at)
+    def rows(at: slice, last_BINZ: Coming) -> Tensor:
+        return model.pair_rows(features, last_BINZ.take(), points, at)
 
-    return update(last, cuts(last.shape[1], how.rows), 1, rows)
+    return update_rows(last, features.msa_BSNF, cuts(last.shape[1], how.rows, enough(last)), rows)
 
 
 def _template_pairs(
@@ -168,29 +183,29 @@ def _template_pairs(
     mask: Tensor,
 ) -> Tensor:  # fmt: skip
     N, T = z.shape[1], templates.mask_BT.shape[1]
-    slices, embedded = cuts(N, how.rows), []
+    slices, embedded = cuts(N, how.rows, enough(z)), []
     for t in range(T):
-        t_BNNC = _beside(z, slices, lambda at, t=t: module.pairs(templates, t, at))
+        t_BNNC = _beside(z, mask, slices, lambda at, t=t: module.pairs(templates, t, at))
         for block in module.blocks:
             t_BNNC = block(t_BNNC, mask)
         embedded.append(t_BNNC)
 
-    def rows(at: slice) -> Tensor:
-        z_BINZ = fetch(z[:, at], mask)
-        t_BINTC = torch.stack([fetch(t_BNNC[:, at], mask) for t_BNNC in embedded], 3)
+    def rows(at: slice, *coming: Coming) -> Tensor:
+        z_BINZ, *t_BINC = (one.take() for one in coming)
+        t_BINTC = torch.stack(t_BINC, 3)
+        del t_BINC
         return z_BINZ + module.read(z_BINZ, t_BINTC, templates.mask_BT)
 
-    return update(z, slices, 1, rows)
+    return update_rows(z, mask, slices, rows, *embedded)
 
 
-def _beside(z: Tensor, slices: list[slice], part: Callable[[slice], Tensor]) -> Tensor:
-    """The parts side by side along rows, where z lies."""
+def _beside(z: Tensor, like: Tensor, slices: list[slice], part: Callable[[slice], Tensor]) -> Tensor:
+    """The parts side by side along rows, where z lies; they are made where `like` lies."""
     if torch.is_grad_enabled():
         return torch.cat([part(at) for at in slices], 1)
     B, N, C = z.shape[0], z.shape[1], part(slice(0, 1)).shape[-1]
     out = empty_beside(z, B, N, N, C)
-    for at in slices:
-        put(out[:, at], part(at))
+    each(z, like, slices, lambda at: (), lambda at: send(out[:, at], part(at)))
     return out
 
 
@@ -205,11 +220,11 @@ def _gather(
     module: InvariantPointAttention, whole: Any, how: How, cuts: Cuts, q: Tensor, points: Tensor, frames: Frames,
     mask: Tensor, z: Tensor, keys: Keys,
 ) -> Tensor:  # fmt: skip
-    def residues(at: slice) -> Tensor:
-        z_BINZ = module.normalise(fetch(z[:, at], q))  # pyright: ignore[reportCallIssue]
+    def residues(at: slice, coming: Coming) -> Tensor:
+        z_BINZ = module.normalise(coming.take())  # pyright: ignore[reportCallIssue]
         return whole(q[:, at], points[:, at], frames.map(lambda f: f[:, at]), mask[:, at], z_BINZ, keys)
 
-    return collect(q.shape[1], cuts(q.shape[1], how.rows, 2), 1, residues)
+    return collect_rows(z, q, cuts(q.shape[1], how.rows, enough(z, 2)), 1, residues)
 
 
 # --- work -------------------------------------------------------------------------------------------------------------

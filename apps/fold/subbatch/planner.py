@@ -1,7 +1,7 @@
 """Which operation is done in which slices, so that a prediction stays within a budget and takes the least time.
 
 The plan is a pure function of the model's shape, the sizes of the input, the number format, the kind of device and the
-budget. It does not guess what an operation allocates: `core.metrics.MemoryAccount` counts tensors on the meta device.
+budget. It does not guess what an operation allocates: `core.trace.account` counts tensors on the meta device.
 
     1. The model runs once, one block of each stack. It tells what is alive when each operation has its turn, and the
        most that is alive outside of operations. Residuals are added in place, so neither depends on what is chosen.
@@ -10,8 +10,9 @@ budget. It does not guess what an operation allocates: `core.metrics.MemoryAccou
     3. Each operation is done in the way (whole, slices, orders of the triangle product) that takes the least time of
        those whose peak is within the budget.
 
-If there is none for some operation, z moves to host memory (on a GPU); if that does not help either, the smallest
-budget that would do is named.
+If there is none for some operation, z moves to host memory (on a GPU), and the next slice and the last result, which
+are on their ways, are counted with each operation. If that does not help either, the smallest budget that would do is
+named.
 
 Times are FLOPs, bytes and launches over what a machine does a second (`Rates`): they decide between ways, and say
 roughly how long a prediction takes. On a CPU what an operation has alive at once may stay in the cache; bytes count as
@@ -39,7 +40,7 @@ from apps.fold.model.triangle import TriangleMultiplication
 from apps.fold.subbatch.execute import normalise_in_slices, offload_pairs, replace_method, wrap
 from apps.fold.subbatch.operations import Operation, Work, operations_of
 from apps.fold.subbatch.reading import read_pairs
-from apps.fold.subbatch.slices import Cuts, How, every, first_only
+from apps.fold.subbatch.slices import Cuts, How, enough, every, first_only, stands_for_host
 from apps.fold.weights.esmfold import esmfold_table
 from apps.fold.weights.table import name_table
 from core.config import UserError
@@ -275,7 +276,7 @@ class _Survey:
         host = stand_in if self.job.device == "cuda" else partial(torch.empty, device="meta")
 
         def read(module: nn.Module, whole: Any, how: How, cuts: Cuts, z: Tensor, mask: Tensor) -> Any:
-            slices = cuts(z.shape[1], how.rows)
+            slices = cuts(z.shape[1], how.rows, enough(z))
             return read_pairs(model.heads, z, mask, slices, host, distances=self.job.distances)
 
         widths = model.heads.distogram.out_features * (1 if model.heads.pae is None else 2)
@@ -364,14 +365,16 @@ class _Decision:
         """Of a way's slices, from the largest that is within the budget on, those that take the least time.
 
         Halves of slices save twice as much of what leaves the cache and add twice as many launches, until they fit. So
-        the largest are the fastest, or those about where the cache begins to hold them.
+        the largest are the fastest, or those about where the cache begins to hold them. Where z is far halves leave
+        half as much to be copied before and after all computing.
         """
         cache = RATES[self.job.device].cache
-        if not cache:
-            return largest
         first, about = way.index(largest), self._about(turn, way)
-        fits = next((at for at, how in enumerate(way) if about(how) <= cache), len(way) - 1)
-        some = [way[at] for at in (first, fits - 1, fits) if at >= first]
+        if cache:
+            fits = next((at for at, how in enumerate(way) if about(how) <= cache), len(way) - 1)
+            some = [way[at] for at in (first, fits - 1, fits) if at >= first]
+        else:
+            some = way[first:] if _far_bytes(turn) else [largest]
         return min(some, key=lambda how: self._seconds(turn, how, about(how)))
 
     def _about(self, turn: _Turn, way: list[How]) -> Callable[[How], float]:
@@ -406,14 +409,17 @@ class _Decision:
         pairs = self.job.residues**2 * self.job.config.pair_dim * self.job.dtype.itemsize
         if how.method in ("copy", "cross"):
             moved += slices * pairs  # a factor is read for every slice
+        again = 0.0
         if how.method == "cross":
             tiles = -(-length // how.tile)
             again = (tiles - 1) / 2
             flops *= 1 + again * work_share(self.job.config, length)
             moved += again * 8 * pairs
             launches = work.launches * (tiles + 1) * slices
-        link = 2 * pairs / rates.host if self.survey.offload else 0.0
-        return flops / rates.flops + moved / rates.memory + launches * rates.launch_s + link
+        computing = flops / rates.flops + moved / rates.memory + launches * rates.launch_s
+        copying = (2 + again) * _far_bytes(turn) / rates.host
+        # Copies run beside computing, but for those of the first slice and the last.
+        return max(computing, copying) + min(computing, copying) / slices
 
     def _beyond_cache(self, allocated: float) -> float:
         """The share of what an operation has alive that does not fit the cache."""
@@ -431,6 +437,11 @@ class _Decision:
         if top == "structure_module":
             times = config.structure.num_layers
         return times * self.job.iterations
+
+
+def _far_bytes(turn: _Turn) -> int:
+    """Of what the operation is given those that lie in host memory."""
+    return sum(x.numel() * x.element_size() for x in _tensors(turn.given) if stands_for_host(x))
 
 
 def work_share(config: ModelConfig, residues: int) -> float:

@@ -23,17 +23,31 @@ the other two orders are written for outgoing edges, x_ij = sum_k a_ik b_jk.
 Shapes: B batch, N residues, I or J some rows, Z = c_z channels, C channels of the product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from apps.fold.model.triangle import TriangleMultiplication
-from apps.fold.subbatch.slices import Cuts, How, collect, empty_beside, fetch, put
+from apps.fold.subbatch.slices import (
+    Cuts,
+    How,
+    collect,
+    collect_rows,
+    each,
+    empty_beside,
+    enough,
+    put,
+    send,
+    settle,
+    update_rows,
+)
 from core.kernels.gated_output import gated_residual
 from core.kernels.matmul import linear
 from core.kernels.triangle import norm_channels_last, pair_factors, pair_product
+from core.link import Coming
 
 A, B = 0, 1
 
@@ -83,8 +97,7 @@ def multiply(
     if torch.is_grad_enabled():
         return whole(z, mask)
     if how.method == "whole":
-        put(z, whole(fetch(z, mask), mask))
-        return z
+        return update_rows(z, mask, [slice(0, z.shape[1])], lambda _, rows: whole(rows.take(), mask))
     if how.method == "channels":
         _in_channels(module, how, cuts, z, mask)
         return z
@@ -100,8 +113,8 @@ def _factor_of(
     first, last = cuts[0].start, cuts[-1].stop if length is None else cuts[0].start + length
     out: list[Tensor] = []
 
-    def make(at: slice) -> None:
-        n = product.norm(fetch(z[:, at], mask))
+    def make(at: slice, z_BINZ: Coming) -> None:
+        n = product.norm(z_BINZ.take())
         for number, side in enumerate(sides):
             factor = product.factor(n, mask[:, at], side)
             if len(out) < len(sides):
@@ -110,15 +123,14 @@ def _factor_of(
             if out[number] is not factor:
                 out[number][:, :, at.start - first : at.stop - first].copy_(factor)
 
-    for at in cuts:
-        make(at)
+    each(z, mask, cuts, lambda at: [z[:, at]], make)
     return out
 
 
 def _in_channels(module: TriangleMultiplication, how: How, cuts: Cuts, z_BNNZ: Tensor, mask_BNN: Tensor) -> None:
     product, N = Product(module), z_BNNZ.shape[1]
-    rows = cuts(N, how.rows, 2)
-    n_BNNZ = collect(N, rows, 1, lambda at: product.norm(fetch(z_BNNZ[:, at], mask_BNN)))
+    slices = cuts(N, how.rows, enough(z_BNNZ, 2))
+    n_BNNZ = collect_rows(z_BNNZ, mask_BNN, slices, 1, lambda _, z_BINZ: product.norm(z_BINZ.take()))
     weight_4CZ, bias_4C = (module.get_parameter(name).unflatten(0, (4, -1)) for name in ("in_weight", "in_bias"))
     C = bias_4C.shape[1]
 
@@ -127,27 +139,37 @@ def _in_channels(module: TriangleMultiplication, how: How, cuts: Cuts, z_BNNZ: T
         return pair_product(a, b, outgoing=module.outgoing)
 
     x_BCNN = collect(C, cuts(C, how.tile, 2), 1, product_of)
-    for at in rows:
-        put(z_BNNZ[:, at], product.result(x_BCNN[:, :, at], fetch(z_BNNZ[:, at], mask_BNN), n_BNNZ[:, at]))
+
+    def rows(at: slice, z_BINZ: Coming) -> Tensor:
+        return product.result(x_BCNN[:, :, at], z_BINZ.take(), n_BNNZ[:, at])
+
+    update_rows(z_BNNZ, mask_BNN, slices, rows)
 
 
 def _in_copied_order(product: Product, how: How, cuts: Cuts, z_BNNZ: Tensor, mask_BNN: Tensor) -> None:
-    slices = cuts(z_BNNZ.shape[1], how.rows, 2)
+    slices = cuts(z_BNNZ.shape[1], how.rows, enough(z_BNNZ, 2))
     (b_BCNN,) = _factor_of(product, z_BNNZ, mask_BNN, (B,), slices, z_BNNZ.shape[1])
 
-    def rows(at: slice) -> None:
-        z_BINZ = fetch(z_BNNZ[:, at], mask_BNN)
+    def rows(at: slice, coming: Coming) -> Tensor:
+        z_BINZ = coming.take()
         n_BINZ = product.norm(z_BINZ)
         x_BCIN = pair_product(product.factor(n_BINZ, mask_BNN[:, at], A), b_BCNN, outgoing=True)
-        put(z_BNNZ[:, at], product.result(x_BCIN, z_BINZ, n_BINZ))
+        return product.result(x_BCIN, z_BINZ, n_BINZ)
 
-    for at in slices:
-        rows(at)
+    update_rows(z_BNNZ, mask_BNN, slices, rows)
+
+
+class _Turn(NamedTuple):
+    """Some rows J of a tile u, which meet the rows of tile t: the cells (t, J), and where u is not t (J, t)."""
+
+    rows: slice
+    place: Tensor | None
+    """where the new (J, t) wait; None where u is t"""
 
 
 def _in_cross_order(product: Product, how: How, cuts: Cuts, z_BNNZ: Tensor, mask_BNN: Tensor) -> None:
     batch, N, _, Z = z_BNNZ.shape
-    tiles, num_tiles = cuts(N, how.tile, 2), -(-N // how.tile)
+    tiles, num_tiles = cuts(N, how.tile, enough(z_BNNZ) + 1), -(-N // how.tile)
     num_cells = max((num_tiles - 1 - t) * (t + 1) for t in range(num_tiles))
     pool = empty_beside(z_BNNZ, num_cells, batch, how.tile, how.tile, Z)
     free, waiting = list(range(num_cells)), dict[tuple[int, int], int]()  # (row's tile, column's tile) -> cell
@@ -155,32 +177,56 @@ def _in_cross_order(product: Product, how: How, cuts: Cuts, z_BNNZ: Tensor, mask
     def cell(number: int, rows: slice, columns: slice) -> Tensor:
         return pool[number][:, : rows.stop - rows.start, : columns.stop - columns.start]
 
-    for t, at in enumerate(tiles):
-        own = [slice(at.start + s.start, at.start + s.stop) for s in cuts(at.stop - at.start, how.rows, 2)]
+    def turns(t: int) -> Iterator[_Turn]:
+        for u in range(t, len(tiles)):
+            place = cell(waiting[u, t], tiles[u], tiles[t]) if u > t else None
+            for part in _within(tiles[u], cuts, how.rows, enough(z_BNNZ)):
+                here = slice(part.start - tiles[u].start, part.stop - tiles[u].start)
+                yield _Turn(part, None if place is None else place[:, here])
+
+    for t, at in enumerate(cuts(N, how.tile, 2)):
+        own = _within(at, cuts, how.rows, enough(z_BNNZ, 2))
         a_BCIN, b_BCIN = _factor_of(product, z_BNNZ, mask_BNN, (A, B), own, at.stop - at.start)
+        if t > 0:
+            settle(z_BNNZ, mask_BNN)
         for s, before in enumerate(tiles[:t]):
             number = waiting.pop((t, s))
             put(z_BNNZ[:, at, before], cell(number, at, before))
             free.append(number)
-        for u in range(t, len(tiles)):
-            if u > t:
-                waiting[u, t] = free.pop()
-            for part in cuts(tiles[u].stop - tiles[u].start, how.rows):
-                here = slice(tiles[u].start + part.start, tiles[u].start + part.stop)
-                if u == t:
-                    _cells(product, a_BCIN, b_BCIN[:, :, part], z_BNNZ[:, at, here], None, mask_BNN)
-                    continue
-                a_BCJN, b_BCJN = _factor_of(product, z_BNNZ, mask_BNN, (A, B), [here])
-                _cells(product, a_BCIN, b_BCJN, z_BNNZ[:, at, here], None, mask_BNN)
-                place = cell(waiting[u, t], tiles[u], at)[:, part]
-                _cells(product, a_BCJN, b_BCIN, z_BNNZ[:, here, at], place, mask_BNN)
-                del a_BCJN, b_BCJN
+        waiting |= {(u, t): free.pop() for u in range(t + 1, len(tiles))}
+        _meet(product, at, a_BCIN, b_BCIN, turns(t), z_BNNZ, mask_BNN)
         del a_BCIN, b_BCIN
 
 
-def _cells(
-    product: Product, a_BCIN: Tensor, b_BCJN: Tensor, z_BIJZ: Tensor, place: Tensor | None, like: Tensor
-) -> None:
-    """New values of the cells z_BIJZ, into `place` or over the old ones."""
-    result = product.result(pair_product(a_BCIN, b_BCJN, outgoing=True), fetch(z_BIJZ, like))
-    put(z_BIJZ if place is None else place, result)
+def _within(tile: slice, cuts: Cuts, rows: int, enough: int) -> list[slice]:
+    """Slices of a tile's rows."""
+    return [slice(tile.start + s.start, tile.start + s.stop) for s in cuts(tile.stop - tile.start, rows, enough)]
+
+
+def _meet(
+    product: Product, at: slice, a_BCIN: Tensor, b_BCIN: Tensor, turns: Iterable[_Turn], z_BNNZ: Tensor,
+    mask_BNN: Tensor,
+) -> None:  # fmt: skip
+    """New values of the cells of the rows `at`, whose factors are a and b, and of each turn's."""
+
+    def views(turn: _Turn) -> list[Tensor]:
+        own = [z_BNNZ[:, at, turn.rows]]
+        return own if turn.place is None else [*own, z_BNNZ[:, turn.rows], z_BNNZ[:, turn.rows, at]]
+
+    def result(a: Tensor, b: Tensor, z_BIJZ: Coming) -> Tensor:
+        return product.result(pair_product(a, b, outgoing=True), z_BIJZ.take())
+
+    def part(turn: _Turn, z_BIJZ: Coming, *others: Coming) -> None:
+        place = z_BNNZ[:, at, turn.rows]
+        if turn.place is None:
+            here = slice(turn.rows.start - at.start, turn.rows.stop - at.start)
+            send(place, result(a_BCIN, b_BCIN[:, :, here], z_BIJZ))
+            return
+        z_BJNZ, z_BJIZ = others
+        n_BJNZ = product.norm(z_BJNZ.take())
+        a_BCJN, b_BCJN = (product.factor(n_BJNZ, mask_BNN[:, turn.rows], side) for side in (A, B))
+        del n_BJNZ
+        send(place, result(a_BCIN, b_BCJN, z_BIJZ))
+        send(turn.place, result(a_BCJN, b_BCIN, z_BJIZ))
+
+    each(z_BNNZ, mask_BNN, turns, views, part)

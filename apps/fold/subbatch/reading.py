@@ -8,7 +8,8 @@ from torch import Tensor
 
 from apps.fold.model.heads import aligned_tm_scores, predicted_aligned_error
 from apps.fold.model.network import NetworkHeads
-from apps.fold.subbatch.slices import fetch, put
+from apps.fold.subbatch.slices import each, put
+from core.link import Coming
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,13 @@ def read_pairs(
     pae = None if heads.pae is None else host((N, N), dtype=torch.float32)
     scores = []
 
-    def read(at: slice) -> None:
-        z_BINZ = fetch(z_BNNZ[:, at], mask_BN)
+    def views(at: slice) -> list[Tensor]:
+        return [z_BNNZ[:, at]] + [z_BNNZ[:, :, at]] * (near is not None)
+
+    def read(at: slice, rows: Coming, *columns: Coming) -> None:
+        z_BINZ = rows.take()
         if near is not None:
-            back_BINZ = fetch(z_BNNZ[:, :, at], mask_BN).transpose(1, 2)
+            back_BINZ = columns[0].take().transpose(1, 2)
             logits = heads.distogram(z_BINZ).add_(heads.distogram(back_BINZ))
             put(near[at], torch.softmax(logits.float(), -1)[0])
             del back_BINZ, logits
@@ -51,6 +55,5 @@ def read_pairs(
             put(pae[at], predicted_aligned_error(logits)[0])
             scores.append(aligned_tm_scores(logits, mask_BN))
 
-    for at in slices:
-        read(at)
+    each(z_BNNZ, mask_BN, slices, views, read)
     return PairNumbers(near, pae, torch.cat(scores, 1).amax() if scores else None)

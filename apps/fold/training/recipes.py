@@ -14,7 +14,7 @@ from apps.fold.loss.total import LossConfig, fine_tuning
 from apps.fold.toy import HELDOUT, NOTE, STRUCTURES
 from apps.fold.training.config import DataConfig, FoldTrainConfig
 from core.checkpoint import CheckpointConfig
-from core.optim.build import OptimConfig
+from core.optim.adamw import AdamWConfig
 from core.optim.schedule import ScheduleConfig
 from core.parallel.recompute import RecomputeConfig
 
@@ -68,7 +68,7 @@ def tiny() -> FoldTrainConfig:
         loss=LossConfig(backbone=1.0, unclamped=1.0, distogram=1.0, masked_msa=0.0, plddt=0.02),
         average=0.97,
         steps=800,
-        optim=OptimConfig(
+        optim=AdamWConfig(
             lr=3e-3,
             betas=(0.9, 0.99),
             eps=1e-6,
@@ -112,10 +112,8 @@ def debug() -> FoldTrainConfig:
     )
 
 
-def _adam(rate: float, schedule: ScheduleConfig) -> OptimConfig:
-    return OptimConfig(
-        "adamw", lr=rate, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, clip_norm=0.1, schedule=schedule
-    )
+def _adam(rate: float, schedule: ScheduleConfig) -> AdamWConfig:
+    return AdamWConfig(lr=rate, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, clip_norm=0.1, schedule=schedule)
 
 
 RECIPES: dict[str, Callable[[], FoldTrainConfig]] = {

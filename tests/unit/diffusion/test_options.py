@@ -33,7 +33,7 @@ COMMANDS = {
     ],
 }
 """command -> words of each of its modes"""
-VALUES = TRAINING | {"class_prompt": "dog", "instance_prompt": "sks", "unet": "sd_v1", "vae_tile": 64}
+VALUES = TRAINING | {"class_prompt": "dog", "instance_prompt": "sks", "unet": "sd_v1", "vae_tile": 64, "gpu": "A100"}
 VALUES |= {"gemini.budget": "60MB", "validation.sampling.height": 16, "validation.sampling.width": 16}
 # Read, as part of what is handed on, by runs that have no use for them.
 ALSO = {

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from core.config import UserError
 from core.gemini.chunk import Chunk, Member
 from core.gemini.planning import probe_bytes
 from core.gemini.tier import DeviceTier
@@ -68,7 +69,7 @@ def test_less_than_a_page_more_than_it_needs(driver: Driver, num_elements: int) 
 
 def test_a_driver_that_locks_no_more_says_so(driver: Driver) -> None:
     driver.code = 2
-    with pytest.raises(RuntimeError, match="registers no 4096 bytes"):
+    with pytest.raises(UserError, match=r"locks no further 4 KiB .*ulimit -l"):
         host_empty(10, torch.float32, pinned=True)
 
 
