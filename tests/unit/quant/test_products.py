@@ -131,7 +131,8 @@ def test_what_a_product_in_fp32_holds_is_known(monkeypatch, rows: int, channels:
         before = account.current_bytes
         assert (integers._KERNELS["floats"](q, codes) == 15 * columns).all()
         held = account.peak_bytes - before - 4 * rows * channels
-        assert held <= integers.float_bytes(rows, (channels, columns)) + 8 <= 1.15 * held
+        # And the number 128, a tensor, which the account sees when it is first used.
+        assert held <= integers.float_bytes(rows, (channels, columns)) + 4 <= 1.15 * held
 
 
 @pytest.mark.parametrize("name", ["signed", "unsigned", "form", "floats"])
