@@ -274,6 +274,10 @@ def take_turn(turn: Turn) -> dict[str, Any]:
         losses = [float(step(next(batches))) for _ in range(turn.num_warmup)]
         seconds = [_timed(step, next(batches)) for _ in range(turn.num_steps)]
         accounted = _accounted(step, next(batches)) if turn.account else 0
+        # DDP's reducer must not outlive the group: as its last owner it waits, with the interpreter's lock, for a thread
+        # of gloo that frees its tensors under that lock (one turn in thirty never ended).
+        del step
+        gc.collect()
         means = torch.tensor(losses, dtype=torch.float64)
         peaks = torch.tensor([accounted, resident_peak_bytes()])
         dist.all_reduce(means)

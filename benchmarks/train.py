@@ -200,23 +200,26 @@ def take_turn(turn: Turn, python: Path) -> dict[str, Any]:
             arguments = [python, "-m", "benchmarks.contenders", folder / "turn.json", folder / f"{rank}.json"]
             with (folder / f"{rank}.log").open("w") as log:
                 ranks.append(subprocess.Popen(arguments, env=_environment(turn, rank, port), stdout=log, stderr=log))
-        failed = _wait(ranks)
+        late, failed = _wait(ranks)
         if failed is not None:
             said = (folder / f"{failed}.log").read_text().strip().splitlines()[-1:]
-            raise UserError(f"{turn.contender} at {turn.precision} failed on rank {failed}: {' '.join(said)}")
+            what = f"has not ended after {TURN_LIMIT_S} s" if late else "failed"
+            raise UserError(f"{turn.contender} at {turn.precision} {what} on rank {failed}: {' '.join(said)}")
         return json.loads((folder / "0.json").read_text())
 
 
-def _wait(ranks: list[subprocess.Popen]) -> int | None:
-    """Wait for all; the first rank that fails or is late ends the others and is returned."""
+def _wait(ranks: list[subprocess.Popen]) -> tuple[bool, int | None]:
+    """Wait for all.  Returns (late, the first rank that failed or is late); that rank ends the others."""
     deadline = time.monotonic() + TURN_LIMIT_S
     try:
-        while any(process.poll() is None for process in ranks):
+        while running := [rank for rank, process in enumerate(ranks) if process.poll() is None]:
             failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-            if failed or time.monotonic() > deadline:
-                return failed[0] if failed else 0
+            if failed:
+                return False, failed[0]
+            if time.monotonic() > deadline:
+                return True, running[0]
             time.sleep(0.05)
-        return next((rank for rank, process in enumerate(ranks) if process.returncode), None)
+        return False, next((rank for rank, process in enumerate(ranks) if process.returncode), None)
     finally:
         for process in ranks:
             process.kill()

@@ -50,6 +50,7 @@ softmax_backward = torch._softmax_backward_data
 int_mm = torch._int_mm
 int4_mm, pack_int4 = torch._weight_int4pack_mm_for_cpu, torch._convert_weight_to_int4pack_for_cpu
 has_amx, has_avx512_bf16 = torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported
+multiplies_bytes = torch.cpu._is_vnni_supported
 
 
 # --- distributed ------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
     residual, normed and two copies, and the hidden activations: before (and beside a gate), and behind
     quantized   inputs and results of a product in fp32 where the model has 16 bits; of int8 and llm.int8 the digits
     attention   on a CPU a sequence at a time: its keys and values out of the pages, mask or ALiBi's bias
-    product     on a GPU with the quantized weight that takes most: some of it widened, or what stands for x in 8 bits
+    product     with the quantized weight that takes most: some of it widened, or what stands for x in 8 bits
     """
     hidden, width = model.ffn_dim // ranks, format.dtype.itemsize
     gated = model.activation in ("swiglu", "geglu")
@@ -180,8 +180,8 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
     if kind != "cpu":  # there drawing takes a few rows at a time, and histories are made when somebody needs one
         at_once = min(load.sequences, slab_rows(kind, model.vocab_size))
         logits += (DRAW_BYTES * at_once + HISTORY_BYTES * (load.sequences + 1)) * model.vocab_size
-    more = _attention_on_cpu(model, load, ranks) if kind == "cpu" else _product_on_gpu(model, format, load, ranks)
-    return tokens * token + logits + more
+    more = _attention_on_cpu(model, load, ranks) if kind == "cpu" else 0
+    return tokens * token + logits + more + _product(model, format, load, ranks, kind)
 
 
 def _tokens(load: Load) -> int:
@@ -189,14 +189,14 @@ def _tokens(load: Load) -> int:
     return min(load.batch_tokens, load.sequences * load.length)
 
 
-def _product_on_gpu(model: DecoderConfig, format: Format, load: Load, ranks: int) -> int:
+def _product(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: str) -> int:
     if format.scheme is None:
         return 0
     most = 0
     for name, shape in _shapes(model, ranks).items():
         rows = min(_rows_multiplied(name, load), _tokens(load))
         if name in format.stored and len(shape) == 2 and rows:
-            most = max(most, working_bytes(format.scheme, rows, (shape[0], shape[1]), format.dtype))
+            most = max(most, working_bytes(format.scheme, rows, (shape[0], shape[1]), format.dtype, kind))
     return most
 
 

@@ -65,6 +65,8 @@ def pack_weight(weight: nn.Parameter) -> bool:
     is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
     if not (is_plain and _AVAILABLE and weight.ndim == 2 and weight.numel() and weight.dtype in _PACKED):
         return False
+    if not _is_offered(weight.dtype):
+        return False
     if not _packing_is_faster(*weight.shape, weight.dtype, torch.get_num_threads()):
         return False
     setattr(weight, _NAME, _Form(_packed(weight.detach()), weight.data_ptr(), weight.dtype))
@@ -83,18 +85,24 @@ def _form(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 @cache
+def _is_offered(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies in this format here: bf16 wants AVX-512."""
+    try:
+        _packed(torch.ones(1, 1, dtype=dtype, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+@cache
 def _packing_is_faster(num_channels: int, num_columns: int, dtype: torch.dtype, num_threads: int) -> bool:
     """For one row and for some, measured on as many of the weight's rows as tell."""
     weight = torch.ones(min(num_channels, 4096), num_columns, dtype=dtype, device="cpu")
-    try:
-        form = _packed(weight)
-        return all(
-            least_seconds(lambda x=x: _by_form(x, form), _TRIES)
-            < least_seconds(lambda x=x: F.linear(x, weight), _TRIES)
-            for x in (weight[:1], weight[:1].expand(_ROWS, -1).contiguous())
-        )
-    except RuntimeError:  # this CPU does not offer it
-        return False
+    form = _packed(weight)
+    return all(
+        least_seconds(lambda x=x: _by_form(x, form), _TRIES) < least_seconds(lambda x=x: F.linear(x, weight), _TRIES)
+        for x in (weight[:1], weight[:1].expand(_ROWS, -1).contiguous())
+    )
 
 
 def _by_form(x: Tensor, form: Tensor) -> Tensor:

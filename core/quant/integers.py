@@ -14,8 +14,9 @@ the weights lost, and a third would cost half as much again.
 VNNI multiplies unsigned by signed bytes, so q is kept as q + 128, one unsigned byte; 128 times the codes' sums are
 taken off. The kernel is the fastest one here for the shape (measured once a process): `core.kernels.vnni`'s, for few
 rows; torch's, unsigned or signed; or, where the weight has that form too (`core.quant.packed`), oneDNN's with
-weights in its own order, which arranges nothing in a call and takes the sums and the scales on the way out. Where this
-CPU's instructions saturate (no VNNI): fp32 products of pieces small enough to be exact.
+weights in its own order, which arranges nothing in a call and takes the sums and the scales on the way out; or fp32
+products of pieces small enough to be exact, which win with many rows where a CPU has no instructions for bytes (no
+VNNI), and are all that there is where its instructions saturate.
 
 Shapes: M rows of x, I columns, O output channels, P digits, R = P M rows of integers.
 """
@@ -28,7 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from core.compat import FakeTensor, int_mm
+from core.compat import FakeTensor, int_mm, multiplies_bytes
 from core.kernels.llvm import available
 from core.kernels.timing import fastest_from_memory
 from core.kernels.traced import number_of, traced
@@ -36,6 +37,8 @@ from core.kernels.vnni import Int8Weight, digits_of, int8_product, offered
 from core.quant.weight import QuantizedWeight
 
 _DIGITS, _DIGITS_OF_OUTLIERS = 2, 3
+NUM_DIGITS = {"w8a8": 1, "int8": _DIGITS, "llm.int8": 1}
+"""of one row of x, by scheme, those of few outliers left out"""
 # Numbers as tensors of the format that they meet: others would be converted in each call.
 _PLACES = torch.tensor([127.0, 127.0 * 2**7, 127.0 * 2**14], dtype=torch.float32, device="cpu")[:, None, None]
 _VALUES = 1 / _PLACES
@@ -49,6 +52,8 @@ _MEASURED_CHANNELS, _MEASURED_BYTES, _MEASURED_WEIGHTS, _ROUNDS = 4096, 4 << 20,
 """of a weight, and of the weights that a kernel is measured on: several, for its own instructions are in a cache"""
 # Integers up to 2^24 are exact in fp32: sums of 1024 products of two bytes.
 _EXACT_COLUMNS = 1024
+# Of digits, and of a weight, that are in fp32 at a time.
+_FLOAT_ROWS, _FLOAT_CHANNELS = 256, 1024
 
 
 class Codes:
@@ -189,10 +194,35 @@ def _by_vnni(q_RI: Tensor, codes: Codes) -> Tensor:
 
 
 def _by_floats(q_RI: Tensor, codes: Codes) -> Tensor:
-    """fp32 products of pieces whose sums are exact, added up in fp64."""
-    pieces = zip(q_RI.split(_EXACT_COLUMNS, 1), codes.codes_OI.split(_EXACT_COLUMNS, 1))
-    whole = torch.stack([(q.float() - _BASE) @ part.float().T for q, part in pieces]).sum(0, dtype=torch.float64)
-    return whole.float() * codes.scale_O
+    """fp32 products of pieces whose sums are exact, added up in fp64; some rows and channels after others."""
+    y_RO = torch.empty(q_RI.shape[0], len(codes.codes_OI), dtype=torch.float32, device="cpu")
+    for q_SI, y_SO in zip(q_RI.split(_FLOAT_ROWS), y_RO.split(_FLOAT_ROWS)):
+        _floats_of_rows(q_SI.float().sub_(_BASE), codes.codes_OI, y_SO)
+    return y_RO.mul_(codes.scale_O)
+
+
+def _floats_of_rows(q_SI: Tensor, codes_OI: Tensor, y_SO: Tensor) -> None:
+    for codes_CI, y_SC in zip(codes_OI.split(_FLOAT_CHANNELS), y_SO.split(_FLOAT_CHANNELS, 1)):
+        if q_SI.shape[1] <= _EXACT_COLUMNS:
+            y_SC.copy_(q_SI @ codes_CI.float().T)
+            continue
+        whole_SC = torch.zeros((), dtype=torch.float64, device="cpu")
+        for q_SE, codes_CE in zip(q_SI.split(_EXACT_COLUMNS, 1), codes_CI.split(_EXACT_COLUMNS, 1)):
+            whole_SC = (q_SE @ codes_CE.float().T).double().add_(whole_SC)
+        y_SC.copy_(whole_SC)
+
+
+def float_bytes(rows: int, weight: tuple[int, int]) -> int:
+    """What a product in fp32 of pieces holds beside digits and result in fp32; 0 where nobody takes it.
+
+    rows    of digits
+    weight  its rows and columns
+    """
+    if "floats" not in exact_kernels():
+        return 0
+    columns, rows, channels = weight[1], min(rows, _FLOAT_ROWS), min(weight[0], _FLOAT_CHANNELS)
+    sums = 4 if columns <= _EXACT_COLUMNS else 20  # a piece's own in fp32; in fp64, and those before it
+    return 4 * rows * columns + 4 * channels * min(columns, _EXACT_COLUMNS) + sums * rows * channels
 
 
 _KERNELS: dict[str, Kernel] = {
@@ -273,8 +303,11 @@ def _measured(num_channels: int, num_columns: int, rows: int, has_form: bool, nu
 
 @cache
 def exact_kernels() -> tuple[str, ...]:
-    """The kernels of integers that do not saturate on this CPU; fp32 products where there is none."""
-    return tuple(name for name in ("signed", "unsigned", "form", "vnni") if _is_exact(name)) or ("floats",)
+    """The kernels of integers that do not saturate on this CPU; products in fp32, where it multiplies no bytes or all
+    of them saturate.
+    """
+    found = tuple(name for name in ("signed", "unsigned", "form", "vnni") if _is_exact(name))
+    return found if found and multiplies_bytes() else (*found, "floats")
 
 
 def _is_exact(name: str) -> bool:

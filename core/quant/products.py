@@ -21,7 +21,7 @@ from core.kernels.quantized_matmul import (
     library_bytes,
     widening_bytes,
 )
-from core.quant.integers import integer_product
+from core.quant.integers import NUM_DIGITS, float_bytes, integer_product
 from core.quant.packed import packed_product
 from core.quant.scheme import Scheme
 from core.quant.weight import FUNCTIONS, Function, QuantizedWeight
@@ -119,13 +119,17 @@ def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     return int8_dynamic_matmul(x, weight.codes, weight.scale, bias, threshold=threshold)
 
 
-def working_bytes(scheme: str, rows: int, weight: tuple[int, int], dtype: torch.dtype) -> int:
-    """The most that a product on a GPU holds at once beside x, the weight and its result, whichever way it goes.
+def working_bytes(scheme: str, rows: int, weight: tuple[int, int], dtype: torch.dtype, kind: str) -> int:
+    """The most that a product holds at once beside x, the weight and its result (on a CPU also beside the digits of x,
+    and in the schemes of 8 bits alone), whichever way it goes.
 
     scheme  a name, such as int4
     rows    of x, which is of this dtype
     weight  its rows and columns
+    kind    of the device
     """
+    if kind == "cpu":
+        return float_bytes(rows * NUM_DIGITS[scheme], weight) if scheme in NUM_DIGITS else 0
     if scheme == "w8a8":
         return library_bytes(rows, weight)
     if scheme == "llm.int8":  # tiles alone: x's codes, and each row's largest element

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.quant import QuantizedWeight, Scheme, quantize
+from core.metrics import MemoryAccount
+from core.quant import QuantizedWeight, Scheme, integers, quantize
 from core.quant.integers import _KERNELS, Codes, exact_kernels, packed_integers
 from core.quant.packed import fastest_form
 from core.quant.weight import quantized_weight
@@ -118,6 +119,20 @@ def test_onednns_form_gives_the_same_bits() -> None:
         for rows in (1, 2, 9, 100):
             x = normal(rows, 160)
             assert torch.equal(F.linear(x, packed), F.linear(x, plain))
+
+
+@pytest.mark.parametrize(("rows", "channels", "columns"), [(3, 37, 1024), (300, 37, 2100), (520, 1500, 48)])
+def test_what_a_product_in_fp32_holds_is_known(monkeypatch, rows: int, channels: int, columns: int) -> None:
+    monkeypatch.setattr(integers, "exact_kernels", lambda: ("floats",))
+    q = torch.full((rows, columns), 131, dtype=torch.uint8)
+    codes = Codes(torch.full((channels, columns), 5, dtype=torch.int8), torch.ones(channels))
+    with MemoryAccount() as account:
+        account.add([q, codes.codes_OI, codes.scale_O])
+        before = account.current_bytes
+        assert (integers._KERNELS["floats"](q, codes) == 15 * columns).all()
+        held = account.peak_bytes - before - 4 * rows * channels
+        # And the number 128, a tensor, which the account sees when it is first used.
+        assert held <= integers.float_bytes(rows, (channels, columns)) + 4 <= 1.15 * held
 
 
 @pytest.mark.parametrize("name", ["signed", "unsigned", "form", "floats"])

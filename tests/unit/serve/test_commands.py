@@ -161,7 +161,7 @@ def test_broken_folders(capsys, tmp_path, spoil, says):
     """Named in one line, before anything is loaded."""
     folder = small_model(tmp_path / "model")
     spoil(folder)
-    said = refusal(capsys, "--model", folder)
+    said = refusal(capsys, "--model", folder, "--port", 0)
     assert any(word in said for word in says.split("|")), said
 
 

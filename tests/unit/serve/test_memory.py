@@ -14,6 +14,7 @@ from core.config import UserError, size_in_bytes
 from core.models import SHAPES, save_pretrained
 from core.nn.routing import MoEConfig
 from core.quant import SCHEMES, Scheme, quantize, quantize_folder, stored_bytes
+from core.quant.integers import NUM_DIGITS, exact_kernels
 from core.trace.account import MemoryAccount
 from tests.support.http_server import small_model
 from tests.unit.models.test_pretrained import example, random_decoder
@@ -64,7 +65,9 @@ def test_weights_pages_and_work_are_what_a_step_takes(name, dtype, scheme):
         format = quantized_format(config, Scheme(scheme), dtype, dtype)
     # Several prompts; the second half of one, whose mask and bias are counted as torch needs them, which other ways of
     # computing attention do not.
-    for num_sequences, length, new, most in ((8, 64, 64, 1.35), (1, 512, 256, 8)):
+    # Pieces of products in fp32, of constant size, are much of what so small a model takes.
+    hardly = 1.65 if scheme in NUM_DIGITS and "floats" in exact_kernels() else 1.35
+    for num_sequences, length, new, most in ((8, 64, 64, hardly), (1, 512, 256, 8)):
         needed = need(config, format, Load(num_sequences, length, num_sequences * new), device="cpu")
         # llm.int8: a weight has gains where its columns ask for them; beside parameters there are ALiBi's slopes
         assert needed.weights == pytest.approx(stored_bytes(model), rel=0.02 if scheme == "llm.int8" else 1e-4)
@@ -96,13 +99,12 @@ MIB = 1 << 20
     ],
 )
 def test_what_products_hold_on_a_gpu_is_counted(monkeypatch, scheme, ranks, held):
-    """Of the widest matrices of a model, 16,384 x 4,096, and of no product on a CPU."""
+    """Of the widest matrices of a model, 16,384 x 4,096."""
     config, half, load = SHAPES["gpt3_6_7b"], torch.float16, Load(8, 2048, 2048)
     format = quantized_format(config, Scheme(scheme), half, half)
-    with_product, on_cpu = need(config, format, load, ranks), need(config, format, load, ranks, "cpu")
+    with_product = need(config, format, load, ranks)
     monkeypatch.setattr("apps.serve.memory.working_bytes", lambda *_: 0)
     assert with_product.work - need(config, format, load, ranks).work == held
-    assert on_cpu == need(config, format, load, ranks, "cpu")
 
 
 def test_a_head_is_multiplied_with_the_last_rows_alone():
