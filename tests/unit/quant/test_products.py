@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.metrics import MemoryAccount
 from core.quant import QuantizedWeight, Scheme, integers, quantize
 from core.quant.integers import _KERNELS, Codes, exact_kernels, packed_integers
 from core.quant.packed import fastest_form
 from core.quant.weight import quantized_weight
+from core.trace.account import MemoryAccount
 
 WEIGHT_ONLY = (
     Scheme("int8"),
