@@ -274,8 +274,8 @@ def take_turn(turn: Turn) -> dict[str, Any]:
         losses = [float(step(next(batches))) for _ in range(turn.num_warmup)]
         seconds = [_timed(step, next(batches)) for _ in range(turn.num_steps)]
         accounted = _accounted(step, next(batches)) if turn.account else 0
-        # DDP's reducer must not outlive the group: as its last owner it waits, with the interpreter's lock, for a thread
-        # of gloo that frees its tensors under that lock (one turn in thirty never ended).
+        # DDP's reducer must not outlive the group: as its last owner it waits, holding the interpreter's lock, for a
+        # thread of gloo that frees its tensors under that lock (one turn in thirty never ended).
         del step
         gc.collect()
         means = torch.tensor(losses, dtype=torch.float64)
