@@ -49,6 +49,7 @@ def debug() -> PretrainConfig:
             tokenizer="byte",
             sequence_length=32,
             global_batch=24,
+            heldout_fraction=0.04,
         ),
         steps=20,
         optim=OptimConfig(lr=2e-3, schedule=ScheduleConfig(warmup_steps=2)),

@@ -6,6 +6,7 @@ own, and so are its ranks. On a GPU all are: what is forked from a process that 
 """
 
 import faulthandler
+import gc
 import json
 import os
 import subprocess
@@ -60,6 +61,7 @@ def _python(words: list[str], cwd: str, out: str, err: str) -> None:
 
     from tests.support.forked_ranks import forked_ranks, run_python
 
+    gc.freeze()  # what was imported before the fork is not looked through again, nor copied for it
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)

@@ -3,7 +3,8 @@
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-PRELOADED = ["pytest", "core.train", "core.models", "torch._dynamo"]  # the last is what a first backward imports
+PRELOADED = ["tests.support.preloaded"]
+"""Modules; tests that hand cases to ranks add their own."""
 
 
 def context() -> ForkServerContext:
