@@ -15,22 +15,28 @@ A benchmark alone: `python -m benchmarks.NAME`, with the same options.
 """
 
 import argparse
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import cast
+
+import torch
 
 from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, show, write
 from core.config import UserError, run_command
@@ -191,91 +197,100 @@ def run_each(names: list[str], given: argparse.Namespace) -> int:
             options += [f"--{name.replace('_', '-')}", str(getattr(given, name).absolute())]
     if given.quick:
         names = sorted(names, key=lambda name: QUICK_FIRST.index(name) if name in QUICK_FIRST else len(QUICK_FIRST))
-    commands = {name: [sys.executable, "-m", "benchmarks.run", *options, name] for name in names}
-    failed = _quickly(commands) if given.quick else [n for n, c in commands.items() if subprocess.call(c, cwd=ROOT)]
+    runs = {name: [*options, name] for name in names}
+    if given.quick:
+        importlib.import_module("tests.support.preloaded")  # once, not in each
+        gc.freeze()
+        failed = _quickly({name: partial(run_command, main, argv) for name, argv in runs.items()})
+    else:
+        command = [sys.executable, "-m", "benchmarks.run"]
+        failed = [name for name, argv in runs.items() if subprocess.call([*command, *argv], cwd=ROOT)]
     if failed:
         print(f"error: of {len(names)} benchmarks {len(failed)} failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
-def _quickly(commands: dict[str, list[str]]) -> list[str]:
+@dataclass(frozen=True)
+class _Started:
+    process: BaseProcess
+    said: Path
+    began: float
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def kill(self) -> None:
+        """With all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(cast(int, self.process.pid), signal.SIGKILL)
+        self.process.join()
+
+
+def _quickly(benchmarks: Mapping[str, Callable[[], int]]) -> list[str]:
     """Run them, one on each core, and show a line of each as it ends, and all that a failed one said.
 
-    Returns which failed. Interrupted, it kills what runs.
+    Returns which failed. What does not end in time is killed with all that it started; interrupted, all that runs is.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    failed: list[str] = []
-    processes = _Processes()
-    with ThreadPoolExecutor(cores) as pool, processes.killed_when_interrupted():
-        pending = {pool.submit(_ended, command, processes): name for name, command in commands.items()}
-        for ended in as_completed(pending):
-            name, (code, said, taken_s) = pending[ended], ended.result()
-            if code:
-                failed.append(name)
-                print(f"{said}\nFAILED {name}, exit code {code}, {taken_s:.0f} s", flush=True)
-                continue
-            print(f"ran {name}, {taken_s:.0f} s", flush=True)
-            for line in said.splitlines():
-                if "left out" in line:
-                    print(f"  {line.removeprefix('- ')}", flush=True)
+    waiting, running, failed = dict(benchmarks), dict[str, _Started](), list[str]()
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < cores:
+                    name = next(iter(waiting))
+                    running[name] = _start(waiting.pop(name), Path(folder, name))
+                left_s = QUICK_LIMIT_S - max(started.seconds for started in running.values())
+                wait([started.process.sentinel for started in running.values()], max(left_s, 0))
+                for name, started in list(running.items()):
+                    if _has_ended(started):
+                        del running[name]
+                        failed += [] if _show(name, started) else [name]
+        finally:
+            for started in running.values():
+                started.kill()
     return sorted(failed)
 
 
-class _Processes:
-    """Processes that run, each a session of its own.  Once they are killed, none starts."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen] = set()
-        self._killed = False
-        self._lock = threading.Lock()  # held while one starts: whoever kills sees it, or it does not start
-
-    @contextmanager
-    def killed_when_interrupted(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            with self._lock:
-                self._killed = True
-                for process in self._running:
-                    _kill(process)
-            raise
-
-    @contextmanager
-    def started(self, command: list[str], **options: Any) -> Iterator[subprocess.Popen]:
-        """A process for the length of the block.  Raises CancelledError when they are killed."""
-        with self._lock:
-            if self._killed:
-                raise CancelledError
-            process = subprocess.Popen(command, start_new_session=True, **options)
-            self._running.add(process)
-        with process:
-            try:
-                yield process
-            finally:
-                with self._lock:
-                    self._running.discard(process)
+def _start(benchmark: Callable[[], int], said: Path) -> _Started:
+    """In a fork of this process, which has imported most by then; on a GPU, which no fork can use, in a fresh one."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    process = context.Process(target=_alone, args=(benchmark, said))
+    process.start()
+    return _Started(process, said, time.monotonic())
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """With all that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _alone(benchmark: Callable[[], int], said: Path) -> None:
+    """With one thread: the others have the other cores. A session of its own, which is killed as one."""
+    os.setsid()
+    sys.stdout = sys.stderr = said.open("w", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+    os.chdir(ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    sys.exit(benchmark())
 
 
-def _ended(command: list[str], processes: _Processes) -> tuple[int, str, float]:
-    """Exit code, all that it said, and seconds. What does not end in time is killed, with all that it started."""
-    began = time.monotonic()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    # One thread: the others have the other cores.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with processes.started(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
-        try:
-            said, _ = process.communicate(timeout=QUICK_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            said, _ = process.communicate()
-            said += f"\nnot done after {QUICK_LIMIT_S} s"
-    return process.returncode, said, time.monotonic() - began
+def _has_ended(started: _Started) -> bool:
+    if started.process.exitcode is None and started.seconds > QUICK_LIMIT_S:
+        started.kill()
+        with started.said.open("a") as file:
+            file.write(f"\nnot done after {QUICK_LIMIT_S} s")
+    return started.process.exitcode is not None
+
+
+def _show(name: str, started: _Started) -> bool:
+    """Whether it succeeded."""
+    said, code = started.said.read_text(errors="replace"), started.process.exitcode
+    if code:
+        print(f"{said}\nFAILED {name}, exit code {code}, {started.seconds:.0f} s", flush=True)
+        return False
+    print(f"ran {name}, {started.seconds:.0f} s", flush=True)
+    for line in said.splitlines():
+        if "left out" in line:
+            print(f"  {line.removeprefix('- ')}", flush=True)
+    return True
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,14 +194,21 @@ def test_quick_writes_only_where_it_is_told(toy: Path) -> None:
 def test_several_run_all_the_same_where_one_fails(capsys: pytest.CaptureFixture, monkeypatch) -> None:
     """Each says a line; the failed are named, with what they said; what hangs is killed with all that it started."""
     monkeypatch.setattr(runner, "QUICK_LIMIT_S", 3)
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    scripts = {
-        "fine": "print('- DeepSpeed is left out: no package'); print('a figure')",
-        "broken": "print('what went wrong'); raise SystemExit(2)",
-        "hangs": f"print('begun', flush=True); {child}",
-    }
+
+    def fine() -> int:
+        print("- DeepSpeed is left out: no package\na figure")
+        return 0
+
+    def broken() -> int:
+        subprocess.run(["echo", "what went wrong"], check=True)
+        return 2
+
+    def hangs() -> int:
+        print("begun", flush=True)
+        return subprocess.call(["sleep", "60"])
+
     began = time.monotonic()
-    failed = runner._quickly({name: [sys.executable, "-c", script] for name, script in scripts.items()})
+    failed = runner._quickly({"fine": fine, "broken": broken, "hangs": hangs})
     assert time.monotonic() - began < 30
     said = capsys.readouterr().out
     assert failed == ["broken", "hangs"]
@@ -211,12 +219,13 @@ def test_several_run_all_the_same_where_one_fails(capsys: pytest.CaptureFixture,
 
 
 def test_a_quick_run_that_is_interrupted_leaves_nothing_running(tmp_path: Path) -> None:
-    sleeper = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    pid = str(tmp_path / "pid")
+    sleeper = f"import os, time; os.system('echo $$ > {pid}; sleep 60')"
     # As from a terminal: what a shell starts in the background ignores the signal, and so does what that starts.
     script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    script += f"from benchmarks import run; run._quickly({{'sleeps': [{sys.executable!r}, '-c', {sleeper!r}]}})"
+    script += f"from benchmarks import run; run._quickly({{'sleeps': lambda: exec({sleeper!r})}})"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE) as process:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -228,12 +237,12 @@ def test_a_quick_run_that_is_interrupted_leaves_nothing_running(tmp_path: Path) 
 def test_a_failure_among_several_is_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    asked: dict[str, list[str]] = {}
-    monkeypatch.setattr(runner, "_quickly", lambda commands: asked.update(commands) or ["train"])
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(runner, "_quickly", lambda benchmarks: asked.update(benchmarks) or ["train"])
     assert runner.main(["--quick", "--peers-python", "/p", "kernels", "train"]) == 1
     assert capsys.readouterr().err == "error: of 2 benchmarks 1 failed: train\n"
-    assert asked["train"][1:] == ["-m", "benchmarks.run", "--quick", "--peers-python", "/p", "train"]
-    monkeypatch.setattr(runner, "_quickly", lambda commands: [])
+    assert asked["train"].args == (runner.main, ["--quick", "--peers-python", "/p", "train"])
+    monkeypatch.setattr(runner, "_quickly", lambda benchmarks: [])
     assert runner.main(["--quick", "kernels", "train"]) == 0
 
 
