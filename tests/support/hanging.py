@@ -28,7 +28,7 @@ from core.train import TrainConfig, TrainState, fit
 from tests.support.small import Rows, Small, loss
 
 HANG_AFTER_S = 2.0
-BEYOND_S = 2.5 * HANG_AFTER_S
+BEYOND_S = 1.5 * HANG_AFTER_S
 BAD_STEP = 3
 
 
