@@ -222,8 +222,9 @@ class _Started:
 
     def kill(self) -> None:
         """With all that it started."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it has ended, or is not yet a session
             os.killpg(cast(int, self.process.pid), signal.SIGKILL)
+        self.process.kill()
         self.process.join()
 
 

@@ -219,13 +219,12 @@ def test_several_run_all_the_same_where_one_fails(capsys: pytest.CaptureFixture,
 
 
 def test_a_quick_run_that_is_interrupted_leaves_nothing_running(tmp_path: Path) -> None:
-    pid = str(tmp_path / "pid")
-    sleeper = f"import os, time; os.system('echo $$ > {pid}; sleep 60')"
+    sleeper = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     # As from a terminal: what a shell starts in the background ignores the signal, and so does what that starts.
     script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     script += f"from benchmarks import run; run._quickly({{'sleeps': lambda: exec({sleeper!r})}})"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE) as process:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
