@@ -27,25 +27,24 @@ class Step:
 
 
 def test_what_a_contender_holds_is_freed_before_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, alive_at_end = weakref.ref(Step()), []
+    built, alive_at_end = [], []
 
     def build(turn: contenders.Turn, runtime: Runtime) -> Step:
-        nonlocal step
-        built = Step()
-        step = weakref.ref(built)
-        return built
+        step = Step()
+        built.append(weakref.ref(step))
+        return step
 
     @contextlib.contextmanager
     def start(device: str, seed: int) -> Iterator[Runtime]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield Runtime(0, 0, 1, torch.device(device))
-        alive_at_end.append(step() is not None)
+        alive_at_end.append([step() is not None for step in built])
         dist.destroy_process_group()
 
     monkeypatch.setattr(contenders, "start", start)
     monkeypatch.setitem(contenders.CONTENDERS, "DDP", build)
     contenders.take_turn(TURN)
-    assert alive_at_end == [False]
+    assert alive_at_end == [[False]]
 
 
 def python(code: str) -> subprocess.Popen:
@@ -56,4 +55,6 @@ def test_a_late_rank_is_told_from_one_that_failed(monkeypatch: pytest.MonkeyPatc
     assert train._wait([python(""), python("")]) == (False, None)
     assert train._wait([python("import time; time.sleep(60)"), python("raise SystemExit(3)")]) == (False, 1)
     monkeypatch.setattr(train, "TURN_LIMIT_S", 0.5)
-    assert train._wait([python(""), python("import time; time.sleep(60)")]) == (True, 1)
+    ended = python("")
+    ended.wait()
+    assert train._wait([ended, python("import time; time.sleep(60)")]) == (True, 1)

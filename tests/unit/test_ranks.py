@@ -126,3 +126,10 @@ def test_a_command_that_hangs_ends_with_its_stack(tmp_path: Path) -> None:
     assert "in asleep" in str(hang.value)
     assert "in waiting" in str(hang.value)
     assert process.returncode
+
+
+def test_commands_find_what_they_import(tmp_path: Path) -> None:
+    """What cannot be imported beforehand is imported by each command, which nobody would see."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('tests.support.preloaded' in sys.modules, 'diffusers' in sys.modules)")
+    assert command.run(script).stdout == "True True\n"
