@@ -96,8 +96,8 @@ def parallelize(
     """
     check_trained(model)
     table, stages, draws = cut(model, mesh, config, plan)
-    data = _spread(model, mesh, config, table, materialise)
-    spread = data if stages is None else Pipeline(data, stages, config.pipeline)
+    parallel = _spread(model, mesh, config, table, materialise)
+    spread = parallel if stages is None else Pipeline(parallel, stages, config.pipeline)
     spread.draws, spread.table = draws, table
     return spread
 

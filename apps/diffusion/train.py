@@ -61,16 +61,16 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         with freed_memory_given_back(pipeline.stored_bytes, runtime.device):
             batches, heldout = prepare(config, pipeline, runtime)
         run_folder.enter_context(open_run(config, runtime))
-        data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
-        optimizer = build_optimizer(config.optim, data.masters)
+        parallel = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
+        optimizer = build_optimizer(config.optim, parallel.masters)
         host = "cpu" if config.average_on_host else None
-        average = None if config.average is None else WeightAverage(data.masters, ramp(config.average), host)
+        average = None if config.average is None else WeightAverage(parallel.masters, ramp(config.average), host)
         objective = Objective(schedule.to(runtime.device), config.noise.min_snr, getattr(config, "prior_weight", 1.0))
         validation = Validation(
             config.validation,
             pipeline,
             batches.text,
-            data,
+            parallel,
             objective,
             average,
             heldout,
@@ -79,7 +79,7 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
             compute_dtype(config.precision),
         )
         summary = fit(
-            data,
+            parallel,
             optimizer,
             batches,
             objective,
@@ -93,7 +93,7 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         if runtime.leads and finished(config, summary):
             # The pipeline is loaded once more, to take over what was trained: not beside it. Hooks hold modules in
             # cycles.
-            del pipeline, model, data, optimizer, average, validation, batches, heldout, objective
+            del pipeline, model, parallel, optimizer, average, validation, batches, heldout, objective
             gc.collect()
             with freed_memory_given_back(0, runtime.device):
                 save(config)

@@ -66,7 +66,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         mesh = runtime.mesh(config.mesh, config.zero)
         with torch.device("meta"):
             model = Decoder(config.model)
-        data = parallelize(
+        parallel = parallelize(
             model,
             mesh,
             config,
@@ -76,9 +76,9 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             ),
             materialise=materialise,
         )
-        optimizer = build_optimizer(config.optim, data.masters)
+        optimizer = build_optimizer(config.optim, parallel.masters)
         summary = fit(
-            data,
+            parallel,
             optimizer,
             training_batches(config, corpus),
             token_loss,

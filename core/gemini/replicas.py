@@ -1,9 +1,9 @@
 """Gemini as the training loop sees it: one more way to spread a model over the data axes.
 
-    data.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
-    data.reduce()                  every master has its gradient, on the side where it lives
-    data.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
-    data.publish()                 the next fetch brings the new values
+    parallel.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
+    parallel.reduce()                  every master has its gradient, on the side where it lives
+    parallel.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
+    parallel.publish()                 the next fetch brings the new values
 
 Before the first step `prepare` packs the parameters into chunks and decides where each lives. The masters are this
 rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours or torch's work as without Gemini.

@@ -8,8 +8,8 @@
 
 Both are a `ParallelModel`. In a step of theirs
 
-    1. `run` accumulates: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the
-       last, unless `reduce_each` says that gradients stay sharded instead.
+    1. `run` accumulates: for each microbatch `with parallel.microbatch(last): loss.backward()`. Nothing is sent before
+       the last, unless `reduce_each` says that gradients stay sharded instead.
     2. `reduce` waits for the reductions; every master's `.grad` is the sum over all data-parallel ranks, and over
        those of context parallelism, which hold other tokens: wherever this file says dp_shard, it is dp_shard+cp there.
     3. `publish` gathers what the optimizer has updated, where it is sharded.
