@@ -70,7 +70,7 @@ def estimate_gemini(
     state = {
         name: state_bytes(
             optimizer,
-            tuple(member.rows.shape),
+            tuple(member.master.shape),
             wide.itemsize,
             whole=tuple(parameters[name].shape),
             hidden=is_hidden(name, parameters[name]),

@@ -123,5 +123,5 @@ class _AllocatedPeak(ExitStack):
 
 def _kept_gradients(chunks: Sequence[Chunk]) -> list[Tensor]:
     """Gradients that are their masters' as autograd made them: model data, from then on."""
-    rows = [member.rows for chunk in chunks if chunk.alone for member in chunk.members]
-    return [row.grad for row in rows if row.grad is not None]
+    masters = [member.master for chunk in chunks if chunk.alone for member in chunk.members]
+    return [master.grad for master in masters if master.grad is not None]

@@ -67,7 +67,7 @@ class Gemini:
     def state_dict(self) -> dict[str, Tensor]:
         """name -> whole value on the host, in the masters' format; a collective where chunks are sharded."""
         found = {**self.parallel.frozen, **self.parallel.masters}
-        return {name: full_tensor(rows).cpu() for name, rows in found.items()}
+        return {name: full_tensor(value).cpu() for name, value in found.items()}
 
     @property
     def device_peak_bytes(self) -> int:

@@ -283,7 +283,7 @@ class GeminiReplicas(DataParallel):
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
             chunk.settle(alone=not self.executor.transport.sends)
             for member in chunk.members:
-                bring_state(self._optimizer, member.rows)
+                bring_state(self._optimizer, member.master)
             self.executor.load(chunk)
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
@@ -348,7 +348,7 @@ class GeminiReplicas(DataParallel):
     def _host_bytes(self) -> int:
         """Of shards that live there, and of the optimizer's state of them."""
         away = [chunk for chunk in self.chunks if not chunk.resident]
-        state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.rows, {}).values()]
+        state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.master, {}).values()]
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
         return sum(t.nbytes for t in (*own.values(), *state) if isinstance(t, Tensor) and t.ndim)
 
@@ -365,7 +365,7 @@ class GeminiReplicas(DataParallel):
                 chunk.make_grad().zero_()
                 chunk.has_grad = True
             for member in chunk.members:
-                member.rows.grad = chunk.own_grad(member)
+                member.master.grad = chunk.own_grad(member)
         self.completion.complete(self.masters, together=self.masters if self.executor.transport.sends else ())
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -377,7 +377,7 @@ class GeminiReplicas(DataParallel):
         gauge, executor.gauge = executor.gauge, None  # an optimizer's step is of no moment that is measured
         for chunk in self._updated_in_order(planned):
             executor.at("update", chunk.name, [])
-            step_over(optimizer, [member.rows for member in chunk.members])
+            step_over(optimizer, [member.master for member in chunk.members])
             self._renew(chunk)
             self._renewed.add(chunk)
         executor.gauge = gauge
