@@ -183,8 +183,8 @@ def _stages(config: PretrainConfig) -> Iterator[tuple[int, int]]:
 
 def _show_residency(config: PlanConfig, console: Console) -> None:
     """What Gemini makes of the run in its budget."""
-    if config.timeline is not None or config.gemini.trace is not None:
-        drawing = "--timeline" if config.timeline is not None else "--gemini.trace"
+    if config.timeline is not None or config.gemini.figure is not None:
+        drawing = "--timeline" if config.timeline is not None else "--gemini.figure"
         raise UserError(
             f"{drawing} with gemini.budget={config.gemini.budget}: megalith llm plan does not draw it; leave it out"
         )

@@ -74,7 +74,7 @@ class GeminiReplicas(DataParallel):
         self.planned: Chunking | None = None
         self._is_measured = False  # in this step
         self._warming: Gauge | None = None
-        self._undrawn = DRAWN_STEPS if config.trace is not None else 0
+        self._undrawn = DRAWN_STEPS if config.figure is not None else 0
         self.chunks: list[Chunk] = []
         self._renewed: set[Chunk] = set()  # in this step's update
         self.executor: Executor | None = None
@@ -327,8 +327,8 @@ class GeminiReplicas(DataParallel):
         finally:
             executor.gauge = None
         self._is_measured, self._undrawn = True, self._undrawn - 1
-        assert self.config.trace is not None
-        draw(self.config.trace, planned, gauge, self.mesh)
+        assert self.config.figure is not None
+        draw(self.config.figure, planned, gauge, self.mesh)
 
     def _gauge(self, planned: Chunking) -> Gauge:
         gauge = Gauge(len(planned.trace.moments), self.chunks, self.tier, self._model_data(), self._host_bytes)

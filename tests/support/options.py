@@ -24,7 +24,7 @@ from core.config import UserError, option, option_names
 
 TRAINING: dict[str, Any] = {
     "gemini.policy": "cpu",
-    "gemini.trace": Path("step.png"),
+    "gemini.figure": Path("step.png"),
     "mesh.cp_ulysses": 2,
     "mesh.tp_depth": 2,
     "optim.betas": (0.3, 0.4),

@@ -134,7 +134,7 @@ def test_each_option_changes_a_plan_or_is_told_to_be_without_effect_or_refused(
     mode, probed, capsys, tmp_path, monkeypatch
 ):
     """Outputs are compared: that an option is read does not say that anything follows from it."""
-    monkeypatch.chdir(tmp_path)  # --timeline and --gemini.trace write there
+    monkeypatch.chdir(tmp_path)  # --timeline and --gemini.figure write there
     words = ["plan", "--recipe", "debug", "--gpu", "A100", *mode.split()]
     config = options_of(APP.dispatch, words)
 

@@ -130,4 +130,5 @@ def test_what_was_called_otherwise_is_taken_with_a_line(configs):
             seen.add((name, former))
     names = {"llm finetune": "source", "llm export": "run", "fold predict": "weights", "fold convert": "source"}
     names |= {"fold train": "weights", "diffusion sample": "weights", "diffusion plan": "ranks"}
+    names |= {"llm pretrain": "gemini.trace"}
     assert names.items() <= seen

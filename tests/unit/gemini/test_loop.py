@@ -208,7 +208,7 @@ def test_what_is_drawn_is_what_tensors_really_took(tmp_path, monkeypatch, budget
     join("cpu")
     mesh = build_mesh(MeshConfig().resolve(1, 3), "cpu")
     png = tmp_path / "memory.png"
-    config = GeminiConfig(str(budget), trace=png)
+    config = GeminiConfig(str(budget), figure=png)
     model = Net(recompute=False)
     model.unused.requires_grad_(False)  # the plan has optimizer state of all that is trained, and this would get none
     parallel = replicas.GeminiReplicas(model, mesh, 3, "fp32", lambda _: None, config)
