@@ -55,7 +55,7 @@ class Job:
 
     weights: Path
     subject: Path
-    likes: Path
+    class_images: Path
     pixels: int
     batch: int
     steps: int
@@ -107,9 +107,9 @@ def our_command(job: Job, out: Path) -> list[str]:
         "model": job.weights,
         "instance-dir": job.subject,
         "instance-prompt": INSTANCE,
-        "class-dir": job.likes,
+        "class-dir": job.class_images,
         "class-prompt": CLASS,
-        "num-class-images": len(list(job.likes.iterdir())),
+        "num-class-images": len(list(job.class_images.iterdir())),
         "data.resolution": job.pixels,
         "data.global-batch": job.batch,
         "data.cache": out.with_name(f"{out.name}-cache"),
@@ -130,9 +130,9 @@ def _their_options(job: Job, out: Path) -> list[str]:
         "pretrained_model_name_or_path": job.weights,
         "instance_data_dir": job.subject,
         "instance_prompt": INSTANCE,
-        "class_data_dir": job.likes,
+        "class_data_dir": job.class_images,
         "class_prompt": CLASS,
-        "num_class_images": len(list(job.likes.iterdir())),
+        "num_class_images": len(list(job.class_images.iterdir())),
         "resolution": job.pixels,
         "train_batch_size": job.batch,
         "learning_rate": job.lr,
@@ -202,8 +202,8 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
         # the script wants them in fp32
         weights=save_pipeline(pipeline, folder / "weights"),
         subject=write_subject_folder(folder / "subject", SEEDS["demo"]),
-        likes=_paint_likes(
-            pipeline, folder / "likes", *((2, QUICK) if quick else (demo.DemoConfig().class_images, demo.SAMPLING))
+        class_images=_paint_class(
+            pipeline, folder / "class", *((2, QUICK) if quick else (demo.DemoConfig().class_images, demo.SAMPLING))
         ),
         pixels=PIXELS,
         batch=demo.BATCH,
@@ -237,7 +237,7 @@ def _profiled(command: Command, job: Job, folder: Path) -> dict[str, Number]:
     return {"operators": Number(operators, "a step"), **shares}
 
 
-def _paint_likes(pipeline: Pipeline, folder: Path, count: int, sampling: Sampling) -> Path:
+def _paint_class(pipeline: Pipeline, folder: Path, count: int, sampling: Sampling) -> Path:
     folder.mkdir(parents=True)
     painted = demo.painter(pipeline, sampling)([CLASS] * count, SEEDS["demo"])
     for number, picture in enumerate(as_images(painted)):
@@ -279,7 +279,7 @@ def narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
     text = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "projection_dim": 128}
     vae = {"block_out_channels": [32, 64, 128, 128], "sample_size": 128}
     small = Shape(SD_V1.unet | unet, SD_V1.vae | vae, SD_V1.text_encoder | text)
-    inputs = folder / "weights", folder / "subject", folder / "likes"
+    inputs = folder / "weights", folder / "subject", folder / "class"
     job = Job(*inputs, pixels=128, batch=1, steps=WARM_UP + 12, lr=5e-6, schedule="constant", train_text=False)
     if quick:
         smallest = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1, "sample_size": 8}
@@ -291,15 +291,15 @@ def narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
 
 
 def write_inputs(folder: Path, shape: Shape, pixels: int) -> None:
-    """weights, subject and likes."""
+    """weights, subject and class images."""
     folder.mkdir(parents=True)
     write_random(shape, folder / "weights", folder / "tokenizer")
     write_subject_folder(folder / "subject", size=pixels)
-    (folder / "likes").mkdir()
+    (folder / "class").mkdir()
     generator = np.random.default_rng(0)
     for number in range(4):
         values = generator.integers(0, 256, (pixels, pixels, 3)).astype(np.uint8)
-        Image.fromarray(values).save(folder / "likes" / f"{number}.png")
+        Image.fromarray(values).save(folder / "class" / f"{number}.png")
 
 
 MEASURES = (

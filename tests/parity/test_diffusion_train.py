@@ -162,11 +162,11 @@ def plain(case: Case) -> dict[str, Any]:
         else:
             target = latents
         if case.prior:
-            instance, likes = (
+            instance, of_class = (
                 mean_loss(predicted[rows], target[rows], timesteps[rows], scheduler, case)
                 for rows in (~batch["prior"], batch["prior"])
             )
-            loss = instance + PRIOR * likes
+            loss = instance + PRIOR * of_class
         else:
             loss = mean_loss(predicted, target, timesteps, scheduler, case)
         loss.backward()
