@@ -55,8 +55,8 @@ class Timed:
     tool: Tool
     took: list[float] = field(default_factory=list, hash=False, compare=False)
 
-    def told(self) -> dict[str, Any]:
-        return self.tool.told()
+    def depends_on(self) -> dict[str, Any]:
+        return self.tool.depends_on()
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
         began = time.perf_counter()

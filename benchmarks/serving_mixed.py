@@ -204,10 +204,10 @@ def _long_prompt(model: Decoder, asked: Beside) -> Found:
             Row({"shape": asked.shape, "load": "long prompt", "system": f"ours {asked.scheme}, {name}"}, numbers)
         )
         if stretch is not None:
-            told = f"{asked.shape} {asked.scheme}, a prompt of {asked.prompt_tokens} beside {asked.who}, {name}"
+            part = f"{asked.shape} {asked.scheme}, a prompt of {asked.prompt_tokens} beside {asked.who}, {name}"
             slower = numbers["per_token_beside_mean_s"].value / numbers["per_token_alone_mean_s"].value
-            targets.append(Target(f"{told}: a token's mean time alone x 2 / beside it", 1.0, 2 / slower))
-            what = f"{told}: time to its first token alone x 3 / beside them"
+            targets.append(Target(f"{part}: a token's mean time alone x 2 / beside it", 1.0, 2 / slower))
+            what = f"{part}: time to its first token alone x 3 / beside them"
             targets.append(Target(what, 1.0, 3 * idle_s / sum(beside_s)))
     return rows, targets
 

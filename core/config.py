@@ -245,15 +245,15 @@ def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:
 def _placed(options: list[str], places: tuple[str, ...], config: Any) -> list[str]:
     """Words before the first option become the values of `places`.  Raises UserError for one that is given twice."""
     names = {*option_names(config), *dict(_renamed(config))}
-    told = []
+    named = []
     for place, word in zip(places, options):
         name, equals, _ = word.partition("=")
         if word.startswith("-") or (equals and name.replace("-", "_") in names):
             break
         if any(other.partition("=")[0] in (option(place), place) for other in options):
             raise UserError(f"{word} and {option(place)}, which means the same; give one of them")
-        told.append(f"{option(place)}={word}")
-    return told + options[len(told) :]
+        named.append(f"{option(place)}={word}")
+    return named + options[len(named) :]
 
 
 def _spelled_out(options: list[str], config: Any) -> tuple[list[str], list[str]]:
@@ -508,7 +508,7 @@ def run_command(
         line = in_one_line(error)
         if line is None:
             raise
-        if not getattr(error, "told", False) and speaks():
+        if not getattr(error, "reported", False) and speaks():
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -206,7 +206,7 @@ class HangWatch:
         self._asked = None
         if all(standing is None or standing.overdue for standing in found.values()):
             print(report(found, self._hang_after), file=sys.stderr, flush=True)
-            self._store.set(self._key("told"), "1")
+            self._store.set(self._key("reported"), "1")
             self._let_others_go([rank for rank, standing in found.items() if standing is not None])
             _end()
         self._ask_at = time.monotonic() + ANSWER_S
@@ -216,7 +216,7 @@ class HangWatch:
     def _is_told(self) -> bool:
         """Whether all ranks are to end, because the run hangs."""
         with contextlib.suppress(RuntimeError):
-            return self._store.check([self._key("told")])
+            return self._store.check([self._key("reported")])
         return False
 
     def _let_others_go(self, ranks: list[int]) -> None:

@@ -92,7 +92,7 @@ def tells() -> bool:
     launcher keeps no store for its ranks, it is.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        key, rank = f"told/{os.environ['TORCHELASTIC_RESTART_COUNT']}", os.environ["RANK"]
+        key, rank = f"reported/{os.environ['TORCHELASTIC_RESTART_COUNT']}", os.environ["RANK"]
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with suppress(RuntimeError):  # it has gone with the launcher
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
@@ -226,7 +226,7 @@ def _tell(watch: Watch, error: BaseException) -> None:
         if first == rank != 0:
             print(f"error: {line}", file=sys.stderr, flush=True)
         if first != 0:
-            error.told = True  # pyright: ignore[reportAttributeAccessIssue]
+            error.reported = True  # pyright: ignore[reportAttributeAccessIssue]
         return
     if first == rank:
         print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)

@@ -91,7 +91,7 @@ def generate(
 ) -> Iterator[tuple[Job, Tensor]]:
     """(job, picture [3, H, W] in 0 to 1, on the CPU) in the order of the jobs, `batch` at a time.
 
-    on_step  told, after each evaluation of a batch, how many pictures took it
+    on_step  called after each evaluation of a batch with the number of its pictures
 
     Raises UserError for sizes and settings that the model or the sampler has not.
     """
@@ -160,18 +160,18 @@ def run_sampler(
 
     size     height and width in pixels
     predict  in any format
-    on_step  told, after each evaluation, how many pictures it was of
+    on_step  called after each evaluation with the number of its pictures
     """
     sampler = sampler_of(pipeline, sampling, device)
     shape = (pipeline.latent_channels, size[0] // pipeline.factor, size[1] // pipeline.factor)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     width = pipeline.guidance_width
-    told = None if width is None else guidance_embedding(sampling.guidance, width)
+    condition = None if width is None else guidance_embedding(sampling.guidance, width)
     guided = is_guided(pipeline, sampling)
     x = sampler.start(draw_noise(shape, generators).to(device, wide))
     for timestep in sampler.timesteps:
         seen = sampler.model_input(x, timestep)
-        predicted = predict(torch.cat([seen, seen]) if guided else seen, timestep, told).to(wide)
+        predicted = predict(torch.cat([seen, seen]) if guided else seen, timestep, condition).to(wide)
         if guided:
             predicted = guide(*predicted.chunk(2), sampling.guidance, sampling.guidance_rescale)
         x = sampler.step(predicted, timestep, x, generators)
@@ -193,9 +193,9 @@ def draw_latents(
     text_BLD = pipeline.encode_prompts(prompts).to(unet.device, unet.dtype)
 
     def predict(seen: Tensor, timestep: Tensor, guidance: Tensor | None) -> Tensor:
-        told = None if guidance is None else guidance.expand(len(seen), -1).to(unet.device, unet.dtype)
+        condition = None if guidance is None else guidance.expand(len(seen), -1).to(unet.device, unet.dtype)
         return unet(
-            seen.to(unet.dtype), timestep, encoder_hidden_states=text_BLD, timestep_cond=told, return_dict=False
+            seen.to(unet.dtype), timestep, encoder_hidden_states=text_BLD, timestep_cond=condition, return_dict=False
         )[0]
 
     wide = torch.float64 if unet.dtype == torch.float64 else torch.float32

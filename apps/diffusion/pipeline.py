@@ -287,9 +287,9 @@ def load_folder(
     ).check(folder)
 
 
-def contradiction(origin: object, said: str, told: str | None) -> str:
+def contradiction(origin: object, said: str, given: str | None) -> str:
     return (
-        f"{origin} predicts {said}, and --prediction-type {told} was given (of training --noise.prediction); "
+        f"{origin} predicts {said}, and --prediction-type {given} was given (of training --noise.prediction); "
         "leave it out"
     )
 

@@ -147,8 +147,8 @@ def load_weights(config: DiffusionConfig, dtype: torch.dtype = torch.float32) ->
     """Raises UserError for weights that are no pipeline, or in 8 bits."""
     weights = weights_of(config)
     # A folder says what it predicts; a single file may have to be told.
-    told = config.noise.prediction if weights.is_file() and not begins_anew(config) else None
-    pipeline = load_pipeline(weights, dtype, told, config.tokenizer)
+    prediction = config.noise.prediction if weights.is_file() and not begins_anew(config) else None
+    pipeline = load_pipeline(weights, dtype, prediction, config.tokenizer)
     if pipeline.guidance_width is not None:
         raise UserError(
             f"{weights} was distilled with its guidance (time_cond_proj_dim), and is not trained here; give the model "

@@ -148,7 +148,7 @@ def prepare(
 
     Args:
         folder: where results are cached unless `config.cache` says otherwise; the same for all ranks of a machine.
-        progress: told what is being done and the bytes of text done so far.
+        progress: called with what is being done and the bytes of text done so far.
         timeout_s: how long to wait for another process that is making the same corpus.
     """
     source = source_of(config)

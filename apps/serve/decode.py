@@ -29,10 +29,10 @@ from apps.serve.runner import DECODE, HEADER, PagedContext, Runner, Step
 from apps.serve.sampler import NEUTRAL, NUM_NUMBERS, Reading, Sampler, Way, joined, pick, read, slab_rows
 
 WAYS = (
-    Way(draws=False, sorts=False, adjusts=False, told=None),
-    Way(draws=True, sorts=False, adjusts=False, told=None),
-    Way(draws=True, sorts=True, adjusts=True, told=None),
-    Way(draws=True, sorts=True, adjusts=True, told=MAX_LOGPROBS),
+    Way(draws=False, sorts=False, adjusts=False, num_logprobs=None),
+    Way(draws=True, sorts=False, adjusts=False, num_logprobs=None),
+    Way(draws=True, sorts=True, adjusts=True, num_logprobs=None),
+    Way(draws=True, sorts=True, adjusts=True, num_logprobs=MAX_LOGPROBS),
 )
 """Those that are captured, the least first."""
 
@@ -67,8 +67,8 @@ class Decode:
         self.runner, self.sampler, self.machine = runner, sampler, runner.machine
         self.max_length, self.max_pages = max_length, -(-max_length // runner.page_size)
         self.buckets = buckets(max_running)
-        told = min(MAX_LOGPROBS, runner.model.config.vocab_size)
-        self.ways = [replace(way, told=None if way.told is None else told) for way in WAYS]
+        num_logprobs = min(MAX_LOGPROBS, runner.model.config.vocab_size)
+        self.ways = [replace(way, num_logprobs=None if way.num_logprobs is None else num_logprobs) for way in WAYS]
         self.tokens = runner.tokens = torch.zeros(max_running, dtype=torch.int64, device=runner.device)
         if sampler is not None:
             sampler.tokens = self.tokens

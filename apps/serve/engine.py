@@ -269,12 +269,13 @@ class Engine:
         following = [prompt[place + 1] for place in places if place + 1 < len(prompt)]
         # The last place's token is not known; whether its logits are numbers is.
         following += [0] * (len(places) - len(following))
-        flight.prompts[sequence.number] = self.sampler.tell(logits_RV, following, sequence.request.prompt_logprobs or 0)
+        count = sequence.request.prompt_logprobs or 0
+        flight.prompts[sequence.number] = self.sampler.score(logits_RV, following, count)
 
     def _settle(self, flight: Flight) -> list[Event]:
         """Wait for a step, put what it computed into the pages' books, and report what it drew."""
         sampled = flight.reading()
-        told = {number: reading() for number, reading in flight.prompts.items()}
+        scored = {number: reading() for number, reading in flight.prompts.items()}
         now = time.perf_counter()
         later = () if self._flight is None else self._flight.drawn
         for sequence in flight.drawn:
@@ -287,7 +288,7 @@ class Engine:
         for (sequence, _), until in zip(flight.parts, flight.until, strict=True):
             if sequence.held is not None:
                 self.pages.commit(sequence.held, sequence.tokens, until)
-        return self._read(flight, sampled, told)
+        return self._read(flight, sampled, scored)
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------
 
@@ -404,18 +405,19 @@ class Engine:
 
     def _ask(self, sequence: Sequence) -> Ask:
         request = sequence.request
-        told = request.logprobs if request.num_sequences == 1 else request.logprobs or 0  # the best are chosen by it
-        return self.sampler.ask(sequence, told, int(sequence.unread is not None))
+        # The best of several sequences are chosen by their logprobs.
+        num_logprobs = request.logprobs if request.num_sequences == 1 else request.logprobs or 0
+        return self.sampler.ask(sequence, num_logprobs, int(sequence.unread is not None))
 
     def _read(
-        self, flight: Flight, sampled: list[Sampled | None], told: dict[int, list[Sampled | None]]
+        self, flight: Flight, sampled: list[Sampled | None], scored: dict[int, list[Sampled | None]]
     ) -> list[Event]:
         """Report what a step has brought."""
         events: list[Event] = []
         ready = []
         for sequence, places in flight.asked:
-            if sequence.number in told and sequence.state is State.RUNNING:
-                self._read_prompt(sequence, places, told[sequence.number])
+            if sequence.number in scored and sequence.state is State.RUNNING:
+                self._read_prompt(sequence, places, scored[sequence.number])
             if sequence.state is State.RUNNING and places.stop == len(sequence.tokens):
                 ready.append(sequence)
         for sequence in ready:
@@ -425,10 +427,10 @@ class Engine:
                 events.append(self._fail(sequence) if found is None else self._append(sequence, found))
         return events
 
-    def _read_prompt(self, sequence: Sequence, places: range, told: list[Sampled | None]) -> None:
+    def _read_prompt(self, sequence: Sequence, places: range, scored: list[Sampled | None]) -> None:
         request = sequence.request
-        sequence.is_broken |= None in told
-        for place, found in zip(places, told, strict=True):
+        sequence.is_broken |= None in scored
+        for place, found in zip(places, scored, strict=True):
             if place + 1 < len(request.prompt) and found is None:
                 sequence.prompt_tokens.append(Token(request.prompt[place + 1], 0))
             elif found is not None and place + 1 < len(request.prompt):

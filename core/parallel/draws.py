@@ -318,18 +318,18 @@ class Draws:
 
         Raises UserError for attention with a dropout under tensor parallelism.
         """
-        told = f"{self._names[id(owner)] or 'the model'} calls {function}"
-        if self._all_ranks == 1 or told in self._said:
+        who = f"{self._names[id(owner)] or 'the model'} calls {function}"
+        if self._all_ranks == 1 or who in self._said:
             return
-        self._said.add(told)
+        self._said.add(who)
         if self._tensor_ranks > 1 and function in _ATTENTION:
             raise UserError(
-                f"{told} with a dropout: ranks of tensor parallelism would draw one mask for different heads; set its "
+                f"{who} with a dropout: ranks of tensor parallelism would draw one mask for different heads; set its "
                 "dropout to 0, or use mesh.tp=1"
             )
         if self._leads:
             warnings.warn(
-                f"{told}, which draws from each rank's own generator: {self._all_ranks} ranks draw otherwise than one",
+                f"{who}, which draws from each rank's own generator: {self._all_ranks} ranks draw otherwise than one",
                 stacklevel=2,
             )
 

@@ -35,7 +35,7 @@ class ParallelModel(ABC):
     masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout. Every parameter has
              one, on each rank that holds a part of it
     table    where its parameters and masters lie, and those of other ranks
-    draws    told which rows of which step a forward is of, so that dropout is that of one rank
+    draws    knows which rows of which step a forward computes, so that dropout is that of one rank
     """
 
     model: nn.Module

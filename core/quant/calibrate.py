@@ -135,7 +135,7 @@ def _block_moments(
     plain: nn.Module, block: nn.Module, plain_calls: list[Call], calls: list[Call], items: list[Chosen]
 ) -> Iterator[tuple[Chosen, Moments | None]]:
     twins = dict(zip(block.modules(), plain.modules(), strict=True))
-    told = set()
+    calibrated = set()
     for reader, stage in _stages(block, calls, items):
         cross_II = hessian_II = torch.zeros((), dtype=torch.float64, device="cpu")
         for plain_call, call in zip(plain_calls, calls):
@@ -147,9 +147,9 @@ def _block_moments(
             hessian_II = hessian_II + (rounded_NI.T @ rounded_NI).double()
             cross_II = cross_II + (x_NI.T @ rounded_NI).double()
         for item in stage:
-            told.add(item.name)
+            calibrated.add(item.name)
             yield item, Moments(hessian_II, cross_II)
-    yield from ((item, None) for item in items if item.name not in told)
+    yield from ((item, None) for item in items if item.name not in calibrated)
 
 
 def _stages(block: nn.Module, calls: list[Call], items: list[Chosen]) -> list[tuple[nn.Module, list[Chosen]]]:
@@ -279,8 +279,8 @@ def _outer_moments(
     tables = [(module, item) for item in outside for module, _ in item.holders if isinstance(module, nn.Embedding)]
     layers = [(module, item) for item in outside for module, _ in item.holders if not isinstance(module, nn.Embedding)]
     found: dict[str, list[Tensor]] = {item.name: [] for item in outside}
-    for told in (_by_inputs(model, calls, layers), _by_gradients(model, calls, tables) if tables else {}):
-        for name, hessian_II in told.items():
+    for hessians in (_by_inputs(model, calls, layers), _by_gradients(model, calls, tables) if tables else {}):
+        for name, hessian_II in hessians.items():
             mean = hessian_II.diagonal().mean()
             found[name].append(hessian_II / mean if mean > 0 else hessian_II)
     for item in outside:

@@ -106,7 +106,7 @@ def quantize_folder(
     target        a folder that does not exist, or is empty; it appears when it is whole
     scheme, …     as in `quantize`
     architecture  by default the one that is known for config.json's model_type
-    progress      told the name of each tensor that is done, and the bytes of the checkpoint so far
+    progress      called with the name of each finished tensor and the bytes of the checkpoint so far
     device        where weights are rounded, one at a time; None: on the host
 
     Returns the target. Raises UserError as `quantize` does, and for a source that is not whole or a target in use.

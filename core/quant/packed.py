@@ -90,7 +90,7 @@ def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None =
     looked up (embeddings) are left. From then on inputs of layers with 4 bits are rounded; with 8 bits results stay the
     same bits.
 
-    done  told the name of each weight that has a second form, and the weight
+    done  called with the name of each weight that has a second form, and the weight
     """
     weights = {
         name: weight

@@ -22,7 +22,7 @@ class _Waits:
     fickle: bool = False
     calls: list[int] = field(default_factory=list, hash=False, compare=False)
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         return {"seconds": self.seconds}
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:

@@ -87,7 +87,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
     }[command]
     probe = Probe(APP.dispatch, [command, *given, *mode.replace("TMP", str(tmp_path)).split()], VALUES)
     if command == "plan":
-        probe.told, probe.held = plan.without_effect(probe.config()), plan.VALUES_ALONE
+        probe.ignored, probe.held = plan.without_effect(probe.config()), plan.VALUES_ALONE
     probe.check()
 
 

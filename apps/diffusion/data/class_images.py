@@ -48,8 +48,8 @@ def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipe
             "--class-prompts, which they are drawn of, or a lower --num-class-images"
         )
     if runtime.leads:
-        told = repr(prompts[0]) if len(prompts) == 1 else f"{len(prompts)} prompts"
-        print(f"drawing {len(names)} images of {told} into {config.class_dir}")
+        subject = repr(prompts[0]) if len(prompts) == 1 else f"{len(prompts)} prompts"
+        print(f"drawing {len(names)} images of {subject} into {config.class_dir}")
     own = names[runtime.rank :: runtime.world_size]
     pipeline = load(compute_dtype(config.precision)).to(runtime.device)
     jobs = [Job(prompts[number % len(prompts)], config.seed + number) for number, _ in own]

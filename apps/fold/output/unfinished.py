@@ -80,7 +80,7 @@ class Unfinished:
         replace_file(self.folder / f"{_stem(number)}.json", json.dumps(row).encode())
         self.rows[number] = row
 
-    def finish(self, order: list[int], told: dict[str, Any]) -> None:
+    def finish(self, order: list[int], ranking: dict[str, Any]) -> None:
         """Name the files by their ranks, which `order` gives, and the folder as it is to be called."""
         for rank, number in enumerate(order, 1):
             stem = _stem(number)
@@ -91,7 +91,7 @@ class Unfinished:
             ranked = {"rank": rank, **(read_object(confidence) or {})}
             replace_file(confidence, json.dumps(ranked, indent=1).encode() + b"\n")
         (self.folder / "key.json").unlink()
-        replace_file(self.folder / "ranking.json", json.dumps(told, indent=1).encode() + b"\n")
+        replace_file(self.folder / "ranking.json", json.dumps(ranking, indent=1).encode() + b"\n")
         shutil.rmtree(self._named, ignore_errors=True)
         os.replace(self.folder, self._named)
 

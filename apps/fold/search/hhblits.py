@@ -31,7 +31,7 @@ class Hhblits:
     e_value: float
     threads: int
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         return {"version": self.version, "e_value": self.e_value}
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:

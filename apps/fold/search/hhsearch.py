@@ -38,7 +38,7 @@ class ProfileJob:
     tool: Hhsearch
     database: Database
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         alignment = hashlib.blake2b(self.a3m.encode(), digest_size=16).hexdigest()
         return {"a3m": alignment, "version": self.tool.version, "database": self.database.identity}
 

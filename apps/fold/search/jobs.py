@@ -23,7 +23,7 @@ from core.files import replace_file
 class Tool(Protocol):
     """A program that searches (jackhmmer.py, hhblits.py, mmseqs.py)."""
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         """What its results depend on: its version and options."""
         ...
 
@@ -46,7 +46,7 @@ class Search(Protocol):
     suffix: ClassVar[str]
     """Of the file that its result is kept in."""
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         """All that the result depends on."""
         ...
 
@@ -68,11 +68,11 @@ class Job:
     source: Source
     shard: Shard
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         database = self.source.database
         return {
             "sequence": self.sequence,
-            **self.source.tool.told(),
+            **self.source.tool.depends_on(),
             "database": database.identity,
             "Z": database.num_sequences,
             "shard": [self.shard.number, self.shard.count],
@@ -99,7 +99,7 @@ class Searches:
 
     def path(self, job: Search) -> Path:
         """Where a job's result is kept."""
-        name = hashlib.blake2b(json.dumps(job.told()).encode(), digest_size=16).hexdigest()
+        name = hashlib.blake2b(json.dumps(job.depends_on()).encode(), digest_size=16).hexdigest()
         return self.folder / (name + job.suffix)
 
     def read(self, job: Search) -> str:

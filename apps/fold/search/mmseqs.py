@@ -31,7 +31,7 @@ class Mmseqs:
     sensitivity: float
     threads: int
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         return {"version": self.version, "e_value": self.e_value, "sensitivity": self.sensitivity}
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:

@@ -142,9 +142,9 @@ def test_every_released_tensor_is_consumed_exactly_once(tmp_path: Path, monkeypa
     """The 4,500 tensors of facebook/esmfold_v1, by transformers' module of the released widths on the meta device."""
     from transformers import EsmConfig, EsmForProteinFolding
 
-    told = EsmConfig(**RELEASED)
+    config = EsmConfig(**RELEASED)
     with torch.device("meta"):
-        theirs = EsmForProteinFolding(told).state_dict()
+        theirs = EsmForProteinFolding(config).state_dict()
     released = {}
     for name, shape in json.loads((GOLDEN.parent / "esmfold_v1.json").read_text()).items():
         stack = re.match(r"(trunk\.blocks|esm\.encoder\.layer)\.0\.", name)
@@ -161,10 +161,10 @@ def test_every_released_tensor_is_consumed_exactly_once(tmp_path: Path, monkeypa
         taken.update(id(tensors[name]) for name in entry.sources)
         return made_of(entry, tensors)
 
-    theirs["af2_to_esm"] = torch.tensor(_words(tuple(told.vocab_list)))
+    theirs["af2_to_esm"] = torch.tensor(_words(tuple(config.vocab_list)))
     monkeypatch.setattr(Entry, "made_of", noted)
     monkeypatch.setattr("apps.fold.weights.esmfold.Weights", lambda folder: theirs)
-    (tmp_path / "config.json").write_text(json.dumps(told.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     config, parameters = load_esmfold(tmp_path)
     aside = {"af2_to_esm", "esm.contact_head.regression.weight", "esm.contact_head.regression.bias"}
     assert {name: taken[id(value)] for name, value in theirs.items()} == {

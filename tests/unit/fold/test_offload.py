@@ -41,8 +41,8 @@ def _passes(columns: tuple[bool, ...], rows: int, deaf_to: int | None = None) ->
 
 def _phases(streams: RecordedStreams) -> list[str]:
     """What is done with z, as it is issued."""
-    told = ["compute" if actor == COMPUTING else name for actor, name in streams.order if actor != HOST]
-    return [name for told, some in groupby(told) for name in ([told] if told == "compute" else some)]
+    actors = ["compute" if actor == COMPUTING else name for actor, name in streams.order if actor != HOST]
+    return [name for actor, some in groupby(actors) for name in ([actor] if actor == "compute" else some)]
 
 
 @pytest.mark.parametrize("columns", [False, True])

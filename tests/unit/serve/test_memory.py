@@ -164,8 +164,8 @@ def test_a_cache_that_holds_no_sequence_is_told_what_would():
     needed = Need(1000, 3333, 100)
     with pytest.raises(UserError, match=r"^--engine.cache 3.91 KiB holds no sequence of a; give") as caught:
         share_out([Asked("a", needed, 100, kv_bytes=4000)], 10**6, "cpu")
-    told = size_in_bytes(str(caught.value).split("at least ")[1], "engine.cache", "GiB")
-    assert share_out([Asked("a", needed, 100, kv_bytes=told)], 10**6, "cpu")[0].num_pages == 2
+    room = size_in_bytes(str(caught.value).split("at least ")[1], "engine.cache", "GiB")
+    assert share_out([Asked("a", needed, 100, kv_bytes=room)], 10**6, "cpu")[0].num_pages == 2
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -159,12 +159,12 @@ def test_requests_that_leave_at_any_time_leak_nothing():
 def test_who_leaves_is_gone_within_one_tick(state):
     """Whatever the request was doing: the next step is without it, and its pages are free."""
     limits = Limits(page_size=4, max_batch_tokens=9, prefill_chunk=8, max_running=1 if state == "queued" else 4)
-    engine, told = stand_in_engine(40, limits, sharing=False), []
+    engine, events = stand_in_engine(40, limits, sharing=False), []
     loop = EngineLoop("stand-in", engine, 10, Metrics())
     if state == "queued":
         loop.submit(greedy("other", [1], 5), lambda event: None)
         loop._tick()
-    loop.submit(greedy("mine", range(30) if state == "prefilling" else [1, 2, 3], 9), told.append)
+    loop.submit(greedy("mine", range(30) if state == "prefilling" else [1, 2, 3], 9), events.append)
     if state != "sent":
         loop._tick()
     found = {s.request.id: s.state for s in (*engine.waiting, *engine.running)}.get("mine")
@@ -175,4 +175,4 @@ def test_who_leaves_is_gone_within_one_tick(state):
     assert [s.request.id for s in (*engine.waiting, *engine.running)] == (["other"] if state == "queued" else [])
     assert engine.pages.num_free == 40 - (state == "queued")
     assert loop.num_open == (state == "queued")
-    assert told[-1] == Failed("aborted")
+    assert events[-1] == Failed("aborted")
