@@ -1,4 +1,4 @@
-"""Steps in which every sequence writes one token, as one launch: over buffers that stay where they are.
+"""Steps in which every sequence decodes one token, as one launch: over buffers that stay where they are.
 
 A GPU takes such a step's many small kernels faster than a host can launch them one by one. So the step is captured at
 the start, for some numbers of sequences and some ways of drawing, and then launched as a whole:

@@ -1,5 +1,5 @@
 """The engine: sequences, pages and model, a step at a time. No threads, no text but the sequences' own, and no clock
-but the one that paces prompts beside those who write.
+but the one that paces prompts beside the decode batch.
 
 A step: schedule; give back, claim and grow pages; run the model over all new tokens; draw the next token of each
 sequence whose tokens are all computed; end those that are done; report what is new.
@@ -87,7 +87,7 @@ class Engine:
     """Serves one model. Not thread-safe: `apps.serve.loop` gives it a thread.
 
     max_length  tokens that prompt and text may have together
-    pace        when prompts are computed beside those who write, and how long their chunks are; None: in each step,
+    pace        when prompts are computed beside the decode batch, and how long their chunks are; None: in each step,
                 `limits.prefill_chunk`
     sampler     that of the runner's `decode`, where it has one
     ahead       whether the next step is launched before the last one is read
@@ -229,7 +229,7 @@ class Engine:
         scarce = self.pages.num_free < limits.most_new_pages(len(self.running))
         running = [self._running_job(sequence, scarce) for sequence in self.running]
         batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits, chunk)
-        if not batch.parts and chunk == 0:  # those who write lack pages that a prompt before them holds
+        if not batch.parts and chunk == 0:  # decoding sequences lack pages that a prompt before them holds
             batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits)
         return batch
 
@@ -282,8 +282,8 @@ class Engine:
             if sequence not in later:
                 sequence.unread = None
         if self.pace is not None:
-            writers = sum(count == 1 for _, count in flight.parts)
-            self.pace.observe(writers, flight.num_tokens - writers, now - max(flight.began, self._settled_at))
+            decoding = sum(count == 1 for _, count in flight.parts)
+            self.pace.observe(decoding, flight.num_tokens - decoding, now - max(flight.began, self._settled_at))
         self._settled_at = now
         for (sequence, _), until in zip(flight.parts, flight.until, strict=True):
             if sequence.held is not None:

@@ -167,7 +167,7 @@ def captures(config: EngineConfig, model: DecoderConfig, device: str) -> bool:
 def _capture(
     runner: Runner, config: EngineConfig, model: DecoderConfig, max_length: int, axis: DeviceMesh | None
 ) -> Sampler | None:
-    """Compile what steps need, and capture those in which all write.  Returns who draws for the runner's `decode`."""
+    """Compile what steps need, and capture those of decoding alone.  Returns who draws for the runner's `decode`."""
     if runner.device.type == "cuda":
         warm_up(runner, config.max_batch_tokens, max_length)
     if not captures(config, model, str(runner.device)):

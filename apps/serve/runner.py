@@ -158,7 +158,7 @@ Graph = Callable[[Tensor, Tensor, PagedContext], Tensor]
 
 
 class Captured(Protocol):
-    """What computes steps in which all write (`apps.serve.decode`, which knows the runner)."""
+    """Computes steps in which all sequences decode (`apps.serve.decode`, which knows the runner)."""
 
     def way(self, step: Step) -> int | None: ...
 
@@ -172,7 +172,7 @@ class Runner:
 
     axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
     graph   what computes in the decoder's place, up to its head, if anything does (`apps.serve.compiled`)
-    decode  what computes steps in which all write, if anything does (`apps.serve.decode`)
+    decode  computes steps in which all sequences decode, if anything does (`apps.serve.decode`)
     tokens  on the device, those that the last step drew; None: steps begin when these are read
     """
 

@@ -1,11 +1,11 @@
 """Which sequences compute how many tokens in the next step: a pure function of counts.
 
-1. Sequences that run, oldest first. One that writes gets its one token; one whose prompt is not computed yet gets a
+1. Sequences that run, oldest first. One that decodes gets its one token; one whose prompt is not computed yet gets a
    chunk of it. Where pages lack, the youngest is preempted: its pages go back, and it will compute its tokens again.
 2. If nobody was preempted, waiting sequences in order of arrival, each only when pages for all its tokens are free
    beyond what the running ones still need for theirs. Nobody overtakes, so nobody starves.
 
-Prompts are cut into chunks so that those who write wait for at most one chunk (Agrawal et al., "Sarathi-Serve", 2024).
+Prompts are cut into chunks: the decode batch waits for at most one chunk (Agrawal et al., "Sarathi-Serve", 2024).
 Continuous batching: Yu et al., "Orca" (2022). Pages: Kwon et al. (2023), section 4.5, for preemption by recomputation.
 
 The oldest sequence always advances: all pages but its own can be taken from others, and `Limits` demands that a
@@ -23,7 +23,7 @@ class Limits:
     """What a step may hold.
 
     max_batch_tokens  tokens of all sequences in one step
-    prefill_chunk     of them of prompts, while somebody writes
+    prefill_chunk     of them of prompts, while sequences decode
     max_running       sequences at once
     """
 
@@ -109,7 +109,7 @@ def schedule(
     waiting        in order of arrival; read only as far as sequences are admitted
     running        in order of arrival
     free_pages     that are unused, or only kept for whom they may serve later
-    prompt_tokens  of prompts at most while somebody writes, none too; None: `limits.prefill_chunk`
+    prompt_tokens  of prompts at most while sequences decode, none too; None: `limits.prefill_chunk`
     """
     chunk = limits.prefill_chunk if prompt_tokens is None else prompt_tokens
     step = _Step(list(running), free_pages, limits, chunk)
@@ -124,9 +124,9 @@ class _Step:
 
     def __init__(self, running: list[Job], free_pages: int, limits: Limits, chunk: int):
         self.running, self.free, self.limits = running, free_pages, limits
-        self.writers_after = sum(job.remaining == 1 for job in running)  # the one that is looked at
+        self.decoding_after = sum(job.remaining == 1 for job in running)  # the one that is looked at
         self.tokens_left = limits.max_batch_tokens
-        self.prompt_tokens_left = chunk if self.writers_after else limits.max_batch_tokens
+        self.prompt_tokens_left = chunk if self.decoding_after else limits.max_batch_tokens
         self.parts: list[tuple[int, int]] = []
         self.admitted: list[int] = []
         self.preempted: list[int] = []
@@ -136,11 +136,11 @@ class _Step:
         index = 0
         while index < len(self.running):
             job = self.running[index]
-            self.writers_after -= job.remaining == 1
+            self.decoding_after -= job.remaining == 1
             wanted = self._wanted(job)
             while self._lacking(job, wanted) > 0 and len(self.running) > index + 1:
                 victim = self.running.pop()
-                self.writers_after -= victim.remaining == 1
+                self.decoding_after -= victim.remaining == 1
                 self.preempted.append(victim.number)
                 self.free += victim.returns
             room = (job.num_pages + self.free) * self.limits.page_size - job.num_computed
@@ -166,7 +166,7 @@ class _Step:
     def _wanted(self, job: Job) -> int:
         if job.remaining == 1:
             return min(1, self.tokens_left)
-        return max(0, min(job.remaining, self.prompt_tokens_left, self.tokens_left - self.writers_after))
+        return max(0, min(job.remaining, self.prompt_tokens_left, self.tokens_left - self.decoding_after))
 
     def _lacking(self, job: Job, num_tokens: int) -> int:
         return self.limits.pages(job.num_computed + num_tokens) - job.num_pages - self.free

@@ -24,11 +24,11 @@ def test_limits():
 
 
 def test_a_writer_keeps_prompts_to_a_chunk():
-    """Alone a prompt may fill the step; beside a writer it gets prefill_chunk tokens."""
+    """Alone a prompt may fill the step; beside a decoding sequence it gets prefill_chunk tokens."""
     prompt = Job(1, num_tokens=40)
     assert schedule([prompt], [], 100, LIMITS).parts == ((1, 16),)
-    writer = Job(0, num_tokens=9, num_computed=8, num_pages=2)
-    batch = schedule([prompt], [writer], 100, LIMITS)
+    decoding = Job(0, num_tokens=9, num_computed=8, num_pages=2)
+    batch = schedule([prompt], [decoding], 100, LIMITS)
     assert batch.parts == ((0, 1), (1, 6))
     assert batch.admitted == (1,)
 
@@ -100,7 +100,7 @@ def test_random_loads(load):
                 break
             continue
         before = engine.counts.steps
-        writing = any(len(s.tokens) - s.num_computed == 1 for s in engine.running)
+        decoding = any(len(s.tokens) - s.num_computed == 1 for s in engine.running)
         written.take(engine.step())
         idle_steps = idle_steps + 1 if engine.counts.steps == before else 0
         assert idle_steps < 2, "nobody advances"
@@ -109,7 +109,7 @@ def test_random_loads(load):
             step = engine.runner.steps[-1]
             assert len(step.ids) <= limits.max_batch_tokens
             prompt_tokens = sum(b - a for a, b in zip(step.starts, step.starts[1:]) if b - a > 1)
-            assert not writing or prompt_tokens <= limits.prefill_chunk
+            assert not decoding or prompt_tokens <= limits.prefill_chunk
     else:
         raise AssertionError("somebody starves")
     assert engine.pages.num_free == num_pages
@@ -155,7 +155,7 @@ def test_requests_that_leave_at_any_time_leak_nothing():
     assert len(written.finish) + engine.counts.aborted == 800
 
 
-@pytest.mark.parametrize("state", ["sent", "queued", "prefilling", "writing"])
+@pytest.mark.parametrize("state", ["sent", "queued", "prefilling", "decoding"])
 def test_who_leaves_is_gone_within_one_tick(state):
     """Whatever the request was doing: the next step is without it, and its pages are free."""
     limits = Limits(page_size=4, max_batch_tokens=9, prefill_chunk=8, max_running=1 if state == "queued" else 4)
@@ -169,7 +169,7 @@ def test_who_leaves_is_gone_within_one_tick(state):
         loop._tick()
     found = {s.request.id: s.state for s in (*engine.waiting, *engine.running)}.get("mine")
     assert found is {"sent": None, "queued": State.WAITING}.get(state, State.RUNNING)
-    assert (engine.running[-1].num_written > 0 if engine.running else False) == (state in ("writing", "queued"))
+    assert (engine.running[-1].num_written > 0 if engine.running else False) == (state in ("decoding", "queued"))
     loop.abort("mine")
     loop._tick()
     assert [s.request.id for s in (*engine.waiting, *engine.running)] == (["other"] if state == "queued" else [])
