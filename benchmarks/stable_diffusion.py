@@ -32,7 +32,7 @@ from apps.diffusion.footprint import footprint, int8_bytes
 from apps.diffusion.generate import Job, Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, build_vae, save_pipeline
-from apps.diffusion.plan_config import RECIPES, PlanConfig
+from apps.diffusion.plan_config import RECIPES, DiffusionPlanConfig
 from apps.diffusion.samplers import draw_noise
 from apps.diffusion.shapes import SD_V1, Shape, meta_modules
 from benchmarks.result import Measured, Number, Row, Target, versions
@@ -80,24 +80,24 @@ class Published:
     case: str
     theirs: str
     gigabytes: float | None
-    ours: PlanConfig
+    ours: DiffusionPlanConfig
     wanted_gb: float | None = None
 
 
-def _stock(model: str, batch: int, precision: Any = "bf16") -> PlanConfig:
-    return PlanConfig(task="train", model=model, batch=batch, precision=precision)
+def _stock(model: str, batch: int, precision: Any = "bf16") -> DiffusionPlanConfig:
+    return DiffusionPlanConfig(task="train", model=model, batch=batch, precision=precision)
 
 
-def _low(model: str, batch: int, budget: str | None = None, **more: Any) -> PlanConfig:
+def _low(model: str, batch: int, budget: str | None = None, **more: Any) -> DiffusionPlanConfig:
     given: dict[str, Any] = {"recompute": RecomputeConfig("full"), "optim": OptimConfig(name="adamw8bit")}
-    return PlanConfig(task="train", model=model, batch=batch, gemini=GeminiConfig(budget), **(given | more))
+    return DiffusionPlanConfig(task="train", model=model, batch=batch, gemini=GeminiConfig(budget), **(given | more))
 
 
-def _sample(precision: Any, scheme: Any = "none") -> PlanConfig:
-    return PlanConfig(model="sd_v1", precision=precision, scheme=scheme)
+def _sample(precision: Any, scheme: Any = "none") -> DiffusionPlanConfig:
+    return DiffusionPlanConfig(model="sd_v1", precision=precision, scheme=scheme)
 
 
-def _recipe(name: str, model: str = "sd_v1") -> PlanConfig:
+def _recipe(name: str, model: str = "sd_v1") -> DiffusionPlanConfig:
     """As `diffusion plan --recipe NAME` has it."""
     return replace(RECIPES[name](), model=model)
 
@@ -216,7 +216,9 @@ def counted(folder: Path, quick: bool) -> Part:
         argv = [f"--{name}={value}" for name, value in options.items()]
         finetune.main([*argv, "--log.no-tensorboard", *setting.argv])
         summary = json.loads((out / "summary.json").read_text())
-        plan = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", **setting.plan)
+        plan = DiffusionPlanConfig(
+            task="train", model=str(folder / "narrow"), batch=4, precision="fp32", **setting.plan
+        )
         numbers = {
             "planned": Number(footprint(plan).peak_bytes / 1e6, "MB"),
             "counted": Number(summary["device_peak_bytes"] / 1e6, "MB"),

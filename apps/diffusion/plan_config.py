@@ -25,7 +25,7 @@ from core.trace.machine import Speed, speed_of
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class DiffusionPlanConfig:
     """What is to be run, and on what."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
@@ -195,7 +195,7 @@ WITHOUT_EFFECT = (
 """Options of a training run that its plan is the same without, whatever the optimizer."""
 
 
-def without_effect(config: PlanConfig) -> set[str]:
+def without_effect(config: DiffusionPlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on; on a CPU those of the time, too."""
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     if config.kind == "cuda":
@@ -204,10 +204,10 @@ def without_effect(config: PlanConfig) -> set[str]:
     return found | rates | ({"steps"} if config.task == "train" else set())
 
 
-def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:
+def of_training(config: FinetuneConfig, model: str = "sd_v1") -> DiffusionPlanConfig:
     """The plan of a training run on one device; of a subject's, with class images (prior preservation)."""
     rows = config.data.global_batch * (1 if config.method == "full" else 2)
-    return PlanConfig(
+    return DiffusionPlanConfig(
         task="train",
         model=model,
         batch=min(rows, config.microbatch or rows),
@@ -224,10 +224,10 @@ def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:
     )
 
 
-def _of_recipe(name: str) -> PlanConfig:
+def _of_recipe(name: str) -> DiffusionPlanConfig:
     return of_training(FINETUNE[name]())
 
 
-RECIPES: dict[str, Callable[[], PlanConfig]] = {"default": PlanConfig}
+RECIPES: dict[str, Callable[[], DiffusionPlanConfig]] = {"default": DiffusionPlanConfig}
 RECIPES |= {name: partial(_of_recipe, name) for name in FINETUNE}
 """By name; those of `diffusion finetune` as they train v1."""
