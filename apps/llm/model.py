@@ -20,7 +20,7 @@ from core.train import checkpoint_path
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredModel:
     """Where a model lies and what it is; nothing is loaded yet.
 
     folder  the Hugging Face folder, or the run folder
@@ -63,7 +63,7 @@ class Source:
         return load_tokenizer(self.tokenizer_folder)
 
 
-def find_model(folder: Path) -> Source:
+def find_model(folder: Path) -> StoredModel:
     """What lies in a folder.  Raises UserError where that is no model."""
     path = folder / "config.json"
     try:
@@ -78,8 +78,8 @@ def find_model(folder: Path) -> Source:
             f"serve it: megalith serve --model {folder}"
         )
     if isinstance(described, dict) and "model_type" in described:
-        return Source(folder, load_config(folder), is_run=False)
-    return Source(folder, _decoder_config(described, path), is_run=True)
+        return StoredModel(folder, load_config(folder), is_run=False)
+    return StoredModel(folder, _decoder_config(described, path), is_run=True)
 
 
 def _decoder_config(described: Any, path: Path) -> DecoderConfig:

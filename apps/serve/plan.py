@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.serve.memory import Format, Load, Need, folder_format, has_weights, need, quantized_format
-from apps.serve.model import find_source
+from apps.serve.model import find_model
 from core.config import UserError, in_words, parse, size_in_bytes
 from core.models import SHAPES, DecoderConfig
 from core.quant import Scheme, is_quantized
@@ -140,7 +140,7 @@ def _chosen(config: ServePlanConfig) -> tuple[str, DecoderConfig, Path | None]:
     if (config.model is None) == (config.shape is None):
         raise UserError("give one of --model DIR and --shape NAME, such as --shape bloom_176b")
     if config.model is not None:
-        source = find_source(config.model)
+        source = find_model(config.model)
         return source.name, source.config, source.folder
     assert config.shape is not None
     if config.shape not in SHAPES:

@@ -33,7 +33,7 @@ class Tool(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class SearchedDatabase:
     """A database with the tool that searches it."""
 
     tool: Tool
@@ -65,7 +65,7 @@ class Job:
     suffix: ClassVar[str] = ".json"
 
     sequence: str
-    source: Source
+    source: SearchedDatabase
     shard: Shard
 
     def depends_on(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Job:
         return json.dumps([asdict(hit) for hit in hits])
 
 
-def jobs_of(sequences: Iterable[str], sources: Iterable[Source]) -> list[Job]:
+def jobs_of(sequences: Iterable[str], sources: Iterable[SearchedDatabase]) -> list[Job]:
     """Every sequence once, the longest first; of each the databases side by side, so that tools run together."""
     sources = list(sources)
     distinct = sorted(set(sequences), key=lambda sequence: (-len(sequence), sequence))

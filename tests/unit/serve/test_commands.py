@@ -12,7 +12,7 @@ from apps.serve.__main__ import APP
 from apps.serve.bench import BenchConfig, Served, figures, loads
 from apps.serve.config import EngineConfig
 from apps.serve.memory import page_bytes
-from apps.serve.model import find_source
+from apps.serve.model import find_model
 from apps.serve.plan import PlannedEngine, ServePlanConfig, fewest, formats
 from core.config import run_command
 from core.models import SHAPES
@@ -116,7 +116,7 @@ def test_a_run_folder_is_served_under_its_name(tmp_path):
     small_model(tmp_path / "runs" / "mine" / "hf")
     (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
     for folder in ("runs/mine", "runs/mine/hf"):
-        source = find_source(tmp_path / folder)
+        source = find_model(tmp_path / folder)
         assert source.name == "mine"
         assert source.folder == tmp_path / "runs" / "mine" / "hf"
 
