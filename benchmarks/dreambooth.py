@@ -50,7 +50,7 @@ QUICK = replace(demo.SAMPLING, steps=2)
 
 
 @dataclass(frozen=True)
-class Job:
+class DreamBoothJob:
     """A training run that both can do."""
 
     weights: Path
@@ -84,7 +84,7 @@ def measure(options: Options) -> Measured:
 
 # --- contenders -------------------------------------------------------------------------------------------------------
 
-Command = Callable[[Job, Path], list[str]]
+Command = Callable[[DreamBoothJob, Path], list[str]]
 """(job, folder of what it leaves) -> command line, without the file of figures"""
 
 
@@ -93,16 +93,16 @@ def commands(script: Path | None, python: Path | None) -> dict[str, Command]:
         return {"ours": our_command}
     run = [str(python or sys.executable), str(script)]
 
-    def theirs(job: Job, out: Path) -> list[str]:
+    def theirs(job: DreamBoothJob, out: Path) -> list[str]:
         return [*run, *_their_options(job, out)]
 
-    def prompts_once(job: Job, out: Path) -> list[str]:
+    def prompts_once(job: DreamBoothJob, out: Path) -> list[str]:
         return [*theirs(job, out), "--pre_compute_text_embeddings"]
 
     return {"ours": our_command, "diffusers": theirs, "diffusers, prompts once": prompts_once}
 
 
-def our_command(job: Job, out: Path) -> list[str]:
+def our_command(job: DreamBoothJob, out: Path) -> list[str]:
     given = {
         "model": job.weights,
         "instance-dir": job.subject,
@@ -125,7 +125,7 @@ def our_command(job: Job, out: Path) -> list[str]:
     return [sys.executable, "ours", *(f"--{name}={value}" for name, value in given.items()), *flags]
 
 
-def _their_options(job: Job, out: Path) -> list[str]:
+def _their_options(job: DreamBoothJob, out: Path) -> list[str]:
     given = {
         "pretrained_model_name_or_path": job.weights,
         "instance_data_dir": job.subject,
@@ -198,7 +198,7 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     pipeline = load_pipeline(EMBEDDED)
     detector = train_detector(pipeline.vae, num_pictures=128, epochs=1) if quick else train_detector(pipeline.vae)
     steps = WARM_UP + 2 if quick else demo.DemoConfig().steps
-    job = Job(
+    job = DreamBoothJob(
         # the script wants them in fp32
         weights=save_pipeline(pipeline, folder / "weights"),
         subject=write_subject_folder(folder / "subject", SEEDS["demo"]),
@@ -229,7 +229,7 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     return rows + profiled, _speed_targets(found, "tiny, U-Net and text encoder")
 
 
-def _profiled(command: Command, job: Job, folder: Path) -> dict[str, Number]:
+def _profiled(command: Command, job: DreamBoothJob, folder: Path) -> dict[str, Number]:
     out = folder.with_name(f"{folder.name}-profiled")
     run = watched(command(replace(job, steps=WARM_UP + PROFILED), out), out.with_suffix(".json"), profile=True)
     operators = run["profile"].pop("operators")
@@ -274,13 +274,15 @@ def narrow(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     return rows, targets
 
 
-def narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
+def narrow_job(folder: Path, quick: bool) -> tuple[Shape, DreamBoothJob, str, int]:
     unet = {"block_out_channels": [64, 128, 256, 256], "cross_attention_dim": 128, "sample_size": 16}
     text = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "projection_dim": 128}
     vae = {"block_out_channels": [32, 64, 128, 128], "sample_size": 128}
     small = Shape(SD_V1.unet | unet, SD_V1.vae | vae, SD_V1.text_encoder | text)
     inputs = folder / "weights", folder / "subject", folder / "class"
-    job = Job(*inputs, pixels=128, batch=1, steps=WARM_UP + 12, lr=5e-6, schedule="constant", train_text=False)
+    job = DreamBoothJob(
+        *inputs, pixels=128, batch=1, steps=WARM_UP + 12, lr=5e-6, schedule="constant", train_text=False
+    )
     if quick:
         smallest = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1, "sample_size": 8}
         shape = replace(small, unet=small.unet | smallest)

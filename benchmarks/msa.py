@@ -25,7 +25,7 @@ from typing import Any
 from apps.fold.search import hhblits, jackhmmer, mmseqs
 from apps.fold.search.database import Database, Shard, open_database
 from apps.fold.search.hits import Hit, ranked
-from apps.fold.search.jobs import Job, SearchedDatabase, Searches, Tool, jobs_of
+from apps.fold.search.jobs import SearchedDatabase, Searches, SearchJob, Tool, jobs_of
 from benchmarks.result import ROOT, Measured, Missing, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
@@ -167,7 +167,7 @@ def one_round(query: str, sources: Sequence[SearchedDatabase], cache: Path, core
 
 def _searched(
     query: str, sources: Sequence[SearchedDatabase], cache: Path, workers: int
-) -> tuple[list[float], float, dict[Job, list[Hit]]]:
+) -> tuple[list[float], float, dict[SearchJob, list[Hit]]]:
     """Seconds of each search, of all of them, and the hits; nothing of it was known."""
     searches, jobs = Searches(cache), jobs_of([query], sources)
     tools = [source.tool for source in sources if isinstance(source.tool, Timed)]

@@ -29,7 +29,7 @@ from apps.diffusion import finetune
 from apps.diffusion.demo.captions import words
 from apps.diffusion.demo.sizes import write_tokenizer
 from apps.diffusion.footprint import footprint, int8_bytes
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, build_vae, save_pipeline
 from apps.diffusion.plan_config import RECIPES, DiffusionPlanConfig
@@ -230,7 +230,7 @@ def counted(folder: Path, quick: bool) -> Part:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 _PROMPTS = ("a red circle on a white ground", "a blue star on a black ground", "a green square on a gray ground")
-_JOBS = [Job(prompt, seed) for prompt in _PROMPTS for seed in range(4)]
+_JOBS = [PictureJob(prompt, seed) for prompt in _PROMPTS for seed in range(4)]
 
 
 def sampled(quick: bool) -> Part:
@@ -275,7 +275,7 @@ def sampled(quick: bool) -> Part:
     return rows, [Target("PSNR of int8 to fp32 at the same seeds / 45 dB, tiny", 1.0, found / 45)]
 
 
-def _pictures(pipeline: Pipeline, sampling: Sampling, jobs: Sequence[Job]) -> Tensor:
+def _pictures(pipeline: Pipeline, sampling: Sampling, jobs: Sequence[PictureJob]) -> Tensor:
     return torch.stack([picture for _, picture in generate(pipeline, jobs, sampling, len(jobs))])
 
 
@@ -289,7 +289,7 @@ def _diffusers(pipeline: Pipeline) -> Any:
     return theirs
 
 
-def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int, jobs: Sequence[Job]) -> Tensor:
+def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int, jobs: Sequence[PictureJob]) -> Tensor:
     shape = (pipeline.latent_channels, *(side // pipeline.factor for side in pipeline.image_size))
     noise = draw_noise(shape, [torch.Generator().manual_seed(job.seed) for job in jobs])
     prompts = [job.prompt for job in jobs]

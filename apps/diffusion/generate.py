@@ -70,7 +70,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Job:
+class PictureJob:
     """One picture."""
 
     prompt: str
@@ -84,11 +84,11 @@ def num_evaluations(pipeline: Pipeline, sampling: Sampling) -> int:
 
 def generate(
     pipeline: Pipeline,
-    jobs: Sequence[Job],
+    jobs: Sequence[PictureJob],
     sampling: Sampling = Sampling(),
     batch: int = 4,
     on_step: Callable[[int], None] = lambda pictures: None,
-) -> Iterator[tuple[Job, Tensor]]:
+) -> Iterator[tuple[PictureJob, Tensor]]:
     """(job, picture [3, H, W] in 0 to 1, on the CPU) in the order of the jobs, `batch` at a time.
 
     on_step  called after each evaluation of a batch with the number of its pictures
@@ -182,7 +182,7 @@ def run_sampler(
 @torch.no_grad()
 def draw_latents(
     pipeline: Pipeline,
-    jobs: Sequence[Job],
+    jobs: Sequence[PictureJob],
     sampling: Sampling,
     size: tuple[int, int],
     on_step: Callable[[int], None] = lambda pictures: None,

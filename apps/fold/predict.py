@@ -40,7 +40,7 @@ from apps.fold.output.plots import plot
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import plan_shares
-from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
@@ -433,20 +433,20 @@ class OnDevice(Sequence[Features]):
         return self.features[index].to(self.device, self.dtype)
 
 
-def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype, device: str) -> Job:
+def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype, device: str) -> FoldJob:
     """What is asked of the planner: the sizes of the largest iteration."""
     sizes = [max(numbers) for numbers in zip(*(one.sizes() for one in features))]
     hidden = any(bool((mask == 0).any()) for one in features for mask in _masks(one))
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    return Job(model, *sizes, dtype=dtype, device=kind, iterations=len(features), hidden=hidden)
+    return FoldJob(model, *sizes, dtype=dtype, device=kind, iterations=len(features), hidden=hidden)
 
 
-def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device: str) -> Job:
+def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device: str) -> FoldJob:
     """What `job_of` will say of the target's features: mostly the same, so that its plan is known by then."""
     sizes = target.sizes(model)
     hidden = sizes[1] == len(target.alignment) or sizes[3] > 0  # no extra row, or templates with unknown angles
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    return Job(model, *sizes, dtype=dtype, device=kind, iterations=model.num_recycles + 1, hidden=hidden)
+    return FoldJob(model, *sizes, dtype=dtype, device=kind, iterations=model.num_recycles + 1, hidden=hidden)
 
 
 def _masks(features: Features) -> list[Tensor]:

@@ -35,7 +35,7 @@ from apps.serve.request import (
 )
 from apps.serve.runner import Runner, Step
 from apps.serve.sampler import Ask, Reading, Sampled, Sampler
-from apps.serve.scheduler import Batch, Job, Limits, schedule
+from apps.serve.scheduler import Batch, Limits, SequenceCounts, schedule
 from apps.serve.text import Text
 from core.config import UserError
 
@@ -227,10 +227,10 @@ class Engine:
         limits = self.limits
         chunk = None if self.pace is None else self.pace.chunk(limits.prefill_chunk, self._num_pending())
         scarce = self.pages.num_free < limits.most_new_pages(len(self.running))
-        running = [self._running_job(sequence, scarce) for sequence in self.running]
-        batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits, chunk)
+        running = [self._running_counts(sequence, scarce) for sequence in self.running]
+        batch = schedule(self._waiting_counts(matches), running, self.pages.num_free, limits, chunk)
         if not batch.parts and chunk == 0:  # decoding sequences lack pages that a prompt before them holds
-            batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits)
+            batch = schedule(self._waiting_counts(matches), running, self.pages.num_free, limits)
         return batch
 
     def _begin(self, flight: Flight, step: Step) -> None:
@@ -292,11 +292,11 @@ class Engine:
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------
 
-    def _waiting_jobs(self, matches: dict[int, Match]) -> Iterator[Job]:
+    def _waiting_counts(self, matches: dict[int, Match]) -> Iterator[SequenceCounts]:
         for sequence in self.waiting:
             match = Match() if sequence.wants_prompt_logprobs else self.pages.match(sequence.tokens)
             matches[sequence.number] = match
-            yield Job(
+            yield SequenceCounts(
                 sequence.number,
                 len(sequence.tokens),
                 self.pages.num_tokens(match),
@@ -314,13 +314,13 @@ class Engine:
                 break
         return pending
 
-    def _running_job(self, sequence: Sequence, scarce: bool) -> Job:
+    def _running_counts(self, sequence: Sequence, scarce: bool) -> SequenceCounts:
         """scarce: somebody may be preempted; otherwise nobody's pages are looked at one by one"""
         assert sequence.held is not None
         num_pages, returns = len(sequence.held.pages), self.pages.num_returned(sequence.held) if scarce else 0
         computed = sequence.num_computed
         num_tokens = computed if sequence.unread is not None and sequence.is_last else sequence.num_tokens
-        return Job(sequence.number, num_tokens, computed, num_pages, returns=returns)
+        return SequenceCounts(sequence.number, num_tokens, computed, num_pages, returns=returns)
 
     # --- pages --------------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Job:
+class SequenceCounts:
     """What the scheduler knows of a sequence.
 
     num_tokens    known: the prompt and what was written
@@ -98,8 +98,8 @@ class Batch:
 
 
 def schedule(
-    waiting: Iterable[Job],
-    running: Iterable[Job],
+    waiting: Iterable[SequenceCounts],
+    running: Iterable[SequenceCounts],
     free_pages: int,
     limits: Limits,
     prompt_tokens: int | None = None,
@@ -122,9 +122,9 @@ def schedule(
 class _Step:
     """The decision in the making: what is left of pages and tokens, and who got what."""
 
-    def __init__(self, running: list[Job], free_pages: int, limits: Limits, chunk: int):
+    def __init__(self, running: list[SequenceCounts], free_pages: int, limits: Limits, chunk: int):
         self.running, self.free, self.limits = running, free_pages, limits
-        self.decoding_after = sum(job.remaining == 1 for job in running)  # the one that is looked at
+        self.decoding_after = sum(sequence.remaining == 1 for sequence in running)  # the one that is looked at
         self.tokens_left = limits.max_batch_tokens
         self.prompt_tokens_left = chunk if self.decoding_after else limits.max_batch_tokens
         self.parts: list[tuple[int, int]] = []
@@ -135,49 +135,49 @@ class _Step:
     def continue_running(self) -> None:
         index = 0
         while index < len(self.running):
-            job = self.running[index]
-            self.decoding_after -= job.remaining == 1
-            wanted = self._wanted(job)
-            while self._lacking(job, wanted) > 0 and len(self.running) > index + 1:
+            sequence = self.running[index]
+            self.decoding_after -= sequence.remaining == 1
+            wanted = self._wanted(sequence)
+            while self._lacking(sequence, wanted) > 0 and len(self.running) > index + 1:
                 victim = self.running.pop()
                 self.decoding_after -= victim.remaining == 1
                 self.preempted.append(victim.number)
                 self.free += victim.returns
-            room = (job.num_pages + self.free) * self.limits.page_size - job.num_computed
-            self._grant(job, min(wanted, room))
+            room = (sequence.num_pages + self.free) * self.limits.page_size - sequence.num_computed
+            self._grant(sequence, min(wanted, room))
             index += 1
 
-    def admit(self, waiting: Iterable[Job]) -> None:
+    def admit(self, waiting: Iterable[SequenceCounts]) -> None:
         num_running = len(self.running)
         if num_running >= self.limits.max_running:
             return
-        for job in waiting:
-            whole = self.limits.pages(job.num_tokens + 1) - job.num_pages + job.claims
-            wanted = self._wanted(job)
+        for sequence in waiting:
+            whole = self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages + sequence.claims
+            wanted = self._wanted(sequence)
             if wanted == 0 or whole > self.free - self.promised:
                 return
-            self.free -= job.claims
-            self._grant(job, wanted)
-            self.admitted.append(job.number)
+            self.free -= sequence.claims
+            self._grant(sequence, wanted)
+            self.admitted.append(sequence.number)
             num_running += 1
             if num_running == self.limits.max_running:
                 return
 
-    def _wanted(self, job: Job) -> int:
-        if job.remaining == 1:
+    def _wanted(self, sequence: SequenceCounts) -> int:
+        if sequence.remaining == 1:
             return min(1, self.tokens_left)
-        return max(0, min(job.remaining, self.prompt_tokens_left, self.tokens_left - self.decoding_after))
+        return max(0, min(sequence.remaining, self.prompt_tokens_left, self.tokens_left - self.decoding_after))
 
-    def _lacking(self, job: Job, num_tokens: int) -> int:
-        return self.limits.pages(job.num_computed + num_tokens) - job.num_pages - self.free
+    def _lacking(self, sequence: SequenceCounts, num_tokens: int) -> int:
+        return self.limits.pages(sequence.num_computed + num_tokens) - sequence.num_pages - self.free
 
-    def _grant(self, job: Job, num_tokens: int) -> None:
-        new_pages = max(0, self.limits.pages(job.num_computed + num_tokens) - job.num_pages)
-        self.promised += max(0, self.limits.pages(job.num_tokens + 1) - job.num_pages - new_pages)
+    def _grant(self, sequence: SequenceCounts, num_tokens: int) -> None:
+        new_pages = max(0, self.limits.pages(sequence.num_computed + num_tokens) - sequence.num_pages)
+        self.promised += max(0, self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages - new_pages)
         if num_tokens <= 0:
             return
         self.free -= new_pages
         self.tokens_left -= num_tokens
-        if job.remaining > 1:
+        if sequence.remaining > 1:
             self.prompt_tokens_left -= num_tokens
-        self.parts.append((job.number, num_tokens))
+        self.parts.append((sequence.number, num_tokens))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.data.folder import image_files
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.images import save_png, to_pil
 from apps.diffusion.pipeline import Pipeline
 from core.config import UserError
@@ -52,7 +52,7 @@ def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipe
         print(f"drawing {len(names)} images of {subject} into {config.class_dir}")
     own = names[runtime.rank :: runtime.world_size]
     pipeline = load(compute_dtype(config.precision)).to(runtime.device)
-    jobs = [Job(prompts[number % len(prompts)], config.seed + number) for number, _ in own]
+    jobs = [PictureJob(prompts[number % len(prompts)], config.seed + number) for number, _ in own]
     with freed_memory_given_back(pipeline.stored_bytes, runtime.device):
         for (_, path), (job, picture) in zip(own, generate(pipeline, jobs, class_sampling(config)), strict=True):
             if config.class_prompts is not None:

@@ -59,7 +59,7 @@ S = TypeVar("S", bound=Search)
 
 
 @dataclass(frozen=True)
-class Job:
+class SearchJob:
     """One sequence in one shard."""
 
     suffix: ClassVar[str] = ".json"
@@ -83,11 +83,11 @@ class Job:
         return json.dumps([asdict(hit) for hit in hits])
 
 
-def jobs_of(sequences: Iterable[str], sources: Iterable[SearchedDatabase]) -> list[Job]:
+def jobs_of(sequences: Iterable[str], sources: Iterable[SearchedDatabase]) -> list[SearchJob]:
     """Every sequence once, the longest first; of each the databases side by side, so that tools run together."""
     sources = list(sources)
     distinct = sorted(set(sequences), key=lambda sequence: (-len(sequence), sequence))
-    return [Job(s, source, shard) for s in distinct for source in sources for shard in source.database.shards]
+    return [SearchJob(s, source, shard) for s in distinct for source in sources for shard in source.database.shards]
 
 
 class Searches:
@@ -106,7 +106,7 @@ class Searches:
         """The result of a job that is done."""
         return self.path(job).read_text(encoding="utf-8")
 
-    def hits(self, job: Job) -> list[Hit]:
+    def hits(self, job: SearchJob) -> list[Hit]:
         return [Hit(**hit) for hit in json.loads(self.read(job))]
 
     def run(

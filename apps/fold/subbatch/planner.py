@@ -54,7 +54,7 @@ _TILES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 @dataclass(frozen=True)
-class Job:
+class FoldJob:
     """What is to be predicted.
 
     rows, extra, templates  of the MSA (those of templates not counted), of the extra MSA, templates
@@ -116,7 +116,7 @@ class Plan:
     beside: dict[str, int] = field(default_factory=dict)
 
 
-def plan_subbatches(job: Job, budget_bytes: int, *, of_process: bool = False) -> Plan:
+def plan_subbatches(job: FoldJob, budget_bytes: int, *, of_process: bool = False) -> Plan:
     """The plan; see the module's docstring.
 
     of_process  whether the budget is what the process may take on a CPU, of which tensors are a part; else it is theirs
@@ -141,7 +141,7 @@ def gib_up(num_bytes: int) -> str:
 
 
 @lru_cache(maxsize=256)
-def planned(job: Job, budget_bytes: int) -> Plan:
+def planned(job: FoldJob, budget_bytes: int) -> Plan:
     """The plan, or, where none is within the budget, the one with the lowest peak."""
     plan = _Decision(_survey(job, offload=False), budget_bytes).plan()
     if plan.peak_bytes <= budget_bytes or job.device == "cpu":
@@ -150,12 +150,12 @@ def planned(job: Job, budget_bytes: int) -> Plan:
     return min(plan, offloaded, key=lambda p: p.peak_bytes)
 
 
-def least_bytes(job: Job) -> int:
+def least_bytes(job: FoldJob) -> int:
     """The smallest budget there is a plan for."""
     return planned(job, 0).peak_bytes
 
 
-def longest(job: Job, budget_bytes: int) -> int:
+def longest(job: FoldJob, budget_bytes: int) -> int:
     """About the most residues for which there is a plan with z on the device, the rest as in the job; 0: none.
 
     There is a plan for what it returns, and none for a fiftieth more. Memory grows faster than the length and not
@@ -177,7 +177,7 @@ def longest(job: Job, budget_bytes: int) -> int:
     return max(0, found)
 
 
-def _least_on_device(job: Job) -> int:
+def _least_on_device(job: FoldJob) -> int:
     return _Decision(_survey(job, offload=False), 0).plan().peak_bytes
 
 
@@ -210,7 +210,7 @@ class _Turn:
 class _Survey:
     """What is alive when each operation has its turn, and, asked for, what the operation allocates done some way."""
 
-    def __init__(self, job: Job, offload: bool):
+    def __init__(self, job: FoldJob, offload: bool):
         config = job.config
         short = replace(
             config,
@@ -302,7 +302,7 @@ class _Survey:
 
 
 @lru_cache(maxsize=64)
-def _survey(job: Job, offload: bool) -> _Survey:
+def _survey(job: FoldJob, offload: bool) -> _Survey:
     return _Survey(job, offload)
 
 
@@ -574,7 +574,7 @@ def _num_parameters(config: ModelConfig) -> int:
     return sum(prod(entry.shape) for entry in name_table(config))
 
 
-def meta_features(job: Job) -> Features:
+def meta_features(job: FoldJob) -> Features:
     """Features of the job's sizes without values."""
     N, S, E = job.residues, job.rows, job.extra
     T = job.templates if job.config.templates is not None else 0

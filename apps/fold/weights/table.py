@@ -1,8 +1,8 @@
 """The name table: which tensors of AlphaFold's and of OpenFold's make each parameter of ours.
 
-Both layouts hold the same numbers. An `Entry` says that a parameter of ours is the rows of one or more published tensors
-below each other; a `PublishedTensor` has AlphaFold's key, its shape there, and OpenFold's name. It is read in both
-directions, so import and export cannot drift apart. What differs:
+Both layouts hold the same numbers. An `Entry` says that a parameter of ours is the rows of one or more published
+tensors below each other; a `PublishedTensor` has AlphaFold's key, its shape there, and OpenFold's name. The table is
+read in both directions, so import and export cannot drift apart. What differs:
 
 - AlphaFold stores weights as [inputs.., outputs..], with heads as dims of their own; OpenFold and we as [out, in].
 - AlphaFold stacks the blocks of a stack along a first dim.

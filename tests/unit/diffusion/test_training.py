@@ -21,7 +21,7 @@ from apps.diffusion.data.class_images import draw_class_images
 from apps.diffusion.data.folder import read_folder
 from apps.diffusion.formats.lora import load_lora, save_lora
 from apps.diffusion.formats.single_file import save_single_file
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.images import read_settings, to_pil
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import Pipeline, save_pipeline
@@ -275,7 +275,7 @@ def test_class_images_are_drawn_as_they_are_told_to_be(folder: Path, tmp_path: P
             class_dir=tmp_path / name, class_prompt="a dog", class_sampling=sampling, seed=5, **given
         )
         draw_class_images(config, partial(load_pipeline, folder / "weights"), alone)
-        jobs = [Job("a dog", 5), Job("a dog", 6)]
+        jobs = [PictureJob("a dog", 5), PictureJob("a dog", 6)]
         wanted = [to_pil(picture) for _, picture in generate(load_pipeline(folder / "weights"), jobs, sampling)]
         found = [Image.open(tmp_path / name / f"class-0000{number}.png") for number in range(2)]
         assert [image.tobytes() for image in found] == [image.tobytes() for image in wanted]
