@@ -159,7 +159,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def follows_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run at each of an optimizer's steps."""
+    """Return whether hooks run at each of an optimizer's steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -179,7 +179,7 @@ def allow_graphs(of_one: int, of_all: int) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether torch.compile finds what it builds its code for a CPU with."""
+    """Return whether torch.compile finds the compiler that it builds its code for a CPU with."""
     from torch._inductor import cpp_builder, exc  # a second to import, of which most runs are spared
 
     try:

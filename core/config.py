@@ -478,7 +478,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """What a user is told of a mistake, of a path that cannot be used or of a full disk; None for all else."""
+    """The line for the user about a mistake, a path that cannot be used or a full disk; None for all else."""
     if isinstance(error, UserError):
         return str(error)
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in _NO_ROOM):

@@ -114,7 +114,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def step(self, name: str, counts: bool = True) -> Iterator[None]:
-        """What ends, unless the run hangs.
+        """Watch the block, which ends unless the run hangs.
 
         counts  whether its time is one of those of which the median is taken
         """

@@ -117,7 +117,7 @@ def largest_share(rows: int, size: int, unit: int = 1) -> int:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is one, without importing them: that takes a third of a second, and who makes one has done it."""
+    """Return whether it is a DTensor, without importing them: whoever makes one has taken that third of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

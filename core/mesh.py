@@ -351,7 +351,7 @@ def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
 
 
 def tensor_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """What tensor parallelism is given: the axis tp, or the three of its grid."""
+    """The mesh for tensor parallelism: the axis tp, or the three of its grid."""
     return sub_mesh(mesh, *tensor_names(mesh))
 
 

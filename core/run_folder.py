@@ -62,7 +62,7 @@ def _holder(path: Path) -> str:
 
 @contextmanager
 def made_anew(folder: Path) -> Iterator[None]:
-    """What the block writes into a folder, however it ends, is noted, and removed by the next one.
+    """Note what the block writes into a folder, however it ends, so that the next one removes it.
 
     Raises UserError, and removes nothing, where the folder holds files that were not made so or were changed since, or
     where a run holds it.

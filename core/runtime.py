@@ -41,7 +41,7 @@ _STORE_S = 5.0
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank knows of itself."""
+    """A rank's knowledge of itself."""
 
     rank: int
     local_rank: int
@@ -50,7 +50,7 @@ class Runtime:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """True on the rank that writes what is written once."""
         return self.rank == 0
 
     def mesh(self, config: MeshConfig, zero: Zero = 0) -> DeviceMesh:
@@ -64,7 +64,7 @@ def world_size() -> int:
 
 
 def launched() -> bool:
-    """Whether torchrun, SLURM's equivalent or `launch` started this process as one rank of several."""
+    """Return whether torchrun, SLURM's equivalent or `launch` started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -81,12 +81,12 @@ def ranks_of(nproc: int) -> int:
 
 
 def leads() -> bool:
-    """Whether this process is rank 0, before any process group exists."""
+    """Return whether this process is rank 0, before any process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def tells() -> bool:
-    """Whether this process tells a mistake: of ranks that each meet one by themselves, the first that asks.
+    """Return whether this process reports a mistake: of ranks that each meet one by themselves, the first that asks.
 
     The launcher ends the others as soon as one has ended, rank 0 too, so it must not be left to rank 0. Where the
     launcher keeps no store for its ranks, it is.
@@ -205,7 +205,7 @@ def _watch() -> Watch:
 
 
 def watch_steps(hang_after: float | None, device: torch.device) -> HangWatch:
-    """What ends a run whose step does not end; of this process group's ranks.
+    """Make the watch that ends a run of this process group's ranks whose step does not end.
 
     hang_after  seconds; None: see `core.hang`
     """

@@ -124,7 +124,7 @@ def _open(path: Path, only: str | None = None) -> dict[str, Tensor]:
 
 
 def load_pickled(path: Path) -> Any:
-    """What torch.save wrote: tensors and plain containers.  Raises UserError for all else, and runs nothing of it."""
+    """Load tensors and plain containers that torch.save wrote.  Raises UserError for all else, and runs nothing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what foreign bytes seem to be

@@ -55,7 +55,7 @@ from core.weights import read_json
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of a device: bytes that are there all the time, the fullest moment of each part beyond them, and seconds.
+    """A device's bytes that are there all the time, the fullest moment of each part beyond them, and seconds.
 
     host_bytes   model data that lives on the host
     least_bytes  the smallest budget in which Gemini could run the step
@@ -77,7 +77,7 @@ class Footprint:
 
     @property
     def process_bytes(self) -> int:
-        """What a process on a CPU takes once its libraries are loaded."""
+        """Bytes of a process on a CPU once its libraries are loaded."""
         return process_holding(max(self.on_cpu.values()))
 
 
@@ -197,7 +197,7 @@ def _traced(module: nn.Module, run: Callable[[nn.Module], Tensor], config: Diffu
 
 
 def int8_bytes(module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)) -> int:
-    """Of a module's parameters with layers of these kinds in 8 bits and an fp32 scale a row, the rest as it is."""
+    """Bytes of a module's parameters, layers of these kinds in 8 bits with an fp32 scale a row, the rest as it is."""
     rounded = _int8_weights(module, kinds)
     codes = sum(weight.numel() + 4 * weight.shape[0] for weight in rounded)
     return _bytes(module) - sum(weight.nbytes for weight in rounded) + codes
@@ -244,7 +244,7 @@ def _fp32_bytes(*modules: nn.Module) -> int:
 
 
 def training_step(config: DiffusionPlanConfig, shape: Shape, modules: Modules) -> tuple[nn.Module, StepTrace]:
-    """What is trained, and a step of it.  Who holds it, and where, does not matter to the step."""
+    """The trained module, and a step of it.  Who holds it, and where, does not matter to the step."""
     text_encoder = modules["text_encoder"] if config.train_text_encoder else None
     model = Denoiser(modules["unet"], text_encoder, channels_last=True).train()
     if config.method == "lora":
@@ -267,7 +267,7 @@ def _batch(config: DiffusionPlanConfig, shape: Shape) -> dict[str, Tensor]:
 
 
 class ModelData:
-    """What a rank keeps from step to step.
+    """A rank's tensors that stay from step to step.
 
     learned   name -> parameter that learns
     own       its shape on this rank

@@ -142,7 +142,7 @@ class Predict(Protocol):
 
 
 def is_guided(pipeline: Pipeline, sampling: Sampling) -> bool:
-    """Whether each step evaluates the U-Net without the prompt too; one that is told its guidance needs no second."""
+    """Return whether each step also evaluates the U-Net without the prompt; one that takes its guidance needs none."""
     return sampling.guidance != 1.0 and pipeline.guidance_width is None
 
 

@@ -26,7 +26,7 @@ from core.trace.machine import Speed, speed_of
 
 @dataclass(frozen=True)
 class DiffusionPlanConfig:
-    """What is to be run, and on what."""
+    """A run of `sample` or of training, and the machine to plan it for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("task", "model", "batch", "pixels", "steps", "precision", "scheme", "method", "lora.rank"),
@@ -147,7 +147,7 @@ class DiffusionPlanConfig:
 
     @property
     def format(self) -> Precision:
-        """What `auto` comes to."""
+        """The precision that `auto` comes to."""
         if self.precision != "auto":
             return self.precision
         if self.task == "train":
@@ -160,7 +160,7 @@ class DiffusionPlanConfig:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of masters, gradients and the optimizer's state."""
+        """The format of masters, gradients and the optimizer's state."""
         return master_dtype(self.format)
 
     @property
@@ -176,7 +176,7 @@ class DiffusionPlanConfig:
 
     @property
     def measured(self) -> bool:
-        """Whether the plan follows from what is measured here, as that of a run with Gemini on this CPU does."""
+        """True where the plan follows from measurements made here, as that of a run with Gemini on this CPU does."""
         return self.kind == "cpu" and self.gemini.budget is not None
 
     @property

@@ -165,7 +165,7 @@ def next_number(folder: Path) -> int:
 
 
 def settings_of(pipeline: Pipeline, config: SampleConfig, job: PictureJob) -> dict[str, Any]:
-    """What it takes to draw the picture again."""
+    """The settings that draw the picture again."""
     height, width = picture_size(pipeline, config)
     settings = {field.name: getattr(config, field.name) for field in fields(Sampling)}
     settings |= {"prompt": job.prompt, "seed": job.seed, "height": height, "width": width, "size": f"{width}x{height}"}

@@ -139,7 +139,7 @@ def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
 
 
 def weights_of(config: DiffusionConfig) -> Path:
-    """What a run starts from: without --model the pipeline that comes with the program."""
+    """The weights that a run starts from: without --model the pipeline that comes with the program."""
     return config.model or EMBEDDED
 
 
@@ -182,7 +182,7 @@ def schedule_of(config: DiffusionConfig, stored: Schedule) -> Schedule:
 
 
 def denoiser(config: DiffusionConfig, pipeline: Pipeline) -> Denoiser:
-    """What is trained of a pipeline, in training mode; of a LoRA run only the adapters want a gradient.
+    """The trained part of a pipeline, in training mode; of a LoRA run only the adapters want a gradient.
 
     Raises UserError for a LoRA to go on from that was made for another model, or for what is not trained.
     """
@@ -202,7 +202,7 @@ def is_lora(config: DiffusionConfig) -> TypeGuard[FinetuneConfig]:
 
 
 def save(config: DiffusionConfig) -> None:
-    """What the run's last checkpoint has learned, in --out: a diffusers folder, or the files of a LoRA."""
+    """Write what the last checkpoint has learned into --out: a diffusers folder, or the files of a LoRA."""
     pipeline = starting_pipeline(config)
     trained = denoiser(config, pipeline)
     kind = "model" if config.average is None else "average"
@@ -224,7 +224,7 @@ LORA_FILES: dict[Layout, str] = {"diffusers": "pytorch_lora_weights.safetensors"
 
 
 def report(config: DiffusionConfig, summary: dict[str, Any]) -> None:
-    """What the run left, and what can be done with it next."""
+    """Print the run's results, and the commands that take them next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="rows")
     if not finished(config, summary):
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")

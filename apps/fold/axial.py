@@ -362,7 +362,7 @@ def read_shards(
     *,
     distances: bool = True,
 ) -> PairNumbers:
-    """As `apps.fold.subbatch.reading.read_pairs`, of a rank's rows; the axis' first rank has all, others theirs.
+    """Read a rank's rows as `apps.fold.subbatch.reading.read_pairs`; the axis' first rank gets all, others theirs.
 
     how        slices of a rank's rows
     host       makes the results' tensors

@@ -158,7 +158,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one record: a row of the summary."""
+    """The outcome of one record: a row of the summary."""
 
     name: str
     residues: int
@@ -434,7 +434,7 @@ class OnDevice(Sequence[Features]):
 
 
 def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype, device: str) -> FoldJob:
-    """What is asked of the planner: the sizes of the largest iteration."""
+    """The planner's question: the sizes of the largest iteration."""
     sizes = [max(numbers) for numbers in zip(*(one.sizes() for one in features))]
     hidden = any(bool((mask == 0).any()) for one in features for mask in _masks(one))
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"

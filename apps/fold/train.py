@@ -111,7 +111,7 @@ def _datasets(config: FoldTrainConfig, runtime: Runtime) -> tuple[Dataset, Datas
 
 
 def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any]) -> None:
-    """What the run left, and what can be done with it next."""
+    """Print the run's results, and the commands that take them next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="chains")
     if summary["status"] == "stopped" or summary["step"] < config.steps:
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")

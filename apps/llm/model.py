@@ -64,7 +64,7 @@ class StoredModel:
 
 
 def find_model(folder: Path) -> StoredModel:
-    """What lies in a folder.  Raises UserError where that is no model."""
+    """Find the model in a folder.  Raises UserError where there is none."""
     path = folder / "config.json"
     try:
         described = json.loads(path.read_text())

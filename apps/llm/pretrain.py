@@ -95,7 +95,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
 
 
 def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
-    """What stages are balanced by, alike on every rank."""
+    """The costs that stages are balanced by, alike on every rank."""
     run = run_shape(config)
     if run.pp == 1 or config.pipeline.cost == "estimated":
         return stage_costs(decoder_shape(config.model), run)
@@ -168,7 +168,7 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
 
 
 def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
-    """What the run left, and what can be done with it next."""
+    """Print the run's results, and the commands that take them next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
     if summary["status"] == "stopped" or summary["step"] < config.steps:
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")

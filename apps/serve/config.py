@@ -58,7 +58,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """What a client may do."""
+    """The limits of clients."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"max_body_bytes": "max_body=B"}
 

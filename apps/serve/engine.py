@@ -42,7 +42,7 @@ from core.config import UserError
 
 @dataclass
 class Counts:
-    """What has happened since the engine was made."""
+    """Counts of events since the engine was made."""
 
     steps: int = 0
     prompt_tokens: int = 0

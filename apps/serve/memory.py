@@ -82,7 +82,7 @@ def folder_format(
 
 @dataclass(frozen=True)
 class Load:
-    """What is served at once.
+    """The largest load at once.
 
     sequences     that run at once
     length        tokens of each at most, prompt and text
@@ -121,7 +121,7 @@ class Need:
 
 
 def need(model: DecoderConfig, format: Format, load: Load, ranks: int = 1, device: str = "cuda") -> Need:
-    """What a model takes on each of `ranks` ranks of tensor parallelism. Reads nothing."""
+    """A model's memory on each of `ranks` ranks of tensor parallelism. Reads nothing."""
     weights = 0
     for name, shape in _shapes(model, ranks).items():
         stored = format.stored.get(name)
@@ -144,14 +144,14 @@ def _shapes(model: DecoderConfig, ranks: int) -> dict[str, tuple[int, ...]]:
 
 
 def page_bytes(model: DecoderConfig, page_size: int, dtype: torch.dtype, ranks: int = 1) -> int:
-    """Of one page in all layers, on one rank."""
+    """Bytes of one page in all layers, on one rank."""
     heads = model.kv_heads // ranks
     scales = 4 if dtype == torch.int8 else 0
     return 2 * model.num_layers * page_size * heads * (model.head_size * dtype.itemsize + scales)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights, plain or quantized, beside its config.json."""
+    """Return whether a folder holds weights, plain or quantized, beside its config.json."""
     names = ("model.safetensors", "pytorch_model.bin")
     return is_quantized(folder) or any(
         (folder / (name + end)).is_file() for name in names for end in ("", ".index.json")
@@ -240,7 +240,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Room:
-    """What a model gets on each rank: pages, and whether its weights may have second forms."""
+    """A model's share on each rank: pages, and whether its weights may have second forms."""
 
     num_pages: int
     forms: bool
@@ -287,7 +287,7 @@ def _too_much(asked: Sequence[Asked], free: int) -> str:
 
 
 def free_bytes(device: str, axis: DeviceMesh | None = None) -> int:
-    """What one rank may still take: of its GPU, or its part of the host's. The least of the axis's ranks, on all."""
+    """Bytes that a rank may still take, of its GPU or its part of the host's: the least of the axis's ranks, on all."""
     if torch.device(device).type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
@@ -300,7 +300,7 @@ def free_bytes(device: str, axis: DeviceMesh | None = None) -> int:
 
 
 def available_bytes() -> int:
-    """What the kernel can give without swapping; what is cached of files counts."""
+    """Bytes that the kernel can give without swapping; what is cached of files counts."""
     path = Path("/proc/meminfo")
     if path.exists():
         for line in path.read_text().splitlines():

@@ -36,7 +36,7 @@ class ModelFolder:
 
 
 def find_model(folder: Path) -> ModelFolder:
-    """What lies in a folder.  Raises UserError where that is no model."""
+    """Find the model in a folder.  Raises UserError where there is none."""
     inside = folder / "hf"
     is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
     if not folder.is_dir():
@@ -161,7 +161,7 @@ def _build(
 
 
 def captures(config: EngineConfig, model: DecoderConfig, device: str) -> bool:
-    """Whether steps of a model are captured. Of one with experts not: the host finds out which rows go where."""
+    """Return whether a model's steps are captured. One with experts is not: the host finds out which rows go where."""
     asked = config.graphs == "on" or (config.graphs == "auto" and torch.device(device).type == "cuda")
     return asked and not model.moe.num_experts
 

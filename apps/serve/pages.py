@@ -48,7 +48,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """What the tree has of a text: the pages of `path` whole, and the first `num_copied` tokens of `source`."""
+    """A text's part that the tree has: the pages of `path` whole, and the first `num_copied` tokens of `source`."""
 
     path: tuple[Node, ...] = ()
     source: Node | None = None

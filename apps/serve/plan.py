@@ -28,7 +28,7 @@ _RUNTIME_BYTES = {"cuda": 1 << 30, "cpu": 0}
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """What is served at once, under the names of the server's options (`apps.serve.config.EngineConfig`).
+    """The load at once, under the names of the server's options (`apps.serve.config.EngineConfig`).
 
     Pages are planned for all of it; a server has as many as fit, and lets sequences wait.
     """
@@ -93,7 +93,7 @@ def _require_positive(config: object, *names: str, prefix: str = "") -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """What each of `devices` devices holds; devices is None where no number of ranks suffices.
+    """The holdings of each of `devices` devices; devices is None where no number of ranks suffices.
 
     runtime  bytes of the runtime's own
     """

@@ -36,7 +36,7 @@ PAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 @dataclass
 class Step:
-    """What is to be computed, as plain numbers.
+    """A step to compute, as plain numbers.
 
     ids, positions, slots   of each token: what it is, where it stands in its text, its place in the pages
     sources                 of each token: the row of the last step that drew it, where it is not read yet; else -1.
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def writes_only(self) -> bool:
-        """Whether it is one token of each sequence, and the next one of each is drawn."""
+        """True where the step is one token of each sequence, and the next one of each is drawn."""
         alone = len(self.ids) == len(self.tables) == len(self.rows) == len(self.asks)
         return alone and bool(self.ids) and not self.copies
 
@@ -90,7 +90,7 @@ def _layout(ids: int, sources: int, lengths: int, width: int, rows: int, copies:
 
 @dataclass
 class PagedContext(StepContext):
-    """What `PagedAttend` needs to know of a step; tensors of `paged_attention` and `write_pages`."""
+    """A step's tensors for `PagedAttend`: those of `paged_attention` and `write_pages`."""
 
     tables_BP: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
     lengths_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
@@ -208,11 +208,11 @@ class Runner:
         return self._compute(step, words)
 
     def compute(self, step: Step) -> Tensor:
-        """As `run`, on this rank; the others are not told."""
+        """Run a step on this rank alone; the others are not told."""
         return self._compute(step, self._packed(step))
 
     def follow(self) -> None:
-        """What the other ranks do: each step that the first one sends, until it sends none."""
+        """Run each step that the first rank sends, until it sends none; the other ranks call this."""
         while (words := self._receive()) is not None:
             if int(words[0]) == DECODE:
                 assert self.decode is not None

@@ -54,7 +54,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of a row.
+    """A row's way of drawing its next token, and what is reported of it.
 
     index, place  which text of its request it is, and how many tokens of it there are: what a draw follows from
     lane          where its history stands; -1: neither bias nor penalty needs one
@@ -87,7 +87,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What rows go through.
+    """The computations that rows go through.
 
     draws         some are drawn; otherwise the likeliest is taken
     sorts         by top-k or top-p
@@ -101,7 +101,7 @@ class Way:
     num_logprobs: int | None
 
     def covers(self, other: "Way") -> bool:
-        """Whether a row that asks for `other` gets it this way."""
+        """Return whether a row that asks for `other` gets it this way."""
         own, asked = self.num_logprobs, other.num_logprobs
         enough = asked is None or (own is not None and own >= asked)
         return self.draws >= other.draws and self.sorts >= other.sorts and self.adjusts >= other.adjusts and enough
@@ -139,7 +139,7 @@ class Sampler:
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=machine.device)
 
     def ask(self, sequence: Sequence, num_logprobs: int | None, num_unread: int = 0) -> Ask:
-        """What is asked of a sequence's next row; num_unread tokens of it are drawn and not read yet."""
+        """The ask of a sequence's next row; num_unread tokens of it are drawn and not read yet."""
         request, place = sequence.request, sequence.num_written + num_unread
         is_barred = place < request.min_tokens and bool(request.stop_ids)
         lane = self.histories.lane(sequence) if is_barred or not _is_plain(request.sampling) else -1

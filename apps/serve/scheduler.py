@@ -20,7 +20,7 @@ from core.config import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step may hold.
+    """The most that a step may hold.
 
     max_batch_tokens  tokens of all sequences in one step
     prefill_chunk     of them of prompts, while sequences decode
@@ -61,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SequenceCounts:
-    """What the scheduler knows of a sequence.
+    """The scheduler's view of a sequence: counts of tokens and pages.
 
     num_tokens    known: the prompt and what was written
     num_computed  of them with keys and values in pages; for a waiting one those that it would share

@@ -216,7 +216,7 @@ class EventStream(Response):
 
 
 async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """What the work gives; when the client leaves before, the work is cancelled.  Raises ClientLeft then."""
+    """Return the work's result; cancel it, and raise ClientLeft, when the client leaves before."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

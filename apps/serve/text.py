@@ -59,7 +59,7 @@ class Text:
         return ChatTemplate(self.hf.get_chat_template(), self.hf.special_tokens_map)
 
     def start(self) -> None:
-        """What the first dialogue would have to wait for."""
+        """Start what the first dialogue would have to wait for."""
         if self.template is not None:
             self.template.start()
 

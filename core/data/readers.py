@@ -42,7 +42,7 @@ class Document:
 
 
 class Faults:
-    """What was wrong with the input. on_error="raise" ends at the first; "skip" counts them by reason."""
+    """Faults of the input. on_error="raise" ends at the first; "skip" counts them by reason."""
 
     def __init__(self, on_error: str = "raise"):
         if on_error not in ("raise", "skip"):

@@ -56,7 +56,7 @@ def _shares(model: ModelShape) -> list[float]:
 
 
 def stages_of(model: ModelShape, run: RunShape) -> StageSplit:
-    """As the run will have them, where its split is given or estimated."""
+    """The stages that the run will have, where its split is given or estimated."""
     owner_of = owners(run.pipeline.schedule, run.pp, run.pipeline.chunks) if run.pp > 1 else (0,)
     split = run.pipeline.split or split_by_cost(model.num_blocks, len(owner_of), stage_costs(model, run))
     return StageSplit(tuple(stage_ranges(split)), owner_of)

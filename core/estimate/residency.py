@@ -28,7 +28,7 @@ from core.trace.tracer import StepTrace
 
 @dataclass(frozen=True)
 class GeminiEstimate:
-    """Of a rank.
+    """A rank's estimate.
 
     plan            what lives and moves on its device, messages left out
     messages_bytes  of messages between ranks, on the device throughout

@@ -116,12 +116,12 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         return self.num_elements * self.dtype.itemsize
 
     @property
     def own_bytes(self) -> int:
-        """Of this rank's rows in the buffer's format: what a fetch copies from the host."""
+        """Bytes of this rank's rows in the buffer's format: a fetch copies them from the host."""
         return self.own_elements * self.dtype.itemsize
 
     @property
@@ -130,7 +130,7 @@ class Chunk:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a gradient stands in the buffer."""
+        """True where a gradient stands in the buffer."""
         return self.count[READY_TO_REDUCE] > 0
 
     @property
@@ -152,14 +152,14 @@ class Chunk:
 
     @property
     def source(self) -> Tensor:
-        """What the buffer is filled from: [own], of this rank."""
+        """The tensor [own] of this rank that the buffer is filled from."""
         found = self.masters if self.values is None else self.values
         assert found is not None
         return found
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the buffer may hold old values: masters move in every step, frozen parameters when loaded."""
+        """True where the buffer may hold old values: masters move in every step, frozen parameters when loaded."""
         return self.is_filled and not self.merged and (self.trainable or self._filled_from != self._version)
 
     @property
@@ -252,14 +252,14 @@ class Chunk:
         self.expose()
 
     def keep_grad(self, member: Member, grad: Tensor) -> None:
-        """Of a chunk that is alone: let the master have its gradient, beside what it has of earlier microbatches."""
+        """Give the master of a chunk that is alone its gradient, added to that of earlier microbatches."""
         if member.master.grad is None:
             member.master.grad = own_gradient(grad, self.wide)
         else:
             member.master.grad.add_(grad)
 
     def forget_grads(self) -> None:
-        """What the shard has of gradients does not count."""
+        """Forget the gradients in the shard."""
         self.has_grad = False
         if self.alone:
             for member in self.members:

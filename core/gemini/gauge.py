@@ -69,12 +69,12 @@ class Gauge:
         self.host[place] = max(self.host_bytes(), self.host[place] or 0)
 
     def pause(self) -> None:
-        """What comes until the next moment (an optimizer's step) is of none."""
+        """Count what comes until the next moment (an optimizer's step) for none."""
         self.leave()
         self._place = -1
 
     def enter(self, place: int) -> None:
-        """What comes now is of this moment of the trace."""
+        """Count what comes now for this moment of the trace."""
         self._place = place
 
 

@@ -52,7 +52,7 @@ class Gemini:
             self._is_reduced = True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch's: scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        """Scale all gradients so that their global norm is at most `max_norm`, as torch's; returns the norm before."""
         self.reduce()
         norm = gradient_norm(self.parallel.masters.values(), self.parallel.mesh)
         scale_gradients(self.parallel.masters.values(), min(1.0, max_norm / (float(norm) + 1e-6)))

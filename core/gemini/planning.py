@@ -87,7 +87,7 @@ def corrected_plan(
 def infos(
     members: Sequence[Member], ranks: int, wide: torch.dtype, state: dict[str, int], alone: bool
 ) -> list[ParameterInfo]:
-    """What the search is told of parameters that have no chunk yet.
+    """The search's input: parameters that have no chunk yet.
 
     state  name -> bytes of the optimizer's state of this rank's rows
     alone  gradients are this rank's only: masters in the buffer's format are the buffer, where the chunk is resident

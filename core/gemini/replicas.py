@@ -250,7 +250,7 @@ class GeminiReplicas(DataParallel):
 
     @property
     def warms_up(self) -> bool:
-        """Whether the first step is measured while nothing lives on the device: allocators round, libraries take."""
+        """True where the first step is measured with nothing resident: allocators round, libraries take memory."""
         return self.device.type == "cuda"
 
     def _warm_up(self, planned: Chunking) -> None:
@@ -436,4 +436,4 @@ def _agreed(failure: Exception | None) -> Exception | None:
 
 
 class RemoteError(RuntimeError):
-    """What went wrong on another rank, which has the traceback."""
+    """An error on another rank, which has the traceback."""

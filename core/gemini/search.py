@@ -33,7 +33,7 @@ MessageBytes = Callable[[Sequence[Sequence[str]]], int]
 
 
 def no_messages(parameters: Sequence[Sequence[str]]) -> int:
-    """Of one rank."""
+    """Bytes of messages of one rank: none."""
     return 0
 
 

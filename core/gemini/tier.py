@@ -34,7 +34,7 @@ class DeviceTier:
 
     @property
     def room_bytes(self) -> int:
-        """What may still come."""
+        """Bytes that may still come."""
         return self.budget_bytes - self.current_bytes - self.other_bytes
 
     @property
@@ -58,7 +58,7 @@ class DeviceTier:
         assert self.current_bytes >= 0
 
     def set_other(self, num_bytes: int) -> None:
-        """What else is there from now on; room for it must have been made."""
+        """Set the bytes that are there beside model data from now on; room for them must have been made."""
         if num_bytes + self.current_bytes > self.budget_bytes:
             raise OverBudget(
                 f"{num_bytes} bytes of activations beside {self.current_bytes} of model data, of {self.budget_bytes}"

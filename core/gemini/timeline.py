@@ -26,7 +26,7 @@ MoveKind = Literal["fetch", "prefetch", "evict", "release"]
 
 
 class Move(NamedTuple):
-    """What happens to a chunk's buffer.
+    """A move of a chunk's buffer.
 
     fetch     it is allocated and filled with the host's parameters; the moment that follows waits for it
     prefetch  the same for a later moment, beside what computes

@@ -66,7 +66,7 @@ def autotune(folder: Path | None) -> None:
 
 
 def winners() -> dict[str, Blocks]:
-    """What was chosen in this process, or read by `autotune`."""
+    """The block sizes chosen in this process, or read by `autotune`."""
     return dict(_winners)
 
 

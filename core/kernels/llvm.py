@@ -44,7 +44,7 @@ def library() -> Any:
 
 @cache
 def available() -> bool:
-    """Whether kernels can be made here."""
+    """Return whether kernels can be made here."""
     try:
         library()
     except (ImportError, RuntimeError, OSError):
@@ -54,14 +54,14 @@ def available() -> bool:
 
 @cache
 def x86_features() -> frozenset[str]:
-    """What an x86 CPU has, in LLVM's words; nothing elsewhere and where LLVM is missing."""
+    """An x86 CPU's features in LLVM's words; none elsewhere and where LLVM is missing."""
     if not available() or platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
     return frozenset(name for name, there in library().get_host_cpu_features().items() if there)
 
 
 def looks_words_up() -> bool:
-    """Whether this CPU has an instruction that takes words out of a vector."""
+    """Return whether this CPU has an instruction that takes words out of a vector."""
     return {"avx512bw", "avx512vl"} <= x86_features()
 
 
@@ -89,7 +89,7 @@ def num_workers() -> int:
 
 @cache
 def bits_of(number: float) -> int:
-    """Of its fp32: how a kernel is given a number that is not whole."""
+    """Bits of a number's fp32, as a kernel is given one that is not whole."""
     return struct.unpack("i", struct.pack("f", number))[0]
 
 
@@ -99,7 +99,7 @@ def on_all_threads() -> bool:
 
 
 class Code:
-    """What a kernel is written in: numbers, vectors, loops. `types` and `build` are llvmlite's.
+    """The language of a kernel: numbers, vectors, loops. `types` and `build` are llvmlite's.
 
     worker  the number of the thread, below `num_workers()`
     """
@@ -176,7 +176,7 @@ class Code:
         return self.build.select(self.build.fcmp_ordered(">", x, y), x, y)
 
     def exp(self, x: Value) -> Value:
-        """Of vectors of numbers up to 0; 0 below the lowest, and what is no number stays none."""
+        """Exponentials of vectors of numbers up to 0; 0 below the lowest, and what is no number stays none."""
         b, floats, count = self.build, x.type, x.type.count
         words = self.vector(self.i32, count)
 
@@ -206,13 +206,13 @@ class Code:
         return self.build.shuffle_vector(x, y, order)
 
     def looked_up(self, table: Value, places: Value) -> Value:
-        """Of a table of 16 words those that 16 or 32 words' last four bits tell. Only where `looks_words_up()`."""
+        """Look up words in a table of 16 by the last four bits of 16 or 32 words. Only where `looks_words_up()`."""
         count = places.type.count
         whole = self.shuffled(table, table, [number % 16 for number in range(count)])
         return self.call(f"llvm.x86.avx512.permvar.hi.{16 * count}", places.type, whole, places)
 
     def sum(self, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Of a vector's places, by halves, so that the order is always the same."""
+        """Combine a vector's places by halves, so that the order is always the same."""
         count = vector.type.count
         while count > 1:
             count //= 2

@@ -42,14 +42,14 @@ def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable], Cus
 
 
 def launches(x: Tensor) -> bool:
-    """Whether an operator on `x` is to launch: not on nothing, and not where only shapes are traced."""
+    """Return whether an operator on `x` launches: not on nothing, and not where only shapes are traced."""
     if isinstance(x, FakeTensor):
         return False
     return x.numel() > 0 and (not x.is_meta or _compiling)
 
 
 def runs_kernel(name: str, x: Tensor, unless: str | None = None) -> bool:
-    """Whether the public function `name` takes its kernel for `x` and not its reference.
+    """Return whether the public function `name` takes its kernel for `x` and not its reference.
 
     unless  why the kernel cannot do what is asked (None: it can); said once, and the reference is taken
     """

@@ -732,7 +732,7 @@ def widening_bytes(rows: int, weight: tuple[int, int], dtype: torch.dtype, bits:
 
 
 def library_bytes(rows: int, weight: tuple[int, int]) -> int:
-    """As `widening_bytes`, of the way `library`: codes of x, sums as integers, and those twice in fp32."""
+    """Bytes as `widening_bytes`, of the way `library`: codes of x, sums as integers, and those twice in fp32."""
     N, K = weight
     return rows * (K + 4) + 12 * rows * N + 4 * N  # and the bias in fp32
 

@@ -35,7 +35,7 @@ def row_offset(row, sizes, strides):
 
 
 def placed(sizes: Sequence[int], strides: Sequence[int]) -> Place | None:
-    """What `row_offset` takes for leading dims of these sizes and strides; None where more than four are left."""
+    """The place that `row_offset` takes for leading dims of these sizes and strides; None where over four are left."""
     kept: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
@@ -61,7 +61,7 @@ def rows_of(x: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int]:
 
 
 def broadcasts(added: Tensor, x: Tensor) -> bool:
-    """Whether `added` broadcasts to x's shape."""
+    """Return whether `added` broadcasts to x's shape."""
     pairs = zip(reversed(added.shape), reversed(x.shape))
     return added.ndim <= x.ndim and all(a in (1, b) for a, b in pairs)
 

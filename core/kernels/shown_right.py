@@ -37,5 +37,5 @@ def shown(folder: Path = FOLDER) -> frozenset[str]:
 
 
 def all_shown(families: Collection[str], folder: Path = FOLDER) -> bool:
-    """Whether this machine's GPU takes all of these by itself."""
+    """Return whether this machine's GPU takes all of these by itself."""
     return shown(folder) >= frozenset(families)

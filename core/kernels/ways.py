@@ -92,7 +92,7 @@ def _path(folder: Path, device: torch.device) -> Path:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """The device's name, as its maker calls it."""
     return torch.cuda.get_device_name(device)
 
 

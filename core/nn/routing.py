@@ -114,12 +114,12 @@ class MoEConfig:
         return given if given is not None else _CAPACITY.get(self.router, float("inf"))
 
     def has_experts(self, block: int) -> bool:
-        """Whether block number `block` has experts."""
+        """Return whether block number `block` has experts."""
         return self.num_experts > 0 and (block + 1) % self.every == 0
 
 
 class Rows(Protocol):
-    """What a rank knows of the rows of a batch of which it may hold a part only. No gradients."""
+    """A rank's view of a batch's rows, of which it may hold a part only. No gradients."""
 
     def real(self, x_BLD: Tensor, mask: Tensor | None, context: Any) -> Tensor:
         """bool[B, L]: where there is a token and not padding."""
@@ -158,7 +158,7 @@ class WholeRows:
 
 
 class Choice(NamedTuple):
-    """What a router decided.
+    """A router's decision.
 
     wanted_BLE   bool: what tokens chose, or were chosen for
     kept_BLE     bool: those of them that have room
@@ -173,7 +173,7 @@ class Choice(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What `choose` is given beside the probabilities: the configuration, the rows, and what belongs to one forward."""
+    """The input of `choose` beside the probabilities: the configuration, the rows, and one forward's data."""
 
     config: MoEConfig
     rows: Rows

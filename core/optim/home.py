@@ -200,7 +200,7 @@ class WholeMatrixOptimizer(ShardedOptimizer):
         """One step of the other groups."""
 
     def takes_whole(self, parameter: Tensor) -> bool:
-        """Whether its state lies at a home, where ranks share it."""
+        """Return whether a parameter's state lies whole at a home, where ranks share it."""
         return self._is_whole(self._options_of(parameter))
 
     def _pool_of(self, parameter: Tensor) -> Pool:

@@ -37,7 +37,7 @@ CODES, SCALES = "_codes", "_scales"
 
 
 def is_signed(name: str) -> bool:
-    """Whether a state tensor in 8 bits has a sign: second moments have none."""
+    """Return whether a state tensor in 8 bits has a sign: second moments have none."""
     return name == "exp_avg"
 
 
@@ -110,7 +110,7 @@ class Place:
 
     @property
     def num_elements(self) -> int:
-        """Of the whole parameter."""
+        """Elements of the whole parameter."""
         return math.prod(self.layout.shape)
 
 
@@ -145,7 +145,7 @@ class Batch:
 
     @property
     def wide(self) -> torch.dtype:
-        """What state and sums are kept in: fp32, or the parameters' own where that is wider."""
+        """The format of state and sums: fp32, or the parameters' own where that is wider."""
         return wide_dtype(self.dtype)
 
 
@@ -228,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             scales.copy_(scale_values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but tensors of the state keep a format that is wider than the parameter's, or of integers."""
+        """Load as torch's, but tensors of the state keep a format of integers, or one wider than the parameter's."""
         super().load_state_dict(state_dict)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -327,7 +327,7 @@ def step_over(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) ->
 
 
 def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps of parts cost no more than one of all: nothing is sent, and nobody follows each step."""
+    """Return whether steps of parts cost no more than one of all: nothing is sent, and no hook follows each step."""
     return not (getattr(optimizer, "sends", False) or follows_steps(optimizer))
 
 

@@ -52,7 +52,7 @@ class OptimConfig:
             raise UserError(f"optim.clip_norm={self.clip_norm}; give a positive norm, or None for no clipping")
 
     def named(self, name: str) -> "OptimConfig":
-        """Of another optimizer: what this config changes of its defaults is kept where that one takes such values."""
+        """Another optimizer's config, with what this one changes of its defaults where that one takes such values."""
         there = {item.name: item.type for item in fields(spec_of(name).config) if item.name != "name"}
         alike = [item.name for item in fields(self) if there.get(item.name) == item.type]
         changed = {key: getattr(self, key) for key in alike}

@@ -194,7 +194,7 @@ def join_sequence(x_BL: Tensor, cut: SequenceCut, axis: DeviceMesh) -> Tensor:
 
 
 def head_size(site: Site) -> int:
-    """Of an attention module's heads: its fused projection has those of queries, keys and values."""
+    """The size of an attention module's heads: its fused projection has those of queries, keys and values."""
     return site.shape("qkv.weight")[0] // (site.module.num_heads + 2 * site.module.num_kv_heads)
 
 

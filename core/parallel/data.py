@@ -253,7 +253,7 @@ class Replicas(DataParallel):
         self.masters[names[0]] = tag(master, layout).requires_grad_()
 
     def is_sharded(self, name: str) -> bool:
-        """Whether ZeRO cuts what is updated of a parameter: no scalar."""
+        """Return whether ZeRO cuts a parameter's master: any but a scalar's."""
         return not self.table[name].whole
 
     def shard_dim(self, name: str) -> int:
@@ -552,7 +552,7 @@ class FullyShardedReplicas(DataParallel):
 
 
 def shares_parameters(model: nn.Module, block: nn.Module) -> bool:
-    """Whether a module of the model outside of the block has one of its parameters."""
+    """Return whether a module of the model outside of the block has one of its parameters."""
     own, inside = {id(p) for p in block.parameters()}, {id(m) for m in block.modules()}
     outside = (m for m in model.modules() if id(m) not in inside)
     return any(id(p) in own for m in outside for p in m.parameters(recurse=False))

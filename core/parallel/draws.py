@@ -94,7 +94,7 @@ def sharded(dim: int, size: int | None = None) -> Style:
 
 
 def mark_sharded(module: nn.Module, axis: DeviceMesh, dim: int, size: int | None = None) -> nn.Module:
-    """What `sharded` does."""
+    """Mark a module's draws as parts of a whole that is cut over the axis on `dim`; see `sharded`."""
     return _marked(module, Part(dim, axis.get_local_rank(), axis.size(), size))
 
 

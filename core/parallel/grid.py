@@ -58,7 +58,7 @@ class Side:
         return Cut(0, self.cols, unit)
 
     def tokens(self, site: Site) -> int:
-        """Of activations that lie so, padding included."""
+        """Tokens of activations that lie so, padding included."""
         return largest_share(site.batch, math.prod(map(site.size, self.rows))) * site.length
 
 

@@ -60,7 +60,7 @@ class ParallelModel(ABC):
         return None
 
     def figures(self) -> Mapping[str, Any]:
-        """What a run's summary says of it, alike on every rank."""
+        """Figures for the run's summary, alike on every rank."""
         return {}
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:  # noqa: B027

@@ -69,7 +69,7 @@ def attend_by_ring(causal: bool = True) -> Style:
 
 
 def elements_passed(num_ranks: int, batch: int, places: int, num_kv_heads: int, size: int) -> int:
-    """Of keys and values that a rank sends once round a ring."""
+    """Elements of keys and values that a rank sends once round a ring."""
     return (num_ranks - 1) * 2 * batch * places * num_kv_heads * size
 
 

@@ -69,7 +69,7 @@ REDUCE = Transition(reduce_from, Replicate(), forward=("all_reduce",))
 
 
 def in_features(site: Site) -> int:
-    """Of the module's first matrix: the last dim of what it is given."""
+    """The inputs of the module's first matrix: the last dim of its activations."""
     return next(layout.shape[-1] for layout in site.layouts.values() if len(layout.shape) > 1)
 
 

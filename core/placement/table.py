@@ -252,7 +252,7 @@ def shard_dim(layout: Layout, ranks: int) -> int:
 
 
 def is_expert(row: Placed) -> bool:
-    """Whether expert parallelism deals it out: fewer ranks hold copies of it."""
+    """Return whether expert parallelism deals a parameter out: fewer ranks hold copies of it."""
     return EXPERT_AXIS in row.layout.axes()
 
 

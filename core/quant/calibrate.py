@@ -39,7 +39,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Call:
-    """What a module is called with, for one batch of the data."""
+    """The arguments of a module's call, for one batch of the data."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

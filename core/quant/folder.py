@@ -81,7 +81,7 @@ ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def is_quantized(folder: str | Path) -> bool:
-    """Whether a folder holds a quantized model, as `quantize_folder` writes it."""
+    """Return whether a folder holds a quantized model, as `quantize_folder` writes it."""
     return (Path(folder) / DESCRIPTION).is_file()
 
 

@@ -114,7 +114,7 @@ def _can(weight: QuantizedWeight) -> bool:
 
 
 def fastest_form(weight: QuantizedWeight) -> Any:
-    """Of 4 bits a `Form`, of 8 oneDNN's; None where the weight is multiplied by as it is."""
+    """The fastest form: a `Form` of 4 bits, oneDNN's of 8; None where the weight is multiplied by as it is."""
     made: dict[str, Callable[[], Any]] = {
         "stored": Form,
         "packed": lambda: int4_packed(weight),

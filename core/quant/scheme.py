@@ -52,7 +52,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Of a weight, without scales and zeros."""
+        """Bits of a weight, without scales and zeros."""
         return 4 if self.name == "int4" else 8
 
     def as_json(self) -> dict[str, Any]:

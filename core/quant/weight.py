@@ -109,14 +109,14 @@ class QuantizedWeight(Tensor):
         return matrix_OI.T if self.transposed else matrix_OI.view(self.shape)
 
     def prepared(self, make: Callable[[QuantizedWeight], Prepared]) -> Prepared:
-        """What products keep of it, such as where its codes lie; made once, and again when these have moved."""
+        """Data that products keep of it, such as where its codes lie; made once, and again when these have moved."""
         if self._prepared is None or self._prepared[0] is not self.codes:
             self._prepared = (self.codes, make(self))
         return self._prepared[1]
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """What is stored, by name."""
+        """The stored tensors, by name."""
         return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
 
     @property

@@ -53,7 +53,7 @@ def num_rows(batch: dict[str, Tensor]) -> Tensor:
 
 
 def num_tokens(batch: dict[str, Tensor]) -> int:
-    """What throughput counts: the elements of input_ids where there are any, else rows."""
+    """The tokens that throughput counts: the elements of input_ids where there are any, else rows."""
     ids = batch.get("input_ids")
     return ids.numel() if ids is not None else len(next(iter(batch.values())))
 

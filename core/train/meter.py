@@ -70,7 +70,7 @@ class Meter:
         return self.parallel.device_peak_bytes or peak_bytes(self.runtime.device, self.account)
 
     def summary(self, step: int, num_steps: int, state: TrainState) -> dict[str, Any]:
-        """What the run came to; peaks are those of the rank that needed most."""
+        """The run's summary; peaks are those of the rank that needed most."""
         counted = self.times[self.COUNTED :] or self.times
         tokens_per_s = sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else None
         peaks = torch.tensor([self._memory(), resident_peak_bytes()], dtype=torch.int64, device=self.runtime.device)

@@ -23,9 +23,8 @@ MOST_SKIPPED_IN_A_ROW = 20
 
 
 class TrainState:
-    """What a checkpoint keeps: masters and frozen parameters, their average, optimizer, loss scale, buffers, values.
-
-    And what is of a rank alone, its generators.
+    """The state of a run, as checkpoints keep it: masters and frozen parameters, their average, optimizer, loss scale,
+    buffers, values, and each rank's own generators.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class TrainState:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of each parameter group its own, before any schedule: torch's `initial_lr`, or what it has at first."""
+        """Each parameter group's own rate, before any schedule: torch's `initial_lr`, or what it has at first."""
         return [float(group.setdefault("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
 
     def tensors(self, optim: dict[str, dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
@@ -120,7 +119,7 @@ class TrainState:
                     value.zero_()
 
     def read_step(self, mean: Tensor, norm: Tensor, stop_requested: bool) -> "StepFigures":
-        """What the host has to know of a step, agreed over all ranks, in one wait for the device: loss and norm of the
+        """Read a step's figures, agreed over all ranks, in one wait of the host for the device: loss and norm of the
         gradients, whether to stop after it, and the experts' load."""
         axis = data_axis(self.parallel.mesh)
         copies = self.parallel.mesh.size() // axis.size()

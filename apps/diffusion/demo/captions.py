@@ -61,7 +61,7 @@ def things() -> list[Thing]:
 
 
 def is_held_out(thing: Thing) -> bool:
-    """Whether the thing is kept out of training; each of its words, and each pair of them, is in other things."""
+    """Return whether training leaves the thing out; each of its words, and each pair of them, is in other things."""
     assert thing.colour is not None
     assert thing.ground is not None
     shape, colour, ground = SHAPES.index(thing.shape), [*COLOURS].index(thing.colour), [*GROUNDS].index(thing.ground)

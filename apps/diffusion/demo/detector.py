@@ -38,7 +38,7 @@ _OPEN = -100
 
 @dataclass(frozen=True)
 class Labels:
-    """What is true of B pictures; -100 where it has no word, as a teal shape has no colour."""
+    """The truth about B pictures; -100 where it has no word, as a teal shape has no colour."""
 
     shape_B: Tensor
     colour_B: Tensor
@@ -49,7 +49,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the detector says of B pictures."""
+    """The detector's findings in B pictures."""
 
     shape_B: Tensor
     colour_B: Tensor

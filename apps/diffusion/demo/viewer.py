@@ -61,7 +61,7 @@ _WHITE_D65 = (0.95047, 1.0, 1.08883)
 
 @dataclass(frozen=True)
 class Sight:
-    """What is seen in one picture, by name."""
+    """One picture's ground, figure and outline, by name."""
 
     shape: str | None
     colour: str
@@ -71,7 +71,7 @@ class Sight:
 
 
 def see(pixels_B3HW: Tensor) -> list[Sight]:
-    """What a viewer would call each picture."""
+    """Name each picture as a viewer would."""
     pixels = pixels_B3HW.double().add(1).div(2).clamp(0, 1)
     ground_B3, figure_B3 = _grounds(pixels), _figures(pixels)
     names, overlaps = _outlines(_coverage(pixels, ground_B3, figure_B3))

@@ -30,7 +30,7 @@ class Stored:
     is_kernel: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the whole entry in the file, for a tensor of this shape."""
+        """The shape of the whole entry in the file, for a tensor of this shape."""
         shape = shape if self.third is None else (3 * shape[0], *shape[1:])
         return (*shape, 1, 1) if self.is_kernel else shape
 
@@ -44,7 +44,7 @@ Names = dict[str, Stored]
 
 
 def stored_names(component: str, names: Iterable[str], config: Mapping[str, Any], open_clip: bool = False) -> Names:
-    """Of each tensor of a component of this configuration, where it stands."""
+    """The place in the file of each tensor of a component of this configuration."""
     if component == "unet":
         return {name: Stored(UNET + _unet_key(name, config)) for name in names}
     if component == "vae":

@@ -243,7 +243,7 @@ def _chain(name: str, rows: list[_Residue], path: Path) -> Chain | None:
 
 
 def one_letter(three: str) -> str | None:
-    """Of an amino acid, or of a modified one's parent; X for other ones that have a letter, None for what is none."""
+    """The letter of an amino acid, or of a modified one's parent; X for others with a letter, None for what is none."""
     from Bio.Data.PDBData import protein_letters_3to1_extended as letters
 
     letter = letters.get(three)

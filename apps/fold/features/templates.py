@@ -47,7 +47,7 @@ _DAYS_BEFORE = 60  # that a template of a training chain is older than the chain
 
 @dataclass(frozen=True)
 class Template:
-    """What of a structure lies on a sequence of N residues: aatype int64[N] (21 a gap), atom37 in Angstrom, its mask.
+    """A structure laid on a sequence of N residues: aatype int64[N] (21 a gap), atom37 in Angstrom, its mask.
 
     positions[N, 37, 3] and mask[N, 37] are float32.
     """
@@ -251,7 +251,7 @@ def drawn(templates: Sequence[Template], most: int, generator: np.random.Generat
 
 
 def features_of_templates(templates: Sequence[Template]) -> TemplateFeatures | None:
-    """What the network reads of them, with a batch of one; None where there are none."""
+    """The network's features of templates, with a batch of one; None where there are none."""
     if not templates:
         return None
     parts = [(one.aatype, one.positions, one.mask) for one in templates]

@@ -16,7 +16,7 @@ from apps.fold.model.torsions import table, torsions_of_atoms
 
 @dataclass(frozen=True)
 class Truth:
-    """What is known of a structure; masks are 1 where it is.
+    """A known structure; masks are 1 where it is known.
 
     atom14_BNA3, atom14_mask_BNA       atoms, Angstrom
     groups, group_mask_BNG             frames of the rigid groups [B, N, 8]; group 0 is the backbone

@@ -30,7 +30,7 @@ from apps.fold.model.torsions import pseudo_beta
 
 @dataclass(frozen=True)
 class Prediction(Folding):
-    """What the last iteration gives, and the logits of the heads."""
+    """The last iteration's results, and the logits of the heads."""
 
     logits: Logits
 

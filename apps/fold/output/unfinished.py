@@ -33,7 +33,7 @@ _SUFFIXES = {"pdb": ".pdb", "plots": "_plddt.png", "distogram": "_distogram.npz"
 
 
 def lacking(done: dict[str, Any], folder: Path, key: dict[str, Any]) -> list[str] | None:
-    """What is asked for in key["files"] and not in a finished folder, whose ranking is `done`; None: another's folder.
+    """Files asked for in key["files"] that a finished folder, whose ranking is `done`, lacks; None: another's folder.
 
     What it holds beyond that is no matter. Without a word of its files, as once, it has what lies in it.
     """

@@ -46,7 +46,7 @@ class Hhblits:
 
 
 def version(program: str) -> str:
-    """What the program says it is.  Raises UserError where it is not installed."""
+    """The version that the program prints.  Raises UserError where it is not installed."""
     said = said_by([found(program, INSTALL), "-h"])
     return next((line.strip().rstrip(":") for line in said if line.startswith("HHblits")), program)
 

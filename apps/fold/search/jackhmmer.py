@@ -33,7 +33,7 @@ class Jackhmmer:
 
 
 def version(program: str) -> str:
-    """What the program says it is.  Raises UserError where it is not installed."""
+    """The version that the program prints.  Raises UserError where it is not installed."""
     said = said_by([found(program, INSTALL), "-h"])
     return next((line.strip("# ").split(";")[0] for line in said if "HMMER" in line), program)
 

@@ -24,7 +24,7 @@ class Tool(Protocol):
     """A program that searches (jackhmmer.py, hhblits.py, mmseqs.py)."""
 
     def depends_on(self) -> dict[str, Any]:
-        """What its results depend on: its version and options."""
+        """The version and options that its results depend on."""
         ...
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
@@ -41,7 +41,7 @@ class SearchedDatabase:
 
 
 class Search(Protocol):
-    """What is done once, by a process of a tool, and kept."""
+    """A search that a process of a tool does once, and whose result is kept."""
 
     suffix: ClassVar[str]
     """Of the file that its result is kept in."""
@@ -51,7 +51,7 @@ class Search(Protocol):
         ...
 
     def result(self, scratch: Path) -> str:
-        """What is kept.  Raises UserError with what the program said, where it fails."""
+        """Search, and return the text to keep.  Raises UserError with the program's message, where it fails."""
         ...
 
 

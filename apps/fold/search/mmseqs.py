@@ -47,7 +47,7 @@ class Mmseqs:
 
 
 def version(program: str) -> str:
-    """What the program says it is.  Raises UserError where it is not installed."""
+    """The version that the program prints.  Raises UserError where it is not installed."""
     said = said_by([found(program, INSTALL), "version"])
     return f"MMseqs2 {said[0].strip()}" if said else program
 

@@ -55,7 +55,7 @@ _TILES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 @dataclass(frozen=True)
 class FoldJob:
-    """What is to be predicted.
+    """The sizes of a prediction.
 
     rows, extra, templates  of the MSA (those of templates not counted), of the extra MSA, templates
     hidden                  whether some letters of the MSA are masked: attention on a CPU then joins mask and bias
@@ -76,7 +76,7 @@ class FoldJob:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does a second: FLOPs of products, bytes of memory, bytes to and from the host; a launch's time.
+    """A machine's rates a second: FLOPs of products, bytes of memory, bytes to and from the host; a launch's time.
 
     cache  bytes that stay near the cores from one operator to the next; 0: operators meet in memory
     """
@@ -99,7 +99,7 @@ RATES: dict[Device, Rates] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided, and what comes of it.
+    """The decisions, and what comes of them.
 
     choices     how each operation is done
     offload     whether z lies in host memory
@@ -543,7 +543,7 @@ def _layer_bytes(structure: Structure) -> int:
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of a tensor in host memory while planning: its shape, and no memory."""
+    """A tensor's stand-in on the host while planning: its shape, and no memory."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
@@ -599,7 +599,7 @@ def meta_features(job: FoldJob) -> Features:
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """What a device has free, less a tenth for its allocator and for what an operator needs inside."""
+    """A device's free bytes, less a tenth for its allocator and for what an operator needs inside."""
     if torch.device(device).type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
     return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))

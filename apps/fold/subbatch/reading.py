@@ -14,7 +14,7 @@ from core.link import Coming
 
 @dataclass(frozen=True)
 class PairNumbers:
-    """What the heads read from pairs, in host memory: distances fp16[N, N, 64], pae fp32[N, N] and ptm, or None."""
+    """The heads' results from pairs, in host memory: distances fp16[N, N, 64], pae fp32[N, N] and ptm, or None."""
 
     distances: Tensor | None
     pae: Tensor | None

@@ -58,7 +58,7 @@ def every(length: int, rows: int, enough: int = 1) -> list[slice]:
 
 
 def first_only(length: int, rows: int, enough: int = 1) -> list[slice]:
-    """Of these only so many as are enough to see what a loop allocates: one, two where parts gather, three of far z."""
+    """Keep only the slices that show what a loop allocates: one, two where parts gather, three of far z."""
     return [slice(first, min(first + rows, length)) for first in range(0, length, rows)[:enough]]
 
 
@@ -75,7 +75,7 @@ def enough(x: Tensor, of_loop: int = 1) -> int:
 
 
 def link_between(x: Tensor, like: Tensor) -> Link | None:
-    """What brings x to where `like` lies; None: it is there."""
+    """The link that brings x to where `like` lies; None: it is there."""
     return None if x.device == like.device else _link_to(like.device)
 
 

@@ -71,7 +71,7 @@ class FoldBatches:
         self.dataset, self.config, self.model, self.seed = dataset, config, model, seed
 
     def num_iterations(self, step: int) -> int:
-        """Of recycling, 1 to num_recycles + 1, alike for all rows of a step (1.10, "N' uniform")."""
+        """Iterations of recycling, 1 to num_recycles + 1, alike for all rows of a step (1.10, "N' uniform")."""
         return int(np.random.default_rng([self.seed % 2**64, step]).integers(self.model.num_recycles + 1)) + 1
 
     def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ def iterations_of(batch: dict[str, Tensor]) -> list[Features]:
 
 
 def templates_of(batch: dict[str, Tensor]) -> TemplateFeatures | None:
-    """As the network reads them, in the batch's number format; None for a model without templates."""
+    """Templates as the network reads them, in the batch's number format; None for a model without templates."""
     if "template_mask" not in batch:
         return None
     dtype = batch["mask"].dtype

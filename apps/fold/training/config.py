@@ -107,7 +107,7 @@ class FoldTrainConfig(TrainConfig):
 
     @property
     def weights(self) -> Path | None:
-        """What the run starts from; None of a preset.  Raises UserError for weights that are not there."""
+        """The weights that the run starts from; None for a preset.  Raises UserError for weights that are not there."""
         if self.is_preset:
             return None
         if not Path(self.model).exists():

@@ -87,7 +87,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies in folders beside the structures: name -> files, of alignments, of hits, of templates' structures."""
+    """Files in the folders beside the structures: name -> files of alignments, of hits, of templates' structures."""
 
     alignments: dict[str, list[Path]] = field(default_factory=dict)
     hits: dict[str, list[Path]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Beside:
 
 
 def beside(alignments: Path | None, templates: Path | None = None) -> Beside:
-    """What the folders hold.  Raises UserError for one that is not there."""
+    """List the folders' files.  Raises UserError for one that is not there."""
     for folder, of in ((alignments, "alignments"), (templates, "templates")):
         if folder is not None and not folder.is_dir():
             raise UserError(f"there is no folder of {of} at {folder}")
@@ -153,7 +153,7 @@ def prepare(
 
 
 def load(structures: Path, there: Beside, selection: Selection, cache: Path) -> Dataset:
-    """What `prepare` put into the cache.  Raises UserError where no chain is left."""
+    """Load what `prepare` put into the cache.  Raises UserError where no chain is left."""
     chains: list[Listed] = []
     refused: list[str] = []
     for path in structure_files(structures):

@@ -65,7 +65,7 @@ class Entry:
 
 
 def is_esmfold(folder: Path) -> bool:
-    """Whether the folder is one of transformers' with an ESM model."""
+    """Return whether the folder is one of transformers' with an ESM model."""
     return (folder / "config.json").is_file() and read_json(folder / "config.json").get("model_type") == "esm"
 
 
@@ -107,7 +107,7 @@ def _words(vocabulary: tuple[str, ...]) -> list[int]:
 
 
 def config_of(stored: dict[str, Any], origin: object = "config.json") -> ESMFoldConfig:
-    """Of transformers' config.json.  Raises UserError for a language model alone, and for options we do not have."""
+    """Read transformers' config.json.  Raises UserError for a language model alone, and for options we do not have."""
     if not stored.get("is_folding_model"):
         raise UserError(f"{origin} holds ESM-2 alone, which does not fold; give a folder of ESMFold (esmfold_v1)")
     parsed = _parsed(stored, origin)

@@ -16,7 +16,7 @@ from core.parallel.pipeline.schedule import Action, Kind, Schedule, simulate
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """What `action` passes on: activations to the next stage, or gradients to the one before."""
+    """The message of `action`: activations to the next stage, or gradients to the one before."""
 
     action: Action
     sender: int
@@ -38,7 +38,7 @@ Step = Action | Exchange
 
 
 def message_of(action: Action, of: Schedule) -> Message | None:
-    """What an action sends to another rank; None where nobody or the same rank waits for it."""
+    """The message that an action sends to another rank; None where nobody or the same rank waits for it."""
     if action.kind is Kind.FORWARD:
         other = action.stage + 1
     elif action.passes_on_gradients:

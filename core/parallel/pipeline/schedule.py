@@ -116,12 +116,12 @@ class Action:
 
     @property
     def passes_on_gradients(self) -> bool:
-        """Whether the stage before can go on from here."""
+        """True where the stage before can go on from here."""
         return self.kind in (Kind.BACKWARD, Kind.INPUT)
 
     @property
     def releases(self) -> bool:
-        """Whether the microbatch's activations can go after it."""
+        """True where the microbatch's activations can go after it."""
         return self.kind in (Kind.BACKWARD, Kind.WEIGHTS)
 
 

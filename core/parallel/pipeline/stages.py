@@ -69,7 +69,7 @@ class StageEnd(Exception):
 
 
 class Carried(Protocol):
-    """What blocks add to what the model returns beside the tensor that they hand on, as routers of experts do.
+    """A sum to the model's result that blocks add beside the tensor that they hand on, as routers of experts do.
 
     Blocks are given it as the `auxiliary` of an argument. See `core.nn.moe.AuxiliaryLoss`.
     """
@@ -167,7 +167,7 @@ class Stages:
                     self.model.get_submodule(name.rpartition(".")[0])._buffers.clear()
 
     def note_ends(self) -> None:
-        """What a backward in two parts needs on the first and the last stage.
+        """Note, for a backward in two parts, the ends of the graph on the first and the last stage.
 
         From now on `entrance` is also known on the first, where it is what the first block is given; and on the last
         what lies behind the blocks is a graph of its own, from `exit`'s copy to the loss: the head's forward has made
@@ -212,7 +212,7 @@ class Stages:
 
     @property
     def carried(self) -> Carried | None:
-        """What the blocks of the stage that computes added to, once its forward is over."""
+        """The sum that the computing stage's blocks added to, once its forward is over."""
         return self._received.carried or self._end.carried
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
