@@ -1,4 +1,4 @@
-"""How a local tensor lies in the whole.
+"""The layout of a local tensor: where it lies in the whole.
 
 A `Layout` says which box of the full tensor a rank holds: the full shape, and the mesh axes that cut it, in the order
 in which they cut. One cut of a dim of n rows over an axis of size s follows `torch.chunk` and DTensor: every rank gets

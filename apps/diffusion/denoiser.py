@@ -1,4 +1,4 @@
-"""What is trained, as one module: a U-Net, and the text encoder where it learns too; and the loss of a batch.
+"""The trained module: a U-Net, and the text encoder where it learns too; and the loss of a batch.
 
 Shapes: B rows, C latent channels, h x w latents, L tokens, D width of the text encoder.
 """

@@ -1,4 +1,4 @@
-"""What sampling or a training step needs of a device, before anything is loaded: bytes and seconds.
+"""Bytes and seconds of sampling or of a training step on a device, before anything is loaded.
 
 The real modules run on tensors without memory, under the tracer by which Gemini plans (`core.trace.tracer`). It says
 of each stretch of the step what is alive beside parameters (activations, what the backward keeps, temporaries), which

@@ -1,4 +1,4 @@
-"""How a run is doing, while it trains: pictures of fixed prompts from fixed noise, and the loss on images held out.
+"""Validation while a run trains: pictures of fixed prompts from fixed noise, and the loss on images held out.
 
 Every rank draws its share of the pictures, all of them call the model equally often (where parameters are sharded a
 call is a collective), and the first puts them into one grid, `OUT/validation/step-00000100.png`, a row for each prompt.

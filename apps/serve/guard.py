@@ -1,4 +1,4 @@
-"""What stands before the application: the size of bodies, the key, the host and origin of calls. Plain ASGI.
+"""The guard before the application: the size of bodies, the key, the host and origin of calls. Plain ASGI.
 
 A web page from elsewhere can let its own name point to this machine (DNS rebinding) and then read answers as its own.
 Browsers tell the name as Host, so where no key is asked for, a name that is not this server's gets no answer.

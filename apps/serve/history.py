@@ -1,4 +1,4 @@
-"""What bias and penalties need to know of a sequence, on the device: which tokens it has, which come easier or not yet.
+"""A sequence's history on the device, for bias and penalties: which tokens it has, which come easier or not yet.
 
 Each sequence that has any of them gets a lane, a row of tables over the vocabulary; most have none. The tables are
 written by the step that draws a token, so the next one may begin before the host has read it.

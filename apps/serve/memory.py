@@ -1,4 +1,4 @@
-"""What a served model needs of memory, and what each of several gets: pure functions of shapes and bytes.
+"""The memory of a served model, and each one's share where several are: pure functions of shapes and bytes.
 
 `need` says what one model takes on each of its ranks: weights as they are stored, a page of the cache, and what a step
 works with. `serve plan` asks it for devices that nobody has yet; `serve` asks it before anything is read, and

@@ -1,4 +1,4 @@
-"""What /metrics shows, in Prometheus' format. Names follow those of other servers where they have such."""
+"""The figures at /metrics, in Prometheus' format. Names follow those of other servers where they have such."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""When prompts are computed beside the decode batch, and how many tokens at once: both share the time.
+"""The pace of prompts beside the decode batch, which share the time: when one is computed, how many tokens at once.
 
 A prompt that takes T alone, beside a decode batch whose step takes d, shall be there soon, and the mean gap between
 decoded tokens until then shall stay below stretch x d. If prompts get (stretch - 1) d of time for each decode step,

@@ -1,4 +1,4 @@
-"""Who holds which page of the cache, and which tokens a page holds: bookkeeping, without tensors.
+"""The books of the cache, without tensors: which sequences hold a page, and which tokens a page holds.
 
 Full pages stand in a radix tree by their tokens: the path from the root to a node is the text before it, so a sequence
 that begins alike shares the pages of the path (Zheng et al., "SGLang", 2024, section 3). A page is the unit of an edge.

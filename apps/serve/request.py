@@ -1,4 +1,4 @@
-"""What is asked of the engine, the sequences that answer it, and what comes back.
+"""Requests to the engine, the sequences that answer them, and the events that come back.
 
 A request has `num_sequences` sequences: n, or best_of where more are written than returned. The first one computes the
 prompt; the others are held back until it is in the pages, and find it there.

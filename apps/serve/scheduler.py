@@ -1,4 +1,4 @@
-"""Which sequences compute how many tokens in the next step: a pure function of counts.
+"""The scheduler: which sequences compute how many tokens in the next step, as a pure function of counts.
 
 1. Sequences that run, oldest first. One that decodes gets its one token; one whose prompt is not computed yet gets a
    chunk of it. Where pages lack, the youngest is preempted: its pages go back, and it will compute its tokens again.

@@ -1,4 +1,4 @@
-"""What Gemini will make of a training step in a budget, before there is any rank: bytes, moves and seconds.
+"""Gemini's bytes, moves and seconds of a training step in a budget, before there is any rank.
 
 The same planner decides here and in a run (`core.gemini.search`), on the same trace of the model's modules; here on
 tensors without memory, of a machine that is only described. What differs in a run: bandwidths are measured there, and

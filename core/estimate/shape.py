@@ -1,4 +1,4 @@
-"""What is estimated: a model as plain numbers, and how a run cuts it.
+"""The shapes that are estimated: a model as plain numbers, and how a run cuts it.
 
 A model is its weights, what one block keeps for its backward, and its head. `decoder_shape` derives that from our
 decoder's configuration; `megatron_block` is the published formula; any other model fills the dataclasses itself.

@@ -1,4 +1,4 @@
-"""What a user says of Gemini."""
+"""Gemini's options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

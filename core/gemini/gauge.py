@@ -1,4 +1,4 @@
-"""What a real step has on the device at each moment of the traced one, model data and all else; and on the host.
+"""Bytes of a real step on the device at each moment of the traced one, model data and all else; and on the host.
 
 On a CPU every tensor that is alive is counted, but for those of chunks and of the optimizer: they are in the account of
 the tier, or on the host. On CUDA the allocator is asked. Neither waits for the device. On the host it is the shards of

@@ -1,4 +1,4 @@
-"""What a user sees of a plan: a line at the start, and a figure of a step."""
+"""The report of a plan to the user: a line at the start, and a figure of a step."""
 
 from pathlib import Path
 

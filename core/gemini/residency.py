@@ -1,4 +1,4 @@
-"""Where each chunk lives, and every move of a step: a pure function of the trace, the budget and the bandwidths.
+"""The residency plan, where each chunk lives and every move of a step: a pure function of trace, budget and bandwidths.
 
 Policies (the literature says placement policy):
 

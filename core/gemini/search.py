@@ -1,4 +1,4 @@
-"""How large a chunk is to be: found by planning the step of each candidate.
+"""The search for the size of chunks, which plans the step of each candidate.
 
 Small chunks waste a latency on every copy, and large ones come and go with parameters that nobody needs yet: they hold
 the budget's rest together in too few pieces, and the smallest budget in which a step fits grows with them. What is best

@@ -1,4 +1,4 @@
-"""How large an optimizer's state will be, before there is any: asked of the optimizer itself, on tensors without memory
+"""The size of an optimizer's state before there is any: asked of the optimizer itself, on tensors without memory
 or with next to none."""
 
 import copy

@@ -1,4 +1,4 @@
-"""What one training step asks of memory: the data on which everything about residency is decided.
+"""The trace of a training step's memory: the data on which everything about residency is decided.
 
 A step is a list of *moments* in the order in which they run. Each needs some chunks whole on the device, and has
 `other_bytes` there that are not model data: activations, what autograd saved, temporaries, inputs. A *chunk* is a group

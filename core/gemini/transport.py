@@ -1,4 +1,4 @@
-"""How a chunk's values come to its buffer, and how its gradients get to its shard.
+"""The transport of a chunk's values to its buffer, and of its gradients to its shard.
 
     fetch   this rank's rows, from the host or the shard on the device, into a message [own]; all-gathered over the
             ranks that shard it into [ranks, own]; copied to each parameter's place. On one rank: one copy.

@@ -1,4 +1,4 @@
-"""How a kernel becomes an operator of torch, and when it runs.
+"""Kernels as operators of torch, and when they run.
 
 A public function of this package asks `runs_kernel` and takes the Triton path or its reference: kernels on a GPU, torch
 elsewhere. That is the only dispatch there is. The Triton path is one or more operators (`operator`) that torch.compile

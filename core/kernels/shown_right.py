@@ -1,4 +1,4 @@
-"""Which kernels a GPU has shown right and not slower than torch's operators: what is taken there without being asked.
+"""The kernels that a GPU has shown right and not slower than torch's operators: taken there without being asked.
 
 The protocol of docs/gpu.md measures each family on a card and leaves a table, shown/CHIP.json, which is committed:
 

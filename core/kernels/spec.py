@@ -1,4 +1,4 @@
-"""What a kernel promises, as data: tests, ahead-of-time compilation and the benchmark are generated from it.
+"""A kernel's promises as data: tests, ahead-of-time compilation and the benchmark are generated from it.
 
 A case is a dict of sizes and flags, such as {"rows": 3, "length": 100, "bias": True}; `inputs` makes tensors of it.
 """

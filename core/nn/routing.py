@@ -1,4 +1,4 @@
-"""Which expert takes which token: the routers of mixtures of experts, as functions of the routers' probabilities.
+"""The routers of mixtures of experts, which expert takes which token: functions of the routers' probabilities.
 
     topk           the k experts of the highest probability, whatever their load: nothing is dropped. Gates are the
                    probabilities divided by their sum (Jiang et al. 2024, Mixtral of Experts, section 2.1)

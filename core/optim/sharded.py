@@ -1,4 +1,4 @@
-"""What optimizers have in common whose update of a parameter needs something of the whole of it: a mean, a norm.
+"""The base of optimizers whose update of a parameter needs something of the whole of it: a mean, a norm.
 
 A parameter is a plain tensor, a DTensor (any Shard and Replicate placements, uneven ones too: tensor parallelism,
 FSDP2, both, hybrid shard), or a local tensor with a `core.layout`. A rank keeps the state of the box that it holds, and

@@ -113,7 +113,7 @@ class Completion:
         self.used: set[str] = set()
 
     def complete(self, masters: Mapping[str, Tensor], together: Collection[str] = ()) -> None:
-        """Complete gradients: some where any rank has used the parameter, else none; summed over the axes they are partial on.
+        """Complete gradients: some where any rank used the parameter, else none; partial ones summed over their axes.
 
         together  masters that every rank must use in the same steps
         """

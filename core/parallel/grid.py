@@ -1,4 +1,4 @@
-"""What 2D, 2.5D and 3D tensor parallelism share: how activations lie on the grid (tp_depth, tp_row, tp_col).
+"""The grid (tp_depth, tp_row, tp_col) of 2D, 2.5D and 3D tensor parallelism, and how activations lie on it.
 
 Activations between two linear layers are x[B_rows, L, D_cols]: the batch is cut over two of the axes, one after the
 other, the features over the third. Whole sequences stay on a rank, so attention over the local heads is a local matter,

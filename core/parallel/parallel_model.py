@@ -1,4 +1,4 @@
-"""What the training loop needs of a model that is spread over the mesh, however that was done.
+"""The training loop's interface to a model that is spread over the mesh, however that was done.
 
 A step is
 

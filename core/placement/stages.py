@@ -1,4 +1,4 @@
-"""Which blocks make which pipeline stage, runs of them, and which ranks of the pp axis hold a parameter."""
+"""The blocks of each pipeline stage, runs of them, and the ranks of the pp axis that hold a parameter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a plan makes of a model's parameters: a table, name -> where it lies; and the one function that makes it so.
+"""The table that a plan makes of a model's parameters, name -> where it lies; and the one function that makes it so.
 
     table = placement(model_on_meta, ModelPlan(tensor=PLAN), MeshConfig(tp=8, dp_shard=512), zero=3)
     table["blocks.0.attention.qkv.weight"].layout         # the box that a forward has

@@ -1,4 +1,4 @@
-"""What the weights of a model meet, to round them by (`core.quant.gptq`): block after block, while they are rounded.
+"""The inputs of a model's weights, to round them by (`core.quant.gptq`): block after block, while they are rounded.
 
     1. The model as it is reads the data. Blocks are the modules of the list (nn.ModuleList) that holds most of the
        weights, if each reads what the one before wrote; where there is no such list, the model is one block.

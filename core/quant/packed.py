@@ -1,4 +1,4 @@
-"""How a CPU multiplies by 4-bit weights, and the second forms of weights that its kernels read; for inference.
+"""Products with 4-bit weights on a CPU, and the second forms of weights that its kernels read; for inference.
 
 8 bits: oneDNN's form (`core.quant.integers`), exact, so that no result changes. 4 bits, the products of which stand
 here, for few rows:

@@ -1,4 +1,4 @@
-"""What a weight becomes: the schemes and their options."""
+"""The schemes of quantization and their options."""
 
 import difflib
 from collections.abc import Mapping

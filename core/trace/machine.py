@@ -1,4 +1,4 @@
-"""What a machine does in a second: computes, reads of its memory, copies over its link; by data sheets or measured."""
+"""The speed of a machine: what it computes, reads of its memory, copies over its link; by data sheets or measured."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

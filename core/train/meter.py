@@ -1,4 +1,4 @@
-"""What a training run costs: time, throughput, memory and communication."""
+"""The costs of a training run: time, throughput, memory and communication."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a training run keeps from step to step, and in checkpoints."""
+"""The state of a training run from step to step, and in checkpoints."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What is drawn and how it is said: "a red star on a white ground", and shorter captions that leave some of it open.
+"""The demo's drawings in words: "a red star on a white ground", and shorter captions that leave some of it open.
 
 Five shapes, six colours and four grounds are 120 things; 16 of them are held out of training, so that what is drawn of
 those was composed. The subject that DreamBooth teaches is a star like no other: teal, and upside down.

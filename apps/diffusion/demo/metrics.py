@@ -1,4 +1,4 @@
-"""What the demo's pictures are worth, in figures, by the detector and by what a viewer sees.
+"""The quality of the demo's pictures in figures, by the detector and by a viewer.
 
 A detector that was trained on the right answers finds them in pictures that a viewer calls something else, so what
 counts is what is seen: the nearest named colour, and the outline that fits (`viewer.py`).

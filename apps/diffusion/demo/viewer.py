@@ -1,4 +1,4 @@
-"""What a viewer sees in a picture: the colour of its ground, the colour of its figure, and the figure's outline.
+"""A viewer of pictures: names the colour of the ground, the colour of the figure, and the figure's outline.
 
 Nothing here is learned, so nothing can be fooled as a network can. Of each picture:
 

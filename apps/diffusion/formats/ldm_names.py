@@ -1,4 +1,4 @@
-"""What the tensors of U-Net, VAE and text encoder are called in single-file checkpoints, v1 and v2.
+"""Names of the tensors of U-Net, VAE and text encoder in single-file checkpoints, v1 and v2.
 
 Those names are of the modules of the original code (CompVis/latent-diffusion, Stability-AI/stablediffusion): blocks of
 the U-Net are counted through from input to output, those of the VAE's decoder from the output, v1's text encoder stands

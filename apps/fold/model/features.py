@@ -1,4 +1,4 @@
-"""What the network reads: one value object a recycling iteration.
+"""The network's features: one value object a recycling iteration.
 
 Shapes: B batch, N residues, S rows of the clustered MSA, E of the extra MSA, T templates.
 """

@@ -1,4 +1,4 @@
-"""What the models of structures share: representations, a structure from them, and both again several times.
+"""The common part of the models of structures: representations, a structure from them, and both again several times.
 
     for each recycling iteration
     1. representations of the input and of what the last iteration found: the model's `trunk`

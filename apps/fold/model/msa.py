@@ -1,4 +1,4 @@
-"""What happens in the MSA: attention along rows and columns, and what it tells the pairs.
+"""The MSA's layers: attention along rows and columns, and the mean of outer products that goes to the pairs.
 
 Shapes: B batch, S sequences, N residues, D = c_m channels of the MSA, Z = c_z of pairs, H heads, C outer channels.
 """

@@ -1,4 +1,4 @@
-"""Which operation is done in which slices, so that a prediction stays within a budget and takes the least time.
+"""The plan of slices: each operation's, so that a prediction stays within a budget and takes the least time.
 
 The plan is a pure function of the model's shape, the sizes of the input, the number format, the kind of device and the
 budget. It does not guess what an operation allocates: `core.trace.account` counts tensors on the meta device.

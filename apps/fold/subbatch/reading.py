@@ -1,4 +1,4 @@
-"""What the heads read of the pairs, a few rows at a time."""
+"""The heads' reading of the pairs, a few rows at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How an operation is cut: into slices of a dim, of which each result goes to the place that it was computed from.
+"""The cutting of an operation into slices of a dim, each result of which goes to the place that it was computed from.
 
 Where no gradient is recorded a result is written over its slice of the input (a residual in place), so that nothing of
 the input's size is allocated. Where gradients are recorded the results are put side by side.

@@ -1,4 +1,4 @@
-"""What a step learns from: crops of chains, with features that are drawn anew for every recycling iteration.
+"""The batches of a step: crops of chains, with features that are drawn anew for every recycling iteration.
 
 1. row g = step * global_batch + row of the run is a chain of epoch g // chains, in the epoch's order
 2. blocks of neighbouring rows are deleted from its alignment (supplement, 1.2.6, algorithm 1)

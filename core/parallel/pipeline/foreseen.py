@@ -1,4 +1,4 @@
-"""What a rank of a pipeline computes in a step, for who wants to see it before it runs.
+"""A pipeline rank's step before it runs, for those who plan by it.
 
 The actions of the rank's schedule, one after the other, without the other ranks: what a stage would receive is a parcel
 of random numbers, of the form that the stage before it has found out in the same way and said of each microbatch. So as

@@ -1,4 +1,4 @@
-"""Where the messages of a schedule go between its actions, in an order in which no rank can wait for ever.
+"""The messages of a schedule between its actions, in an order in which no rank can wait for ever.
 
 NCCL takes messages in the order in which they are handed to it, and a send returns only when the other side receives:
 two ranks that both send first would stand still. So the order is planned: on a clock (forward 1, backward 2) every
