@@ -139,7 +139,7 @@ def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Te
 
 
 def num_holders(memory: torch.UntypedStorage) -> int | None:
-    """How many tensors and names hold a storage; None where torch does not count."""
+    """The number of tensors and names that hold a storage; None where torch does not count."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else count(memory._cdata)
 
@@ -154,7 +154,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By its own `compile`, or by `torch.compile`, which puts another module around it."""
+    """Return whether a module is compiled: by its `compile`, or by `torch.compile`, which puts a module around it."""
     return compiled_call(module) is not None or "_orig_mod" in module._modules
 
 

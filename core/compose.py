@@ -38,7 +38,7 @@ from core.precision import Precision
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model runs; nothing of it is known to the model."""
+    """The options of how a model runs; the model knows nothing of them."""
 
     zero: Zero = 0
     """what data parallelism shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters"""

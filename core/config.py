@@ -156,7 +156,7 @@ class Named(Protocol):
         ...
 
     def foreign(self, option: str) -> str | None:
-        """Why an option is refused that belongs to another name; None where it belongs to none."""
+        """The reason to refuse an option that belongs to another name; None where it belongs to none."""
         ...
 
 
@@ -528,7 +528,7 @@ def _nobody_reads() -> bool:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Inside, Python does not look for garbage, nor, later, among what is there by then.
+    """Keep Python from looking for garbage inside, and later among what is there by then.
 
     What modules make stays. Looking through it again and again takes a good part of large packages' imports.
     """

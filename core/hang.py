@@ -58,7 +58,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands.
+    """The place of a rank in its step.
 
     step      that it is in; None: between two
     seconds   since its clock started

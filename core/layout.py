@@ -75,7 +75,7 @@ class Layout:
         return axis_size(self.mesh, axis)
 
     def axis_index(self, axis: str) -> int:
-        """Where this rank is on an axis."""
+        """This rank's place on an axis."""
         assert self.mesh is not None
         return axis_index(self.mesh, axis)
 
@@ -106,7 +106,7 @@ class Layout:
 
 
 def shares(rows: int, size: int, unit: int = 1) -> list[slice]:
-    """How `rows` rows are cut over `size` ranks, in units of `unit` rows: the last shares may be shorter or empty."""
+    """The shares of `rows` rows cut over `size` ranks, in units of `unit` rows: the last may be shorter or empty."""
     most = largest_share(rows, size, unit)
     return [slice(min(index * most, rows), min((index + 1) * most, rows)) for index in range(size)]
 

@@ -46,7 +46,7 @@ class Coming:
 
 
 class Link:
-    """Between the host and the device of these streams."""
+    """The link between the host and the device of these streams."""
 
     def __init__(self, streams: DeviceStreams):
         self.streams = streams

@@ -69,7 +69,7 @@ def launched() -> bool:
 
 
 def ranks_of(nproc: int) -> int:
-    """How many ranks a run will have: those of the launcher that started this process, else --nproc.
+    """The number of ranks a run will have: those of the launcher that started this process, else --nproc.
 
     Raises UserError when both are given and disagree.
     """
@@ -155,7 +155,7 @@ def _use_old_names() -> None:
 
 @contextmanager
 def pretended(num_ranks: int) -> Iterator[None]:
-    """For the length of the block, rank 0 of a process group of which no other rank exists.
+    """Pretend, for the length of the block, to be rank 0 of a process group of which no other rank exists.
 
     Messages come back at once, with whatever was in their memory: for shapes, bytes and FLOPs, not for values.
     Raises RuntimeError in a process that has a group.

@@ -90,7 +90,7 @@ def _files(folder: Path, stems: tuple[tuple[str, str], ...]) -> list[tuple[Path,
 
 
 def index_of(folder: Path, stem: str, suffix: str = ".safetensors") -> Path:
-    """Where the index of shards lies; that of a variant, as the stem model.fp16, has the variant before its end."""
+    """The path of the index of shards; that of a variant, as the stem model.fp16, has the variant before its end."""
     plain, _, variant = stem.partition(".")
     varied = folder / f"{plain}{suffix}.index.{variant}.json"
     return varied if variant and varied.is_file() else folder / f"{stem}{suffix}.index.json"

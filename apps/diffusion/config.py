@@ -18,7 +18,7 @@ Method = Literal["full", "lora", "dreambooth"]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which pictures are learned from, and how they are shown."""
+    """The pictures that are learned from, and their sizes, crops and captions."""
 
     images: Path | None = None
     """a folder of images with captions: NAME.txt beside NAME.png, or metadata.jsonl with file_name and text"""

@@ -113,7 +113,7 @@ class Objective:
 
     @property
     def steps_seen(self) -> int:
-        """How many steps the run has made, as the last batch it trained on says."""
+        """The steps that the run has made, by the last batch it trained on."""
         return 0 if self._steps is None else int(self._steps[0]) + 1
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:

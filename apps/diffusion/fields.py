@@ -39,7 +39,7 @@ PIPELINES = (
 
 @dataclass(frozen=True)
 class Field:
-    """How a field is taken.
+    """A field and the way it is taken.
 
     allowed  says of a value of its type whether it is obeyed
     instead  what a refusal says of the field

@@ -97,7 +97,7 @@ def footprint(config: DiffusionPlanConfig) -> Footprint:
 
 
 def modules_of(config: DiffusionPlanConfig, shape: Shape) -> Modules:
-    """Without memory, in the format that they compute in."""
+    """Build the modules without memory, in the format that they compute in."""
     modules = meta_modules(shape) if config.weights is None else _built(config.weights, shape)
     for module in modules.values():
         nn.Module.to(module, config.dtype)
@@ -300,7 +300,7 @@ class ModelData:
 
 
 def by_replicas(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
-    """Without Gemini: `core.parallel.data`."""
+    """The footprint of training without Gemini (`core.parallel.data`)."""
     data = ModelData(config, model)
     learned, own, masters, wide = data.learned, data.own, data.masters, config.wide.itemsize
     [stretches] = step.microbatches
@@ -370,7 +370,7 @@ def _gathered(config: DiffusionPlanConfig, model: nn.Module) -> int:
 
 
 def by_gemini(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
-    """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
+    """The footprint under Gemini on a rank's device; the budget holds model data, activations and messages."""
     assert config.gemini.budget is not None
     ranks, budget_bytes = config.nproc if config.zero else 1, parse_bytes(config.gemini.budget)
     found = estimate_gemini(

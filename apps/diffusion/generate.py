@@ -32,7 +32,7 @@ from core.config import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How pictures are drawn."""
+    """The settings that draw pictures."""
 
     sampler: SamplerName = "dpm++"
     """model: the scheduler of the weights' folder; the others are made of its configuration"""
@@ -78,7 +78,7 @@ class PictureJob:
 
 
 def num_evaluations(pipeline: Pipeline, sampling: Sampling) -> int:
-    """How often each picture passes the U-Net: `steps`, and nearly twice that for samplers of second order."""
+    """The passes of each picture through the U-Net: `steps`, and nearly twice that for samplers of second order."""
     return len(sampler_of(pipeline, sampling).timesteps)
 
 

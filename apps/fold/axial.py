@@ -96,7 +96,7 @@ def partial_parameters(model: AlphaFold) -> set[str]:
 
 @dataclass(frozen=True)
 class FirstTwo(How):
-    """Only two slices are computed, which are enough to see what a loop over them allocates."""
+    """A loop that computes two slices only, which are enough to see what it allocates."""
 
 
 def _slices(how: How | None, length: int) -> list[slice]:

@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
 
 
 def resolved(config: PredictConfig) -> PredictConfig:
-    """With the device and the precision that are taken."""
+    """The config with the device and the precision that are taken."""
     device = device_kind(config.device)
     measured = not any(is_esmfold(path) for path in config.model)
     return replace(config, device=device, precision=chosen_precision(config.precision, device, measured))

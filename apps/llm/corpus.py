@@ -1,4 +1,4 @@
-"""From raw text to token shards: what `llm tokenize` does, and every run on a corpus that was not tokenized before.
+"""Raw text to token shards, as `llm tokenize` does it, and every run on a corpus that was not tokenized before.
 
 1. A key is made of the corpus (paths, sizes, times), the tokenizer and the options; under it lies the cached result.
 2. Where there is none, the process that gets the lock makes it and the others wait: documents are read, split into

@@ -21,7 +21,7 @@ from core.train import checkpoint_path
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Where a model lies and what it is; nothing is loaded yet.
+    """A model in a folder and its configuration; nothing is loaded yet.
 
     folder  the Hugging Face folder, or the run folder
     is_run  whether it is a run of `megalith llm pretrain`

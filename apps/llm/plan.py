@@ -237,7 +237,7 @@ def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine:
 
 
 def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
-    """How a run of this configuration cuts model and batch.
+    """The shape of a run of this configuration: how it cuts model and batch.
 
     rows  of the global batch; by default the full one
     """

@@ -107,7 +107,7 @@ def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
 
 
 def kernels(runtime: Runtime) -> Transforms:
-    """Those of `core.kernels`, for the whole model."""
+    """The plan of `core.kernels` for the whole model."""
     if runtime.leads and runtime.device.type != "cuda":
         print("warning: --kernels changes nothing here: kernels run on a GPU only", file=sys.stderr)
     return {"": by_kernels}

@@ -15,7 +15,7 @@ PageDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model runs."""
+    """The options of a model's engine."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"kv_gb": "cache=GB"}
 
@@ -131,5 +131,5 @@ class ServeConfig(HttpConfig):
         return found
 
     def scheme(self) -> Scheme | None:
-        """How weights are to be quantized.  Raises UserError for a group size that there is not."""
+        """The scheme that weights are quantized by.  Raises UserError for a group size that there is not."""
         return None if self.quantize is None else Scheme(self.quantize, self.group_size)

@@ -134,7 +134,7 @@ class Decode:
         return compute
 
     def way(self, step: Step) -> int | None:
-        """Which of the ways a step goes; None where it is none of those that were captured."""
+        """The captured way that a step goes; None where there is none."""
         if not step.writes_only or len(step.ids) > self.buckets[-1]:
             return None
         wanted = joined(ask.way for ask in step.asks)
@@ -152,7 +152,7 @@ class Decode:
         return lambda: read(asks, [(range(count), fetched)])
 
     def follow(self, words: Tensor) -> None:
-        """On another rank, the step that the first one has sent."""
+        """Run, on another rank, the step that the first one has sent."""
         self._replay(words, int(words[2]), int(words[3]))
 
     @torch.inference_mode()

@@ -174,7 +174,7 @@ class Engine:
         return bool(mine)
 
     def position(self, request_id: str) -> int | None:
-        """How many requests are to begin before it; None when it has begun."""
+        """The number of requests that begin before it; None when it has begun."""
         ids = list(dict.fromkeys(s.request.id for s in self.waiting if not s.prompt_reported))
         return ids.index(request_id) if request_id in ids else None
 

@@ -51,7 +51,7 @@ class Histories:
         self._free.extend(range(num_lanes - 1, old - 1, -1))
 
     def lane(self, sequence: Sequence) -> int:
-        """That of a sequence, all of whose tokens are known when it is asked for first."""
+        """The lane of a sequence, all of whose tokens are known when it is asked for first."""
         if sequence.number not in self._lanes:
             if not self._free:
                 self.reserve(max(4, 2 * self.num_lanes))

@@ -36,7 +36,7 @@ Stored = Callable[[tuple[int, ...]], int]
 
 @dataclass(frozen=True)
 class Format:
-    """In which formats a model is held.
+    """The formats that a model is held in.
 
     dtype   of activations, and of the weights that are not quantized
     pages   of the cache
@@ -51,7 +51,7 @@ class Format:
 
 
 def quantized_format(model: DecoderConfig, scheme: Scheme, dtype: torch.dtype, pages: torch.dtype) -> Format:
-    """That of a model whose every matrix is quantized, embeddings and head too."""
+    """The format of a model whose every matrix is quantized, embeddings and head too."""
     with torch.device("meta"):
         chosen = choose(Decoder(model), embeddings=True, head=True)
     stored = partial(weight_bytes, scheme, gain=scheme.name == "llm.int8")
@@ -61,7 +61,7 @@ def quantized_format(model: DecoderConfig, scheme: Scheme, dtype: torch.dtype, p
 def folder_format(
     model: DecoderConfig, folder: Path, dtype: torch.dtype | None, pages: torch.dtype | None, scheme: Scheme | None
 ) -> Format:
-    """That of a folder's model, of which only headers are read.
+    """The format of a folder's model, of which only headers are read.
 
     dtype, pages  None: that of the folder; that of the activations
     scheme        weights are quantized so while they are loaded
@@ -96,7 +96,7 @@ class Load:
 
     @property
     def pages(self) -> int:
-        """That all of the sequences fill."""
+        """Pages that all of the sequences fill."""
         return self.sequences * -(-self.length // self.page_size)
 
 
@@ -116,7 +116,7 @@ class Need:
     forms: int = 0
 
     def total(self, num_pages: int) -> int:
-        """Without second forms."""
+        """Bytes of all, without second forms."""
         return self.weights + num_pages * self.page + self.work
 
 
@@ -234,7 +234,7 @@ class Asked:
 
     @property
     def pages(self) -> int | None:
-        """That were asked for."""
+        """Pages that were asked for."""
         return None if self.kv_bytes is None else min(self.kv_bytes // self.need.page, self.most_pages)
 
 

@@ -96,7 +96,7 @@ class Pages:
         return len(match.path) * self.page_size + match.num_copied
 
     def num_idle(self, match: Match) -> int:
-        """How many of the matched pages are counted by `num_free`."""
+        """The number of the matched pages that `num_free` counts."""
         source = () if match.source is None else (match.source,)
         return sum(node in self._idle for node in (*match.path, *source))
 

@@ -22,7 +22,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; see `apps.serve.sampler`.
+    """The settings that draw the next token; see `apps.serve.sampler`.
 
     temperature         0 takes the likeliest
     top_k, top_p, min_p keep the k likeliest; those that together reach p; those within a factor of the likeliest
@@ -202,7 +202,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Those of `tokens`, and the one that is drawn and not read yet."""
+        """The number of `tokens`, and the one that is drawn and not read yet."""
         return len(self.tokens) + (self.unread is not None)
 
     @property

@@ -270,7 +270,7 @@ class Runner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the decoder computes."""
+        """The format that the decoder computes in."""
         return self.model.embedding.tokens.weight.dtype
 
     def _packed(self, step: Step) -> Tensor:

@@ -48,14 +48,14 @@ class Limits:
 
     @property
     def least_pages(self) -> int:
-        """With which anything runs: those of a prompt and a text of a token each, and one more.
+        """Pages with which anything runs: those of a prompt and a text of a token each, and one more.
 
         A page that is copied is held while its copy is made.
         """
         return self.pages(2) + 1
 
     def most_new_pages(self, num_running: int) -> int:
-        """That a step of so many sequences can take: each may begin one, and fill others."""
+        """Pages that a step of so many sequences can take: each may begin one, and fill others."""
         return min(num_running, self.max_batch_tokens) + self.pages(self.max_batch_tokens)
 
 

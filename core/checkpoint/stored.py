@@ -86,7 +86,7 @@ class Stored:
         }
 
     def plan(self, shards: dict[str, Shard]) -> LoadPlanner:
-        """How to fill `shards`, every name of which is stored.
+        """Plan how to fill `shards`, every name of which is stored.
 
         Raises UserError when a shape or a kind of dtype differs, or a file that is needed is missing or truncated.
         """

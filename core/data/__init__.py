@@ -1,4 +1,4 @@
-"""From files to batches: readers of documents, memory-mapped token shards, mesh-independent resumable batches."""
+"""Files to batches: readers of documents, memory-mapped token shards, mesh-independent resumable batches."""
 
 from core.data.batches import Batches, EvalBatches, GlobalBatches, MapBatches, PairBatches, TokenBatches
 from core.data.prefetch import Prefetch

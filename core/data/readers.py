@@ -82,7 +82,7 @@ def split_of(name: str, heldout_fraction: float) -> str:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from.
+    """A source of documents.
 
     path          a file, a folder, or a folder made by `datasets.Dataset.save_to_disk`
     format        one of FORMATS; auto goes by suffixes: .jsonl and .json (also .gz, .zst), .parquet, anything else text

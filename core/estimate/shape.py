@@ -173,7 +173,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a run cuts the model and the batch.
+    """The shape of a run: how it cuts the model and the batch.
 
     optimizer          says what state a parameter has
     optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all

@@ -64,11 +64,11 @@ class Member:
 
     @property
     def buffer_elements(self) -> int:
-        """Its place in the buffer, with padding."""
+        """Elements of its place in the buffer, with padding."""
         return aligned(self.num_elements)
 
     def own_elements(self, ranks: int) -> int:
-        """Its place in the shard of each of `ranks` ranks, with padding."""
+        """Elements of its place in the shard of each of `ranks` ranks, with padding."""
         return aligned(row_length(self.tensor, ranks))
 
     def move(self, to: State) -> None:
@@ -110,7 +110,7 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """For people: the members' common place in the model."""
+        """The members' common place in the model, for people."""
         first, last = self.members[0].name, self.members[-1].name
         return first if first == last else f"{first} … {last}"
 
@@ -135,7 +135,7 @@ class Chunk:
 
     @property
     def ready_members(self) -> list[Member]:
-        """Those whose gradient stands in the buffer."""
+        """The members whose gradient stands in the buffer."""
         return [m for m in self.members if m.state is READY_TO_REDUCE]
 
     # --- the buffer ---------------------------------------------------------------------------------------------------

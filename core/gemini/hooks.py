@@ -57,7 +57,7 @@ class Call:
 
 
 class ModuleHooks:
-    """Between the modules of a model and the executor of its chunks.
+    """The link between the modules of a model and the executor of its chunks.
 
     rests  everything is merged: nothing comes or goes, and unless it is measured, no moment needs to be known
     """
@@ -103,7 +103,7 @@ class ModuleHooks:
         return called
 
     def settled(self) -> None:
-        """It has been decided, between two steps, what lives on the device."""
+        """Take note of what lives on the device, which was decided between two steps."""
         for unit in self.units:
             unit.settled()
         self.rests = all(chunk.merged for chunk in self.chunks)

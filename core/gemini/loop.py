@@ -76,7 +76,7 @@ class Gemini:
 
     @property
     def moved_bytes(self) -> int:
-        """Between host and device so far, both ways."""
+        """Bytes between host and device so far, both ways."""
         return self.parallel.tier.moved_bytes
 
     def _stepped(self) -> None:

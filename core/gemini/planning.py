@@ -1,4 +1,4 @@
-"""From a model and a microbatch to chunks and a plan, before the first step.
+"""Chunks and a plan from a model and a microbatch, before the first step.
 
 1. One step is traced on fake tensors: the order of use, and what is in memory beside parameters at each moment.
 2. Parameters are packed into chunks in the order of their first use; how large a chunk is, `search` finds out.

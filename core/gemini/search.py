@@ -64,7 +64,7 @@ class Chunking:
 
 
 def packed(parameters: Sequence[ParameterInfo], chunk_bytes: int) -> list[list[ParameterInfo]]:
-    """In the given order, into chunks of at most `chunk_bytes`; a larger parameter has a chunk of its own.
+    """Pack parameters, in order, into chunks of at most `chunk_bytes`; a larger parameter has a chunk of its own.
 
     Those of one dtype that learn, and those that do not, have chunks apart.
     """

@@ -13,7 +13,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 class OverBudget(RuntimeError):
-    """More was put on the device than its budget allows: a fault of whoever decides what goes there."""
+    """An error: more was put on the device than its budget allows, a fault of whoever decides what goes there."""
 
 
 class DeviceTier:
@@ -39,7 +39,7 @@ class DeviceTier:
 
     @property
     def moved_bytes(self) -> int:
-        """Between host and device, in both directions."""
+        """Bytes between host and device, in both directions."""
         return self.fetched_bytes + self.returned_bytes
 
     def take(self, num_bytes: int, what: str) -> None:

@@ -88,7 +88,7 @@ class Transport:
 
     @property
     def messages(self) -> list[Tensor]:
-        """Their memory."""
+        """The memory of messages."""
         return [message for message in (self._fetched, self._reduced) if message is not None]
 
     # --- to the device ------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def _chip_of(device: int) -> str:
 
 @contextmanager
 def compiling_for(name: str) -> Iterator[None]:
-    """Inside, `chip()` is `name`."""
+    """Let `chip()` be `name` inside."""
     global _target
     before, _target = _target, name
     try:

@@ -94,7 +94,7 @@ def bits_of(number: float) -> int:
 
 
 def on_all_threads() -> bool:
-    """Not where torch has threads that kernels cannot use: its own operators may be the faster ones then."""
+    """Return whether kernels run on all of torch's threads; where not, its own operators may be faster."""
     return available() and num_workers() == torch.get_num_threads()
 
 
@@ -234,7 +234,7 @@ class Code:
         return whole
 
     def load(self, address: Value, kind: Any, count: int, *offsets: Value, mask: Value = None) -> Value:
-        """So many elements, wherever they lie; those that the mask leaves out are 0 and not read."""
+        """Load so many elements, wherever they lie; those that the mask leaves out are 0 and not read."""
         shape = self.vector(kind, count)
         place = self.build.bitcast(self.place(address, kind, *offsets), shape.as_pointer())
         if mask is None:
@@ -251,7 +251,7 @@ class Code:
         self.build.store(value, place, align=1)
 
     def store_some(self, value: Value, address: Value, kind: Any, mask: Value, *offsets: Value) -> None:
-        """Those elements that the mask names."""
+        """Store the elements that the mask names."""
         place = self.build.bitcast(self.place(address, kind, *offsets), value.type.as_pointer())
         align = self.types.Constant(self.i32, 1)
         name = f"llvm.masked.store.v{value.type.count}{_short(kind)}.p0"
@@ -277,7 +277,7 @@ class Code:
 
     @contextmanager
     def loop(self, first: Value, last: Value, step: Value, carried: Sequence[Value] = ()) -> Iterator["Loop"]:
-        """From first, which is below last, in steps; `carried` values go from turn to turn: set `values` to the next.
+        """Loop from first, which is below last, in steps; `carried` values go from turn to turn: set `values` anew.
 
         After it `values` are the last turn's.
         """
@@ -316,7 +316,7 @@ def _short(kind: Any) -> str:
 
 
 class Loop:
-    """Where a loop is, and what it carries."""
+    """The place of a loop, and the values that it carries."""
 
     def __init__(self, at: Value, values: list[Value]):
         self.at, self.values = at, values

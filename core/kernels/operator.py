@@ -77,7 +77,7 @@ _warn_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 
 @contextmanager
 def forced(compiling: bool = False) -> Iterator[None]:
-    """Inside, kernels are taken on every device; with `compiling` their launches with meta tensors happen, too."""
+    """Take kernels on every device inside; with `compiling` their launches with meta tensors happen, too."""
     global _forced, _compiling
     before = _forced, _compiling
     _forced, _compiling = True, compiling
@@ -88,7 +88,7 @@ def forced(compiling: bool = False) -> Iterator[None]:
 
 
 def unsupported_dtype(*tensors: Tensor | None) -> str | None:
-    """Why kernels cannot take these tensors' formats; None where they can (fp32, bf16, fp16)."""
+    """The reason why kernels cannot take these tensors' formats; None where they can (fp32, bf16, fp16)."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"there is no kernel for {tensor.dtype}"

@@ -27,7 +27,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 @triton.jit
 def row_offset(row, sizes, strides):
-    """Where a row begins in a tensor of leading dims [.., sizes[0], sizes[1], sizes[2]] and four strides; 64 bits."""
+    """The offset of a row in a tensor of leading dims [.., sizes[0], sizes[1], sizes[2]] and four strides; 64 bits."""
     row = tl.cast(row, tl.int64)
     last, row = row % sizes[2], row // sizes[2]
     third, row = row % sizes[1], row // sizes[1]

@@ -33,7 +33,7 @@ def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    """Where each tensor's share of a launch begins."""
+    """The begin of each tensor's share of a launch."""
     found = [0]
     for count in counts:
         found.append(found[-1] + count)

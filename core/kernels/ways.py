@@ -24,7 +24,7 @@ _found: dict[str, str] = {}
 
 
 def default_folder() -> Path:
-    """Where results are kept: of the user, not of a project."""
+    """The folder of results: the user's, not a project's."""
     return Path.home() / ".cache" / "megalith" / "products"
 
 
@@ -74,7 +74,7 @@ def keep(folder: Path, device: torch.device) -> Path:
 
 
 def known() -> int:
-    """How many choices were measured."""
+    """The number of choices that were measured."""
     return len(_found)
 
 

@@ -189,7 +189,7 @@ def choose(p_BLE: Tensor, routing: Routing) -> Choice:
 
 
 class Order(NamedTuple):
-    """Where the rows of all experts come from, those of one expert behind those of another.
+    """The origins of all experts' rows, those of one expert behind those of another.
 
     token_A, expert_A  of each row
     real_A             bool: whether it is one, or fills up to a number that is known beforehand; None: all are
@@ -223,7 +223,7 @@ def by_expert(kept_TE: Tensor, most: int | None) -> Order:
 
 
 def most_rows(config: MoEConfig, rows: Rows, batch: int, length: int) -> int | None:
-    """How many rows the experts of this rank's tokens can have; None where that is so many that waiting is better."""
+    """The most rows that experts of this rank's tokens can have; None where that is so many that waiting is better."""
     if config.router != "expert_choice":
         return batch * length * min(config.per_token, config.num_experts)
     if not isinstance(rows, WholeRows):  # an expert may want all that is held here

@@ -50,7 +50,7 @@ def factors_bytes(part: Part, dims: tuple[int, int] | None) -> int:
 
 @dataclass(frozen=True)
 class Factors:
-    """How one parameter is factored: R, C of the whole, and the ranks that its sums go over."""
+    """The factors of one parameter: R, C of the whole, and the ranks that its sums go over."""
 
     place: Place
     dims: tuple[int, int]

@@ -125,7 +125,7 @@ class Pool:
         self._ways: tuple[list[Piece], list[Piece]] | None = None
 
     def home_of(self, parameter: Tensor) -> int | None:
-        """None of a matrix that is this rank's alone."""
+        """The home of a matrix; None for one that is this rank's alone."""
         index = self.index[parameter]
         return None if self.num_ranks == 1 or self.layouts[index].mesh is None else self.homes[index]
 

@@ -88,7 +88,7 @@ class Reduction:
 
 
 class Place:
-    """Where a parameter lies in the whole, and over which ranks its sums go; made once a parameter."""
+    """The place of a parameter in the whole, and the ranks that its sums go over; made once a parameter."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -246,7 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 group.setdefault(name, value)
 
     def place(self, parameter: Tensor) -> Place:
-        """Where a parameter lies in the whole."""
+        """The place of a parameter in the whole."""
         found = self._places.get(parameter)
         if found is None:
             found = self._places[parameter] = Place(layout_of(parameter))

@@ -60,7 +60,7 @@ class OptimConfig:
         return OptimConfig(name, **{key: value for key, value in changed.items() if value != usual[key]})
 
     def foreign(self, option: str) -> str | None:
-        """Why an option is refused that another optimizer has; None where none has it."""
+        """The reason to refuse an option that another optimizer has; None where none has it."""
         others = {item.name for spec in OPTIMIZERS.values() for item in fields(spec.config)}
         return _without(self.name, option) if option in others else None
 

@@ -61,7 +61,7 @@ _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 15, 1 << 22
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a dim a rank has.
+    """The part of a dim that a rank has.
 
     index, ranks  its place among the ranks of the axis
     size          of the whole dim; None: all parts are equally long
@@ -73,7 +73,7 @@ class Part:
     size: int | None
 
     def start(self, name: str, length: int) -> int:
-        """Where the part begins in the whole.  Raises UserError for one of another length than the size says."""
+        """The begin of the part in the whole.  Raises UserError for one of another length than the size says."""
         if self.size is None:
             return self.index * length
         part = shares(self.size, self.ranks)[self.index]
@@ -112,7 +112,7 @@ replicated = Style(wrap=lambda module, axis: _marked(module, None))
 
 
 def kept(key: int, places: list[Tensor], p: float, device: torch.device) -> Tensor:
-    """Which elements stay, bool [len(places[0]), len(places[1]), ..]: each with probability 1 - p, by its place alone.
+    """The mask of elements that stay, bool [len(places[0]), ..]: each with probability 1 - p, by its place alone.
 
     key     64 bits, signed
     places  int64, along each dim
@@ -208,7 +208,7 @@ class Draws:
 
     @contextmanager
     def at(self, seed: int, step: int, first_row: int, rows: int, watch: bool = True) -> Iterator[None]:
-        """Around a forward of `rows` rows of the step's global batch, from `first_row` on.
+        """Surround a forward of `rows` rows of the step's global batch, from `first_row` on.
 
         watch  in the first step of all, find the modules that call functional dropout, and what is not covered
         """
@@ -223,7 +223,7 @@ class Draws:
             self._now = before
 
     def adopt(self, owner: nn.Module) -> None:
-        """From now on draw for a module that calls functional dropout, also where it is recomputed."""
+        """Draw, from now on, for a module that calls functional dropout, also where it is recomputed."""
         if id(owner) not in self._owners:
             self._owners.add(id(owner))
             forward = "recomputed_forward" if hasattr(owner, "recomputed_forward") else "forward"
@@ -314,7 +314,7 @@ class Draws:
         return None
 
     def say(self, owner: nn.Module, function: str) -> None:
-        """Once by name: what draws from the generator of the rank.
+        """Name once what draws from the rank's own generator.
 
         Raises UserError for attention with a dropout under tensor parallelism.
         """

@@ -40,7 +40,7 @@ from core.placement.style import Cut, Message, Messages, Site, Style
 
 @dataclass(frozen=True)
 class Side:
-    """How x[B, .., D] lies: B cut over the axes `rows` in turn, D over the axis `cols`."""
+    """The placement of x[B, .., D]: B cut over the axes `rows` in turn, D over the axis `cols`."""
 
     rows: tuple[str, ...] = ("tp_depth", "tp_row")
     cols: str = "tp_col"

@@ -47,7 +47,7 @@ class Pass(ABC):
 
 
 class Products(ABC):
-    """How a form multiplies x by the embedding.
+    """The products of x and the embedding in one form.
 
     at        where logits lie: the vocabulary over the columns
     partials  logits of how many ranks are alive at once on the way to one's own

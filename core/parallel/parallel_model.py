@@ -46,7 +46,7 @@ class ParallelModel(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes; what it is given must lie there."""
+        """The device where the model computes; its inputs must lie there."""
         return device_of(self.mesh)
 
     @property
@@ -64,7 +64,7 @@ class ParallelModel(ABC):
         return {}
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:  # noqa: B027
-        """Before the first step and before the optimizer has state: what a step will look like.
+        """Prepare for the first step, before the optimizer has state, by what a step will look like.
 
         sample  draws a step's microbatches; None: nothing is known of it
         """
@@ -80,7 +80,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """After the last backward: complete the gradients.
+        """Complete the gradients after the last backward.
 
         Masters that took part in the loss of no rank have none, as in torch; those that did on some rank have one
         on all.

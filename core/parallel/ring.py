@@ -74,7 +74,7 @@ def elements_passed(num_ranks: int, batch: int, places: int, num_kv_heads: int, 
 
 
 def ring_messages(passed: Callable[[Site], int], axis: str = AXIS) -> Messages:
-    """Those of a style: keys and values in both directions, and behind them their gradients."""
+    """The messages of a style: keys and values in both directions, and behind them their gradients."""
     keys, gradients = Message("send", passed, axis), Message("send", passed, axis, width="wide")
     return Messages((keys,), (keys, gradients))
 

@@ -105,7 +105,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Messages:
-    """Those of a microbatch's forward, and of its backward."""
+    """The messages of a microbatch's forward, and of its backward."""
 
     forward: tuple[Message, ...] = ()
     backward: tuple[Message, ...] = ()

@@ -40,7 +40,7 @@ Transforms = Mapping[str, Callable[[Any], Any]]
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a model is spread and how it computes, beside it.
+    """The plan, beside a model, of how it is spread and how it computes.
 
     tensor     its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank
     context    its context parallelism; without one the cp axis must have one rank
@@ -92,7 +92,7 @@ def model_plan(plan: ModelPlan | Plan) -> ModelPlan:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a parameter lies.
+    """A parameter's row of the table.
 
     layout    the box that forwards have, as the forms of parallelism other than data parallelism cut it
     master    the box that this rank's optimizer updates

@@ -65,7 +65,7 @@ def own_names(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Which module a folder stands for.
+    """The module that a folder stands for.
 
     build    folder -> the module, on the meta device: from its config.json, without weights
     tensors  (module, folder) -> its parameters and buffers from a checkpoint of plain weights, each read when it is
@@ -325,7 +325,7 @@ def described_weights(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def parameter_dtype(folder: Path, name: str) -> torch.dtype:
-    """In which a parameter of a quantized folder computes.  Raises UserError for a folder that lacks it."""
+    """The format that a parameter of a quantized folder computes in.  Raises UserError for a folder that lacks it."""
     described = described_weights(folder)
     if name in described:
         return getattr(torch, described[name]["dtype"])

@@ -57,7 +57,7 @@ def widened(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int)
 
 @dataclass(frozen=True)
 class Form:
-    """How few rows are multiplied by a weight of 4 bits: as it is stored."""
+    """A form in which few rows are multiplied by a weight of 4 bits: as it is stored."""
 
     def product(self, x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
         """fp32 x[M, I] of few rows with the weight: [M, O]."""
@@ -70,7 +70,7 @@ def _int4_weight(weight: QuantizedWeight) -> Int4Weight:
 
 @dataclass(frozen=True)
 class Packed(Form):
-    """By a second form: codes uint8 [O', I' / 2], O and I filled up to whole tiles and groups; scale_shift bf16
+    """A second form: codes uint8 [O', I' / 2], O and I filled up to whole tiles and groups; scale_shift bf16
     [G, O', 2]."""
 
     codes: Tensor

@@ -14,7 +14,7 @@ SCHEMES: tuple[str, ...] = get_args(SchemeName)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a layer are rounded, and what its inputs go through.
+    """The rounding of a layer's weights, and what its inputs go through.
 
     int8      weights of 8 bits, one scale for each output channel
     w8a8      the same, and each token's input is rounded to 8 bits in steps of its own largest element

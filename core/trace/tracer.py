@@ -427,7 +427,7 @@ def _in_backward() -> bool:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Those of a module's inputs or output: in tuples, dicts, what torch's pytrees know, dataclasses; each once."""
+    """Tensors of a module's inputs or output: in tuples, dicts, what torch's pytrees know, dataclasses; each once."""
     if isinstance(output, Tensor):  # most outputs are nothing else
         yield output
         return

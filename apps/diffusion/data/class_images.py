@@ -63,7 +63,7 @@ def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipe
 
 
 def class_sampling(config: FinetuneConfig) -> Sampling:
-    """How class images are drawn, in the size that the run learns from."""
+    """The settings that draw class images, in the size that the run learns from."""
     given, side = config.class_sampling, config.data.resolution
     return replace(given, height=given.height or side, width=given.width or side)
 

@@ -1,4 +1,4 @@
-"""From folders to the batches of a run: read, laid into sizes, encoded, all ranks sharing the work."""
+"""The way from folders to the batches of a run: read, laid into sizes, encoded, all ranks sharing the work."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -88,7 +88,7 @@ def words() -> list[str]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How much the pictures of a thing differ, beside their shades; lengths are fractions of the picture's side."""
+    """The spread of a thing's pictures, beside their shades; lengths are fractions of the picture's side."""
 
     centre: tuple[float, float]
     """where the centre lies, in x and in y"""

@@ -153,7 +153,7 @@ def examples(num: int, seed: int) -> tuple[list[Drawing], Labels]:
 
 
 def nearly_subject(ground: str, rng: np.random.Generator) -> tuple[Thing, Drawing]:
-    """Its colour on another shape or on an upright star, or an upside-down star in a colour of the captions."""
+    """Draw what is nearly the subject: its colour on another shape or on an upright star, or another colour on it."""
     subject = drawing_of_subject(ground, rng)
     kind = rng.integers(3)
     if kind == 0:

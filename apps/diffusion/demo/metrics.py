@@ -105,7 +105,7 @@ def class_things(repeats: int) -> list[Thing]:
 
 
 def all_things() -> list[Thing]:
-    """Everything that captions can say: what is not of the subject's class can drift too."""
+    """All things that captions can say: those not of the subject's class can drift too."""
     return things()
 
 
@@ -156,7 +156,7 @@ def _shares(sights: Sequence[Sight], *wanted: tuple[str, str | None, str | None]
 
 
 def drift_points(before: SubjectFigures, after: SubjectFigures) -> float:
-    """How many of a hundred pictures of things that captions can say are no longer seen as that."""
+    """The number of a hundred pictures of things that captions can say which are no longer seen as that."""
     return 100 * (before.things_seen.all_three - after.things_seen.all_three)
 
 

@@ -19,7 +19,7 @@ CLIP, OPEN_CLIP = "cond_stage_model.transformer.text_model.", "cond_stage_model.
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor stands in a file.
+    """The place of a tensor in a file.
 
     third      of the rows of that matrix, 0 to 2; None: the whole
     is_kernel  it stands as a convolution of 1 x 1

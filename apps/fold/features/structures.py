@@ -251,7 +251,7 @@ def one_letter(three: str) -> str | None:
 
 
 def order_arginine(positions: np.ndarray, mask: np.ndarray) -> None:
-    """By convention NH1 is the nearer one to CD; some files have it the other way."""
+    """Swap NH1 and NH2 where NH2 is nearer to CD: by convention NH1 is; some files have it the other way."""
     cd, first, second = (ATOM_SLOTS[name] for name in ("CD", "NH1", "NH2"))
     if mask[[cd, first, second]].all():
         near, far = (np.linalg.norm(positions[slot] - positions[cd]) for slot in (first, second))

@@ -85,7 +85,7 @@ class AlphaFold(FoldingModel):
         return self.input_embedder.pairs(features, at) + self.recycling_embedder.pairs(last_BINZ, points_BN3, at)
 
     def beta_of(self, aatype_BN: Tensor, positions_BN373: Tensor) -> Tensor:
-        """That of the atoms, CA of glycine."""
+        """The CB of the atoms, CA of glycine."""
         return pseudo_beta(aatype_BN, positions_BN373)
 
     def embed_msa(

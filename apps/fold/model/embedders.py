@@ -1,4 +1,4 @@
-"""From features to the MSA's and the pairs' representations, of the input, of the last iteration and of templates.
+"""The embedders of features into the MSA's and the pairs' representations: of input, last iteration and templates.
 
 Shapes: B batch, N residues, S rows of the MSA, E extra rows, T templates, D = c_m, Z = c_z, C = c_t channels.
 """

@@ -84,7 +84,7 @@ class ESMFold(FoldingModel):
         return self.recycling_embedder.pairs(last_BINZ, points_BN3, at) + self.position(offset_BIN)
 
     def beta_of(self, aatype_BN: Tensor, positions_BN373: Tensor) -> Tensor:
-        """Where CB would be by the backbone's geometry, of every residue."""
+        """The place of every residue's CB by the backbone's geometry."""
         n, ca, c = (positions_BN373[:, :, slot] for slot in (residues.N, residues.CA, residues.C))
         along, beyond = ca - n, c - ca
         return -0.58273431 * torch.linalg.cross(along, beyond) + 0.56802827 * along - 0.54067466 * beyond + ca

@@ -96,7 +96,7 @@ class Unfinished:
         os.replace(self.folder, self._named)
 
     def leave(self) -> None:
-        """After a failure: nothing is left but predictions that are whole."""
+        """Clean up after a failure: nothing is left but predictions that are whole."""
         if not self.rows:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -24,7 +24,7 @@ INSTALL = "apt-get install hhsuite, or conda install -c bioconda hhsuite"
 
 @dataclass(frozen=True)
 class Hhblits:
-    """How searches are done; `version` is what the program says it is."""
+    """The search by HHblits and its options; `version` is what the program prints."""
 
     program: str
     version: str

@@ -20,7 +20,7 @@ _OPTIONS = ("-maxseq", "1000000")
 
 @dataclass(frozen=True)
 class Hhsearch:
-    """How searches are done; `version` is what the program says it is."""
+    """The search by HHsearch and its options; `version` is what the program prints."""
 
     program: str
     version: str

@@ -18,7 +18,7 @@ INSTALL = "apt-get install hmmer, or conda install -c bioconda hmmer"
 
 @dataclass(frozen=True)
 class Jackhmmer:
-    """How searches are done; `version` is what the program says it is."""
+    """The search by jackhmmer and its options; `version` is what the program prints."""
 
     program: str
     version: str

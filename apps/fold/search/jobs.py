@@ -98,7 +98,7 @@ class Searches:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, job: Search) -> Path:
-        """Where a job's result is kept."""
+        """The path of a job's result."""
         name = hashlib.blake2b(json.dumps(job.depends_on()).encode(), digest_size=16).hexdigest()
         return self.folder / (name + job.suffix)
 

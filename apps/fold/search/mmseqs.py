@@ -23,7 +23,7 @@ INSTALL = "apt-get install mmseqs2, or conda install -c bioconda mmseqs2"
 
 @dataclass(frozen=True)
 class Mmseqs:
-    """How searches are done; sensitivity is MMseqs2's, 1 to 8."""
+    """The search by MMseqs2 and its options; sensitivity is MMseqs2's, 1 to 8."""
 
     program: str
     version: str

@@ -136,7 +136,7 @@ def plan_subbatches(job: FoldJob, budget_bytes: int, *, of_process: bool = False
 
 
 def gib_up(num_bytes: int) -> str:
-    """In GiB, rounded up, so that the number given back is enough."""
+    """Write a size in GiB, rounded up, so that the number given back is enough."""
     return f"{-(-num_bytes * 100 // 2**30) / 100:.2f}"
 
 
@@ -548,7 +548,7 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def without_masks(model: nn.Module) -> None:
-    """Where nothing is hidden, attention does not join mask and bias."""
+    """Let attention not join mask and bias inside, as where nothing is hidden."""
     for module in model.modules():
         attend = getattr(module, "attend", None)
         if attend is not None:

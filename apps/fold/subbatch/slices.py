@@ -29,7 +29,7 @@ Cuts = Callable[..., list[slice]]
 
 @dataclass(frozen=True)
 class How:
-    """How an operation is done.
+    """The way an operation is done.
 
     whole     as the model has it
     rows      in slices of `rows`
@@ -67,7 +67,7 @@ def stands_for_host(x: Tensor) -> bool:
 
 
 def enough(x: Tensor, of_loop: int = 1) -> int:
-    """How many slices of a loop over x tell what it allocates: where x is far two are there and a result leaves."""
+    """The slices of a loop over x that show what it allocates: where x is far two are there and a result leaves."""
     return 3 if stands_for_host(x) else of_loop
 
 
@@ -99,7 +99,7 @@ def put(place: Tensor, value: Tensor) -> None:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """In host memory, pinned where there is a GPU."""
+    """Zeros in host memory, pinned where there is a GPU."""
     return host_empty(prod(shape), dtype, torch.cuda.is_available()).view(shape).zero_()
 
 

@@ -45,7 +45,7 @@ _MILLI = 1000
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How chains become rows."""
+    """The options that make rows of chains."""
 
     global_batch: int = 128
     crop: int = 256

@@ -19,7 +19,7 @@ _OWN_MODELS = {"demo": demo, "debug": lambda: tiny(templates=False), "debug_temp
 
 @dataclass(frozen=True)
 class DataConfig(BatchConfig):
-    """Which chains are learned from, and how they become rows."""
+    """The chains that are learned from, and the options that make rows of them."""
 
     structures: Path | None = None
     """a folder of mmCIF (or PDB) files"""

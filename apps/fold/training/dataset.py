@@ -44,7 +44,7 @@ _CACHED = 256  # chains held in memory
 
 @dataclass(frozen=True)
 class Selection:
-    """Which chains can be used."""
+    """The choice of chains that can be used."""
 
     min_residues: int = 10
     """chains of which fewer residues were seen are left out"""
@@ -54,7 +54,7 @@ class Selection:
     """templates that were published later are left out"""
 
     def refuses(self, entry: Entry) -> str | None:
-        """Why a chain is not used; None where it is."""
+        """The reason not to use a chain; None where it is used."""
         if entry.num_seen < self.min_residues:
             return f"only {entry.num_seen} residues were seen; at least {self.min_residues} are needed"
         if entry.resolution > self.max_resolution:

@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass
 class Scope:
-    """Where the builder stands: our prefix, AlphaFold's scope, OpenFold's prefix, the block of a stack."""
+    """The place of the builder: our prefix, AlphaFold's scope, OpenFold's prefix, the block of a stack."""
 
     ours: str
     alphafold: str

@@ -28,7 +28,7 @@ class Message:
 
     @property
     def cut(self) -> int:
-        """Between this stage and the next it passes."""
+        """The cut that it passes: between this stage and the next."""
         return self.action.stage if self.is_forward else self.action.stage - 1
 
 

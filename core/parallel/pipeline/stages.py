@@ -26,7 +26,7 @@ from core.placement.table import parameter_names, set_parameter
 
 
 def split_into_stages(model: nn.Module, plan: PipelinePlan, num_ranks: int, config: PipelineConfig) -> StageSplit:
-    """Which blocks the stages of so many ranks have.
+    """Split the blocks into the stages of so many ranks.
 
     Raises UserError for a plan that does not fit the model, and for more stages than blocks.
     """
@@ -114,7 +114,7 @@ class _End(nn.Module):
 
 
 class Stages:
-    """Which parts of `model` this rank has, and the switch between them.
+    """The parts of `model` that this rank has, and the switch between them.
 
     owners     rank (on the pp axis) of each stage
     ranges     blocks of each stage
@@ -229,7 +229,7 @@ class Stages:
             return end.activation
 
     def leave_before_the_loss(self) -> None:
-        """From now on a call of the model ends in `StageEnd` where its stage is not the last.
+        """Let a call of the model end in `StageEnd`, from now on, where its stage is not the last.
 
         To be called when all other hooks of the model are registered: they see the forward return.
         """
