@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from apps.fold.features.sequences import Record, read_fasta
-from apps.fold.search import hhblits, hhsearch, jackhmmer, mmseqs
+from apps.fold.search import hhblits, jackhmmer, mmseqs
 from apps.fold.search.database import Database, open_database
 from apps.fold.search.hhsearch import Hhsearch, ProfileJob
 from apps.fold.search.hits import as_a3m, ranked
@@ -157,7 +157,7 @@ def _structures(config: MsaConfig) -> list[tuple[Hhsearch, Database]]:
     """Those of hhsearch.  Raises UserError where it is not installed, or a database is none."""
     if not config.hhsearch_databases:
         return []
-    tool = Hhsearch(config.hhsearch, hhsearch.version(config.hhsearch), config.threads)
+    tool = Hhsearch(config.hhsearch, hhblits.version(config.hhsearch, "HHsearch"), config.threads)
     _check_names([], list(config.hhsearch_databases))
     return [(tool, hhblits.open_profiles(path, path.name)) for path in config.hhsearch_databases]
 

@@ -405,8 +405,7 @@ class Engine:
 
     def _ask(self, sequence: Sequence) -> Ask:
         request = sequence.request
-        # The best of several sequences are chosen by their logprobs.
-        num_logprobs = request.logprobs if request.num_sequences == 1 else request.logprobs or 0
+        num_logprobs = request.logprobs if request.num_sequences == 1 else request.logprobs or 0  # the best need them
         return self.sampler.ask(sequence, num_logprobs, int(sequence.unread is not None))
 
     def _read(

@@ -199,7 +199,7 @@ class Sampler:
         for at in range(0, len(tokens), slab):
             part_RV, token_R = logits_RV[at : at + slab], tokens_R[at : at + slab]
             sound_R = part_RV.max(-1).values.isfinite()
-            parts.append(_logprobs(part_RV, token_R, token_R.where(sound_R, -1), count))
+            parts.append(_logprobs(part_RV, token_R.where(sound_R, -1), count))
         fetched = self.machine.fetch(torch.cat(parts))
         asks = [Ask(Sampling(), num_logprobs=count)] * len(tokens)
         return lambda: read(asks, [(range(len(tokens)), fetched)])
@@ -259,20 +259,18 @@ def pick(logits_RV: Tensor, numbers: Tensor, way: Way, histories: Histories, loo
     if way.adjusts:
         histories.add(numbers[LANE], token_R)
     token_R = token_R.where(sound_R, -1)
-    if way.num_logprobs is None:
-        return token_R[:, None]
-    return _logprobs(logits_RV, token_R.clamp(min=0), token_R, way.num_logprobs)
+    return token_R[:, None] if way.num_logprobs is None else _logprobs(logits_RV, token_R, way.num_logprobs)
 
 
-def _logprobs(logits_RV: Tensor, token_R: Tensor, shown_R: Tensor, count: int) -> Tensor:
+def _logprobs(logits_RV: Tensor, token_R: Tensor, count: int) -> Tensor:
     """As `pick` returns it, of the model's own distribution.
 
     What has no probability at all gets the logprob _IMPOSSIBLE, since JSON has no infinity.
     """
     logprobs_RV = logits_RV.double().log_softmax(-1).clamp_min_(_IMPOSSIBLE)
     values_RN, ids_RN = logprobs_RV.topk(min(count, logprobs_RV.shape[1]))
-    own_R1 = logprobs_RV.gather(1, token_R[:, None])
-    return torch.cat((shown_R[:, None], own_R1.view(torch.int64), ids_RN, values_RN.view(torch.int64)), 1)
+    own_R1 = logprobs_RV.gather(1, token_R.clamp(min=0)[:, None])
+    return torch.cat((token_R[:, None], own_R1.view(torch.int64), ids_RN, values_RN.view(torch.int64)), 1)
 
 
 def draw(logits_RV: Tensor, numbers: Tensor, sorts: bool, looks: bool = False) -> Tensor:

@@ -1,5 +1,4 @@
-"""The size of an optimizer's state before there is any: asked of the optimizer itself, on tensors without memory
-or with next to none."""
+"""The size of an optimizer's state before there is any: asked of the optimizer, on tensors of next to no memory."""
 
 import copy
 import math

@@ -23,9 +23,7 @@ MOST_SKIPPED_IN_A_ROW = 20
 
 
 class TrainState:
-    """The state of a run, as checkpoints keep it: masters and frozen parameters, their average, optimizer, loss scale,
-    buffers, values, and each rank's own generators.
-    """
+    """A run's state, as checkpoints keep it: parameters, average, optimizer, loss scale, buffers, values, draws."""
 
     def __init__(
         self,
@@ -119,8 +117,7 @@ class TrainState:
                     value.zero_()
 
     def read_step(self, mean: Tensor, norm: Tensor, stop_requested: bool) -> "StepFigures":
-        """Read a step's figures, agreed over all ranks, in one wait of the host for the device: loss and norm of the
-        gradients, whether to stop after it, and the experts' load."""
+        """Read a step's figures, alike on all ranks, in one wait for the device: loss, norm, stop, experts' load."""
         axis = data_axis(self.parallel.mesh)
         copies = self.parallel.mesh.size() // axis.size()
         both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))

@@ -45,10 +45,10 @@ class Hhblits:
             return rows_of(aligned.read_text(encoding="latin-1"), sequence, database.path)
 
 
-def version(program: str) -> str:
-    """The version that the program prints.  Raises UserError where it is not installed."""
+def version(program: str, name: str = "HHblits") -> str:
+    """The version that a program of HH-suite prints.  Raises UserError where it is not installed."""
     said = said_by([found(program, INSTALL), "-h"])
-    return next((line.strip().rstrip(":") for line in said if line.startswith("HHblits")), program)
+    return next((line.strip().rstrip(":") for line in said if line.startswith(name)), program)
 
 
 def open_profiles(path: Path, name: str) -> Database:

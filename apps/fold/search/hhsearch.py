@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from apps.fold.search.database import Database
-from apps.fold.search.hhblits import INSTALL
-from apps.fold.search.program import found, run, said_by
+from apps.fold.search.program import run
 from core.config import UserError
 
 _OPTIONS = ("-maxseq", "1000000")
@@ -53,9 +52,3 @@ class ProfileJob:
         if not text.startswith("Query"):
             raise UserError(f"{self.tool.program} wrote no result on {self.database.path}")
         return text
-
-
-def version(program: str) -> str:
-    """The version that the program prints.  Raises UserError where it is not installed."""
-    said = said_by([found(program, INSTALL), "-h"])
-    return next((line.strip().rstrip(":") for line in said if line.startswith("HHsearch")), program)

@@ -5,13 +5,5 @@ from apps.fold.subbatch.planner import HEADS, FoldJob, Plan, free_bytes, least_b
 from apps.fold.subbatch.slices import How
 
 __all__ = [
-    "HEADS",
-    "FoldJob",
-    "How",
-    "Plan",
-    "apply_subbatches",
-    "free_bytes",
-    "least_bytes",
-    "longest",
-    "plan_subbatches",
+    "HEADS", "FoldJob", "How", "Plan", "apply_subbatches", "free_bytes", "least_bytes", "longest", "plan_subbatches"
 ]  # fmt: skip
