@@ -220,9 +220,9 @@ def _training(config: DiffusionPlanConfig, shape: Shape, modules: Modules, befor
     beside_bytes = _fp32_bytes(*beside)
     model, step = training_step(config, shape, modules)
     found = (by_replicas if config.gemini.budget is None else by_gemini)(config, model, step)
-    data = ModelData(config, model)
+    kept = ModelData(config, model)
     step_bytes = beside_bytes + found.peak_bytes + found.host_bytes
-    staged = staged_bytes(data.saved, 1 if config.zero else config.nproc)
+    staged = staged_bytes(kept.saved, 1 if config.zero else config.nproc)
     after = {"training, a checkpoint staged": step_bytes + staged, "saving": before["loading"]}
     return replace(found, on_cpu=before | after)
 
@@ -301,20 +301,20 @@ class ModelData:
 
 def by_replicas(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
     """The footprint of training without Gemini (`core.parallel.data`)."""
-    data = ModelData(config, model)
-    learned, own, masters, wide = data.learned, data.own, data.masters, config.wide.itemsize
+    kept = ModelData(config, model)
+    learned, own, masters, wide = kept.learned, kept.own, kept.masters, config.wide.itemsize
     [stretches] = step.microbatches
     held = repeat(_gathered(config, model)) if config.zero == 3 else _held(config, learned, own, step)
     peak = max(stretch.other_bytes + more for stretch, more in zip(stretches, held))
     whole = wide * sum(map(torch.numel, learned.values()))
     gradients = masters if config.zero >= 2 else whole
-    passed = 2 * masters + data.state + gradients
+    passed = 2 * masters + kept.state + gradients
     computing = sum(stretch.seconds for stretch in stretches)
     seconds = {"computing": computing, "updating": passed / config.speed.bytes_per_s}
     if config.nproc > 1:
         sent = 2 * whole * (config.nproc - 1) / config.nproc
         seconds["gradients between devices"] = sent / (1e9 * config.bandwidth_gb_s)
-    return Footprint(data.resident, {"forward and backward": peak, "update": gradients}, seconds)
+    return Footprint(kept.resident, {"forward and backward": peak, "update": gradients}, seconds)
 
 
 def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
