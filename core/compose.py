@@ -148,7 +148,7 @@ def _spread(
     table: Table,
     materialise: Callable[[nn.Module], None],
 ) -> DataParallel:
-    """What comes last: shard the model over the data axes, give it memory and values."""
+    """Do what comes last: shard the model over the data axes, give it memory and values."""
     if config.gemini.budget is None:
         return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each, table=table)
     return GeminiReplicas(model, mesh, config.zero, config.precision, materialise, config.gemini, table=table)

@@ -516,7 +516,7 @@ def run_command(
 
 
 def _nobody_reads() -> bool:
-    """Whether what is printed goes to a program that has ended, as in `--help | head`; then it goes nowhere."""
+    """Return whether what is printed goes to a program that has ended, as in `--help | head`; then it goes nowhere."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)

@@ -163,7 +163,7 @@ class HangWatch:
                 self._asked = self._answered + 1, time.monotonic()
 
     def _is_first(self, *of: object) -> bool:
-        """Whether this is the first rank that wants to do this."""
+        """Return whether this is the first rank that wants to do this."""
         return int(self._store.compare_set(self._key(*of), "", str(self._rank))) == self._rank
 
     def _restart_clock(self) -> None:
@@ -214,7 +214,7 @@ class HangWatch:
             self._store.delete_key(self._key("answer", question, rank))
 
     def _is_told(self) -> bool:
-        """Whether all ranks are to end, because the run hangs."""
+        """Return whether all ranks are to end, because the run hangs."""
         with contextlib.suppress(RuntimeError):
             return self._store.check([self._key("reported")])
         return False
@@ -227,7 +227,7 @@ class HangWatch:
             time.sleep(INTERVAL_S / 5)
 
     def _is_there(self, rank: int) -> bool:
-        """Whether its thread has begun and not ended."""
+        """Return whether a rank's thread has begun and not ended."""
         begun, ended = (self._store.check([self._key(word, rank)]) for word in ("here", "left"))
         return begun and not ended
 

@@ -237,7 +237,7 @@ def _tell(watch: Watch, error: BaseException) -> None:
 
 
 def _print_others(but: BaseException) -> None:
-    """Of exceptions that reach the top of the program print all but this one, which has been told."""
+    """Print exceptions that reach the top of the program, all but this one, which has been reported."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

@@ -136,7 +136,7 @@ def load_pickled(path: Path) -> Any:
 
 
 def _names(path: Path) -> list[str]:
-    """Of a file's tensors, of which nothing is mapped."""
+    """Names of a file's tensors, of which nothing is mapped."""
     if path.suffix != ".safetensors":
         return list(_open(path))
     with _explained(path), safe_open(path, framework="pt", device="cpu") as file:

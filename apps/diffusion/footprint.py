@@ -395,7 +395,7 @@ def by_gemini(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace) ->
 
 
 def _bandwidth(config: DiffusionPlanConfig, ranks: int, probed_bytes: int) -> Bandwidth:
-    """As a run finds it: on this CPU by copies of so many bytes, of a GPU by what is said of it."""
+    """The bandwidth that a run finds: on this CPU by copies of so many bytes, of a GPU by what is said of it."""
     if config.measured:
         return bandwidth_of(torch.device("cpu"), ranks, probed_bytes)
     return described_bandwidth(config.speed, 1e9 * config.bandwidth_gb_s, ranks)

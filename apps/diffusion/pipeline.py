@@ -244,7 +244,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, o
 
 
 def _make_buffers(module: nn.Module) -> None:
-    """What is in no file: CLIP's positions."""
+    """Make the buffers that are in no file: CLIP's positions."""
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
             assert name.endswith("position_ids"), name
@@ -508,7 +508,7 @@ def has_quantized(module: nn.Module) -> bool:
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
-    """Of transformers' or diffusers' module: what its class is built from."""
+    """The configuration that a class of transformers or diffusers is built from."""
     described = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     return {name: value for name, value in described.items() if name not in ("dtype", "torch_dtype")}
 

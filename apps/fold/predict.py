@@ -277,7 +277,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _on_the_first(do: Callable[[], _Result]) -> _Result:
-    """What rank 0 returns of `do`, which it alone calls, or the error that it meets: on every rank.
+    """Return on every rank the result of `do`, which rank 0 alone calls, or raise the error that it meets.
 
     So all of them go on with the same record; each alone, they would meet in collectives of different ones.
     """
@@ -321,7 +321,7 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
 def _left(
     folder: Path, key: dict[str, Any], overwrite: bool, unfinished: Unfinished
 ) -> tuple[dict[str, Any] | None, dict[int, Row]]:
-    """What earlier runs left of a record: its ranking where it is done, and rows where it is not.
+    """Find what earlier runs left of a record: its ranking where it is done, and rows where it is not.
 
     Raises UserError where its folder cannot be, or is another's.
     """
@@ -364,7 +364,7 @@ def _predict_all(
 
 
 def _about_alignment(target: Target, models: list[Model]) -> str:
-    """What a user should know of the alignment, or of there being none."""
+    """Notes for the user on the alignment, or on there being none."""
     of_alignments = any(not isinstance(model.config, ESMFoldConfig) for model in models)
     if len(target.alignment) == 1:
         return "no alignment; a sequence alone folds poorly" if of_alignments else ""
@@ -495,7 +495,7 @@ def _outcome(target: Target, done: dict[str, Any]) -> Outcome:
 
 
 def _origin(model: Model, seed: int) -> dict[str, Any]:
-    """What a prediction stems from, as its files say it."""
+    """The origin of a prediction, as its files say it."""
     return {"model": model.name, "seed": seed} | ({"note": model.note} if model.note else {})
 
 

@@ -304,7 +304,7 @@ def _machine(config: LLMPlanConfig) -> Machine | None:
 
 
 def _peak_flops(config: LLMPlanConfig) -> float | None:
-    """Of the device that is planned for; None where nobody knows."""
+    """The peak of the device that is planned for; None where it is unknown."""
     dtype = compute_dtype(config.precision)
     if config.gpu is None:
         return peak_flops("cuda" if torch.cuda.is_available() else "cpu", dtype)

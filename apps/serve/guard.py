@@ -151,7 +151,7 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def _is_unspecified(host: str) -> bool:
-    """Whether it stands for all of the machine's addresses."""
+    """Return whether a host stands for all of the machine's addresses."""
     address = _address(host)
     return host == "" or (address is not None and address.is_unspecified)
 

@@ -159,7 +159,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: str) -> int:
-    """What is widest at once: a block's MLP, or its attention; and the logits.
+    """Bytes of what is widest at once: a block's MLP, or its attention; and the logits.
 
     residual, normed and two copies, and the hidden activations: before (and beside a gate), and behind
     quantized   inputs and results of a product in fp32 where the model has 16 bits; of int8 and llm.int8 the digits
@@ -185,7 +185,7 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
 
 
 def _tokens(load: Load) -> int:
-    """Of the largest step."""
+    """Tokens of the largest step."""
     return min(load.batch_tokens, load.sequences * load.length)
 
 

@@ -81,7 +81,7 @@ class Pace:
         return _AIM * (self.stretch - 1) * (self._decode_s or 0.0)
 
     def _length(self, most: int) -> int:
-        """Of a chunk: the shortest whose tokens cost hardly more than the cheapest known; or a longer one to try."""
+        """A chunk's length: the shortest whose tokens cost hardly more than the cheapest known; or a longer try."""
         known = sorted((length, cost_s / length) for length, cost_s in self._chunks.values())
         longest, token_s = known[-1]
         paid = len(known) < 2 or token_s < _PAYS * known[-2][1]
@@ -91,7 +91,7 @@ class Pace:
         return min(most, next(int(length) for length, token_s in known if token_s <= _HARDLY * cheapest))
 
     def _cost_s(self, length: int) -> float:
-        """Of a chunk: linear between lengths known; below all of them twice in proportion, and no more than they."""
+        """A chunk's cost: linear between lengths known; below all of them twice in proportion, no more than they."""
         known = sorted(self._chunks.values())
         (first, first_s), (last, last_s) = known[0], known[-1]
         if length <= first:

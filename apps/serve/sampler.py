@@ -263,7 +263,7 @@ def pick(logits_RV: Tensor, numbers: Tensor, way: Way, histories: Histories, loo
 
 
 def _logprobs(logits_RV: Tensor, token_R: Tensor, count: int) -> Tensor:
-    """As `pick` returns it, of the model's own distribution.
+    """Tokens and logprobs as `pick` returns them, by the model's own distribution.
 
     What has no probability at all gets the logprob _IMPOSSIBLE, since JSON has no infinity.
     """

@@ -384,7 +384,7 @@ def _complaint(error: RequestValidationError) -> tuple[str | None, str]:
 
 
 def _path(place: Sequence[int | str], body: Any, is_missing: bool) -> list[int | str]:
-    """Of pydantic's place what the client wrote: without "body", and without the names of a field's possible forms."""
+    """The part of pydantic's place that the client wrote: without "body" and the names of a field's possible forms."""
     path: list[int | str] = []
     for number, part in enumerate(place[1:], 2):
         inside: Any = body if isinstance(body, dict) else dict(enumerate(body)) if isinstance(body, list) else {}

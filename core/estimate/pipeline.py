@@ -45,7 +45,7 @@ def stage_costs(model: ModelShape, run: RunShape) -> Costs:
 
 
 def _shares(model: ModelShape) -> list[float]:
-    """Of the blocks in what multiplies a token: alike, or by their matrices where some have experts."""
+    """Shares of the blocks in what multiplies a token: alike, or by their matrices where some have experts."""
     elements = [0.0] * model.num_blocks
     for weight in model.weights if model.num_experts else ():
         if 0 <= weight.block < model.num_blocks and len(weight.shape) >= (3 if weight.experts else 2):

@@ -277,7 +277,7 @@ def units_of(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _is_one(module: nn.Module) -> bool:
-    """Whether its forward may read parameters of the modules below without calling them."""
+    """Return whether a module's forward may read parameters of those below without calling them."""
     if is_compiled(module):
         return True
     containers = nn.Sequential | nn.ModuleList | nn.ModuleDict

@@ -273,7 +273,7 @@ class GeminiReplicas(DataParallel):
         self._settle(self.planned)
 
     def _settle(self, planned: Chunking) -> None:
-        """What the plan keeps on the device goes there; the rest is where it is."""
+        """Bring to the device what the plan keeps there; the rest is where it is."""
         assert self.executor is not None
         self.executor.follow(Schedule(planned.trace), planned.plan.moves)
         for chunk in self.chunks:
@@ -346,7 +346,7 @@ class GeminiReplicas(DataParallel):
         return found + [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
     def _host_bytes(self) -> int:
-        """Of shards that live there, and of the optimizer's state of them."""
+        """Bytes on the host of shards that live there, and of the optimizer's state of them."""
         away = [chunk for chunk in self.chunks if not chunk.resident]
         state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.master, {}).values()]
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}

@@ -713,7 +713,7 @@ def _widened(x_MI: Tensor, y_MO: Tensor, bias_O: Tensor | None, wide: Callable[[
 
 
 def _rows_at_once(columns: int, dtype: torch.dtype) -> int:
-    """Of a weight with so many columns, that are widened to this format."""
+    """Rows at once of a weight with so many columns that are widened to this format."""
     return max(1, _WIDE_BYTES // (columns * dtype.itemsize))
 
 
@@ -838,7 +838,7 @@ def _blocks(M: int, dtype: torch.dtype) -> Blocks:
 
 
 def _int4_blocks(M: int, dtype: torch.dtype, half: int) -> Blocks:
-    """As above with narrower tiles: there are two sums for each element, a group's and the whole."""
+    """Blocks as above with narrower tiles: there are two sums for each element, a group's and the whole."""
     if M <= 32:
         blocks = {"BM": 16 if M <= 16 else 32, "BN": 32, "num_warps": 4, "num_stages": 3}
     elif dtype == torch.float32:

@@ -290,7 +290,7 @@ def _room(routing: Routing) -> Tensor:
 
 
 def _share(config: MoEConfig) -> float:
-    """Of the tokens of a row, that an expert has room for."""
+    """The share of a row's tokens that an expert has room for."""
     return config.capacity * config.per_token / config.num_experts
 
 

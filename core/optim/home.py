@@ -177,7 +177,7 @@ class WholeMatrixOptimizer(ShardedOptimizer):
 
     @abstractmethod
     def _is_whole(self, options: dict[str, Any]) -> bool:
-        """Whether the parameters of a group are updated as whole matrices."""
+        """Return whether the parameters of a group are updated as whole matrices."""
 
     @abstractmethod
     def _cost(self, shape: Sequence[int]) -> float:

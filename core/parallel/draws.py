@@ -283,7 +283,7 @@ class Draws:
         return places
 
     def _part_of(self, module: nn.Module, name: str) -> Part | None:
-        """What the plan says.  Raises UserError where it must say something and does not."""
+        """The part that the plan gives.  Raises UserError where it must give one and does not."""
         if hasattr(module, "part_of_draws"):
             return module.part_of_draws  # pyright: ignore[reportReturnType]
         if self._is_grid and self._tensor_ranks > 1:

@@ -180,7 +180,7 @@ def _stages(block: nn.Module, calls: list[Call], items: list[Chosen]) -> list[tu
 
 
 def _is_read(item: Chosen, x: Any) -> bool:
-    """Whether it is a matrix, and x what it is multiplied with."""
+    """Return whether a weight is a matrix, and x what it is multiplied with."""
     weight = item.weight
     columns = weight.shape[0 if item.transposed else -1]
     return weight.ndim == 2 and isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1] == columns
@@ -223,7 +223,7 @@ def _listed(model: nn.Module, chosen: Sequence[Chosen]) -> list[nn.Module]:
 
 
 def _is_chain(model: nn.Module, blocks: list[nn.Module], call: Call) -> bool:
-    """Whether each is called once, in order, with the result of the one before as its first argument."""
+    """Return whether each is called once, in order, with the result of the one before as its first argument."""
     order: list[nn.Module] = []
     written: list[Any] = []
     linked = [True]
@@ -246,7 +246,7 @@ def _is_chain(model: nn.Module, blocks: list[nn.Module], call: Call) -> bool:
 
 
 def _calls_within(model: nn.Module, blocks: list[nn.Module], call: Call) -> list[Call]:
-    """What the blocks are called with; of all but the first without the first argument, which would fill memory."""
+    """The blocks' arguments; of all but the first without the first argument, which would fill memory."""
     found: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -271,7 +271,7 @@ def quantized_weight(
 
 
 def _gain(matrix_OI: Tensor, step: int) -> Tensor | None:
-    """Of each column, so that none is much smaller than the usual one; None where none is, beside columns of zeros."""
+    """Each column's gain, so that none is much smaller than the usual; None where none is, beside columns of zeros."""
     largest_I = matrix_OI.new_zeros(matrix_OI.shape[1], dtype=torch.float32)
     for start in range(0, len(matrix_OI), step):
         largest_I = torch.maximum(largest_I, matrix_OI[start : start + step].float().abs().amax(0))

@@ -404,7 +404,7 @@ class _Recorder(MemoryAccount):
             found.clear()
 
     def _cut(self, writes: tuple[str, ...] = ()) -> None:
-        """What ran since the last cut is a stretch."""
+        """Make a stretch of what ran since the last cut."""
         is_backward = _in_backward() or (bool(self.cuts) and self.cuts[-1].kind == "backward")
         calls = (*self.calls, *self.recomputed, *self.backwards)
         written = frozenset(self.written)

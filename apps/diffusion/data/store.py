@@ -47,7 +47,7 @@ class Store:
         return self.folder / key[:2] / f"{key}.tensor"
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file is there and whole."""
+        """Return whether the file is there and whole."""
         try:
             self[key]
         except KeyError:

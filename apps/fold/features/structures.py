@@ -47,7 +47,7 @@ class Chain:
 
 @dataclass
 class _Residue:
-    """As a file has it: name of three letters, number, atom -> (position, B-factor)."""
+    """A residue as a file has it: name of three letters, number, atom -> (position, B-factor)."""
 
     name: str
     number: str

@@ -362,7 +362,7 @@ class _Decision:
         return way[-1]
 
     def _fastest(self, turn: _Turn, way: list[How], largest: How) -> How:
-        """Of a way's slices, from the largest that is within the budget on, those that take the least time.
+        """The fastest of a way's slices, from the largest that is within the budget on.
 
         Halves of slices save twice as much of what leaves the cache and add twice as many launches, until they fit. So
         the largest are the fastest, or those about where the cache begins to hold them. Where z is far halves leave
@@ -399,7 +399,7 @@ class _Decision:
         return (pool + 2 * wide * how.tile * z.shape[1]) * size
 
     def _seconds(self, turn: _Turn, how: How, allocated: float | None = None) -> float:
-        """Of doing the operation once; allocated: what it is taken to allocate, by default counted."""
+        """Seconds of doing the operation once; allocated: bytes that it is taken to allocate, by default counted."""
         rates, length, work = RATES[self.job.device], max(1, turn.length), turn.work
         slices = -(-length // how.rows)
         flops, moved, launches = work.flops, work.bytes, slices * work.launches
@@ -440,7 +440,7 @@ class _Decision:
 
 
 def _far_bytes(turn: _Turn) -> int:
-    """Of what the operation is given those that lie in host memory."""
+    """Bytes of the operation's inputs that lie in host memory."""
     return sum(x.numel() * x.element_size() for x in _tensors(turn.given) if stands_for_host(x))
 
 
@@ -526,7 +526,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _alike(value: Any) -> Any:
-    """What a key may be made of."""
+    """The values that a key may be made of."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.device.type
     if isinstance(value, tuple):
@@ -537,7 +537,7 @@ def _alike(value: Any) -> Any:
 
 
 def _layer_bytes(structure: Structure) -> int:
-    """What each layer of the structure module leaves."""
+    """Bytes that each layer of the structure module leaves."""
     kept = (structure.backbone, structure.groups, structure.torsions, structure.unnormalized, structure.atom14)
     return sum(t.numel() * t.element_size() for t in _tensors(kept))
 

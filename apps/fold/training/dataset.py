@@ -208,7 +208,7 @@ def _files_by_name(folder: Path | None, suffixes: tuple[str, ...]) -> dict[str, 
 
 
 def _key(path: Path, there: Beside, selection: Selection) -> str:
-    """Of the contents of all files but those that hits name: these are known by name, size and time of change."""
+    """A key of the contents of all files but those that hits name: these are known by name, size and time of change."""
     found = hashlib.blake2b(f"{_VERSION} {path.name} {selection} {there.templates}".encode(), digest_size=16)
     found.update(path.read_bytes())
     for file in there.of(unpacked_name(path).stem):

@@ -168,7 +168,7 @@ def config_of(stored: dict[str, Any], origin: object = "config.json") -> ESMFold
 
 
 def _parsed(stored: dict[str, Any], origin: object) -> Any:
-    """As transformers reads it, with its defaults."""
+    """Parse a configuration as transformers reads it, with its defaults."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import EsmConfig
 
