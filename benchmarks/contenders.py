@@ -118,8 +118,8 @@ def ours(turn: Turn, runtime: Runtime, zero: int = 0) -> Step:
     with torch.device("meta"):
         model = Decoder(turn.size.model())
     mesh = runtime.mesh(config.mesh, config.zero)
-    data = parallelize(model, mesh, config, materialise=lambda m: initialise(m, SEED))
-    state = TrainState(data, build_optimizer(config.optim, data.masters), LossScale(config.precision), {})
+    parallel = parallelize(model, mesh, config, materialise=lambda m: initialise(m, SEED))
+    state = TrainState(parallel, build_optimizer(config.optim, parallel.masters), LossScale(config.precision), {})
     steps = itertools.count()
     return lambda batch: train_step(state, batch, _our_loss, _num_targets, config, next(steps))["loss"]
 

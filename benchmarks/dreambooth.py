@@ -50,12 +50,12 @@ QUICK = replace(demo.SAMPLING, steps=2)
 
 
 @dataclass(frozen=True)
-class Job:
+class DreamBoothJob:
     """A training run that both can do."""
 
     weights: Path
     subject: Path
-    likes: Path
+    class_images: Path
     pixels: int
     batch: int
     steps: int
@@ -84,7 +84,7 @@ def measure(options: Options) -> Measured:
 
 # --- contenders -------------------------------------------------------------------------------------------------------
 
-Command = Callable[[Job, Path], list[str]]
+Command = Callable[[DreamBoothJob, Path], list[str]]
 """(job, folder of what it leaves) -> command line, without the file of figures"""
 
 
@@ -93,23 +93,23 @@ def commands(script: Path | None, python: Path | None) -> dict[str, Command]:
         return {"ours": our_command}
     run = [str(python or sys.executable), str(script)]
 
-    def theirs(job: Job, out: Path) -> list[str]:
+    def theirs(job: DreamBoothJob, out: Path) -> list[str]:
         return [*run, *_their_options(job, out)]
 
-    def prompts_once(job: Job, out: Path) -> list[str]:
+    def prompts_once(job: DreamBoothJob, out: Path) -> list[str]:
         return [*theirs(job, out), "--pre_compute_text_embeddings"]
 
     return {"ours": our_command, "diffusers": theirs, "diffusers, prompts once": prompts_once}
 
 
-def our_command(job: Job, out: Path) -> list[str]:
+def our_command(job: DreamBoothJob, out: Path) -> list[str]:
     given = {
         "model": job.weights,
         "instance-dir": job.subject,
         "instance-prompt": INSTANCE,
-        "class-dir": job.likes,
+        "class-dir": job.class_images,
         "class-prompt": CLASS,
-        "num-class-images": len(list(job.likes.iterdir())),
+        "num-class-images": len(list(job.class_images.iterdir())),
         "data.resolution": job.pixels,
         "data.global-batch": job.batch,
         "data.cache": out.with_name(f"{out.name}-cache"),
@@ -125,14 +125,14 @@ def our_command(job: Job, out: Path) -> list[str]:
     return [sys.executable, "ours", *(f"--{name}={value}" for name, value in given.items()), *flags]
 
 
-def _their_options(job: Job, out: Path) -> list[str]:
+def _their_options(job: DreamBoothJob, out: Path) -> list[str]:
     given = {
         "pretrained_model_name_or_path": job.weights,
         "instance_data_dir": job.subject,
         "instance_prompt": INSTANCE,
-        "class_data_dir": job.likes,
+        "class_data_dir": job.class_images,
         "class_prompt": CLASS,
-        "num_class_images": len(list(job.likes.iterdir())),
+        "num_class_images": len(list(job.class_images.iterdir())),
         "resolution": job.pixels,
         "train_batch_size": job.batch,
         "learning_rate": job.lr,
@@ -198,12 +198,12 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     pipeline = load_pipeline(EMBEDDED)
     detector = train_detector(pipeline.vae, num_pictures=128, epochs=1) if quick else train_detector(pipeline.vae)
     steps = WARM_UP + 2 if quick else demo.DemoConfig().steps
-    job = Job(
+    job = DreamBoothJob(
         # the script wants them in fp32
         weights=save_pipeline(pipeline, folder / "weights"),
         subject=write_subject_folder(folder / "subject", SEEDS["demo"]),
-        likes=_paint_likes(
-            pipeline, folder / "likes", *((2, QUICK) if quick else (demo.DemoConfig().class_images, demo.SAMPLING))
+        class_images=_paint_class(
+            pipeline, folder / "class", *((2, QUICK) if quick else (demo.DemoConfig().class_images, demo.SAMPLING))
         ),
         pixels=PIXELS,
         batch=demo.BATCH,
@@ -229,7 +229,7 @@ def taught(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     return rows + profiled, _speed_targets(found, "tiny, U-Net and text encoder")
 
 
-def _profiled(command: Command, job: Job, folder: Path) -> dict[str, Number]:
+def _profiled(command: Command, job: DreamBoothJob, folder: Path) -> dict[str, Number]:
     out = folder.with_name(f"{folder.name}-profiled")
     run = watched(command(replace(job, steps=WARM_UP + PROFILED), out), out.with_suffix(".json"), profile=True)
     operators = run["profile"].pop("operators")
@@ -237,7 +237,7 @@ def _profiled(command: Command, job: Job, folder: Path) -> dict[str, Number]:
     return {"operators": Number(operators, "a step"), **shares}
 
 
-def _paint_likes(pipeline: Pipeline, folder: Path, count: int, sampling: Sampling) -> Path:
+def _paint_class(pipeline: Pipeline, folder: Path, count: int, sampling: Sampling) -> Path:
     folder.mkdir(parents=True)
     painted = demo.painter(pipeline, sampling)([CLASS] * count, SEEDS["demo"])
     for number, picture in enumerate(as_images(painted)):
@@ -274,13 +274,15 @@ def narrow(scratch: Path, contenders: Mapping[str, Command], quick: bool) -> tup
     return rows, targets
 
 
-def narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
+def narrow_job(folder: Path, quick: bool) -> tuple[Shape, DreamBoothJob, str, int]:
     unet = {"block_out_channels": [64, 128, 256, 256], "cross_attention_dim": 128, "sample_size": 16}
     text = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "projection_dim": 128}
     vae = {"block_out_channels": [32, 64, 128, 128], "sample_size": 128}
     small = Shape(SD_V1.unet | unet, SD_V1.vae | vae, SD_V1.text_encoder | text)
-    inputs = folder / "weights", folder / "subject", folder / "likes"
-    job = Job(*inputs, pixels=128, batch=1, steps=WARM_UP + 12, lr=5e-6, schedule="constant", train_text=False)
+    inputs = folder / "weights", folder / "subject", folder / "class"
+    job = DreamBoothJob(
+        *inputs, pixels=128, batch=1, steps=WARM_UP + 12, lr=5e-6, schedule="constant", train_text=False
+    )
     if quick:
         smallest = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1, "sample_size": 8}
         shape = replace(small, unet=small.unet | smallest)
@@ -291,15 +293,15 @@ def narrow_job(folder: Path, quick: bool) -> tuple[Shape, Job, str, int]:
 
 
 def write_inputs(folder: Path, shape: Shape, pixels: int) -> None:
-    """weights, subject and likes."""
+    """weights, subject and class images."""
     folder.mkdir(parents=True)
     write_random(shape, folder / "weights", folder / "tokenizer")
     write_subject_folder(folder / "subject", size=pixels)
-    (folder / "likes").mkdir()
+    (folder / "class").mkdir()
     generator = np.random.default_rng(0)
     for number in range(4):
         values = generator.integers(0, 256, (pixels, pixels, 3)).astype(np.uint8)
-        Image.fromarray(values).save(folder / "likes" / f"{number}.png")
+        Image.fromarray(values).save(folder / "class" / f"{number}.png")
 
 
 MEASURES = (

@@ -42,7 +42,7 @@ from apps.fold.model.config import ModelConfig, preset
 from apps.fold.model.evoformer import EvoformerBlock
 from apps.fold.model.layers import LayerNorm
 from apps.fold.model.triangle import TriangleMultiplication
-from apps.fold.subbatch import How, Job, apply_subbatches, least_bytes, plan_subbatches
+from apps.fold.subbatch import FoldJob, How, apply_subbatches, least_bytes, plan_subbatches
 from apps.fold.weights.table import name_table
 from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
@@ -292,9 +292,9 @@ def _by_operation(blocks: nn.ModuleList, inputs: Inputs, repeats: int) -> dict[s
 # --- memory on a CPU --------------------------------------------------------------------------------------------------
 
 
-def _job(inputs: Inputs) -> Job:
+def _job(inputs: Inputs) -> FoldJob:
     m = inputs[0]
-    return Job(config_of(), m.shape[2], m.shape[1], 1, dtype=m.dtype)
+    return FoldJob(config_of(), m.shape[2], m.shape[1], 1, dtype=m.dtype)
 
 
 def peak_bytes(blocks: nn.ModuleList, inputs: Inputs) -> int:
@@ -405,7 +405,7 @@ def _memory(residues: int) -> Row:
             before = account.current_bytes
             run_blocks(blocks, inputs)
         numbers[f"{name}, beside"] = Number((account.peak_bytes - before) / z, "z")
-    job = Job(config_of(), residues, ROWS, 1024, dtype=torch.bfloat16, device="cuda")
+    job = FoldJob(config_of(), residues, ROWS, 1024, dtype=torch.bfloat16, device="cuda")
     for name, budget in (("fastest plan", 10**13), ("least", least_bytes(job))):
         plan = plan_subbatches(job, budget)
         beside = max(plan.peaks[n] - plan.beside[n] for n in plan.choices if n.startswith("blocks."))

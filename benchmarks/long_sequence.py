@@ -21,7 +21,7 @@ from apps.fold.model.config import ModelConfig, preset
 from apps.fold.model.features import Features
 from apps.fold.model.network import Network, network
 from apps.fold.shares import Absent, plan_shares, rank_bytes
-from apps.fold.subbatch import HEADS, How, Job, Plan, apply_subbatches, least_bytes, longest, plan_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, How, Plan, apply_subbatches, least_bytes, longest, plan_subbatches
 from apps.fold.subbatch.execute import offload_pairs
 from apps.fold.subbatch.planner import meta_features, planned, stand_in, weights_bytes
 from apps.fold.subbatch.reading import read_pairs
@@ -46,8 +46,8 @@ ON_CPU = (256, 512)
 ON_GPU = (1000, 2000, 4000, 6000, 8000, 10_000)
 
 
-def job_of(residues: int, rows: int = ROWS) -> Job:
-    return Job(preset(MODEL), residues, rows, EXTRA, dtype=torch.bfloat16, device="cuda")
+def job_of(residues: int, rows: int = ROWS) -> FoldJob:
+    return FoldJob(preset(MODEL), residues, rows, EXTRA, dtype=torch.bfloat16, device="cuda")
 
 
 def measure(options: Options) -> Measured:
@@ -154,7 +154,7 @@ def _swept(residues: int, rows: int, budget_gb: int) -> Row:
     return Row(case, numbers)
 
 
-def counted_peak(job: Job, plan: Plan) -> int:
+def counted_peak(job: FoldJob, plan: Plan) -> int:
     """The most bytes alive at once in a prediction by the plan, one block of each stack, all weights."""
     config = job.config
     stacks = {name: replace(getattr(config, name), num_blocks=1) for name in ("evoformer", "extra")}
@@ -193,14 +193,14 @@ def _run(options: Options) -> list[Row]:
     return rows
 
 
-def _small(residues: int) -> Job:
+def _small(residues: int) -> FoldJob:
     """What a CPU does in a minute or two."""
     config = preset(MODEL)
     stacks = {name: replace(getattr(config, name), num_blocks=1) for name in ("evoformer", "extra")}
-    return Job(replace(config, **stacks), residues, 32, 64, dtype=torch.float32, device="cpu")
+    return FoldJob(replace(config, **stacks), residues, 32, 64, dtype=torch.float32, device="cpu")
 
 
-def _predicted(job: Job, budget_bytes: int, name: str) -> Row:
+def _predicted(job: FoldJob, budget_bytes: int, name: str) -> Row:
     """One iteration under a plan: its peak and time beside those of the plan."""
     plan = plan_subbatches(job, budget_bytes)
     model, features = _model(job.config, job), _features(job)
@@ -238,12 +238,12 @@ def _predicted(job: Job, budget_bytes: int, name: str) -> Row:
     return Row(case, numbers)
 
 
-def _model(config: ModelConfig, job: Job) -> Network:
+def _model(config: ModelConfig, job: FoldJob) -> Network:
     torch.manual_seed(0)
     return network(config).to(job.device, job.dtype).eval().requires_grad_(False)
 
 
-def _features(job: Job) -> Features:
+def _features(job: FoldJob) -> Features:
     """Random features, nothing masked."""
     generator = torch.Generator().manual_seed(0)
 

@@ -25,7 +25,7 @@ from typing import Any
 from apps.fold.search import hhblits, jackhmmer, mmseqs
 from apps.fold.search.database import Database, Shard, open_database
 from apps.fold.search.hits import Hit, ranked
-from apps.fold.search.jobs import Job, Searches, Source, Tool, jobs_of
+from apps.fold.search.jobs import SearchedDatabase, Searches, SearchJob, Tool, jobs_of
 from benchmarks.result import ROOT, Measured, Missing, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
@@ -55,8 +55,8 @@ class Timed:
     tool: Tool
     took: list[float] = field(default_factory=list, hash=False, compare=False)
 
-    def told(self) -> dict[str, Any]:
-        return self.tool.told()
+    def depends_on(self) -> dict[str, Any]:
+        return self.tool.depends_on()
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
         began = time.perf_counter()
@@ -86,7 +86,7 @@ def measure(options: Options) -> Measured:
             tool = sources[0].tool
             whole = sources[0].database
             cut = open_database(whole.path, max(2, cores), folder / "cache", whole.name)
-            sets = {f"jackhmmer, {len(cut.shards)} shards": [Source(tool, cut)], **sets}
+            sets = {f"jackhmmer, {len(cut.shards)} shards": [SearchedDatabase(tool, cut)], **sets}
         rounds: dict[str, list[Round]] = {name: [] for name in sets}
         before = os.getloadavg()[0]
         for _ in range(sizes.rounds):
@@ -109,7 +109,7 @@ def measure(options: Options) -> Measured:
     return Measured(tuple(rows), tuple(targets), _notes(cores, sizes, list(versions), before), versions)
 
 
-def made(folder: Path, sizes: Sizes) -> tuple[str, list[Source], dict[str, str]]:
+def made(folder: Path, sizes: Sizes) -> tuple[str, list[SearchedDatabase], dict[str, str]]:
     """The query, what each installed tool searches, and the tools' versions."""
     draw = random.Random(0)
     query = _random(draw, QUERY_LENGTH)
@@ -119,17 +119,17 @@ def made(folder: Path, sizes: Sizes) -> tuple[str, list[Source], dict[str, str]]
         versions["jackhmmer"] = jackhmmer.version("jackhmmer")
         tool = jackhmmer.Jackhmmer("jackhmmer", versions["jackhmmer"], _E_VALUES["jackhmmer"], 1)
         path = fasta(folder / "sequences.fasta", query, sizes.jackhmmer, draw)
-        sources.append(Source(Timed(tool), open_database(path, 1, cache, path.stem)))
+        sources.append(SearchedDatabase(Timed(tool), open_database(path, 1, cache, path.stem)))
     if HAS_HHSUITE:
         versions["hhblits"] = hhblits.version("hhblits")
         tool = hhblits.Hhblits("hhblits", versions["hhblits"], _E_VALUES["hhblits"], 1)
         path = profiles(folder / "profiles", query, sizes.hhblits, draw)
-        sources.append(Source(Timed(tool), hhblits.open_profiles(path, path.name)))
+        sources.append(SearchedDatabase(Timed(tool), hhblits.open_profiles(path, path.name)))
     if shutil.which("mmseqs"):
         versions["mmseqs"] = mmseqs.version("mmseqs")
         tool = mmseqs.Mmseqs("mmseqs", versions["mmseqs"], _E_VALUES["mmseqs"], 7.5, 1)
         path = fasta(folder / "others.fasta", query, sizes.mmseqs, draw)
-        sources.append(Source(Timed(tool), mmseqs.open_mmseqs(path, "mmseqs", cache, path.stem)))
+        sources.append(SearchedDatabase(Timed(tool), mmseqs.open_mmseqs(path, "mmseqs", cache, path.stem)))
     if not sources:
         raise Missing("there is neither jackhmmer nor hhblits nor mmseqs; apt-get install hmmer hhsuite mmseqs2")
     return query, sources, versions
@@ -159,15 +159,15 @@ def _random(draw: random.Random, length: int) -> str:
     return draw.randbytes(length).translate(_LETTER_OF_BYTE).decode("ascii")
 
 
-def one_round(query: str, sources: Sequence[Source], cache: Path, cores: int) -> Round:
+def one_round(query: str, sources: Sequence[SearchedDatabase], cache: Path, cores: int) -> Round:
     alone, _, first = _searched(query, sources, cache, 1)
     beside, wall, second = _searched(query, sources, cache, cores)
     return Round(alone, beside, wall, first == second)
 
 
 def _searched(
-    query: str, sources: Sequence[Source], cache: Path, workers: int
-) -> tuple[list[float], float, dict[Job, list[Hit]]]:
+    query: str, sources: Sequence[SearchedDatabase], cache: Path, workers: int
+) -> tuple[list[float], float, dict[SearchJob, list[Hit]]]:
     """Seconds of each search, of all of them, and the hits; nothing of it was known."""
     searches, jobs = Searches(cache), jobs_of([query], sources)
     tools = [source.tool for source in sources if isinstance(source.tool, Timed)]
@@ -183,14 +183,14 @@ def _searched(
     return [took for tool in tools for took in tool.took], wall, {job: searches.hits(job) for job in jobs}
 
 
-def _found(query: str, sources: Sequence[Source], cache: Path) -> list[list[Hit]]:
+def _found(query: str, sources: Sequence[SearchedDatabase], cache: Path) -> list[list[Hit]]:
     """The hits of each source, of all its shards together."""
     searches = Searches(cache)
     of_source = [[hit for job in jobs_of([query], [source]) for hit in searches.hits(job)] for source in sources]
     return [ranked(hits, len(hits)) for hits in of_source]
 
 
-def rerun(folder: Path, query: str, sources: Sequence[Source], cores: int) -> tuple[float, float]:
+def rerun(folder: Path, query: str, sources: Sequence[SearchedDatabase], cores: int) -> tuple[float, float]:
     """Seconds, and those of a CPU, of the command with everything in its cache.  Raises UserError where it is not."""
     (folder / "in.fasta").write_text(f">query\n{query}\n")
     flags = {

@@ -117,8 +117,8 @@ class Training:
     @property
     def plan(self) -> ResidencyPlan:
         assert self.gemini is not None
-        assert self.gemini.data.planned is not None
-        return self.gemini.data.planned.plan
+        assert self.gemini.parallel.planned is not None
+        return self.gemini.parallel.planned.plan
 
     def timed(self) -> float:
         """Seconds of a step.  Raises ArithmeticError where it does not train."""

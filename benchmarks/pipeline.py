@@ -127,10 +127,10 @@ def step_of_rank(name: ScheduleName, sizes: Sizes) -> Found:
     with torch.device("meta"):
         model = Decoder(sizes.model)
     config = ParallelConfig(pipeline=PipelineConfig(name))
-    data = parallelize(
+    parallel = parallelize(
         model, mesh, config, ModelPlan(pipeline=pipeline_plan()), materialise=lambda m: initialise(m, 0)
     )  # fmt: skip
-    assert isinstance(data, Pipeline)
+    assert isinstance(parallel, Pipeline)
     generator = torch.Generator().manual_seed(0)
     batches = [
         torch.randint(0, sizes.model.vocab_size, (sizes.rows, sizes.length), generator=generator).to(device)
@@ -138,28 +138,28 @@ def step_of_rank(name: ScheduleName, sizes: Sizes) -> Found:
     ]
 
     def run() -> None:
-        data.run(batches, lambda ids: data.model(ids, targets=ids))
+        parallel.run(batches, lambda ids: parallel.model(ids, targets=ids))
 
-    kept, expected = _kept(data, run, sizes.num_microbatches)
+    kept, expected = _kept(parallel, run, sizes.num_microbatches)
     steps: list[Times] = []
     for _ in range(sizes.steps):
         steps.append({})
-        data.observe = lambda action, begin, end: steps[-1].update({action: (begin, end)})
+        parallel.observe = lambda action, begin, end: steps[-1].update({action: (begin, end)})
         dist.barrier()
         run()
     return Found(_least_idle(steps), kept, expected)
 
 
-def _kept(data: Pipeline, run: Any, num_microbatches: int) -> tuple[int, int]:
+def _kept(parallel: Pipeline, run: Any, num_microbatches: int) -> tuple[int, int]:
     """Most bytes beyond those before the step, after an action; and what the actions of this rank say."""
-    of = data.schedule(num_microbatches)
+    of = parallel.schedule(num_microbatches)
     after: dict[Action, int] = {}
-    with MemoryAccount(data.mesh.device_type) as account:
+    with MemoryAccount(parallel.mesh.device_type) as account:
         run()  # gradients have their memory from now on
         before = account.current_bytes
-        data.observe = lambda action, *_: after.update({action: account.current_bytes})
+        parallel.observe = lambda action, *_: after.update({action: account.current_bytes})
         run()
-    return max(after.values()) - before, _said(of.ranks[data.rank], after, before)
+    return max(after.values()) - before, _said(of.ranks[parallel.rank], after, before)
 
 
 def _said(actions: tuple[Action, ...], after: dict[Action, int], before: int) -> int:

@@ -148,7 +148,7 @@ def _of_a_rank(size: Size, contender: str) -> dict[str, Any]:
     run = _Run(size.model, CONTENDERS[contender](dist.get_world_size()), plan)
     longest = longest_within(size, run.peak_bytes)
     peak = run.peak_bytes(size.length)
-    with count_volume(run.data.mesh) as volume:
+    with count_volume(run.parallel.mesh) as volume:
         run.step(size.length)
     seconds = [run.seconds(size.length) for _ in range(size.steps)]
     return {
@@ -190,14 +190,14 @@ class _Run:
             attention: Any = block.attention
             attention.attend = attend_both_ways
         self.vocab_size = config.vocab_size
-        self.data: DataParallel = parallelize(
+        self.parallel: DataParallel = parallelize(
             model,
             device_mesh,
             options,
             ModelPlan(tensor=plan, context=context_parallel_plan(mesh, causal=False)),
             materialise=lambda m: initialise(m, 0),
         )
-        self.optimizer = build_optimizer(OptimConfig(), self.data.masters)
+        self.optimizer = build_optimizer(OptimConfig(), self.parallel.masters)
         self.step(UNIT)  # makes the optimizer's state
 
     def step(self, length: int) -> None:
@@ -205,18 +205,18 @@ class _Run:
         ids = torch.randint(self.vocab_size, (1, length), generator=generator)
         predicted = torch.rand(1, length, generator=generator) < 0.15
         targets = ids.masked_fill(~predicted, -100)
-        with self.data.microbatch(last=True):
-            self.data.model(ids, targets=targets).backward()
-        self.data.reduce()
+        with self.parallel.microbatch(last=True):
+            self.parallel.model(ids, targets=targets).backward()
+        self.parallel.reduce()
         self.optimizer.step()
-        self.data.release()
-        self.data.publish()
+        self.parallel.release()
+        self.parallel.publish()
 
     def peak_bytes(self, length: int) -> int:
         """Of the rank that needs most."""
         with MemoryAccount() as account:
-            account.add(self.data.model.parameters())
-            account.add(self.data.masters.values())
+            account.add(self.parallel.model.parameters())
+            account.add(self.parallel.masters.values())
             account.add(value for state in self.optimizer.state.values() for value in state.values())
             self.step(length)
         peak = torch.tensor(account.peak_bytes)

@@ -1,13 +1,13 @@
-"""Serving a mixed load: requests that come at random times, a long prompt beside those who write, prompts alike.
+"""Serving a mixed load: requests that come at random times, a long prompt beside a decode batch, prompts alike.
 
 Poisson        requests of mixed lengths at random times (a Poisson process from a seed), faster than any of the systems
                serves them, so that what is measured is what a system gets done: tokens a second. The systems are those
                of `benchmarks.serving`; one that knows only whole batches takes those who have come, and transformers'
                continuous batching is handed all requests at once, which flatters it.
-long prompt    a prompt of 1,500 tokens while nobody writes; then four sequences write, and another comes. The mean time
-               of their tokens before it and while it is computed, and the time until it is, paced as `serve` does
-               (`apps.serve.pace`) and with chunks of 512 tokens; and the same beside one writer of a model of 380M
-               parameters in int4
+long prompt    a prompt of 1,500 tokens alone; then four sequences decode, and another comes. The mean time of their
+               tokens before it and while it is computed, and the time until it is, paced as `serve` does
+               (`apps.serve.pace`) and with chunks of 512 tokens; and the same beside one decoding sequence of a model
+               of 380M parameters in int4
 prompts alike  the time to the first token of a prompt whose beginning nobody has sent before, and of one that shares
                all but its last tokens with it; medians
 ready          `serve --model FOLDER` in a process of its own: seconds until it listens; the interpreter's imports are
@@ -53,9 +53,9 @@ class Amount:
 
     requests, rounds  of the Poisson load
     concurrency       requests that a system computes at once, at most
-    long_prompt       tokens of the prompt that comes beside four who write
+    long_prompt       tokens of the prompt that comes beside four decoding sequences
     prefix, prompts   tokens that prompts share, and how many pairs of them
-    larger            the model that writes one sequence beside such a prompt
+    larger            the model that decodes one sequence beside such a prompt
     """
 
     size: Size
@@ -155,16 +155,16 @@ def _poisson(much: Amount, found: Sequence[Contender], notes: list[str]) -> Foun
 
 @dataclass(frozen=True)
 class Beside:
-    """A long prompt beside so many who write, with a model of this shape in this scheme."""
+    """A long prompt beside so many decoding sequences, with a model of this shape in this scheme."""
 
     shape: str
     scheme: str
-    writers: int
+    decoding: int
     prompt_tokens: int
 
     @property
     def who(self) -> str:
-        return "one who writes" if self.writers == 1 else f"{self.writers} who write"
+        return "one decoding sequence" if self.decoding == 1 else f"{self.decoding} decoding sequences"
 
 
 def in_4_bits(config: DecoderConfig) -> Decoder:
@@ -178,7 +178,7 @@ def _long_prompt(model: Decoder, asked: Beside) -> Found:
     rows, targets = [], []
     for name, stretch in (("paced", STRETCH), ("chunks of 512", None)):
         length = asked.prompt_tokens + 40
-        engine = engine_of(model, asked.writers + 1, length, None if stretch is None else Pace(stretch))
+        engine = engine_of(model, asked.decoding + 1, length, None if stretch is None else Pace(stretch))
         dice = random.Random(0)
 
         def prompt(length: int, dice: random.Random = dice) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ def _long_prompt(model: Decoder, asked: Beside) -> Found:
         room = engine.max_length - 16
         engine.submit(Request("alone", prompt(asked.prompt_tokens), 1, Sampling(temperature=0)))
         idle_s = sum(_steps(engine, room, "alone"))
-        for number in range(asked.writers):
+        for number in range(asked.decoding):
             engine.submit(Request(str(number), prompt(16), room, Sampling(temperature=0)))
         _steps(engine, 8, None)
         alone_s = _steps(engine, 24, None)
@@ -204,10 +204,10 @@ def _long_prompt(model: Decoder, asked: Beside) -> Found:
             Row({"shape": asked.shape, "load": "long prompt", "system": f"ours {asked.scheme}, {name}"}, numbers)
         )
         if stretch is not None:
-            told = f"{asked.shape} {asked.scheme}, a prompt of {asked.prompt_tokens} beside {asked.who}, {name}"
+            part = f"{asked.shape} {asked.scheme}, a prompt of {asked.prompt_tokens} beside {asked.who}, {name}"
             slower = numbers["per_token_beside_mean_s"].value / numbers["per_token_alone_mean_s"].value
-            targets.append(Target(f"{told}: a token's mean time alone x 2 / beside it", 1.0, 2 / slower))
-            what = f"{told}: time to its first token alone x 3 / beside them"
+            targets.append(Target(f"{part}: a token's mean time alone x 2 / beside it", 1.0, 2 / slower))
+            what = f"{part}: time to its first token alone x 3 / beside them"
             targets.append(Target(what, 1.0, 3 * idle_s / sum(beside_s)))
     return rows, targets
 

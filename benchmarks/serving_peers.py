@@ -123,7 +123,7 @@ def vllm(folder: Path, threads: int, scratch: Path) -> Serve:
 class LlamaCpp:
     """llama.cpp's own batches of `concurrency` sequences, which come and go; `prepare` makes its cache, not timed.
 
-    One batch at a time, of the next tokens of all who write and whole prompts of those who come.
+    One batch at a time, of the next tokens of all that decode and whole prompts of those that come.
     """
 
     def __init__(self, folder: Path, threads: int, scratch: Path, kind: str):

@@ -29,10 +29,10 @@ from apps.diffusion import finetune
 from apps.diffusion.demo.captions import words
 from apps.diffusion.demo.sizes import write_tokenizer
 from apps.diffusion.footprint import footprint, int8_bytes
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, build_vae, save_pipeline
-from apps.diffusion.plan_config import RECIPES, PlanConfig
+from apps.diffusion.plan_config import RECIPES, DiffusionPlanConfig
 from apps.diffusion.samplers import draw_noise
 from apps.diffusion.shapes import SD_V1, Shape, meta_modules
 from benchmarks.result import Measured, Number, Row, Target, versions
@@ -80,24 +80,24 @@ class Published:
     case: str
     theirs: str
     gigabytes: float | None
-    ours: PlanConfig
+    ours: DiffusionPlanConfig
     wanted_gb: float | None = None
 
 
-def _stock(model: str, batch: int, precision: Any = "bf16") -> PlanConfig:
-    return PlanConfig(task="train", model=model, batch=batch, precision=precision)
+def _stock(model: str, batch: int, precision: Any = "bf16") -> DiffusionPlanConfig:
+    return DiffusionPlanConfig(task="train", model=model, batch=batch, precision=precision)
 
 
-def _low(model: str, batch: int, budget: str | None = None, **more: Any) -> PlanConfig:
+def _low(model: str, batch: int, budget: str | None = None, **more: Any) -> DiffusionPlanConfig:
     given: dict[str, Any] = {"recompute": RecomputeConfig("full"), "optim": OptimConfig(name="adamw8bit")}
-    return PlanConfig(task="train", model=model, batch=batch, gemini=GeminiConfig(budget), **(given | more))
+    return DiffusionPlanConfig(task="train", model=model, batch=batch, gemini=GeminiConfig(budget), **(given | more))
 
 
-def _sample(precision: Any, scheme: Any = "none") -> PlanConfig:
-    return PlanConfig(model="sd_v1", precision=precision, scheme=scheme)
+def _sample(precision: Any, scheme: Any = "none") -> DiffusionPlanConfig:
+    return DiffusionPlanConfig(model="sd_v1", precision=precision, scheme=scheme)
 
 
-def _recipe(name: str, model: str = "sd_v1") -> PlanConfig:
+def _recipe(name: str, model: str = "sd_v1") -> DiffusionPlanConfig:
     """As `diffusion plan --recipe NAME` has it."""
     return replace(RECIPES[name](), model=model)
 
@@ -216,7 +216,9 @@ def counted(folder: Path, quick: bool) -> Part:
         argv = [f"--{name}={value}" for name, value in options.items()]
         finetune.main([*argv, "--log.no-tensorboard", *setting.argv])
         summary = json.loads((out / "summary.json").read_text())
-        plan = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", **setting.plan)
+        plan = DiffusionPlanConfig(
+            task="train", model=str(folder / "narrow"), batch=4, precision="fp32", **setting.plan
+        )
         numbers = {
             "planned": Number(footprint(plan).peak_bytes / 1e6, "MB"),
             "counted": Number(summary["device_peak_bytes"] / 1e6, "MB"),
@@ -228,7 +230,7 @@ def counted(folder: Path, quick: bool) -> Part:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 _PROMPTS = ("a red circle on a white ground", "a blue star on a black ground", "a green square on a gray ground")
-_JOBS = [Job(prompt, seed) for prompt in _PROMPTS for seed in range(4)]
+_JOBS = [PictureJob(prompt, seed) for prompt in _PROMPTS for seed in range(4)]
 
 
 def sampled(quick: bool) -> Part:
@@ -273,7 +275,7 @@ def sampled(quick: bool) -> Part:
     return rows, [Target("PSNR of int8 to fp32 at the same seeds / 45 dB, tiny", 1.0, found / 45)]
 
 
-def _pictures(pipeline: Pipeline, sampling: Sampling, jobs: Sequence[Job]) -> Tensor:
+def _pictures(pipeline: Pipeline, sampling: Sampling, jobs: Sequence[PictureJob]) -> Tensor:
     return torch.stack([picture for _, picture in generate(pipeline, jobs, sampling, len(jobs))])
 
 
@@ -287,7 +289,7 @@ def _diffusers(pipeline: Pipeline) -> Any:
     return theirs
 
 
-def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int, jobs: Sequence[Job]) -> Tensor:
+def _their_pictures(theirs: Any, pipeline: Pipeline, steps: int, jobs: Sequence[PictureJob]) -> Tensor:
     shape = (pipeline.latent_channels, *(side // pipeline.factor for side in pipeline.image_size))
     noise = draw_noise(shape, [torch.Generator().manual_seed(job.seed) for job in jobs])
     prompts = [job.prompt for job in jobs]

@@ -127,7 +127,7 @@ class Found:
 def count(mesh: MeshConfig, sizes: Sizes) -> Found:
     """Of this rank of the process group that there is."""
     built = build_mesh(mesh.resolve(dist.get_world_size()), "cpu")
-    data = parallelize(
+    parallel = parallelize(
         Pair(sizes), built, ParallelConfig(), plan_of(mesh.tp_mode) if mesh.tp > 1 else {}
     )  # fmt: skip
     x = torch.ones(sizes.rows, sizes.inner)
@@ -135,13 +135,13 @@ def count(mesh: MeshConfig, sizes: Sizes) -> Found:
         x = on_grid(x, Spread(tensor_axes(built)))
     x.requires_grad_()
     kept = [x.numel()]
-    for module in (data.model.up, data.model.down):
+    for module in (parallel.model.up, parallel.model.down):
         module.register_forward_hook(lambda module, args, out: kept.append(out.numel()))
     with count_volume(built) as volume, _flop_counter() as flops:
-        with data.microbatch(last=True):
-            data.model(x).sum().backward()
-        data.reduce()
-    parameters = sum(m.numel() for m in data.masters.values())
+        with parallel.microbatch(last=True):
+            parallel.model(x).sum().backward()
+        parallel.reduce()
+    parameters = sum(m.numel() for m in parallel.masters.values())
     return Found(
         flops.get_total_flops(), ITEMSIZE * parameters, ITEMSIZE * sum(kept), dict(volume.bytes), dict(volume.calls)
     )

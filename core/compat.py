@@ -139,7 +139,7 @@ def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Te
 
 
 def num_holders(memory: torch.UntypedStorage) -> int | None:
-    """How many tensors and names hold a storage; None where torch does not count."""
+    """The number of tensors and names that hold a storage; None where torch does not count."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else count(memory._cdata)
 
@@ -154,12 +154,12 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By its own `compile`, or by `torch.compile`, which puts another module around it."""
+    """Return whether a module is compiled: by its `compile`, or by `torch.compile`, which puts a module around it."""
     return compiled_call(module) is not None or "_orig_mod" in module._modules
 
 
 def follows_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run at each of an optimizer's steps."""
+    """Return whether hooks run at each of an optimizer's steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -179,7 +179,7 @@ def allow_graphs(of_one: int, of_all: int) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether torch.compile finds what it builds its code for a CPU with."""
+    """Return whether torch.compile finds the compiler that it builds its code for a CPU with."""
     from torch._inductor import cpp_builder, exc  # a second to import, of which most runs are spared
 
     try:

@@ -38,7 +38,7 @@ from core.precision import Precision
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model runs; nothing of it is known to the model."""
+    """The options of how a model runs; the model knows nothing of them."""
 
     zero: Zero = 0
     """what data parallelism shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters"""
@@ -96,8 +96,8 @@ def parallelize(
     """
     check_trained(model)
     table, stages, draws = cut(model, mesh, config, plan)
-    data = _spread(model, mesh, config, table, materialise)
-    spread = data if stages is None else Pipeline(data, stages, config.pipeline)
+    parallel = _spread(model, mesh, config, table, materialise)
+    spread = parallel if stages is None else Pipeline(parallel, stages, config.pipeline)
     spread.draws, spread.table = draws, table
     return spread
 
@@ -148,7 +148,7 @@ def _spread(
     table: Table,
     materialise: Callable[[nn.Module], None],
 ) -> DataParallel:
-    """What comes last: shard the model over the data axes, give it memory and values."""
+    """Do what comes last: shard the model over the data axes, give it memory and values."""
     if config.gemini.budget is None:
         return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each, table=table)
     return GeminiReplicas(model, mesh, config.zero, config.precision, materialise, config.gemini, table=table)

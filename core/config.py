@@ -156,7 +156,7 @@ class Named(Protocol):
         ...
 
     def foreign(self, option: str) -> str | None:
-        """Why an option is refused that belongs to another name; None where it belongs to none."""
+        """The reason to refuse an option that belongs to another name; None where it belongs to none."""
         ...
 
 
@@ -245,15 +245,15 @@ def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:
 def _placed(options: list[str], places: tuple[str, ...], config: Any) -> list[str]:
     """Words before the first option become the values of `places`.  Raises UserError for one that is given twice."""
     names = {*option_names(config), *dict(_renamed(config))}
-    told = []
+    named = []
     for place, word in zip(places, options):
         name, equals, _ = word.partition("=")
         if word.startswith("-") or (equals and name.replace("-", "_") in names):
             break
         if any(other.partition("=")[0] in (option(place), place) for other in options):
             raise UserError(f"{word} and {option(place)}, which means the same; give one of them")
-        told.append(f"{option(place)}={word}")
-    return told + options[len(told) :]
+        named.append(f"{option(place)}={word}")
+    return named + options[len(named) :]
 
 
 def _spelled_out(options: list[str], config: Any) -> tuple[list[str], list[str]]:
@@ -478,7 +478,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """What a user is told of a mistake, of a path that cannot be used or of a full disk; None for all else."""
+    """The line for the user about a mistake, a path that cannot be used or a full disk; None for all else."""
     if isinstance(error, UserError):
         return str(error)
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in _NO_ROOM):
@@ -508,7 +508,7 @@ def run_command(
         line = in_one_line(error)
         if line is None:
             raise
-        if not getattr(error, "told", False) and speaks():
+        if not getattr(error, "reported", False) and speaks():
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -516,7 +516,7 @@ def run_command(
 
 
 def _nobody_reads() -> bool:
-    """Whether what is printed goes to a program that has ended, as in `--help | head`; then it goes nowhere."""
+    """Return whether what is printed goes to a program that has ended, as in `--help | head`; then it goes nowhere."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)
@@ -528,7 +528,7 @@ def _nobody_reads() -> bool:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Inside, Python does not look for garbage, nor, later, among what is there by then.
+    """Keep Python from looking for garbage inside, and later among what is there by then.
 
     What modules make stays. Looking through it again and again takes a good part of large packages' imports.
     """

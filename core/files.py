@@ -46,7 +46,7 @@ def crc32_of(file: IO[bytes], num_bytes: int | None = None) -> str:
 
 
 def stamp(path: Path) -> dict[str, Any]:
-    """What `check_stamp` compares a file with: its size and checksum, as JSON."""
+    """The stamp that `check_stamp` compares a file with: its size and checksum, as JSON."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "crc32": crc32_of(file)}
 

@@ -58,7 +58,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands.
+    """The place of a rank in its step.
 
     step      that it is in; None: between two
     seconds   since its clock started
@@ -114,7 +114,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def step(self, name: str, counts: bool = True) -> Iterator[None]:
-        """What ends, unless the run hangs.
+        """Watch the block, which ends unless the run hangs.
 
         counts  whether its time is one of those of which the median is taken
         """
@@ -163,7 +163,7 @@ class HangWatch:
                 self._asked = self._answered + 1, time.monotonic()
 
     def _is_first(self, *of: object) -> bool:
-        """Whether this is the first rank that wants to do this."""
+        """Return whether this is the first rank that wants to do this."""
         return int(self._store.compare_set(self._key(*of), "", str(self._rank))) == self._rank
 
     def _restart_clock(self) -> None:
@@ -206,7 +206,7 @@ class HangWatch:
         self._asked = None
         if all(standing is None or standing.overdue for standing in found.values()):
             print(report(found, self._hang_after), file=sys.stderr, flush=True)
-            self._store.set(self._key("told"), "1")
+            self._store.set(self._key("reported"), "1")
             self._let_others_go([rank for rank, standing in found.items() if standing is not None])
             _end()
         self._ask_at = time.monotonic() + ANSWER_S
@@ -214,9 +214,9 @@ class HangWatch:
             self._store.delete_key(self._key("answer", question, rank))
 
     def _is_told(self) -> bool:
-        """Whether all ranks are to end, because the run hangs."""
+        """Return whether all ranks are to end, because the run hangs."""
         with contextlib.suppress(RuntimeError):
-            return self._store.check([self._key("told")])
+            return self._store.check([self._key("reported")])
         return False
 
     def _let_others_go(self, ranks: list[int]) -> None:
@@ -227,7 +227,7 @@ class HangWatch:
             time.sleep(INTERVAL_S / 5)
 
     def _is_there(self, rank: int) -> bool:
-        """Whether its thread has begun and not ended."""
+        """Return whether a rank's thread has begun and not ended."""
         begun, ended = (self._store.check([self._key(word, rank)]) for word in ("here", "left"))
         return begun and not ended
 

@@ -1,4 +1,4 @@
-"""How a local tensor lies in the whole.
+"""The layout of a local tensor: where it lies in the whole.
 
 A `Layout` says which box of the full tensor a rank holds: the full shape, and the mesh axes that cut it, in the order
 in which they cut. One cut of a dim of n rows over an axis of size s follows `torch.chunk` and DTensor: every rank gets
@@ -75,7 +75,7 @@ class Layout:
         return axis_size(self.mesh, axis)
 
     def axis_index(self, axis: str) -> int:
-        """Where this rank is on an axis."""
+        """This rank's place on an axis."""
         assert self.mesh is not None
         return axis_index(self.mesh, axis)
 
@@ -106,7 +106,7 @@ class Layout:
 
 
 def shares(rows: int, size: int, unit: int = 1) -> list[slice]:
-    """How `rows` rows are cut over `size` ranks, in units of `unit` rows: the last shares may be shorter or empty."""
+    """The shares of `rows` rows cut over `size` ranks, in units of `unit` rows: the last may be shorter or empty."""
     most = largest_share(rows, size, unit)
     return [slice(min(index * most, rows), min((index + 1) * most, rows)) for index in range(size)]
 
@@ -117,7 +117,7 @@ def largest_share(rows: int, size: int, unit: int = 1) -> int:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is one, without importing them: that takes a third of a second, and who makes one has done it."""
+    """Return whether it is a DTensor, without importing them: whoever makes one has taken that third of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

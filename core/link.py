@@ -46,7 +46,7 @@ class Coming:
 
 
 class Link:
-    """Between the host and the device of these streams."""
+    """The link between the host and the device of these streams."""
 
     def __init__(self, streams: DeviceStreams):
         self.streams = streams
@@ -56,7 +56,7 @@ class Link:
         self._unseen: torch.cuda.Event | None = None  # of the last before `end`; None once the host has waited for it
 
     def begin(self) -> None:
-        """What is fetched from now on is what was sent before `end`."""
+        """Begin a round: what is fetched from now on is what was sent before `end`."""
         self._arriving.finish()
 
     def fetch(self, x: Tensor) -> Coming:

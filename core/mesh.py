@@ -237,7 +237,7 @@ def axis_size(mesh: AnyMesh, axis: str) -> int:
 
 
 def axis_index(mesh: AnyMesh, axis: str) -> int:
-    """Where this rank is on an axis."""
+    """This rank's place on an axis."""
     if _is_joint(mesh, axis):
         index = 0
         for part in axis.split("+"):
@@ -334,7 +334,7 @@ def _group_of(mesh: DeviceMesh | None, key: str) -> ProcessGroup | None:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where the ranks of a mesh compute and their messages lie: not always where what they send of lies."""
+    """The device where a mesh's ranks compute and their messages lie; the tensors that they send may lie elsewhere."""
     kind = mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
@@ -351,7 +351,7 @@ def sub_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
 
 
 def tensor_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """What tensor parallelism is given: the axis tp, or the three of its grid."""
+    """The mesh for tensor parallelism: the axis tp, or the three of its grid."""
     return sub_mesh(mesh, *tensor_names(mesh))
 
 

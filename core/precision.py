@@ -63,7 +63,7 @@ _CPU_UNITS = _of_this_cpu()  # here, so that what is compiled sees a constant
 
 
 def bf16_units(device: torch.device) -> Bf16Units:
-    """What multiplies bf16 on a device: matrix units (GPUs, CPUs with AMX), vector units (AVX512-BF16), or nothing.
+    """The units that multiply bf16 on a device: of matrices (GPUs, CPUs with AMX), of vectors (AVX512-BF16), or none.
 
     Without either (torch then converts to fp32 and back) a CPU multiplies bf16 several times slower than fp32.
     """

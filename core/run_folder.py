@@ -47,22 +47,22 @@ def hold(folder: Path) -> Iterator[None]:
         began = time.strftime("%Y-%m-%d %H:%M:%S")
         with naming(path):
             file.truncate(0)
-            told = {"process": os.getpid(), "host": socket.gethostname(), "began": began}
-            file.write(json.dumps(told).encode() + b"\n")
+            holder = {"process": os.getpid(), "host": socket.gethostname(), "began": began}
+            file.write(json.dumps(holder).encode() + b"\n")
         yield
 
 
 def _holder(path: Path) -> str:
     try:
-        told = json.loads(path.read_text())
-        return f"process {told['process']} on {told['host']}, a run that began {told['began']}"
+        holder = json.loads(path.read_text())
+        return f"process {holder['process']} on {holder['host']}, a run that began {holder['began']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another run, which has just begun"
 
 
 @contextmanager
 def made_anew(folder: Path) -> Iterator[None]:
-    """What the block writes into a folder, however it ends, is noted, and removed by the next one.
+    """Note what the block writes into a folder, however it ends, so that the next one removes it.
 
     Raises UserError, and removes nothing, where the folder holds files that were not made so or were changed since, or
     where a run holds it.

@@ -41,7 +41,7 @@ _STORE_S = 5.0
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank knows of itself."""
+    """A rank's knowledge of itself."""
 
     rank: int
     local_rank: int
@@ -50,7 +50,7 @@ class Runtime:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """True on the rank that writes what is written once."""
         return self.rank == 0
 
     def mesh(self, config: MeshConfig, zero: Zero = 0) -> DeviceMesh:
@@ -64,12 +64,12 @@ def world_size() -> int:
 
 
 def launched() -> bool:
-    """Whether torchrun, SLURM's equivalent or `launch` started this process as one rank of several."""
+    """Return whether torchrun, SLURM's equivalent or `launch` started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def ranks_of(nproc: int) -> int:
-    """How many ranks a run will have: those of the launcher that started this process, else --nproc.
+    """The number of ranks a run will have: those of the launcher that started this process, else --nproc.
 
     Raises UserError when both are given and disagree.
     """
@@ -81,18 +81,18 @@ def ranks_of(nproc: int) -> int:
 
 
 def leads() -> bool:
-    """Whether this process is rank 0, before any process group exists."""
+    """Return whether this process is rank 0, before any process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def tells() -> bool:
-    """Whether this process tells a mistake: of ranks that each meet one by themselves, the first that asks.
+    """Return whether this process reports a mistake: of ranks that each meet one by themselves, the first that asks.
 
     The launcher ends the others as soon as one has ended, rank 0 too, so it must not be left to rank 0. Where the
     launcher keeps no store for its ranks, it is.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        key, rank = f"told/{os.environ['TORCHELASTIC_RESTART_COUNT']}", os.environ["RANK"]
+        key, rank = f"reported/{os.environ['TORCHELASTIC_RESTART_COUNT']}", os.environ["RANK"]
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with suppress(RuntimeError):  # it has gone with the launcher
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
@@ -155,7 +155,7 @@ def _use_old_names() -> None:
 
 @contextmanager
 def pretended(num_ranks: int) -> Iterator[None]:
-    """For the length of the block, rank 0 of a process group of which no other rank exists.
+    """Pretend, for the length of the block, to be rank 0 of a process group of which no other rank exists.
 
     Messages come back at once, with whatever was in their memory: for shapes, bytes and FLOPs, not for values.
     Raises RuntimeError in a process that has a group.
@@ -205,7 +205,7 @@ def _watch() -> Watch:
 
 
 def watch_steps(hang_after: float | None, device: torch.device) -> HangWatch:
-    """What ends a run whose step does not end; of this process group's ranks.
+    """Make the watch that ends a run of this process group's ranks whose step does not end.
 
     hang_after  seconds; None: see `core.hang`
     """
@@ -226,7 +226,7 @@ def _tell(watch: Watch, error: BaseException) -> None:
         if first == rank != 0:
             print(f"error: {line}", file=sys.stderr, flush=True)
         if first != 0:
-            error.told = True  # pyright: ignore[reportAttributeAccessIssue]
+            error.reported = True  # pyright: ignore[reportAttributeAccessIssue]
         return
     if first == rank:
         print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
@@ -237,7 +237,7 @@ def _tell(watch: Watch, error: BaseException) -> None:
 
 
 def _print_others(but: BaseException) -> None:
-    """Of exceptions that reach the top of the program print all but this one, which has been told."""
+    """Print exceptions that reach the top of the program, all but this one, which has been reported."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

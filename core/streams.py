@@ -25,7 +25,7 @@ class DeviceStreams:
 
     @contextmanager
     def inside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Inside, it is the current stream."""
+        """Make it the current stream inside."""
         if stream is None:
             yield
             return

@@ -90,7 +90,7 @@ def _files(folder: Path, stems: tuple[tuple[str, str], ...]) -> list[tuple[Path,
 
 
 def index_of(folder: Path, stem: str, suffix: str = ".safetensors") -> Path:
-    """Where the index of shards lies; that of a variant, as the stem model.fp16, has the variant before its end."""
+    """The path of the index of shards; that of a variant, as the stem model.fp16, has the variant before its end."""
     plain, _, variant = stem.partition(".")
     varied = folder / f"{plain}{suffix}.index.{variant}.json"
     return varied if variant and varied.is_file() else folder / f"{stem}{suffix}.index.json"
@@ -124,7 +124,7 @@ def _open(path: Path, only: str | None = None) -> dict[str, Tensor]:
 
 
 def load_pickled(path: Path) -> Any:
-    """What torch.save wrote: tensors and plain containers.  Raises UserError for all else, and runs nothing of it."""
+    """Load tensors and plain containers that torch.save wrote.  Raises UserError for all else, and runs nothing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what foreign bytes seem to be
@@ -136,7 +136,7 @@ def load_pickled(path: Path) -> Any:
 
 
 def _names(path: Path) -> list[str]:
-    """Of a file's tensors, of which nothing is mapped."""
+    """Names of a file's tensors, of which nothing is mapped."""
     if path.suffix != ".safetensors":
         return list(_open(path))
     with _explained(path), safe_open(path, framework="pt", device="cpu") as file:

@@ -74,7 +74,7 @@ def _values(hint: Any) -> tuple[Any, ...]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a type."""
+    """Return whether a value of JSON is of a type."""
     return any(_fits(value, member) for member in _members(hint))
 
 
@@ -103,7 +103,7 @@ def _items_fit(value: list[Any] | tuple[Any, ...], inner: tuple[Any, ...], exact
 
 
 def in_words(hint: Any, several: bool = False) -> str:
-    """What a field of this type takes, as a message says it."""
+    """The values that a field of this type takes, in words for a message."""
     members = _members(hint)
     said = [_in_words(member, several) for member in members if not (member is int and float in members)]
     return " or ".join(dict.fromkeys(filter(None, said)))

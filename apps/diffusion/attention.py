@@ -1,4 +1,4 @@
-"""How the attention of U-Net and VAE is computed, set from outside.
+"""The way in which U-Net and VAE compute attention, set from outside.
 
     flash    torch's scaled_dot_product_attention: a flash or memory-efficient kernel where the device has one, which
              holds no matrix of scores

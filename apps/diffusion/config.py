@@ -18,7 +18,7 @@ Method = Literal["full", "lora", "dreambooth"]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which pictures are learned from, and how they are shown."""
+    """The pictures that are learned from, and their sizes, crops and captions."""
 
     images: Path | None = None
     """a folder of images with captions: NAME.txt beside NAME.png, or metadata.jsonl with file_name and text"""
@@ -52,7 +52,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class NoiseConfig:
-    """What is learned of noise."""
+    """The noise that training adds, and what the network learns to predict of it."""
 
     prediction: Prediction | None = None
     """what the U-Net predicts; by default what the weights' scheduler_config.json says"""
@@ -72,7 +72,7 @@ class NoiseConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """What is looked at every --evaluate-every steps, and at the end."""
+    """The held-out loss and pictures of every --evaluate-every steps, and of the end."""
 
     prompts: tuple[str, ...] = ()
     """pictures of these go into a grid"""
@@ -249,7 +249,7 @@ class FinetuneConfig(DiffusionConfig):
         return self.class_dir is not None
 
     def prompts_of_class(self) -> list[str]:
-        """What class images are drawn of, in turn; none where all of them are given.
+        """The prompts that class images are drawn of, in turn; none where all of them are given.
 
         Raises UserError for a --class-prompts that is no file of prompts.
         """

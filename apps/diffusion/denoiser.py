@@ -1,4 +1,4 @@
-"""What is trained, as one module: a U-Net, and the text encoder where it learns too; and the loss of a batch.
+"""The trained module: a U-Net, and the text encoder where it learns too; and the loss of a batch.
 
 Shapes: B rows, C latent channels, h x w latents, L tokens, D width of the text encoder.
 """
@@ -36,7 +36,7 @@ class Denoiser(nn.Module):
         text: Tensor | None = None,
         prompt_ids: Tensor | None = None,
     ) -> Tensor:
-        """What the U-Net predicts [B, C, h, w], given embeddings text[B, L, D] or tokens prompt_ids[B, L]."""
+        """Predict [B, C, h, w] by the U-Net, given embeddings text[B, L, D] or tokens prompt_ids[B, L]."""
         if text is None:
             assert self.text_encoder is not None
             assert prompt_ids is not None
@@ -45,7 +45,7 @@ class Denoiser(nn.Module):
         return self.unet(seen, timestep_B, encoder_hidden_states=text, return_dict=False)[0]
 
     def repeated_blocks(self) -> list[nn.Module]:
-        """What is sharded, recomputed and compiled by itself.
+        """The blocks that are sharded, recomputed and compiled one by one.
 
         Not the elements of the U-Net's lists, which are whole resolutions: few, large, and each unlike the others.
         """
@@ -113,11 +113,11 @@ class Objective:
 
     @property
     def steps_seen(self) -> int:
-        """How many steps the run has made, as the last batch it trained on says."""
+        """The steps that the run has made, by the last batch it trained on."""
         return 0 if self._steps is None else int(self._steps[0]) + 1
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """Of each row [B], in fp64."""
+        """Each row's weight in the loss [B], fp64."""
         weight_B = torch.ones(len(batch["timesteps"]), dtype=torch.float64, device=batch["timesteps"].device)
         if self.min_snr is not None:
             weight_B = self.schedule.min_snr_weight(batch["timesteps"], self.min_snr)

@@ -39,7 +39,7 @@ PIPELINES = (
 
 @dataclass(frozen=True)
 class Field:
-    """How a field is taken.
+    """A field and the way it is taken.
 
     allowed  says of a value of its type whether it is obeyed
     instead  what a refusal says of the field
@@ -65,7 +65,7 @@ def nothing(instead: str) -> Field:
 
 
 def typed(kind: Any) -> Field:
-    """Of a type that the class does not annotate, or annotates wrongly."""
+    """A field of a type that the class does not annotate, or annotates wrongly."""
     return Field(OBEYED.allowed, type=kind)
 
 
@@ -302,7 +302,7 @@ def _check_value(field: Field, kind: Any, name: str, value: Any, origin: object)
 
 
 def says_something(value: Any) -> bool:
-    """Whether a component or a field is there: not null, false, zero, empty, nor [null, null]."""
+    """Return whether a component or a field is there: not null, false, zero, empty, nor [null, null]."""
     return any(value) if isinstance(value, list) else bool(value)
 
 

@@ -1,4 +1,4 @@
-"""What sampling or a training step needs of a device, before anything is loaded: bytes and seconds.
+"""Bytes and seconds of sampling or of a training step on a device, before anything is loaded.
 
 The real modules run on tensors without memory, under the tracer by which Gemini plans (`core.trace.tracer`). It says
 of each stretch of the step what is alive beside parameters (activations, what the backward keeps, temporaries), which
@@ -34,7 +34,7 @@ from apps.diffusion.generate import guide
 from apps.diffusion.modules import VAE
 from apps.diffusion.noise import NoiseSchedule
 from apps.diffusion.pipeline import INDEX, build_meta, check_fit, check_index, read_schedule, sides_of, without_gaps
-from apps.diffusion.plan_config import PlanConfig
+from apps.diffusion.plan_config import DiffusionPlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.checkpoint import staged_bytes
 from core.config import UserError, in_words
@@ -55,7 +55,7 @@ from core.weights import read_json
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of a device: bytes that are there all the time, the fullest moment of each part beyond them, and seconds.
+    """A device's bytes that are there all the time, the fullest moment of each part beyond them, and seconds.
 
     host_bytes   model data that lives on the host
     least_bytes  the smallest budget in which Gemini could run the step
@@ -77,11 +77,11 @@ class Footprint:
 
     @property
     def process_bytes(self) -> int:
-        """What a process on a CPU takes once its libraries are loaded."""
+        """Bytes of a process on a CPU once its libraries are loaded."""
         return process_holding(max(self.on_cpu.values()))
 
 
-def footprint(config: PlanConfig) -> Footprint:
+def footprint(config: DiffusionPlanConfig) -> Footprint:
     """Raises UserError for a folder of something else, and for a budget in which no step fits."""
     shape = shape_of(config)
     modules = modules_of(config, shape)
@@ -96,8 +96,8 @@ def footprint(config: PlanConfig) -> Footprint:
     return _training(config, shape, modules, before)
 
 
-def modules_of(config: PlanConfig, shape: Shape) -> Modules:
-    """Without memory, in the format that they compute in."""
+def modules_of(config: DiffusionPlanConfig, shape: Shape) -> Modules:
+    """Build the modules without memory, in the format that they compute in."""
     modules = meta_modules(shape) if config.weights is None else _built(config.weights, shape)
     for module in modules.values():
         nn.Module.to(module, config.dtype)
@@ -106,7 +106,7 @@ def modules_of(config: PlanConfig, shape: Shape) -> Modules:
     return modules
 
 
-def shape_of(config: PlanConfig) -> Shape:
+def shape_of(config: DiffusionPlanConfig) -> Shape:
     """The model's configurations.  Raises UserError for a folder that is no pipeline's."""
     if config.weights is None:
         return SHAPES[config.model]
@@ -132,7 +132,7 @@ def factor_of(shape: Shape) -> int:
     return 2 ** (len(shape.vae["block_out_channels"]) - 1)
 
 
-def pixels_of(config: PlanConfig, shape: Shape) -> int:
+def pixels_of(config: DiffusionPlanConfig, shape: Shape) -> int:
     """Raises UserError for a model whose pictures are not square, unless --pixels is given."""
     height, width = (factor_of(shape) * side for side in sides_of(shape.unet["sample_size"]))
     if config.pixels is None and height != width:
@@ -146,7 +146,7 @@ TITLES = {"unet": "U-Net", "vae": "VAE", "text_encoder": "text encoder"}
 STEPS = {"sample": 25, "train": 1000}
 
 
-def _sampling(config: PlanConfig, shape: Shape, modules: Modules) -> Footprint:
+def _sampling(config: DiffusionPlanConfig, shape: Shape, modules: Modules) -> Footprint:
     dtype, side = config.dtype, pixels_of(config, shape) // factor_of(shape)
     channels, width = shape.unet["in_channels"], shape.unet["cross_attention_dim"]
     rows, quantized = config.batch * (2 if config.guided else 1), config.scheme == "int8"
@@ -189,7 +189,7 @@ def _sampling(config: PlanConfig, shape: Shape, modules: Modules) -> Footprint:
     return Footprint(resident, moments, seconds)
 
 
-def _traced(module: nn.Module, run: Callable[[nn.Module], Tensor], config: PlanConfig) -> tuple[int, float]:
+def _traced(module: nn.Module, run: Callable[[nn.Module], Tensor], config: DiffusionPlanConfig) -> tuple[int, float]:
     """(most bytes beside parameters, seconds) of an evaluation without gradients."""
     with torch.no_grad():
         [stretches] = trace_step(module.eval(), run, config.speed).microbatches
@@ -197,7 +197,7 @@ def _traced(module: nn.Module, run: Callable[[nn.Module], Tensor], config: PlanC
 
 
 def int8_bytes(module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)) -> int:
-    """Of a module's parameters with layers of these kinds in 8 bits and an fp32 scale a row, the rest as it is."""
+    """Bytes of a module's parameters, layers of these kinds in 8 bits with an fp32 scale a row, the rest as it is."""
     rounded = _int8_weights(module, kinds)
     codes = sum(weight.numel() + 4 * weight.shape[0] for weight in rounded)
     return _bytes(module) - sum(weight.nbytes for weight in rounded) + codes
@@ -215,19 +215,19 @@ def _loading(files: Iterable[int], modules: Iterable[int]) -> int:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def _training(config: PlanConfig, shape: Shape, modules: Modules, before: dict[str, int]) -> Footprint:
+def _training(config: DiffusionPlanConfig, shape: Shape, modules: Modules, before: dict[str, int]) -> Footprint:
     beside = [modules["vae"]] if config.train_text_encoder else [modules["vae"], modules["text_encoder"]]
     beside_bytes = _fp32_bytes(*beside)
     model, step = training_step(config, shape, modules)
     found = (by_replicas if config.gemini.budget is None else by_gemini)(config, model, step)
-    data = ModelData(config, model)
+    kept = ModelData(config, model)
     step_bytes = beside_bytes + found.peak_bytes + found.host_bytes
-    staged = staged_bytes(data.saved, 1 if config.zero else config.nproc)
+    staged = staged_bytes(kept.saved, 1 if config.zero else config.nproc)
     after = {"training, a checkpoint staged": step_bytes + staged, "saving": before["loading"]}
     return replace(found, on_cpu=before | after)
 
 
-def _encoding(config: PlanConfig, shape: Shape, modules: Modules) -> int:
+def _encoding(config: DiffusionPlanConfig, shape: Shape, modules: Modules) -> int:
     """With the whole pipeline in fp32, as `apps.diffusion.data.encoding` encodes: one image at a time."""
     vae, side = nn.Module.to(modules["vae"], torch.float32), pixels_of(config, shape)
 
@@ -243,8 +243,8 @@ def _fp32_bytes(*modules: nn.Module) -> int:
     return torch.float32.itemsize * sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def training_step(config: PlanConfig, shape: Shape, modules: Modules) -> tuple[nn.Module, StepTrace]:
-    """What is trained, and a step of it.  Who holds it, and where, does not matter to the step."""
+def training_step(config: DiffusionPlanConfig, shape: Shape, modules: Modules) -> tuple[nn.Module, StepTrace]:
+    """The trained module, and a step of it.  Who holds it, and where, does not matter to the step."""
     text_encoder = modules["text_encoder"] if config.train_text_encoder else None
     model = Denoiser(modules["unet"], text_encoder, channels_last=True).train()
     if config.method == "lora":
@@ -254,7 +254,7 @@ def training_step(config: PlanConfig, shape: Shape, modules: Modules) -> tuple[n
     return model, trace_step(model, lambda model: objective(model, _batch(config, shape)), config.speed)
 
 
-def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
+def _batch(config: DiffusionPlanConfig, shape: Shape) -> dict[str, Tensor]:
     """A microbatch as the training loop hands it over."""
     side = pixels_of(config, shape) // factor_of(shape)
     latents = (config.batch, shape.unet["in_channels"], side, side)
@@ -267,7 +267,7 @@ def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
 
 
 class ModelData:
-    """What a rank keeps from step to step.
+    """A rank's tensors that stay from step to step.
 
     learned   name -> parameter that learns
     own       its shape on this rank
@@ -276,7 +276,7 @@ class ModelData:
     saved     bytes in a checkpoint
     """
 
-    def __init__(self, config: PlanConfig, model: nn.Module) -> None:
+    def __init__(self, config: DiffusionPlanConfig, model: nn.Module) -> None:
         wide = config.wide.itemsize
         self.learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         ranks = config.nproc if config.zero else 1
@@ -299,22 +299,22 @@ class ModelData:
         self.saved = self.masters + self.state + average
 
 
-def by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
-    """Without Gemini: `core.parallel.data`."""
-    data = ModelData(config, model)
-    learned, own, masters, wide = data.learned, data.own, data.masters, config.wide.itemsize
+def by_replicas(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
+    """The footprint of training without Gemini (`core.parallel.data`)."""
+    kept = ModelData(config, model)
+    learned, own, masters, wide = kept.learned, kept.own, kept.masters, config.wide.itemsize
     [stretches] = step.microbatches
     held = repeat(_gathered(config, model)) if config.zero == 3 else _held(config, learned, own, step)
     peak = max(stretch.other_bytes + more for stretch, more in zip(stretches, held))
     whole = wide * sum(map(torch.numel, learned.values()))
     gradients = masters if config.zero >= 2 else whole
-    passed = 2 * masters + data.state + gradients
+    passed = 2 * masters + kept.state + gradients
     computing = sum(stretch.seconds for stretch in stretches)
     seconds = {"computing": computing, "updating": passed / config.speed.bytes_per_s}
     if config.nproc > 1:
         sent = 2 * whole * (config.nproc - 1) / config.nproc
         seconds["gradients between devices"] = sent / (1e9 * config.bandwidth_gb_s)
-    return Footprint(data.resident, {"forward and backward": peak, "update": gradients}, seconds)
+    return Footprint(kept.resident, {"forward and backward": peak, "update": gradients}, seconds)
 
 
 def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
@@ -322,7 +322,7 @@ def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
 
 
 def _held(
-    config: PlanConfig, learned: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]], step: StepTrace
+    config: DiffusionPlanConfig, learned: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]], step: StepTrace
 ) -> Iterator[int]:
     """Bytes of gradients at each stretch: of all buckets that have begun, whole; of ZeRO 2 the last two, and shares.
 
@@ -361,7 +361,7 @@ def _buckets(sizes: dict[str, int]) -> list[list[str]]:
     return buckets
 
 
-def _gathered(config: PlanConfig, model: nn.Module) -> int:
+def _gathered(config: DiffusionPlanConfig, model: nn.Module) -> int:
     """ZeRO 3: what is outside the blocks, two of them, the gradients of one, and shares of all."""
     blocks = [sum(map(torch.numel, block.parameters())) for block in blocks_of(model)]
     total, largest = sum(map(torch.numel, model.parameters())), max(blocks)
@@ -369,8 +369,8 @@ def _gathered(config: PlanConfig, model: nn.Module) -> int:
     return narrow * (total - sum(blocks) + 2 * largest) + wide * (largest + -(-total // config.nproc))
 
 
-def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
-    """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
+def by_gemini(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
+    """The footprint under Gemini on a rank's device; the budget holds model data, activations and messages."""
     assert config.gemini.budget is not None
     ranks, budget_bytes = config.nproc if config.zero else 1, parse_bytes(config.gemini.budget)
     found = estimate_gemini(
@@ -394,8 +394,8 @@ def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprin
     )
 
 
-def _bandwidth(config: PlanConfig, ranks: int, probed_bytes: int) -> Bandwidth:
-    """As a run finds it: on this CPU by copies of so many bytes, of a GPU by what is said of it."""
+def _bandwidth(config: DiffusionPlanConfig, ranks: int, probed_bytes: int) -> Bandwidth:
+    """The bandwidth that a run finds: on this CPU by copies of so many bytes, of a GPU by what is said of it."""
     if config.measured:
         return bandwidth_of(torch.device("cpu"), ranks, probed_bytes)
     return described_bandwidth(config.speed, 1e9 * config.bandwidth_gb_s, ranks)

@@ -32,7 +32,7 @@ from core.config import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How pictures are drawn."""
+    """The settings that draw pictures."""
 
     sampler: SamplerName = "dpm++"
     """model: the scheduler of the weights' folder; the others are made of its configuration"""
@@ -70,7 +70,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Job:
+class PictureJob:
     """One picture."""
 
     prompt: str
@@ -78,20 +78,20 @@ class Job:
 
 
 def num_evaluations(pipeline: Pipeline, sampling: Sampling) -> int:
-    """How often each picture passes the U-Net: `steps`, and nearly twice that for samplers of second order."""
+    """The passes of each picture through the U-Net: `steps`, and nearly twice that for samplers of second order."""
     return len(sampler_of(pipeline, sampling).timesteps)
 
 
 def generate(
     pipeline: Pipeline,
-    jobs: Sequence[Job],
+    jobs: Sequence[PictureJob],
     sampling: Sampling = Sampling(),
     batch: int = 4,
     on_step: Callable[[int], None] = lambda pictures: None,
-) -> Iterator[tuple[Job, Tensor]]:
+) -> Iterator[tuple[PictureJob, Tensor]]:
     """(job, picture [3, H, W] in 0 to 1, on the CPU) in the order of the jobs, `batch` at a time.
 
-    on_step  told, after each evaluation of a batch, how many pictures took it
+    on_step  called after each evaluation of a batch with the number of its pictures
 
     Raises UserError for sizes and settings that the model or the sampler has not.
     """
@@ -142,7 +142,7 @@ class Predict(Protocol):
 
 
 def is_guided(pipeline: Pipeline, sampling: Sampling) -> bool:
-    """Whether each step evaluates the U-Net without the prompt too; one that is told its guidance needs no second."""
+    """Return whether each step also evaluates the U-Net without the prompt; one that takes its guidance needs none."""
     return sampling.guidance != 1.0 and pipeline.guidance_width is None
 
 
@@ -160,18 +160,18 @@ def run_sampler(
 
     size     height and width in pixels
     predict  in any format
-    on_step  told, after each evaluation, how many pictures it was of
+    on_step  called after each evaluation with the number of its pictures
     """
     sampler = sampler_of(pipeline, sampling, device)
     shape = (pipeline.latent_channels, size[0] // pipeline.factor, size[1] // pipeline.factor)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     width = pipeline.guidance_width
-    told = None if width is None else guidance_embedding(sampling.guidance, width)
+    condition = None if width is None else guidance_embedding(sampling.guidance, width)
     guided = is_guided(pipeline, sampling)
     x = sampler.start(draw_noise(shape, generators).to(device, wide))
     for timestep in sampler.timesteps:
         seen = sampler.model_input(x, timestep)
-        predicted = predict(torch.cat([seen, seen]) if guided else seen, timestep, told).to(wide)
+        predicted = predict(torch.cat([seen, seen]) if guided else seen, timestep, condition).to(wide)
         if guided:
             predicted = guide(*predicted.chunk(2), sampling.guidance, sampling.guidance_rescale)
         x = sampler.step(predicted, timestep, x, generators)
@@ -182,7 +182,7 @@ def run_sampler(
 @torch.no_grad()
 def draw_latents(
     pipeline: Pipeline,
-    jobs: Sequence[Job],
+    jobs: Sequence[PictureJob],
     sampling: Sampling,
     size: tuple[int, int],
     on_step: Callable[[int], None] = lambda pictures: None,
@@ -193,9 +193,9 @@ def draw_latents(
     text_BLD = pipeline.encode_prompts(prompts).to(unet.device, unet.dtype)
 
     def predict(seen: Tensor, timestep: Tensor, guidance: Tensor | None) -> Tensor:
-        told = None if guidance is None else guidance.expand(len(seen), -1).to(unet.device, unet.dtype)
+        condition = None if guidance is None else guidance.expand(len(seen), -1).to(unet.device, unet.dtype)
         return unet(
-            seen.to(unet.dtype), timestep, encoder_hidden_states=text_BLD, timestep_cond=told, return_dict=False
+            seen.to(unet.dtype), timestep, encoder_hidden_states=text_BLD, timestep_cond=condition, return_dict=False
         )[0]
 
     wide = torch.float64 if unet.dtype == torch.float64 else torch.float32

@@ -49,7 +49,7 @@ def save_png(picture: Image.Image, path: Path, settings: Mapping[str, Any] | Non
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What `save_png` was given; empty for other pictures."""
+    """Read back the settings that `save_png` was given; empty for other pictures."""
     with Image.open(path) as picture:
         text = getattr(picture, "text", {})
         return json.loads(text["megalith"]) if "megalith" in text else {}

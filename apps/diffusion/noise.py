@@ -79,7 +79,7 @@ def own_scheduler(stored: Schedule, origin: object = "the schedule") -> Any:
 
 
 def prediction_of(stored: Schedule) -> Prediction:
-    """What the network predicts; diffusers' schedulers take it for the noise where nothing is said."""
+    """The network's prediction by its schedule; the noise where the schedule is silent, as in diffusers."""
     return stored.get("prediction_type", "epsilon")
 
 
@@ -134,7 +134,7 @@ class NoiseSchedule:
         return self._scheduler.add_noise(sample_BC, noise_BC, timestep_B)
 
     def target(self, sample_BC: Tensor, noise_BC: Tensor, timestep_B: Tensor) -> Tensor:
-        """What the network is to predict at x_t: eps, v or x_0 [B, C, …]."""
+        """The network's target at x_t: eps, v or x_0 [B, C, …]."""
         if self.prediction == "epsilon":
             return noise_BC
         if self.prediction == "sample":

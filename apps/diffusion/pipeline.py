@@ -57,7 +57,7 @@ _FORMER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn
 
 @dataclass
 class Pipeline:
-    """What makes pictures of prompts. The modules may be changed, cast, quantized or moved as any module."""
+    """The modules that make pictures of prompts. They may be changed, cast, quantized or moved as any module."""
 
     unet: UNet
     vae: VAE
@@ -76,7 +76,7 @@ class Pipeline:
 
     @property
     def guidance_width(self) -> int | None:
-        """Of the embedding by which a distilled U-Net is told its guidance; None: it takes none."""
+        """Width of the embedding of guidance that a distilled U-Net takes; None: it takes none."""
         return self.unet.config.time_cond_proj_dim
 
     @property
@@ -105,7 +105,7 @@ class Pipeline:
 
     @property
     def stored_bytes(self) -> int:
-        """Of the modules' parameters and buffers."""
+        """Bytes of the modules' parameters and buffers."""
         return sum(map(stored_bytes, self.modules.values()))
 
     def configs(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, o
 
 
 def _make_buffers(module: nn.Module) -> None:
-    """What is in no file: CLIP's positions."""
+    """Make the buffers that are in no file: CLIP's positions."""
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
             assert name.endswith("position_ids"), name
@@ -272,7 +272,7 @@ def some(names: Sequence[str]) -> str:
 def load_folder(
     folder: Path, dtype: torch.dtype, prediction_type: Prediction | None, tokenizer: str | Path | None
 ) -> Pipeline:
-    """Of a diffusers folder; see `apps.diffusion.loading.load_pipeline`."""
+    """Load a diffusers folder; see `apps.diffusion.loading.load_pipeline`."""
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no {INDEX}; give a diffusers folder of Stable Diffusion")
     index = read_json(folder / INDEX)
@@ -287,9 +287,9 @@ def load_folder(
     ).check(folder)
 
 
-def contradiction(origin: object, said: str, told: str | None) -> str:
+def contradiction(origin: object, said: str, given: str | None) -> str:
     return (
-        f"{origin} predicts {said}, and --prediction-type {told} was given (of training --noise.prediction); "
+        f"{origin} predicts {said}, and --prediction-type {given} was given (of training --noise.prediction); "
         "leave it out"
     )
 
@@ -508,7 +508,7 @@ def has_quantized(module: nn.Module) -> bool:
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
-    """Of transformers' or diffusers' module: what its class is built from."""
+    """The configuration that a class of transformers or diffusers is built from."""
     described = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     return {name: value for name, value in described.items() if name not in ("dtype", "torch_dtype")}
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
-from apps.diffusion.plan_config import RECIPES, PlanConfig, without_effect
+from apps.diffusion.plan_config import RECIPES, DiffusionPlanConfig, without_effect
 from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
 from core.trace.machine import SHARE_OF_PEAK
 
@@ -66,7 +66,7 @@ def _process(found: Footprint) -> str:
     )
 
 
-def _time(config: PlanConfig, found: Footprint) -> str:
+def _time(config: DiffusionPlanConfig, found: Footprint) -> str:
     """Parts of a second that matter, and what they come to."""
     whole = sum(found.seconds.values())
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.seconds.items())
@@ -78,7 +78,7 @@ def _time(config: PlanConfig, found: Footprint) -> str:
     return f"a step in {whole:.3g} s {of}; {pictures:.3g} pictures/s, {steps:,} steps in {time_in_words(steps * whole)}"
 
 
-def _require_fit(config: PlanConfig, found: Footprint, size: int) -> None:
+def _require_fit(config: DiffusionPlanConfig, found: Footprint, size: int) -> None:
     needed, where = found.peak_bytes, "device"
     if config.kind == "cpu":
         needed, where = found.process_bytes, "CPU"

@@ -25,8 +25,8 @@ from core.trace.machine import Speed, speed_of
 
 
 @dataclass(frozen=True)
-class PlanConfig:
-    """What is to be run, and on what."""
+class DiffusionPlanConfig:
+    """A run of `sample` or of training, and the machine to plan it for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("task", "model", "batch", "pixels", "steps", "precision", "scheme", "method", "lora.rank"),
@@ -134,7 +134,7 @@ class PlanConfig:
         if self.lora.start is not None:
             found["lora.start"] = "in a plan, which reads no file; give its --lora.rank and --lora.targets"
         if self.gemini.budget is not None:
-            found["gemini.trace"] = "in a plan, which does not draw it; leave it out"
+            found["gemini.figure"] = "in a plan, which does not draw it; leave it out"
             found["average"] = "with a budget, of which a plan does not know where the average lies; leave it out"
         elif self.nproc == 1:
             found["bandwidth_gb_s"] = "on one device without a budget: nothing is sent; give --nproc or --gemini.budget"
@@ -147,7 +147,7 @@ class PlanConfig:
 
     @property
     def format(self) -> Precision:
-        """What `auto` comes to."""
+        """The precision that `auto` comes to."""
         if self.precision != "auto":
             return self.precision
         if self.task == "train":
@@ -160,7 +160,7 @@ class PlanConfig:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of masters, gradients and the optimizer's state."""
+        """The format of masters, gradients and the optimizer's state."""
         return master_dtype(self.format)
 
     @property
@@ -176,7 +176,7 @@ class PlanConfig:
 
     @property
     def measured(self) -> bool:
-        """Whether the plan follows from what is measured here, as that of a run with Gemini on this CPU does."""
+        """True where the plan follows from measurements made here, as that of a run with Gemini on this CPU does."""
         return self.kind == "cpu" and self.gemini.budget is not None
 
     @property
@@ -195,7 +195,7 @@ WITHOUT_EFFECT = (
 """Options of a training run that its plan is the same without, whatever the optimizer."""
 
 
-def without_effect(config: PlanConfig) -> set[str]:
+def without_effect(config: DiffusionPlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on; on a CPU those of the time, too."""
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     if config.kind == "cuda":
@@ -204,10 +204,10 @@ def without_effect(config: PlanConfig) -> set[str]:
     return found | rates | ({"steps"} if config.task == "train" else set())
 
 
-def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:
+def of_training(config: FinetuneConfig, model: str = "sd_v1") -> DiffusionPlanConfig:
     """The plan of a training run on one device; of a subject's, with class images (prior preservation)."""
     rows = config.data.global_batch * (1 if config.method == "full" else 2)
-    return PlanConfig(
+    return DiffusionPlanConfig(
         task="train",
         model=model,
         batch=min(rows, config.microbatch or rows),
@@ -224,10 +224,10 @@ def of_training(config: FinetuneConfig, model: str = "sd_v1") -> PlanConfig:
     )
 
 
-def _of_recipe(name: str) -> PlanConfig:
+def _of_recipe(name: str) -> DiffusionPlanConfig:
     return of_training(FINETUNE[name]())
 
 
-RECIPES: dict[str, Callable[[], PlanConfig]] = {"default": PlanConfig}
+RECIPES: dict[str, Callable[[], DiffusionPlanConfig]] = {"default": DiffusionPlanConfig}
 RECIPES |= {name: partial(_of_recipe, name) for name in FINETUNE}
 """By name; those of `diffusion finetune` as they train v1."""

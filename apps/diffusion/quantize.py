@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def quantize_parts(pipeline: Pipeline, config: QuantizeConfig) -> None:
-    """In place.  Raises UserError as core's `quantize` does."""
+    """Quantize in place.  Raises UserError as core's `quantize` does."""
     device = device_of(config.device)
     for name in config.parts:
         quantize(

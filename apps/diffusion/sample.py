@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from apps.diffusion.attention import AttentionName, set_attention
 from apps.diffusion.formats.lora import load_lora, merge_lora
-from apps.diffusion.generate import Job, Sampling, check_sampling, generate, num_evaluations, picture_size
+from apps.diffusion.generate import PictureJob, Sampling, check_sampling, generate, num_evaluations, picture_size
 from apps.diffusion.images import grid, save_png, to_pil
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import Prediction
@@ -111,14 +111,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def jobs_of(config: SampleConfig) -> list[Job]:
+def jobs_of(config: SampleConfig) -> list[PictureJob]:
     """Raises UserError for no prompt, and for an empty one."""
     if not config.prompt and config.prompts is None:
         raise UserError('no prompt; say what to draw, --prompt "a red circle" or --prompts FILE')
     prompts = check_prompts(list(config.prompt), "--prompt") if config.prompt else []
     prompts += [] if config.prompts is None else read_prompts(config.prompts)
     check_text(config.negative)
-    return [Job(prompt, config.seed + i) for prompt in prompts for i in range(config.images)]
+    return [PictureJob(prompt, config.seed + i) for prompt in prompts for i in range(config.images)]
 
 
 def dtype_of(precision: str, device: torch.device) -> torch.dtype:
@@ -164,8 +164,8 @@ def next_number(folder: Path) -> int:
     return max(numbers, default=-1) + 1
 
 
-def settings_of(pipeline: Pipeline, config: SampleConfig, job: Job) -> dict[str, Any]:
-    """What it takes to draw the picture again."""
+def settings_of(pipeline: Pipeline, config: SampleConfig, job: PictureJob) -> dict[str, Any]:
+    """The settings that draw the picture again."""
     height, width = picture_size(pipeline, config)
     settings = {field.name: getattr(config, field.name) for field in fields(Sampling)}
     settings |= {"prompt": job.prompt, "seed": job.seed, "height": height, "width": width, "size": f"{width}x{height}"}
@@ -187,7 +187,7 @@ def save_grid(names: list[Path], path: Path, columns: int | None = None) -> None
     save_png(grid(pictures, columns), path)
 
 
-def _with_progress(pipeline: Pipeline, jobs: list[Job], config: SampleConfig) -> Iterator[Any]:
+def _with_progress(pipeline: Pipeline, jobs: list[PictureJob], config: SampleConfig) -> Iterator[Any]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{len(jobs)} pictures", total=len(jobs) * num_evaluations(pipeline, config))

@@ -88,7 +88,7 @@ class Sampler:
         return noise * self._scheduler.init_noise_sigma
 
     def model_input(self, x: Tensor, timestep: Tensor) -> Tensor:
-        """What the U-Net sees of a sample."""
+        """Scale a sample as the U-Net takes it."""
         return self._scheduler.scale_model_input(x, timestep)
 
     def step(self, predicted: Tensor, timestep: Tensor, x: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

@@ -20,7 +20,7 @@ Modules = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """What `unet`, `vae` and `text_encoder` are built from, and the noise they were trained with."""
+    """Configurations of `unet`, `vae` and `text_encoder`, and the noise they were trained with."""
 
     unet: dict[str, Any]
     vae: dict[str, Any]

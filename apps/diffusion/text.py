@@ -6,7 +6,7 @@ from core.config import UserError
 
 
 def is_text(given: str) -> bool:
-    """Whether a string can be written down: JSON and command lines may hold halves of characters."""
+    """Return whether a string can be written down: JSON and command lines may hold halves of characters."""
     try:
         given.encode()
     except UnicodeEncodeError:

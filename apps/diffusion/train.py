@@ -61,16 +61,16 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         with freed_memory_given_back(pipeline.stored_bytes, runtime.device):
             batches, heldout = prepare(config, pipeline, runtime)
         run_folder.enter_context(open_run(config, runtime))
-        data = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
-        optimizer = build_optimizer(config.optim, data.masters)
+        parallel = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
+        optimizer = build_optimizer(config.optim, parallel.masters)
         host = "cpu" if config.average_on_host else None
-        average = None if config.average is None else WeightAverage(data.masters, ramp(config.average), host)
+        average = None if config.average is None else WeightAverage(parallel.masters, ramp(config.average), host)
         objective = Objective(schedule.to(runtime.device), config.noise.min_snr, getattr(config, "prior_weight", 1.0))
         validation = Validation(
             config.validation,
             pipeline,
             batches.text,
-            data,
+            parallel,
             objective,
             average,
             heldout,
@@ -79,7 +79,7 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
             compute_dtype(config.precision),
         )
         summary = fit(
-            data,
+            parallel,
             optimizer,
             batches,
             objective,
@@ -93,7 +93,7 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         if runtime.leads and finished(config, summary):
             # The pipeline is loaded once more, to take over what was trained: not beside it. Hooks hold modules in
             # cycles.
-            del pipeline, model, data, optimizer, average, validation, batches, heldout, objective
+            del pipeline, model, parallel, optimizer, average, validation, batches, heldout, objective
             gc.collect()
             with freed_memory_given_back(0, runtime.device):
                 save(config)
@@ -139,7 +139,7 @@ def _begin_anew(config: PretrainConfig, pipeline: Pipeline) -> None:
 
 
 def weights_of(config: DiffusionConfig) -> Path:
-    """What a run starts from: without --model the pipeline that comes with the program."""
+    """The weights that a run starts from: without --model the pipeline that comes with the program."""
     return config.model or EMBEDDED
 
 
@@ -147,8 +147,8 @@ def load_weights(config: DiffusionConfig, dtype: torch.dtype = torch.float32) ->
     """Raises UserError for weights that are no pipeline, or in 8 bits."""
     weights = weights_of(config)
     # A folder says what it predicts; a single file may have to be told.
-    told = config.noise.prediction if weights.is_file() and not begins_anew(config) else None
-    pipeline = load_pipeline(weights, dtype, told, config.tokenizer)
+    prediction = config.noise.prediction if weights.is_file() and not begins_anew(config) else None
+    pipeline = load_pipeline(weights, dtype, prediction, config.tokenizer)
     if pipeline.guidance_width is not None:
         raise UserError(
             f"{weights} was distilled with its guidance (time_cond_proj_dim), and is not trained here; give the model "
@@ -182,7 +182,7 @@ def schedule_of(config: DiffusionConfig, stored: Schedule) -> Schedule:
 
 
 def denoiser(config: DiffusionConfig, pipeline: Pipeline) -> Denoiser:
-    """What is trained of a pipeline, in training mode; of a LoRA run only the adapters want a gradient.
+    """The trained part of a pipeline, in training mode; of a LoRA run only the adapters want a gradient.
 
     Raises UserError for a LoRA to go on from that was made for another model, or for what is not trained.
     """
@@ -202,7 +202,7 @@ def is_lora(config: DiffusionConfig) -> TypeGuard[FinetuneConfig]:
 
 
 def save(config: DiffusionConfig) -> None:
-    """What the run's last checkpoint has learned, in --out: a diffusers folder, or the files of a LoRA."""
+    """Write what the last checkpoint has learned into --out: a diffusers folder, or the files of a LoRA."""
     pipeline = starting_pipeline(config)
     trained = denoiser(config, pipeline)
     kind = "model" if config.average is None else "average"
@@ -224,7 +224,7 @@ LORA_FILES: dict[Layout, str] = {"diffusers": "pytorch_lora_weights.safetensors"
 
 
 def report(config: DiffusionConfig, summary: dict[str, Any]) -> None:
-    """What the run left, and what can be done with it next."""
+    """Print the run's results, and the commands that take them next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="rows")
     if not finished(config, summary):
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")

@@ -57,7 +57,7 @@ def tiny() -> PretrainConfig:
 
 
 def tiny_last() -> FinetuneConfig:
-    """What ends the small pipeline's training: pictures in any colour where the caption names none.
+    """The end of the small pipeline's training: pictures in any colour where the caption names none.
 
     A constant rate with a moving average: the run may end at any step.
     """

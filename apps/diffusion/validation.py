@@ -1,4 +1,4 @@
-"""How a run is doing, while it trains: pictures of fixed prompts from fixed noise, and the loss on images held out.
+"""Validation while a run trains: pictures of fixed prompts from fixed noise, and the loss on images held out.
 
 Every rank draws its share of the pictures, all of them call the model equally often (where parameters are sharded a
 call is a collective), and the first puts them into one grid, `OUT/validation/step-00000100.png`, a row for each prompt.
@@ -37,7 +37,7 @@ class Validation:
     pipeline: Pipeline
     """its VAE and its schedule draw; its other modules are not used"""
     text: Callable[[str], Tensor]
-    data: ParallelModel
+    parallel: ParallelModel
     objective: Objective
     average: WeightAverage | None
     heldout: LatentBatches | None
@@ -47,16 +47,16 @@ class Validation:
     """that the model computes in"""
 
     def __call__(self, model: nn.Module) -> Mapping[str, float]:
-        with nullcontext() if self.average is None else self.average.in_place(self.data.publish):
+        with nullcontext() if self.average is None else self.average.in_place(self.parallel.publish):
             figures = {} if self.heldout is None else {"validation_loss": self._loss(model, self.heldout)}
             if self.config.prompts:
-                with freed_memory_given_back(self.pipeline.stored_bytes, self.data.device):
+                with freed_memory_given_back(self.pipeline.stored_bytes, self.parallel.device):
                     self._draw(model)
         return figures
 
     def _loss(self, model: nn.Module, batches: LatentBatches) -> float:
-        axis = data_axis(self.data.mesh)
-        total = torch.zeros((), dtype=torch.float64, device=self.data.device)
+        axis = data_axis(self.parallel.mesh)
+        total = torch.zeros((), dtype=torch.float64, device=self.parallel.device)
         for step in range(batches.steps_an_epoch):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
             total += self.objective(model, {name: self._placed(value) for name, value in batch.items()})
@@ -65,10 +65,10 @@ class Validation:
         return float(total) / axis.size() / batches.steps_an_epoch
 
     def _placed(self, value: Tensor) -> Tensor:
-        return value.to(self.data.device, self.dtype if value.is_floating_point() else None)
+        return value.to(self.parallel.device, self.dtype if value.is_floating_point() else None)
 
     def _draw(self, model: nn.Module) -> None:
-        config, axis = self.config, data_axis(self.data.mesh)
+        config, axis = self.config, data_axis(self.parallel.mesh)
         jobs = [(prompt, self.seed + number) for prompt in config.prompts for number in range(config.num_images)]
         share = -(-len(jobs) // axis.size())
         own = [jobs[min(axis.get_local_rank() * share + place, len(jobs) - 1)] for place in range(share)]
@@ -96,7 +96,7 @@ class Validation:
         return run_sampler(self.pipeline, sampling, seeds, size, predict, text.device, wide)
 
     def _save(self, latents_BChw: Tensor) -> None:
-        self.pipeline.vae.to(self.data.device)
+        self.pipeline.vae.to(self.parallel.device)
         pictures = [to_pil(picture) for picture in decode(self.pipeline, latents_BChw.float())]
         self.pipeline.vae.to("cpu")
         path = self.folder / f"step-{self.objective.steps_seen:08d}.png"

@@ -96,7 +96,7 @@ def partial_parameters(model: AlphaFold) -> set[str]:
 
 @dataclass(frozen=True)
 class FirstTwo(How):
-    """Only two slices are computed, which are enough to see what a loop over them allocates."""
+    """A loop that computes two slices only, which are enough to see what it allocates."""
 
 
 def _slices(how: How | None, length: int) -> list[slice]:
@@ -180,7 +180,7 @@ def _multiply(
 
 
 def _on_columns(run: Callable[[Tensor], Tensor], z_BINZ: Tensor, N: int, axis: DeviceMesh) -> Tensor:
-    """What works on rows, on this rank's columns: z is switched there and back, without gradients in place."""
+    """Do what works on rows on this rank's columns: z is switched there and back, without gradients in place."""
     if not torch.is_grad_enabled():
         return transpose_(run(transpose_(z_BINZ, N, axis)), N, axis)
     columns = run(switch(z_BINZ, _ROWS, _COLUMNS, N, axis).transpose(1, 2))
@@ -362,7 +362,7 @@ def read_shards(
     *,
     distances: bool = True,
 ) -> PairNumbers:
-    """As `apps.fold.subbatch.reading.read_pairs`, of a rank's rows; the axis' first rank has all, others theirs.
+    """Read a rank's rows as `apps.fold.subbatch.reading.read_pairs`; the axis' first rank gets all, others theirs.
 
     how        slices of a rank's rows
     host       makes the results' tensors
@@ -384,7 +384,7 @@ def read_shards(
 
 
 def _distances(heads: Heads, z_BINZ: Tensor, axis: DeviceMesh, how: How | None, host: Callable[..., Tensor]) -> Tensor:
-    """Of a rank's rows, fp16[I, N, 64]."""
+    """Distances of a rank's rows, fp16[I, N, 64]."""
     rows, N = z_BINZ.shape[1:3]
     half = heads.distogram(z_BINZ)
     back = transpose_(half.clone(), N, axis)

@@ -116,9 +116,9 @@ class _Run:
 
     def __init__(self, folder: Path):
         self.batch, self.expected = _arrays(folder / "batch.npz"), _arrays(folder / "out.npz")
-        told = read_json(folder / "config.json")
-        _check_weights(folder / "params.npz", told.get("params_sha256"))
-        recycles, layers = told.get("num_recycle"), told.get("structure_layers")
+        described = read_json(folder / "config.json")
+        _check_weights(folder / "params.npz", described.get("params_sha256"))
+        recycles, layers = described.get("num_recycle"), described.get("structure_layers")
         self.config, self.parameters = load_npz(folder / "params.npz", recycles, layers)
         self.rounds = len(self.batch["aatype"])
         if self.rounds not in (1, self.config.num_recycles + 1):

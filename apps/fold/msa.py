@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from apps.fold.features.sequences import Record, read_fasta
-from apps.fold.search import hhblits, hhsearch, jackhmmer, mmseqs
+from apps.fold.search import hhblits, jackhmmer, mmseqs
 from apps.fold.search.database import Database, open_database
 from apps.fold.search.hhsearch import Hhsearch, ProfileJob
 from apps.fold.search.hits import as_a3m, ranked
-from apps.fold.search.jobs import Search, Searches, Source, jobs_of
+from apps.fold.search.jobs import Search, SearchedDatabase, Searches, jobs_of
 from core.config import UserError, parse
 
 _HIT = "\nProbab="  # once for each hit of hhsearch
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
     return 2 if refused or wrong else 0
 
 
-def _sources(config: MsaConfig) -> list[Source]:
+def _sources(config: MsaConfig) -> list[SearchedDatabase]:
     """The databases of all tools.  Raises UserError for a tool that is not installed, or a database that is none."""
     _check_names([*config.databases, *config.mmseqs_databases], list(config.hhblits_databases))
     sources = []
@@ -140,16 +140,16 @@ def _sources(config: MsaConfig) -> list[Source]:
             config.jackhmmer, jackhmmer.version(config.jackhmmer), config.e_value, config.threads
         )
         opened = [open_database(path, config.shards, config.cache, path.stem) for path in config.databases]
-        sources += [Source(tool, database) for database in opened]
+        sources += [SearchedDatabase(tool, database) for database in opened]
     if config.hhblits_databases:
         tool = hhblits.Hhblits(config.hhblits, hhblits.version(config.hhblits), config.hhblits_e_value, config.threads)
         opened = [hhblits.open_profiles(path, path.name) for path in config.hhblits_databases]
-        sources += [Source(tool, database) for database in opened]
+        sources += [SearchedDatabase(tool, database) for database in opened]
     if config.mmseqs_databases:
         version = mmseqs.version(config.mmseqs)
         tool = mmseqs.Mmseqs(config.mmseqs, version, config.e_value, config.sensitivity, config.threads)
         opened = [mmseqs.open_mmseqs(path, config.mmseqs, config.cache, path.stem) for path in config.mmseqs_databases]
-        sources += [Source(tool, database) for database in opened]
+        sources += [SearchedDatabase(tool, database) for database in opened]
     return sources
 
 
@@ -157,7 +157,7 @@ def _structures(config: MsaConfig) -> list[tuple[Hhsearch, Database]]:
     """Those of hhsearch.  Raises UserError where it is not installed, or a database is none."""
     if not config.hhsearch_databases:
         return []
-    tool = Hhsearch(config.hhsearch, hhsearch.version(config.hhsearch), config.threads)
+    tool = Hhsearch(config.hhsearch, hhblits.version(config.hhsearch, "HHsearch"), config.threads)
     _check_names([], list(config.hhsearch_databases))
     return [(tool, hhblits.open_profiles(path, path.name)) for path in config.hhsearch_databases]
 
@@ -199,7 +199,7 @@ class Aligned:
     a3m: str
 
 
-def _aligned(searches: Searches, sequence: str, source: Source, config: MsaConfig) -> Aligned:
+def _aligned(searches: Searches, sequence: str, source: SearchedDatabase, config: MsaConfig) -> Aligned:
     hits = [hit for job in jobs_of([sequence], [source]) for hit in searches.hits(job)]
     best = ranked(hits, config.max_rows)
     return Aligned(source.database.name, len(best), as_a3m(sequence, best))

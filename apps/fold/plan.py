@@ -12,7 +12,7 @@ from rich.table import Table
 from apps.fold.model.config import PRESETS, ESMFoldConfig, ModelConfig, preset
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import Absent, plan_shares, rank_bytes
-from apps.fold.subbatch import Job, Plan, free_bytes, least_bytes, longest, plan_subbatches
+from apps.fold.subbatch import FoldJob, Plan, free_bytes, least_bytes, longest, plan_subbatches
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.source import read_weights
 from core.config import UserError, parse, size_in_bytes
@@ -21,7 +21,7 @@ from core.runtime import device_kind, process_holding, tensors_within
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class FoldPlanConfig:
     length: int | None = None
     """residues; none: only the longest sequence that fits"""
     model: str = "model_1_ptm"
@@ -65,7 +65,7 @@ class PlanConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": PlanConfig}, argv, "megalith fold plan", default="default")
+    config = parse({"default": FoldPlanConfig}, argv, "megalith fold plan", default="default")
     job, budget = _job(config, config.length or 1), _budget(config)
     of_ranks = "" if config.nproc == 1 else f" for each of {config.nproc} ranks"
     print(
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _show_shares(job: Job, budget: int, config: PlanConfig) -> int:
+def _show_shares(job: FoldJob, budget: int, config: FoldPlanConfig) -> int:
     if config.length is None:
         raise UserError("megalith fold plan --nproc needs the length: --length 10000")
     if isinstance(job.config, ESMFoldConfig):
@@ -101,18 +101,18 @@ def _show_shares(job: Job, budget: int, config: PlanConfig) -> int:
     return 0
 
 
-def _pair_bytes(job: Job) -> int:
+def _pair_bytes(job: FoldJob) -> int:
     return job.residues**2 * job.config.pair_dim * job.dtype.itemsize
 
 
-def _job(config: PlanConfig, length: int) -> Job:
+def _job(config: FoldPlanConfig, length: int) -> FoldJob:
     model = _model(config.model)
     if config.num_recycles is not None:
         model = replace(model, num_recycles=config.num_recycles)
     if config.templates and model.templates is None:
         raise UserError(f"{config.model} takes no templates; leave out --templates")
     rows = model.max_msa if config.rows is None else config.rows
-    return Job(
+    return FoldJob(
         model,
         length,
         max(1, rows),
@@ -130,13 +130,13 @@ def _model(name: str) -> ModelConfig:
     return preset(name) if name in PRESETS else read_weights(Path(name))[0]
 
 
-def _budget(config: PlanConfig) -> int:
+def _budget(config: FoldPlanConfig) -> int:
     if config.memory is not None:
         return size_in_bytes(config.memory, "memory", "GiB")
     return free_bytes("cpu") // config.nproc if config.kind == "cpu" else 80 * 2**30
 
 
-def _show(job: Job, plan: Plan, least: int) -> None:
+def _show(job: FoldJob, plan: Plan, least: int) -> None:
     pairs = _pair_bytes(job)
     table = Table("operation", "how", "peak GiB", "in pair representations")
     for name, how in plan.choices.items():

@@ -8,7 +8,7 @@ PredictionPrecision = Precision | Literal["auto"]
 
 
 def chosen_precision(given: PredictionPrecision, device: str, measured: bool) -> Precision:
-    """What is given; of `auto` bf16 on a GPU, where products are a multiple faster, and fp32 elsewhere.
+    """The given precision; for `auto` bf16 on a GPU, where products are a multiple faster, and fp32 elsewhere.
 
     measured  whether what bf16 does to outputs was measured for the model (docs/fold.md): AlphaFold's, not ESMFold's
     """

@@ -40,7 +40,7 @@ from apps.fold.output.plots import plot
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import plan_shares
-from apps.fold.subbatch import HEADS, Job, apply_subbatches, free_bytes, plan_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
 from apps.fold.targets import Target, find_target
@@ -158,7 +158,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one record: a row of the summary."""
+    """The outcome of one record: a row of the summary."""
 
     name: str
     residues: int
@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
 
 
 def resolved(config: PredictConfig) -> PredictConfig:
-    """With the device and the precision that are taken."""
+    """The config with the device and the precision that are taken."""
     device = device_kind(config.device)
     measured = not any(is_esmfold(path) for path in config.model)
     return replace(config, device=device, precision=chosen_precision(config.precision, device, measured))
@@ -277,7 +277,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _on_the_first(do: Callable[[], _Result]) -> _Result:
-    """What rank 0 returns of `do`, which it alone calls, or the error that it meets: on every rank.
+    """Return on every rank the result of `do`, which rank 0 alone calls, or raise the error that it meets.
 
     So all of them go on with the same record; each alone, they would meet in collectives of different ones.
     """
@@ -321,7 +321,7 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
 def _left(
     folder: Path, key: dict[str, Any], overwrite: bool, unfinished: Unfinished
 ) -> tuple[dict[str, Any] | None, dict[int, Row]]:
-    """What earlier runs left of a record: its ranking where it is done, and rows where it is not.
+    """Find what earlier runs left of a record: its ranking where it is done, and rows where it is not.
 
     Raises UserError where its folder cannot be, or is another's.
     """
@@ -364,7 +364,7 @@ def _predict_all(
 
 
 def _about_alignment(target: Target, models: list[Model]) -> str:
-    """What a user should know of the alignment, or of there being none."""
+    """Notes for the user on the alignment, or on there being none."""
     of_alignments = any(not isinstance(model.config, ESMFoldConfig) for model in models)
     if len(target.alignment) == 1:
         return "no alignment; a sequence alone folds poorly" if of_alignments else ""
@@ -433,20 +433,20 @@ class OnDevice(Sequence[Features]):
         return self.features[index].to(self.device, self.dtype)
 
 
-def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype, device: str) -> Job:
-    """What is asked of the planner: the sizes of the largest iteration."""
+def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype, device: str) -> FoldJob:
+    """The planner's question: the sizes of the largest iteration."""
     sizes = [max(numbers) for numbers in zip(*(one.sizes() for one in features))]
     hidden = any(bool((mask == 0).any()) for one in features for mask in _masks(one))
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    return Job(model, *sizes, dtype=dtype, device=kind, iterations=len(features), hidden=hidden)
+    return FoldJob(model, *sizes, dtype=dtype, device=kind, iterations=len(features), hidden=hidden)
 
 
-def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device: str) -> Job:
+def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device: str) -> FoldJob:
     """What `job_of` will say of the target's features: mostly the same, so that its plan is known by then."""
     sizes = target.sizes(model)
     hidden = sizes[1] == len(target.alignment) or sizes[3] > 0  # no extra row, or templates with unknown angles
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    return Job(model, *sizes, dtype=dtype, device=kind, iterations=model.num_recycles + 1, hidden=hidden)
+    return FoldJob(model, *sizes, dtype=dtype, device=kind, iterations=model.num_recycles + 1, hidden=hidden)
 
 
 def _masks(features: Features) -> list[Tensor]:
@@ -495,7 +495,7 @@ def _outcome(target: Target, done: dict[str, Any]) -> Outcome:
 
 
 def _origin(model: Model, seed: int) -> dict[str, Any]:
-    """What a prediction stems from, as its files say it."""
+    """The origin of a prediction, as its files say it."""
     return {"model": model.name, "seed": seed} | ({"note": model.note} if model.note else {})
 
 

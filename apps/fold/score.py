@@ -1,4 +1,4 @@
-"""How near a structure is to another: lDDT, TM-score, RMSD, GDT, on residues that correspond.
+"""Scores of a structure against another: lDDT, TM-score, RMSD, GDT, on residues that correspond.
 
 All but lDDT superpose. The TM-score is the best over many starting superpositions (Zhang and Skolnick 2004): of whole
 fragments of every length halved from L down to 4, each refined on the residues that it brings near; so it is a lower

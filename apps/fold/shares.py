@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.fold.axial import FirstTwo, read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.subbatch import HEADS, How, Job
+from apps.fold.subbatch import HEADS, FoldJob, How
 from apps.fold.subbatch.planner import gib_up, meta_features, planned, stand_in, weights_bytes, without_masks
 from core.comm.collectives import all_reduce_max
 from core.config import UserError
@@ -49,7 +49,7 @@ class Absent:
 Axis = DeviceMesh | Absent
 
 
-def plan_shares(job: Job, budget_bytes: int, axis: Axis, *, of_process: bool = False) -> dict[str, How]:
+def plan_shares(job: FoldJob, budget_bytes: int, axis: Axis, *, of_process: bool = False) -> dict[str, How]:
     """Slices of a rank's rows, alike on all ranks, within `budget_bytes` of each.
 
     of_process  as in `plan_subbatches`
@@ -95,7 +95,7 @@ def _largest(number: float, axis: Axis) -> float:
     return float(all_reduce_max(torch.tensor(number, dtype=torch.float64), axis))
 
 
-def rank_bytes(job: Job, choices: Mapping[str, How], axis: Axis) -> int:
+def rank_bytes(job: FoldJob, choices: Mapping[str, How], axis: Axis) -> int:
     """The most bytes that this rank has alive at once on its device in a prediction with these slices."""
     config = job.config
     stacks = {name: replace(getattr(config, name), num_blocks=min(1, getattr(config, name).num_blocks))

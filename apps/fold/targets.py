@@ -1,4 +1,4 @@
-"""What is to be folded: a sequence with its alignment and its templates, found by name."""
+"""The targets of folding: a sequence with its alignment and its templates, found by name."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

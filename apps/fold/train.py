@@ -59,12 +59,12 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             network = AlphaFold(model)
         if config.learns == "confidence":
             confidence_alone(network)
-        data = parallelize(network, mesh, config, materialise=_materialise(config, values))
-        optimizer = build_optimizer(config.optim, data.masters)
-        average = None if config.average is None else WeightAverage(data.masters, unbiased(config.average))
+        parallel = parallelize(network, mesh, config, materialise=_materialise(config, values))
+        optimizer = build_optimizer(config.optim, parallel.masters)
+        average = None if config.average is None else WeightAverage(parallel.masters, unbiased(config.average))
         dtype = compute_dtype(config.precision)
         summary = fit(
-            data,
+            parallel,
             optimizer,
             FoldBatches(chains, config.data, model, config.seed),
             Objective(config.loss, config.learns),
@@ -72,7 +72,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             runtime,
             evaluate=None
             if heldout is None
-            else validation(heldout, model, data, average, data_axis(mesh), runtime.device, dtype),
+            else validation(heldout, model, parallel, average, data_axis(mesh), runtime.device, dtype),
             average=average,
             values=as_json(config),
         )
@@ -111,7 +111,7 @@ def _datasets(config: FoldTrainConfig, runtime: Runtime) -> tuple[Dataset, Datas
 
 
 def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any]) -> None:
-    """What the run left, and what can be done with it next."""
+    """Print the run's results, and the commands that take them next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="chains")
     if summary["status"] == "stopped" or summary["step"] < config.steps:
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")

@@ -1,4 +1,4 @@
-"""From raw text to token shards: what `llm tokenize` does, and every run on a corpus that was not tokenized before.
+"""Raw text to token shards, as `llm tokenize` does it, and every run on a corpus that was not tokenized before.
 
 1. A key is made of the corpus (paths, sizes, times), the tokenizer and the options; under it lies the cached result.
 2. Where there is none, the process that gets the lock makes it and the others wait: documents are read, split into
@@ -27,7 +27,7 @@ import numpy as np
 
 from apps.llm.tokenizer import NUM_BYTES, Tokenizer, load_tokenizer, train_bpe
 from core.config import UserError, option
-from core.data import BatchSize, Document, Faults, RampConfig, ShardWriter, Source, TokenShards, split_of
+from core.data import BatchSize, Document, Faults, RampConfig, ShardWriter, TextSource, TokenShards, split_of
 from core.files import Damaged, check_stamps, signed, stamp, unsigned, write_file
 
 STDLIB = "stdlib"
@@ -115,11 +115,11 @@ class Corpus:
     skipped: str
 
 
-def source_of(config: DataConfig) -> Source:
+def source_of(config: DataConfig) -> TextSource:
     if config.path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        return Source(root, format="text", suffixes=(".py",), exclude=_NO_SOURCE_OF_OURS)
-    return Source(
+        return TextSource(root, format="text", suffixes=(".py",), exclude=_NO_SOURCE_OF_OURS)
+    return TextSource(
         Path(config.path),
         format=config.format,
         text_field=config.text_field,
@@ -148,7 +148,7 @@ def prepare(
 
     Args:
         folder: where results are cached unless `config.cache` says otherwise; the same for all ranks of a machine.
-        progress: told what is being done and the bytes of text done so far.
+        progress: called with what is being done and the bytes of text done so far.
         timeout_s: how long to wait for another process that is making the same corpus.
     """
     source = source_of(config)
@@ -194,7 +194,7 @@ def _lock(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
 
 def _make(
     config: DataConfig,
-    source: Source,
+    source: TextSource,
     fingerprint: str,
     given: Tokenizer | None,
     folder: Path,
@@ -268,7 +268,7 @@ def _faults(config: DataConfig) -> Faults:
     return Faults("skip" if config.path == STDLIB else config.on_error)  # a few of its files are not UTF-8 on purpose
 
 
-def _train(config: DataConfig, source: Source, progress: Callable[[str, int], None]) -> Tokenizer:
+def _train(config: DataConfig, source: TextSource, progress: Callable[[str, int], None]) -> Tokenizer:
     """A BPE of the train documents, of the first 2^29 characters where there are more."""
 
     def texts() -> Iterator[str]:

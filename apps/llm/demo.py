@@ -97,7 +97,7 @@ def trial(config: PretrainConfig, options: list[str]) -> int:
 
 
 def steps_that_fit(config: PretrainConfig, seconds: float, tokens_per_s: float) -> int:
-    """How many of the run's steps; at least a tenth of them, so that something is learned on any machine."""
+    """The number of the run's steps that fit; at least a tenth of them, so that something is learned on any machine."""
     fit = int(seconds * tokens_per_s / (config.data.global_batch * config.data.sequence_length)) - EVALUATION_STEPS
     return min(config.steps, max(config.steps // 10, fit))
 

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 def write(
     model: Decoder, tokenizer: Tokenizer, config: GenerateConfig, *, seed: int, show: Callable[[str], None]
 ) -> str:
-    """What the model writes after the prompt; `show` gets each piece as soon as its characters are complete.
+    """Continue the prompt, and return the new text; `show` gets each piece as soon as its characters are complete.
 
     A text that ends amid a character ends in U+FFFD.
     """

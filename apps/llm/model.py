@@ -20,8 +20,8 @@ from core.train import checkpoint_path
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a model lies and what it is; nothing is loaded yet.
+class StoredModel:
+    """A model in a folder and its configuration; nothing is loaded yet.
 
     folder  the Hugging Face folder, or the run folder
     is_run  whether it is a run of `megalith llm pretrain`
@@ -63,8 +63,8 @@ class Source:
         return load_tokenizer(self.tokenizer_folder)
 
 
-def find_model(folder: Path) -> Source:
-    """What lies in a folder.  Raises UserError where that is no model."""
+def find_model(folder: Path) -> StoredModel:
+    """Find the model in a folder.  Raises UserError where there is none."""
     path = folder / "config.json"
     try:
         described = json.loads(path.read_text())
@@ -78,8 +78,8 @@ def find_model(folder: Path) -> Source:
             f"serve it: megalith serve --model {folder}"
         )
     if isinstance(described, dict) and "model_type" in described:
-        return Source(folder, load_config(folder), is_run=False)
-    return Source(folder, _decoder_config(described, path), is_run=True)
+        return StoredModel(folder, load_config(folder), is_run=False)
+    return StoredModel(folder, _decoder_config(described, path), is_run=True)
 
 
 def _decoder_config(described: Any, path: Path) -> DecoderConfig:

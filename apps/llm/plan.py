@@ -37,7 +37,7 @@ from core.trace.machine import UNKNOWN_FLOPS, Speed
 
 
 @dataclass(frozen=True)
-class PlanConfig(PretrainConfig):
+class LLMPlanConfig(PretrainConfig):
     """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
@@ -109,9 +109,9 @@ WITH_GEMINI = ("compile", "data.mask_documents")
 """Those of them that a plan with a budget depends on: it traces the step."""
 
 
-def _of_run(recipe: Callable[[], PretrainConfig]) -> PlanConfig:
+def _of_run(recipe: Callable[[], PretrainConfig]) -> LLMPlanConfig:
     config = recipe()
-    return PlanConfig(**{item.name: getattr(config, item.name) for item in fields(config)})
+    return LLMPlanConfig(**{item.name: getattr(config, item.name) for item in fields(config)})
 
 
 def main(argv: list[str]) -> int:
@@ -134,13 +134,13 @@ def _shape_of(folder: Path, given: set[str]) -> DecoderConfig:
     return find_model(folder).config
 
 
-def without_effect(config: PlanConfig) -> set[str]:
+def without_effect(config: LLMPlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     return found - set(() if config.gemini.budget is None else WITH_GEMINI)
 
 
-def _show(config: PlanConfig, console: Console) -> None:
+def _show(config: LLMPlanConfig, console: Console) -> None:
     run = run_shape(config)
     model = decoder_shape(config.model)
     memory = estimate_memory(model, run)
@@ -181,10 +181,10 @@ def _stages(config: PretrainConfig) -> Iterator[tuple[int, int]]:
             yield count, rows
 
 
-def _show_residency(config: PlanConfig, console: Console) -> None:
+def _show_residency(config: LLMPlanConfig, console: Console) -> None:
     """What Gemini makes of the run in its budget."""
-    if config.timeline is not None or config.gemini.trace is not None:
-        drawing = "--timeline" if config.timeline is not None else "--gemini.trace"
+    if config.timeline is not None or config.gemini.figure is not None:
+        drawing = "--timeline" if config.timeline is not None else "--gemini.figure"
         raise UserError(
             f"{drawing} with gemini.budget={config.gemini.budget}: megalith llm plan does not draw it; leave it out"
         )
@@ -237,7 +237,7 @@ def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine:
 
 
 def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
-    """How a run of this configuration cuts model and batch.
+    """The shape of a run of this configuration: how it cuts model and batch.
 
     rows  of the global batch; by default the full one
     """
@@ -298,13 +298,13 @@ def warning(config: PretrainConfig, kind: str, device_bytes: int, host_bytes: in
     return None
 
 
-def _machine(config: PlanConfig) -> Machine | None:
+def _machine(config: LLMPlanConfig) -> Machine | None:
     peak = _peak_flops(config)
     return None if peak is None else Machine(peak, config.bandwidth_gb_s * 1e9, config.utilisation)
 
 
-def _peak_flops(config: PlanConfig) -> float | None:
-    """Of the device that is planned for; None where nobody knows."""
+def _peak_flops(config: LLMPlanConfig) -> float | None:
+    """The peak of the device that is planned for; None where it is unknown."""
     dtype = compute_dtype(config.precision)
     if config.gpu is None:
         return peak_flops("cuda" if torch.cuda.is_available() else "cpu", dtype)

@@ -66,7 +66,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         mesh = runtime.mesh(config.mesh, config.zero)
         with torch.device("meta"):
             model = Decoder(config.model)
-        data = parallelize(
+        parallel = parallelize(
             model,
             mesh,
             config,
@@ -76,9 +76,9 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             ),
             materialise=materialise,
         )
-        optimizer = build_optimizer(config.optim, data.masters)
+        optimizer = build_optimizer(config.optim, parallel.masters)
         summary = fit(
-            data,
+            parallel,
             optimizer,
             training_batches(config, corpus),
             token_loss,
@@ -95,7 +95,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
 
 
 def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
-    """What stages are balanced by, alike on every rank."""
+    """The costs that stages are balanced by, alike on every rank."""
     run = run_shape(config)
     if run.pp == 1 or config.pipeline.cost == "estimated":
         return stage_costs(decoder_shape(config.model), run)
@@ -107,7 +107,7 @@ def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
 
 
 def kernels(runtime: Runtime) -> Transforms:
-    """Those of `core.kernels`, for the whole model."""
+    """The plan of `core.kernels` for the whole model."""
     if runtime.leads and runtime.device.type != "cuda":
         print("warning: --kernels changes nothing here: kernels run on a GPU only", file=sys.stderr)
     return {"": by_kernels}
@@ -168,7 +168,7 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
 
 
 def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
-    """What the run left, and what can be done with it next."""
+    """Print the run's results, and the commands that take them next."""
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
     if summary["status"] == "stopped" or summary["step"] < config.steps:
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")

@@ -63,7 +63,7 @@ def debug_moe() -> PretrainConfig:
 
 
 def demo() -> PretrainConfig:
-    """What `make demo` trains, there in runs/demo: a small GPT on the source of this Python's standard library."""
+    """The run of `make demo`, in runs/demo: a small GPT on the source of this Python's standard library."""
     return PretrainConfig(
         model=DecoderConfig(vocab_size=4096, dim=256, num_layers=4, num_heads=4, ffn_dim=1024, max_length=256),
         data=DataConfig(path="stdlib", vocab_size=4096, sequence_length=256, global_batch=16),

@@ -1,4 +1,4 @@
-"""What Gemini makes of a run in its budget, before it runs: a rank's model is traced without memory and other ranks."""
+"""Gemini's plan of a run in its budget, before it runs: a rank's model is traced without memory and other ranks."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What a client gets: the engine's events as OpenAI's completion and chat completion objects, whole or in pieces.
+"""The answer to a client: the engine's events as OpenAI's completion and chat completion objects, whole or in pieces.
 
 Both forms are made of the same pieces by the same functions, so what a stream adds up to is what the whole answer is,
 logprobs and all.

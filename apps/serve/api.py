@@ -1,4 +1,4 @@
-"""How what a client sends (`fields`) becomes requests to the engine; and errors in OpenAI's form."""
+"""The way from a client's body (`fields`) to requests to the engine; and errors in OpenAI's form."""
 
 import logging
 import re

@@ -71,7 +71,7 @@ class Load:
 
 @dataclass
 class Served:
-    """What became of it. Times in seconds after it was sent."""
+    """The outcome of a request. Times in seconds after it was sent."""
 
     status: int = 0
     prompt_tokens: int = 0
@@ -94,7 +94,7 @@ def loads(config: BenchConfig) -> list[Load]:
 
 
 async def measure(url: str, model: str | None, load: list[Load], clients: int) -> tuple[list[Served], float]:
-    """What became of each request, and how long all took."""
+    """Send the load.  Returns each request's outcome, and the seconds that all took."""
     began, turn = time.perf_counter(), asyncio.Semaphore(clients)
 
     async def one(asked: Load) -> Served:

@@ -15,7 +15,7 @@ PageDtype = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model runs."""
+    """The options of a model's engine."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"kv_gb": "cache=GB"}
 
@@ -34,9 +34,9 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     """tokens of all sequences in one step"""
     prefill_chunk: int = 512
-    """tokens of prompts in a step at most, while somebody writes: bounds the longest pause"""
+    """tokens of prompts in a step at most, while sequences decode: bounds the longest pause"""
     stretch: float = 2.0
-    """how many times as long a step may take on average while prompts wait and somebody writes: at 2 both get half of
+    """how many times as long a step may take on average while prompts wait and sequences decode: at 2 both get half of
     the time; more lets prompts begin sooner, less keeps the others' pace"""
     max_length: int | None = None
     """tokens of prompt and text together; by default those that the model is meant for"""
@@ -45,20 +45,20 @@ class EngineConfig:
     compile: bool = False
     """compute by one graph of torch.compile, which takes up to a minute at the start; for CPUs with a C++ compiler"""
     graphs: Literal["auto", "on", "off"] = "auto"
-    """capture steps in which all write, launch each as one, and decide on the next meanwhile; auto: on CUDA"""
+    """capture steps in which all sequences decode, launch each as one, decide on the next meanwhile; auto: on CUDA"""
 
     def __post_init__(self) -> None:
         if self.cache is not None:
             size_in_bytes(self.cache, "engine.cache", "GiB")
         if self.stretch <= 1:
-            raise UserError(f"stretch is {self.stretch}; prompts take time beside those who write, so give more than 1")
+            raise UserError(f"stretch is {self.stretch}; prompts take time beside the decode batch; give more than 1")
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"max_length is {self.max_length}; prompt and text need at least 2 tokens")
 
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """What a client may do."""
+    """The limits of clients."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"max_body_bytes": "max_body=B"}
 
@@ -131,5 +131,5 @@ class ServeConfig(HttpConfig):
         return found
 
     def scheme(self) -> Scheme | None:
-        """How weights are to be quantized.  Raises UserError for a group size that there is not."""
+        """The scheme that weights are quantized by.  Raises UserError for a group size that there is not."""
         return None if self.quantize is None else Scheme(self.quantize, self.group_size)

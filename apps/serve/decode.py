@@ -1,4 +1,4 @@
-"""Steps in which every sequence writes one token, as one launch: over buffers that stay where they are.
+"""Steps in which every sequence decodes one token, as one launch: over buffers that stay where they are.
 
 A GPU takes such a step's many small kernels faster than a host can launch them one by one. So the step is captured at
 the start, for some numbers of sequences and some ways of drawing, and then launched as a whole:
@@ -29,10 +29,10 @@ from apps.serve.runner import DECODE, HEADER, PagedContext, Runner, Step
 from apps.serve.sampler import NEUTRAL, NUM_NUMBERS, Reading, Sampler, Way, joined, pick, read, slab_rows
 
 WAYS = (
-    Way(draws=False, sorts=False, adjusts=False, told=None),
-    Way(draws=True, sorts=False, adjusts=False, told=None),
-    Way(draws=True, sorts=True, adjusts=True, told=None),
-    Way(draws=True, sorts=True, adjusts=True, told=MAX_LOGPROBS),
+    Way(draws=False, sorts=False, adjusts=False, num_logprobs=None),
+    Way(draws=True, sorts=False, adjusts=False, num_logprobs=None),
+    Way(draws=True, sorts=True, adjusts=True, num_logprobs=None),
+    Way(draws=True, sorts=True, adjusts=True, num_logprobs=MAX_LOGPROBS),
 )
 """Those that are captured, the least first."""
 
@@ -67,8 +67,8 @@ class Decode:
         self.runner, self.sampler, self.machine = runner, sampler, runner.machine
         self.max_length, self.max_pages = max_length, -(-max_length // runner.page_size)
         self.buckets = buckets(max_running)
-        told = min(MAX_LOGPROBS, runner.model.config.vocab_size)
-        self.ways = [replace(way, told=None if way.told is None else told) for way in WAYS]
+        num_logprobs = min(MAX_LOGPROBS, runner.model.config.vocab_size)
+        self.ways = [replace(way, num_logprobs=None if way.num_logprobs is None else num_logprobs) for way in WAYS]
         self.tokens = runner.tokens = torch.zeros(max_running, dtype=torch.int64, device=runner.device)
         if sampler is not None:
             sampler.tokens = self.tokens
@@ -134,7 +134,7 @@ class Decode:
         return compute
 
     def way(self, step: Step) -> int | None:
-        """Which of the ways a step goes; None where it is none of those that were captured."""
+        """The captured way that a step goes; None where there is none."""
         if not step.writes_only or len(step.ids) > self.buckets[-1]:
             return None
         wanted = joined(ask.way for ask in step.asks)
@@ -152,7 +152,7 @@ class Decode:
         return lambda: read(asks, [(range(count), fetched)])
 
     def follow(self, words: Tensor) -> None:
-        """On another rank, the step that the first one has sent."""
+        """Run, on another rank, the step that the first one has sent."""
         self._replay(words, int(words[2]), int(words[3]))
 
     @torch.inference_mode()

@@ -43,7 +43,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What still waits, at the end."""
+        """Return the text that still waits, at the end."""
         new = self._new_text()[self._shown :]
         self._shown += len(new)
         return new
@@ -64,11 +64,11 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """What may be shown now. `stopped` says whether a stop string is complete; the text ends there."""
+        """Take a token; return what may be shown now. `stopped`: a stop string is complete, and the text ends there."""
         return self._grow(self._detokenizer.push(token))
 
     def finish(self) -> str:
-        """What is left; a stop string may be complete only now."""
+        """Return the text that is left; a stop string may be complete only now."""
         if self.stopped:
             return ""
         return self._grow(self._detokenizer.flush(), last=True)

@@ -1,5 +1,5 @@
 """The engine: sequences, pages and model, a step at a time. No threads, no text but the sequences' own, and no clock
-but the one that paces prompts beside those who write.
+but the one that paces prompts beside the decode batch.
 
 A step: schedule; give back, claim and grow pages; run the model over all new tokens; draw the next token of each
 sequence whose tokens are all computed; end those that are done; report what is new.
@@ -35,14 +35,14 @@ from apps.serve.request import (
 )
 from apps.serve.runner import Runner, Step
 from apps.serve.sampler import Ask, Reading, Sampled, Sampler
-from apps.serve.scheduler import Batch, Job, Limits, schedule
+from apps.serve.scheduler import Batch, Limits, SequenceCounts, schedule
 from apps.serve.text import Text
 from core.config import UserError
 
 
 @dataclass
 class Counts:
-    """What has happened since the engine was made."""
+    """Counts of events since the engine was made."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -87,7 +87,7 @@ class Engine:
     """Serves one model. Not thread-safe: `apps.serve.loop` gives it a thread.
 
     max_length  tokens that prompt and text may have together
-    pace        when prompts are computed beside those who write, and how long their chunks are; None: in each step,
+    pace        when prompts are computed beside the decode batch, and how long their chunks are; None: in each step,
                 `limits.prefill_chunk`
     sampler     that of the runner's `decode`, where it has one
     ahead       whether the next step is launched before the last one is read
@@ -174,7 +174,7 @@ class Engine:
         return bool(mine)
 
     def position(self, request_id: str) -> int | None:
-        """How many requests are to begin before it; None when it has begun."""
+        """The number of requests that begin before it; None when it has begun."""
         ids = list(dict.fromkeys(s.request.id for s in self.waiting if not s.prompt_reported))
         return ids.index(request_id) if request_id in ids else None
 
@@ -227,10 +227,10 @@ class Engine:
         limits = self.limits
         chunk = None if self.pace is None else self.pace.chunk(limits.prefill_chunk, self._num_pending())
         scarce = self.pages.num_free < limits.most_new_pages(len(self.running))
-        running = [self._running_job(sequence, scarce) for sequence in self.running]
-        batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits, chunk)
-        if not batch.parts and chunk == 0:  # those who write lack pages that a prompt before them holds
-            batch = schedule(self._waiting_jobs(matches), running, self.pages.num_free, limits)
+        running = [self._running_counts(sequence, scarce) for sequence in self.running]
+        batch = schedule(self._waiting_counts(matches), running, self.pages.num_free, limits, chunk)
+        if not batch.parts and chunk == 0:  # decoding sequences lack pages that a prompt before them holds
+            batch = schedule(self._waiting_counts(matches), running, self.pages.num_free, limits)
         return batch
 
     def _begin(self, flight: Flight, step: Step) -> None:
@@ -269,33 +269,34 @@ class Engine:
         following = [prompt[place + 1] for place in places if place + 1 < len(prompt)]
         # The last place's token is not known; whether its logits are numbers is.
         following += [0] * (len(places) - len(following))
-        flight.prompts[sequence.number] = self.sampler.tell(logits_RV, following, sequence.request.prompt_logprobs or 0)
+        count = sequence.request.prompt_logprobs or 0
+        flight.prompts[sequence.number] = self.sampler.score(logits_RV, following, count)
 
     def _settle(self, flight: Flight) -> list[Event]:
         """Wait for a step, put what it computed into the pages' books, and report what it drew."""
         sampled = flight.reading()
-        told = {number: reading() for number, reading in flight.prompts.items()}
+        scored = {number: reading() for number, reading in flight.prompts.items()}
         now = time.perf_counter()
         later = () if self._flight is None else self._flight.drawn
         for sequence in flight.drawn:
             if sequence not in later:
                 sequence.unread = None
         if self.pace is not None:
-            writers = sum(count == 1 for _, count in flight.parts)
-            self.pace.observe(writers, flight.num_tokens - writers, now - max(flight.began, self._settled_at))
+            decoding = sum(count == 1 for _, count in flight.parts)
+            self.pace.observe(decoding, flight.num_tokens - decoding, now - max(flight.began, self._settled_at))
         self._settled_at = now
         for (sequence, _), until in zip(flight.parts, flight.until, strict=True):
             if sequence.held is not None:
                 self.pages.commit(sequence.held, sequence.tokens, until)
-        return self._read(flight, sampled, told)
+        return self._read(flight, sampled, scored)
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------
 
-    def _waiting_jobs(self, matches: dict[int, Match]) -> Iterator[Job]:
+    def _waiting_counts(self, matches: dict[int, Match]) -> Iterator[SequenceCounts]:
         for sequence in self.waiting:
             match = Match() if sequence.wants_prompt_logprobs else self.pages.match(sequence.tokens)
             matches[sequence.number] = match
-            yield Job(
+            yield SequenceCounts(
                 sequence.number,
                 len(sequence.tokens),
                 self.pages.num_tokens(match),
@@ -313,13 +314,13 @@ class Engine:
                 break
         return pending
 
-    def _running_job(self, sequence: Sequence, scarce: bool) -> Job:
+    def _running_counts(self, sequence: Sequence, scarce: bool) -> SequenceCounts:
         """scarce: somebody may be preempted; otherwise nobody's pages are looked at one by one"""
         assert sequence.held is not None
         num_pages, returns = len(sequence.held.pages), self.pages.num_returned(sequence.held) if scarce else 0
         computed = sequence.num_computed
         num_tokens = computed if sequence.unread is not None and sequence.is_last else sequence.num_tokens
-        return Job(sequence.number, num_tokens, computed, num_pages, returns=returns)
+        return SequenceCounts(sequence.number, num_tokens, computed, num_pages, returns=returns)
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -404,18 +405,18 @@ class Engine:
 
     def _ask(self, sequence: Sequence) -> Ask:
         request = sequence.request
-        told = request.logprobs if request.num_sequences == 1 else request.logprobs or 0  # the best are chosen by it
-        return self.sampler.ask(sequence, told, int(sequence.unread is not None))
+        num_logprobs = request.logprobs if request.num_sequences == 1 else request.logprobs or 0  # the best need them
+        return self.sampler.ask(sequence, num_logprobs, int(sequence.unread is not None))
 
     def _read(
-        self, flight: Flight, sampled: list[Sampled | None], told: dict[int, list[Sampled | None]]
+        self, flight: Flight, sampled: list[Sampled | None], scored: dict[int, list[Sampled | None]]
     ) -> list[Event]:
         """Report what a step has brought."""
         events: list[Event] = []
         ready = []
         for sequence, places in flight.asked:
-            if sequence.number in told and sequence.state is State.RUNNING:
-                self._read_prompt(sequence, places, told[sequence.number])
+            if sequence.number in scored and sequence.state is State.RUNNING:
+                self._read_prompt(sequence, places, scored[sequence.number])
             if sequence.state is State.RUNNING and places.stop == len(sequence.tokens):
                 ready.append(sequence)
         for sequence in ready:
@@ -425,10 +426,10 @@ class Engine:
                 events.append(self._fail(sequence) if found is None else self._append(sequence, found))
         return events
 
-    def _read_prompt(self, sequence: Sequence, places: range, told: list[Sampled | None]) -> None:
+    def _read_prompt(self, sequence: Sequence, places: range, scored: list[Sampled | None]) -> None:
         request = sequence.request
-        sequence.is_broken |= None in told
-        for place, found in zip(places, told, strict=True):
+        sequence.is_broken |= None in scored
+        for place, found in zip(places, scored, strict=True):
             if place + 1 < len(request.prompt) and found is None:
                 sequence.prompt_tokens.append(Token(request.prompt[place + 1], 0))
             elif found is not None and place + 1 < len(request.prompt):

@@ -76,7 +76,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text.
+    """Options of what a stream sends beside its text.
 
     continuous_usage_stats  each piece tells the usage until then, as vLLM's does; together with include_usage
     include_obfuscation     pieces of a stream are padded, so that their sizes do not tell what they say
@@ -102,7 +102,7 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class Message(Body):
-    """What somebody said. The fields of the server's own messages are among them.
+    """A message of a conversation. The fields of the server's own messages are among them.
 
     name     for templates that tell it
     refusal  what an assistant said in the place of an answer
@@ -145,7 +145,7 @@ class Message(Body):
         return refusal
 
     def as_text(self) -> dict[str, str]:
-        """What a template gets."""
+        """The message as a template gets it."""
         if isinstance(self.content, str):
             said = self.content
         else:
@@ -156,7 +156,7 @@ class Message(Body):
 
 
 class Options(Body):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model: str | None = None
     n: Annotated[Int, Field(ge=1, le=128)] | None = None

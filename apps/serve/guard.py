@@ -1,4 +1,4 @@
-"""What stands before the application: the size of bodies, the key, the host and origin of calls. Plain ASGI.
+"""The guard before the application: the size of bodies, the key, the host and origin of calls. Plain ASGI.
 
 A web page from elsewhere can let its own name point to this machine (DNS rebinding) and then read answers as its own.
 Browsers tell the name as Host, so where no key is asked for, a name that is not this server's gets no answer.
@@ -151,7 +151,7 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def _is_unspecified(host: str) -> bool:
-    """Whether it stands for all of the machine's addresses."""
+    """Return whether a host stands for all of the machine's addresses."""
     address = _address(host)
     return host == "" or (address is not None and address.is_unspecified)
 

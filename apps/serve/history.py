@@ -1,4 +1,4 @@
-"""What bias and penalties need to know of a sequence, on the device: which tokens it has, which come easier or not yet.
+"""A sequence's history on the device, for bias and penalties: which tokens it has, which come easier or not yet.
 
 Each sequence that has any of them gets a lane, a row of tables over the vocabulary; most have none. The tables are
 written by the step that draws a token, so the next one may begin before the host has read it.
@@ -51,7 +51,7 @@ class Histories:
         self._free.extend(range(num_lanes - 1, old - 1, -1))
 
     def lane(self, sequence: Sequence) -> int:
-        """That of a sequence, all of whose tokens are known when it is asked for first."""
+        """The lane of a sequence, all of whose tokens are known when it is asked for first."""
         if sequence.number not in self._lanes:
             if not self._free:
                 self.reserve(max(4, 2 * self.num_lanes))

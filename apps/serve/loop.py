@@ -96,7 +96,7 @@ class EngineLoop:
         return sum(client.begun is None for client in list(self._clients.values()))
 
     def position(self, request_id: str) -> int | None:
-        """How many requests began to wait before this one and wait still; None when it has begun."""
+        """The number of requests that came before this one and wait still; None when it has begun."""
         client = self._clients.get(request_id)
         if client is None or client.begun is not None:
             return None

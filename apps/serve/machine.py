@@ -1,4 +1,4 @@
-"""How a device computes beside the host that steers it: numbers go there, results come back, and work is captured.
+"""The device beside the host that steers it: numbers go there, results come back, and work is captured.
 
 A GPU computes behind the host's back: a copy or a kernel is queued, and only who reads a result waits. What it does in
 each step alike can be captured once, over buffers that stay where they are, and is then one launch. On a CPU all of it

@@ -1,4 +1,4 @@
-"""What a served model needs of memory, and what each of several gets: pure functions of shapes and bytes.
+"""The memory of a served model, and each one's share where several are: pure functions of shapes and bytes.
 
 `need` says what one model takes on each of its ranks: weights as they are stored, a page of the cache, and what a step
 works with. `serve plan` asks it for devices that nobody has yet; `serve` asks it before anything is read, and
@@ -36,7 +36,7 @@ Stored = Callable[[tuple[int, ...]], int]
 
 @dataclass(frozen=True)
 class Format:
-    """In which formats a model is held.
+    """The formats that a model is held in.
 
     dtype   of activations, and of the weights that are not quantized
     pages   of the cache
@@ -51,7 +51,7 @@ class Format:
 
 
 def quantized_format(model: DecoderConfig, scheme: Scheme, dtype: torch.dtype, pages: torch.dtype) -> Format:
-    """That of a model whose every matrix is quantized, embeddings and head too."""
+    """The format of a model whose every matrix is quantized, embeddings and head too."""
     with torch.device("meta"):
         chosen = choose(Decoder(model), embeddings=True, head=True)
     stored = partial(weight_bytes, scheme, gain=scheme.name == "llm.int8")
@@ -61,7 +61,7 @@ def quantized_format(model: DecoderConfig, scheme: Scheme, dtype: torch.dtype, p
 def folder_format(
     model: DecoderConfig, folder: Path, dtype: torch.dtype | None, pages: torch.dtype | None, scheme: Scheme | None
 ) -> Format:
-    """That of a folder's model, of which only headers are read.
+    """The format of a folder's model, of which only headers are read.
 
     dtype, pages  None: that of the folder; that of the activations
     scheme        weights are quantized so while they are loaded
@@ -82,7 +82,7 @@ def folder_format(
 
 @dataclass(frozen=True)
 class Load:
-    """What is served at once.
+    """The largest load at once.
 
     sequences     that run at once
     length        tokens of each at most, prompt and text
@@ -96,7 +96,7 @@ class Load:
 
     @property
     def pages(self) -> int:
-        """That all of the sequences fill."""
+        """Pages that all of the sequences fill."""
         return self.sequences * -(-self.length // self.page_size)
 
 
@@ -116,12 +116,12 @@ class Need:
     forms: int = 0
 
     def total(self, num_pages: int) -> int:
-        """Without second forms."""
+        """Bytes of all, without second forms."""
         return self.weights + num_pages * self.page + self.work
 
 
 def need(model: DecoderConfig, format: Format, load: Load, ranks: int = 1, device: str = "cuda") -> Need:
-    """What a model takes on each of `ranks` ranks of tensor parallelism. Reads nothing."""
+    """A model's memory on each of `ranks` ranks of tensor parallelism. Reads nothing."""
     weights = 0
     for name, shape in _shapes(model, ranks).items():
         stored = format.stored.get(name)
@@ -144,14 +144,14 @@ def _shapes(model: DecoderConfig, ranks: int) -> dict[str, tuple[int, ...]]:
 
 
 def page_bytes(model: DecoderConfig, page_size: int, dtype: torch.dtype, ranks: int = 1) -> int:
-    """Of one page in all layers, on one rank."""
+    """Bytes of one page in all layers, on one rank."""
     heads = model.kv_heads // ranks
     scales = 4 if dtype == torch.int8 else 0
     return 2 * model.num_layers * page_size * heads * (model.head_size * dtype.itemsize + scales)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights, plain or quantized, beside its config.json."""
+    """Return whether a folder holds weights, plain or quantized, beside its config.json."""
     names = ("model.safetensors", "pytorch_model.bin")
     return is_quantized(folder) or any(
         (folder / (name + end)).is_file() for name in names for end in ("", ".index.json")
@@ -159,7 +159,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: str) -> int:
-    """What is widest at once: a block's MLP, or its attention; and the logits.
+    """Bytes of what is widest at once: a block's MLP, or its attention; and the logits.
 
     residual, normed and two copies, and the hidden activations: before (and beside a gate), and behind
     quantized   inputs and results of a product in fp32 where the model has 16 bits; of int8 and llm.int8 the digits
@@ -185,7 +185,7 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
 
 
 def _tokens(load: Load) -> int:
-    """Of the largest step."""
+    """Tokens of the largest step."""
     return min(load.batch_tokens, load.sequences * load.length)
 
 
@@ -234,13 +234,13 @@ class Asked:
 
     @property
     def pages(self) -> int | None:
-        """That were asked for."""
+        """Pages that were asked for."""
         return None if self.kv_bytes is None else min(self.kv_bytes // self.need.page, self.most_pages)
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a model gets on each rank: pages, and whether its weights may have second forms."""
+    """A model's share on each rank: pages, and whether its weights may have second forms."""
 
     num_pages: int
     forms: bool
@@ -287,7 +287,7 @@ def _too_much(asked: Sequence[Asked], free: int) -> str:
 
 
 def free_bytes(device: str, axis: DeviceMesh | None = None) -> int:
-    """What one rank may still take: of its GPU, or its part of the host's. The least of the axis's ranks, on all."""
+    """Bytes that a rank may still take, of its GPU or its part of the host's: the least of the axis's ranks, on all."""
     if torch.device(device).type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
@@ -300,7 +300,7 @@ def free_bytes(device: str, axis: DeviceMesh | None = None) -> int:
 
 
 def available_bytes() -> int:
-    """What the kernel can give without swapping; what is cached of files counts."""
+    """Bytes that the kernel can give without swapping; what is cached of files counts."""
     path = Path("/proc/meminfo")
     if path.exists():
         for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What /metrics shows, in Prometheus' format. Names follow those of other servers where they have such."""
+"""The figures at /metrics, in Prometheus' format. Names follow those of other servers where they have such."""
 
 import time
 from collections import deque
@@ -71,7 +71,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def engine(self, model: str, engine: Engine) -> None:
-        """After a step."""
+        """Take the engine's figures after a step."""
         self._running.labels(model).set(len(engine.running))
         self._waiting.labels(model).set(len(engine.waiting))
         self._usage.labels(model).set(1 - engine.pages.num_free / engine.pages.num_pages)

@@ -27,7 +27,7 @@ from core.quant.measured import measure_weights
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFolder:
     """A folder that holds a model, and the name under which it is served."""
 
     folder: Path
@@ -35,8 +35,8 @@ class Source:
     config: DecoderConfig
 
 
-def find_source(folder: Path) -> Source:
-    """What lies in a folder.  Raises UserError where that is no model."""
+def find_model(folder: Path) -> ModelFolder:
+    """Find the model in a folder.  Raises UserError where there is none."""
     inside = folder / "hf"
     is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
     if not folder.is_dir():
@@ -47,18 +47,18 @@ def find_source(folder: Path) -> Source:
         )
     name = folder.resolve().name if folder.resolve().name != "hf" else folder.resolve().parent.name
     folder = inside if is_run else folder
-    return Source(folder, name, load_config(folder))
+    return ModelFolder(folder, name, load_config(folder))
 
 
 def build_engine(
-    source: Source, config: EngineConfig, device: str, axis: DeviceMesh | None = None, scheme: Scheme | None = None
+    source: ModelFolder, config: EngineConfig, device: str, axis: DeviceMesh | None = None, scheme: Scheme | None = None
 ) -> Engine:
     """`build_engines` of one model."""
     return build_engines([source], config, device, axis, scheme)[source.name]
 
 
 def build_engines(
-    sources: Sequence[Source],
+    sources: Sequence[ModelFolder],
     config: EngineConfig,
     device: str,
     axis: DeviceMesh | None = None,
@@ -94,7 +94,9 @@ class _Plan:
     asked: Asked
 
 
-def _plan(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | None, scheme: Scheme | None) -> _Plan:
+def _plan(
+    source: ModelFolder, config: EngineConfig, device: str, axis: DeviceMesh | None, scheme: Scheme | None
+) -> _Plan:
     ranks = 1 if axis is None else axis.size()
     check_whole(source, ranks, scheme)
     if config.compile:
@@ -123,7 +125,7 @@ def _plan(source: Source, config: EngineConfig, device: str, axis: DeviceMesh | 
 
 
 def _build(
-    source: Source,
+    source: ModelFolder,
     text: Text,
     config: EngineConfig,
     plan: _Plan,
@@ -159,7 +161,7 @@ def _build(
 
 
 def captures(config: EngineConfig, model: DecoderConfig, device: str) -> bool:
-    """Whether steps of a model are captured. Of one with experts not: the host finds out which rows go where."""
+    """Return whether a model's steps are captured. One with experts is not: the host finds out which rows go where."""
     asked = config.graphs == "on" or (config.graphs == "auto" and torch.device(device).type == "cuda")
     return asked and not model.moe.num_experts
 
@@ -167,7 +169,7 @@ def captures(config: EngineConfig, model: DecoderConfig, device: str) -> bool:
 def _capture(
     runner: Runner, config: EngineConfig, model: DecoderConfig, max_length: int, axis: DeviceMesh | None
 ) -> Sampler | None:
-    """Compile what steps need, and capture those in which all write.  Returns who draws for the runner's `decode`."""
+    """Compile what steps need, and capture those of decoding alone.  Returns who draws for the runner's `decode`."""
     if runner.device.type == "cuda":
         warm_up(runner, config.max_batch_tokens, max_length)
     if not captures(config, model, str(runner.device)):
@@ -179,7 +181,7 @@ def _capture(
 
 
 def _load(
-    source: Source, dtype: torch.dtype, scheme: Scheme | None, device: str, axis: DeviceMesh | None, forms: bool
+    source: ModelFolder, dtype: torch.dtype, scheme: Scheme | None, device: str, axis: DeviceMesh | None, forms: bool
 ) -> Decoder:
     """forms: give weights a second form for speed, in as much memory again"""
     ranks = 1 if axis is None else axis.size()
@@ -215,13 +217,13 @@ def _load(
     return model
 
 
-def check_whole(source: Source, ranks: int, scheme: Scheme | None) -> None:
+def check_whole(source: ModelFolder, ranks: int, scheme: Scheme | None) -> None:
     """Raises UserError where a model that is served whole and in plain weights is to be served otherwise."""
     if source.config.moe.num_experts and (scheme is not None or ranks > 1):
         raise UserError(f"{source.name} has experts, which are served whole on one rank; leave --tp and --quantize out")
 
 
-def check_vocabulary(source: Source, text: Text) -> None:
+def check_vocabulary(source: ModelFolder, text: Text) -> None:
     """Raises UserError for a tokenizer of another model."""
     if text.vocab_size > source.config.vocab_size:
         raise UserError(

@@ -19,7 +19,7 @@ Field = tuple[str, torch.dtype, int]
 
 
 class Layout:
-    """Where fields stand in a buffer of int32."""
+    """The places of fields in a buffer of int32."""
 
     def __init__(self, fields: Iterable[Field]):
         self._places: dict[str, tuple[int, int, torch.dtype]] = {}

@@ -1,4 +1,4 @@
-"""Who holds which page of the cache, and which tokens a page holds: bookkeeping, without tensors.
+"""The books of the cache, without tensors: which sequences hold a page, and which tokens a page holds.
 
 Full pages stand in a radix tree by their tokens: the path from the root to a node is the text before it, so a sequence
 that begins alike shares the pages of the path (Zheng et al., "SGLang", 2024, section 3). A page is the unit of an edge.
@@ -48,7 +48,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """What the tree has of a text: the pages of `path` whole, and the first `num_copied` tokens of `source`."""
+    """A text's part that the tree has: the pages of `path` whole, and the first `num_copied` tokens of `source`."""
 
     path: tuple[Node, ...] = ()
     source: Node | None = None
@@ -96,7 +96,7 @@ class Pages:
         return len(match.path) * self.page_size + match.num_copied
 
     def num_idle(self, match: Match) -> int:
-        """How many of the matched pages are counted by `num_free`."""
+        """The number of the matched pages that `num_free` counts."""
         source = () if match.source is None else (match.source,)
         return sum(node in self._idle for node in (*match.path, *source))
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.serve.memory import Format, Load, Need, folder_format, has_weights, need, quantized_format
-from apps.serve.model import find_source
+from apps.serve.model import find_model
 from core.config import UserError, in_words, parse, size_in_bytes
 from core.models import SHAPES, DecoderConfig
 from core.quant import Scheme, is_quantized
@@ -28,7 +28,7 @@ _RUNTIME_BYTES = {"cuda": 1 << 30, "cpu": 0}
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """What is served at once, under the names of the server's options (`apps.serve.config.EngineConfig`).
+    """The load at once, under the names of the server's options (`apps.serve.config.EngineConfig`).
 
     Pages are planned for all of it; a server has as many as fit, and lets sequences wait.
     """
@@ -45,7 +45,7 @@ class PlannedEngine:
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class ServePlanConfig:
     """Devices that a model needs."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -93,7 +93,7 @@ def _require_positive(config: object, *names: str, prefix: str = "") -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """What each of `devices` devices holds; devices is None where no number of ranks suffices.
+    """The holdings of each of `devices` devices; devices is None where no number of ranks suffices.
 
     runtime  bytes of the runtime's own
     """
@@ -113,10 +113,10 @@ class Found:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": PlanConfig}, argv, "megalith serve plan", default="default")
+    config = parse({"default": ServePlanConfig}, argv, "megalith serve plan", default="default")
     name, model, folder = _chosen(config)
     asked = formats(model, folder, config.group_size)
-    if config.group_size != PlanConfig.group_size and "int4" not in asked:
+    if config.group_size != ServePlanConfig.group_size and "int4" not in asked:
         raise UserError(f"group_size={config.group_size}, and {name} is not planned in int4; leave it out")
     table = Table(
         "weights", "devices", "weights a device", "cache", "work", "together", title=_title(name, model, config)
@@ -129,18 +129,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _title(name: str, model: DecoderConfig, config: PlanConfig) -> str:
+def _title(name: str, model: DecoderConfig, config: ServePlanConfig) -> str:
     served = f"{config.engine.max_running} sequences of {config.engine.max_length} tokens"
     devices = f"devices of {in_words(config.memory_bytes)} ({config.kind})"
     return f"{name}: {model.num_parameters():,} parameters, {served}, {devices}"
 
 
-def _chosen(config: PlanConfig) -> tuple[str, DecoderConfig, Path | None]:
+def _chosen(config: ServePlanConfig) -> tuple[str, DecoderConfig, Path | None]:
     """Name, shape and folder of what is planned for."""
     if (config.model is None) == (config.shape is None):
         raise UserError("give one of --model DIR and --shape NAME, such as --shape bloom_176b")
     if config.model is not None:
-        source = find_source(config.model)
+        source = find_model(config.model)
         return source.name, source.config, source.folder
     assert config.shape is not None
     if config.shape not in SHAPES:
@@ -163,7 +163,7 @@ def formats(model: DecoderConfig, folder: Path | None = None, group: int = 64) -
     return found
 
 
-def fewest(model: DecoderConfig, format: Format, config: PlanConfig) -> Found:
+def fewest(model: DecoderConfig, format: Format, config: ServePlanConfig) -> Found:
     """The fewest devices that hold the model so, or what it needs on as many as its heads allow."""
     ranks = [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == 0 and model.num_heads % n == 0]
     found = None

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from apps.serve.memory import available_bytes
-from apps.serve.model import Source, check_vocabulary, find_source
+from apps.serve.model import ModelFolder, check_vocabulary, find_model
 from apps.serve.text import load_text
 from core.config import UserError, in_words, parse, require_device
-from core.data import Faults
-from core.data import Source as Documents
+from core.data import Faults, TextSource
 from core.models import load_pretrained
 from core.quant import Scheme, is_quantized, quantize, quantize_folder, save_quantized
 from core.quant.folder import check_target
@@ -70,7 +69,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "megalith serve quantize takes the model's folder and the one to write: IN OUT, or --model IN --out OUT"
         )
-    source, target = find_source(config.model), config.out
+    source, target = find_model(config.model), config.out
     scheme = Scheme(config.scheme, config.group_size, config.symmetric, config.threshold)
     options: dict[str, Any] = {"embeddings": config.embeddings, "head": config.head}
     options["device"] = device_of(config.device)
@@ -83,7 +82,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _calibrated(source: Source, target: Path, scheme: Scheme, config: QuantizeConfig, options: dict[str, Any]) -> None:
+def _calibrated(
+    source: ModelFolder, target: Path, scheme: Scheme, config: QuantizeConfig, options: dict[str, Any]
+) -> None:
     check_target(target)
     if is_quantized(source.folder):
         raise UserError(f"{source.folder} is quantized already; give the folder of plain weights")
@@ -101,13 +102,13 @@ def _calibrated(source: Source, target: Path, scheme: Scheme, config: QuantizeCo
     save_quantized(model.to(dtype), target, source.folder)
 
 
-def _batches(source: Source, path: Path, num_tokens: int) -> Iterator[Tensor]:
+def _batches(source: ModelFolder, path: Path, num_tokens: int) -> Iterator[Tensor]:
     """ids[B, L] of the text's first tokens, documents one after another. Raises UserError for too few."""
     text, length = load_text(source.folder), min(_LENGTH, source.config.max_length)
     check_vocabulary(source, text)
     wanted = max(num_tokens // length, 1) * length
     ids: list[int] = []
-    for document in Documents(path).documents(Faults("skip")):
+    for document in TextSource(path).documents(Faults("skip")):
         # Of a long document no more is tokenized than is needed.
         ids += text.encode(document.text[: (wanted - len(ids)) * text.longest_token])
         if len(ids) >= wanted:

@@ -1,4 +1,4 @@
-"""What is asked of the engine, the sequences that answer it, and what comes back.
+"""Requests to the engine, the sequences that answer them, and the events that come back.
 
 A request has `num_sequences` sequences: n, or best_of where more are written than returned. The first one computes the
 prompt; the others are held back until it is in the pages, and find it there.
@@ -22,7 +22,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; see `apps.serve.sampler`.
+    """The settings that draw the next token; see `apps.serve.sampler`.
 
     temperature         0 takes the likeliest
     top_k, top_p, min_p keep the k likeliest; those that together reach p; those within a factor of the likeliest
@@ -62,7 +62,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked, in tokens.
+    """A request, in tokens.
 
     max_tokens       most tokens of each sequence; 0 only looks at the prompt
     stop, stop_ids   strings and tokens that end the text; include_stop keeps the string
@@ -116,7 +116,7 @@ class PromptDone:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a sequence has written since its last delta; the texts of all of them add up to its text."""
+    """A sequence's new tokens and text since its last delta; the texts of all deltas add up to its text."""
 
     request: Request
     index: int
@@ -130,7 +130,7 @@ Event = PromptDone | Delta
 
 
 class FieldError(UserError):
-    """What the engine can never do, and the field that asks for it, as clients call it."""
+    """A refusal of what the engine can never do, with the field that asks for it, as clients call it."""
 
     def __init__(self, message: str, field: str):
         super().__init__(message)
@@ -138,7 +138,7 @@ class FieldError(UserError):
 
 
 def too_long(max_length: int, what: str) -> str:
-    """What is said of a request that the model cannot hold, in the words that clients look for."""
+    """The message to a request that the model cannot hold, in the words that clients look for."""
     return (
         f"This model's maximum context length is {max_length} tokens. However, {what}. "
         "Please shorten the prompt, or ask for fewer tokens."
@@ -202,12 +202,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Those of `tokens`, and the one that is drawn and not read yet."""
+        """The number of `tokens`, and the one that is drawn and not read yet."""
         return len(self.tokens) + (self.unread is not None)
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing can follow what is drawn already."""
+        """True where nothing can follow the tokens that are drawn already."""
         return self.num_tokens - len(self.request.prompt) >= self.request.max_tokens
 
     @property

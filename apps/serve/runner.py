@@ -36,7 +36,7 @@ PAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 @dataclass
 class Step:
-    """What is to be computed, as plain numbers.
+    """A step to compute, as plain numbers.
 
     ids, positions, slots   of each token: what it is, where it stands in its text, its place in the pages
     sources                 of each token: the row of the last step that drew it, where it is not read yet; else -1.
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def writes_only(self) -> bool:
-        """Whether it is one token of each sequence, and the next one of each is drawn."""
+        """True where the step is one token of each sequence, and the next one of each is drawn."""
         alone = len(self.ids) == len(self.tables) == len(self.rows) == len(self.asks)
         return alone and bool(self.ids) and not self.copies
 
@@ -90,7 +90,7 @@ def _layout(ids: int, sources: int, lengths: int, width: int, rows: int, copies:
 
 @dataclass
 class PagedContext(StepContext):
-    """What `PagedAttend` needs to know of a step; tensors of `paged_attention` and `write_pages`."""
+    """A step's tensors for `PagedAttend`: those of `paged_attention` and `write_pages`."""
 
     tables_BP: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
     lengths_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
@@ -158,7 +158,7 @@ Graph = Callable[[Tensor, Tensor, PagedContext], Tensor]
 
 
 class Captured(Protocol):
-    """What computes steps in which all write (`apps.serve.decode`, which knows the runner)."""
+    """Computes steps in which all sequences decode (`apps.serve.decode`, which knows the runner)."""
 
     def way(self, step: Step) -> int | None: ...
 
@@ -172,7 +172,7 @@ class Runner:
 
     axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
     graph   what computes in the decoder's place, up to its head, if anything does (`apps.serve.compiled`)
-    decode  what computes steps in which all write, if anything does (`apps.serve.decode`)
+    decode  computes steps in which all sequences decode, if anything does (`apps.serve.decode`)
     tokens  on the device, those that the last step drew; None: steps begin when these are read
     """
 
@@ -208,11 +208,11 @@ class Runner:
         return self._compute(step, words)
 
     def compute(self, step: Step) -> Tensor:
-        """As `run`, on this rank; the others are not told."""
+        """Run a step on this rank alone; the others are not told."""
         return self._compute(step, self._packed(step))
 
     def follow(self) -> None:
-        """What the other ranks do: each step that the first one sends, until it sends none."""
+        """Run each step that the first rank sends, until it sends none; the other ranks call this."""
         while (words := self._receive()) is not None:
             if int(words[0]) == DECODE:
                 assert self.decode is not None
@@ -270,7 +270,7 @@ class Runner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the decoder computes."""
+        """The format that the decoder computes in."""
         return self.model.embedding.tokens.weight.dtype
 
     def _packed(self, step: Step) -> Tensor:

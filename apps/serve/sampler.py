@@ -54,12 +54,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of a row.
+    """A row's way of drawing its next token, and what is reported of it.
 
     index, place  which text of its request it is, and how many tokens of it there are: what a draw follows from
     lane          where its history stands; -1: neither bias nor penalty needs one
     is_barred     whether tokens that end the text may not come yet
-    told          alternatives that are reported with their logprobs beside the token's own; None: no logprob at all
+    num_logprobs  alternatives that are reported with their logprobs beside the token's own; None: no logprob at all
     """
 
     sampling: Sampling
@@ -67,13 +67,13 @@ class Ask:
     place: int = 0
     lane: int = -1
     is_barred: bool = False
-    told: int | None = None
+    num_logprobs: int | None = None
 
     @property
     def way(self) -> "Way":
         s = self.sampling
         draws = s.temperature > 0
-        return Way(draws, draws and (s.top_k is not None or s.top_p < 1), self.lane >= 0, self.told)
+        return Way(draws, draws and (s.top_k is not None or s.top_p < 1), self.lane >= 0, self.num_logprobs)
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -87,39 +87,40 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What rows go through.
+    """The computations that rows go through.
 
-    draws    some are drawn; otherwise the likeliest is taken
-    sorts    by top-k or top-p
-    adjusts  bias, penalties, or tokens that may not come yet
-    told     alternatives that are reported at most; None: no logprobs
+    draws         some are drawn; otherwise the likeliest is taken
+    sorts         by top-k or top-p
+    adjusts       bias, penalties, or tokens that may not come yet
+    num_logprobs  alternatives that are reported at most; None: no logprobs
     """
 
     draws: bool
     sorts: bool
     adjusts: bool
-    told: int | None
+    num_logprobs: int | None
 
     def covers(self, other: "Way") -> bool:
-        """Whether a row that asks for `other` gets it this way."""
-        enough = other.told is None or (self.told is not None and self.told >= other.told)
+        """Return whether a row that asks for `other` gets it this way."""
+        own, asked = self.num_logprobs, other.num_logprobs
+        enough = asked is None or (own is not None and own >= asked)
         return self.draws >= other.draws and self.sorts >= other.sorts and self.adjusts >= other.adjusts and enough
 
     @property
     def width(self) -> int:
         """Columns of the results: see `pick`."""
-        return 1 if self.told is None else 2 + 2 * self.told
+        return 1 if self.num_logprobs is None else 2 + 2 * self.num_logprobs
 
 
-_LIKELIEST = Way(draws=False, sorts=False, adjusts=False, told=None)
+_LIKELIEST = Way(draws=False, sorts=False, adjusts=False, num_logprobs=None)
 
 
 def joined(ways: Iterable[Way]) -> Way:
     """The least that covers all of them."""
     ways = list(ways)
-    told = [way.told for way in ways if way.told is not None]
+    counts = [way.num_logprobs for way in ways if way.num_logprobs is not None]
     draws, sorts, adjusts = (any(getattr(way, name) for way in ways) for name in ("draws", "sorts", "adjusts"))
-    return Way(draws, sorts, adjusts, max(told, default=None))
+    return Way(draws, sorts, adjusts, max(counts, default=None))
 
 
 Reading = Callable[[], list[Sampled | None]]
@@ -137,13 +138,13 @@ class Sampler:
         self.histories = Histories(vocab_size, machine)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=machine.device)
 
-    def ask(self, sequence: Sequence, told: int | None, num_unread: int = 0) -> Ask:
-        """What is asked of a sequence's next row; num_unread tokens of it are drawn and not read yet."""
+    def ask(self, sequence: Sequence, num_logprobs: int | None, num_unread: int = 0) -> Ask:
+        """The ask of a sequence's next row; num_unread tokens of it are drawn and not read yet."""
         request, place = sequence.request, sequence.num_written + num_unread
         is_barred = place < request.min_tokens and bool(request.stop_ids)
         lane = self.histories.lane(sequence) if is_barred or not _is_plain(request.sampling) else -1
-        told = None if told is None else min(told, self.histories.vocab_size)
-        return Ask(request.sampling, sequence.index, place, lane, is_barred, told)
+        num_logprobs = None if num_logprobs is None else min(num_logprobs, self.histories.vocab_size)
+        return Ask(request.sampling, sequence.index, place, lane, is_barred, num_logprobs)
 
     def sample(self, logits_RV: Tensor, asks: Many[Ask], numbers: Tensor | None = None) -> Reading:
         """The next tokens.
@@ -179,7 +180,7 @@ class Sampler:
         groups: dict[tuple[bool, bool, bool, bool], list[int]] = {}
         for row, ask in enumerate(asks):
             way = ask.way
-            groups.setdefault((way.draws, way.sorts, way.adjusts, way.told is not None), []).append(row)
+            groups.setdefault((way.draws, way.sorts, way.adjusts, way.num_logprobs is not None), []).append(row)
         return [(joined(asks[row].way for row in rows), rows) for rows in groups.values()]
 
     def _numbers(self, asks: Many[Ask]) -> Tensor:
@@ -189,7 +190,7 @@ class Sampler:
         drawn_R = results[:, 0].clamp(min=0)  # a row without a token ends, and what is computed of it is dropped
         self.tokens[slice(0, len(rows)) if whole else list(rows)] = drawn_R
 
-    def tell(self, logits_RV: Tensor, tokens: Many[int], count: int) -> Reading:
+    def score(self, logits_RV: Tensor, tokens: Many[int], count: int) -> Reading:
         """Given tokens with their logprobs and the `count` likeliest; None where a row's logits are no numbers."""
         tokens_R = self.machine.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
         count = min(count, logits_RV.shape[1])
@@ -198,9 +199,9 @@ class Sampler:
         for at in range(0, len(tokens), slab):
             part_RV, token_R = logits_RV[at : at + slab], tokens_R[at : at + slab]
             sound_R = part_RV.max(-1).values.isfinite()
-            parts.append(_told(part_RV, token_R, token_R.where(sound_R, -1), count))
+            parts.append(_logprobs(part_RV, token_R.where(sound_R, -1), count))
         fetched = self.machine.fetch(torch.cat(parts))
-        asks = [Ask(Sampling(), told=count)] * len(tokens)
+        asks = [Ask(Sampling(), num_logprobs=count)] * len(tokens)
         return lambda: read(asks, [(range(len(tokens)), fetched)])
 
 
@@ -225,13 +226,13 @@ def read(asks: Many[Ask], found: Many[tuple[Many[int], Callable[[], Tensor]]]) -
         table = fetched().numpy()
         values, count = table.view(np.float64), (table.shape[1] - 2) // 2
         for line, row in enumerate(rows):
-            token, told = int(table[line, 0]), asks[row].told
+            token, num_logprobs = int(table[line, 0]), asks[row].num_logprobs
             if token < 0:
                 continue
-            if told is None:
+            if num_logprobs is None:
                 sampled[row] = Sampled(token)
                 continue
-            until = min(told, count)
+            until = min(num_logprobs, count)
             top = zip(table[line, 2 : 2 + until].tolist(), values[line, 2 + count : 2 + count + until].tolist())
             sampled[row] = Sampled(token, float(values[line, 1]), tuple(top))
     return sampled
@@ -241,7 +242,7 @@ def read(asks: Many[Ask], found: Many[tuple[Many[int], Callable[[], Tensor]]]) -
 
 
 def pick(logits_RV: Tensor, numbers: Tensor, way: Way, histories: Histories, looks: bool = False) -> Tensor:
-    """int64[R, way.width]: the token of each row, -1 where it names none; and what is told of it.
+    """int64[R, way.width]: the token of each row, -1 where it names none; and its logprobs.
 
     That is: the bits of its logprob; the likeliest tokens; the bits of their logprobs, all in fp64. The histories of
     the rows know of the token afterwards.
@@ -258,18 +259,18 @@ def pick(logits_RV: Tensor, numbers: Tensor, way: Way, histories: Histories, loo
     if way.adjusts:
         histories.add(numbers[LANE], token_R)
     token_R = token_R.where(sound_R, -1)
-    return token_R[:, None] if way.told is None else _told(logits_RV, token_R.clamp(min=0), token_R, way.told)
+    return token_R[:, None] if way.num_logprobs is None else _logprobs(logits_RV, token_R, way.num_logprobs)
 
 
-def _told(logits_RV: Tensor, token_R: Tensor, shown_R: Tensor, count: int) -> Tensor:
-    """As `pick` returns it, of the model's own distribution.
+def _logprobs(logits_RV: Tensor, token_R: Tensor, count: int) -> Tensor:
+    """Tokens and logprobs as `pick` returns them, by the model's own distribution.
 
     What has no probability at all gets the logprob _IMPOSSIBLE, since JSON has no infinity.
     """
     logprobs_RV = logits_RV.double().log_softmax(-1).clamp_min_(_IMPOSSIBLE)
     values_RN, ids_RN = logprobs_RV.topk(min(count, logprobs_RV.shape[1]))
-    own_R1 = logprobs_RV.gather(1, token_R[:, None])
-    return torch.cat((shown_R[:, None], own_R1.view(torch.int64), ids_RN, values_RN.view(torch.int64)), 1)
+    own_R1 = logprobs_RV.gather(1, token_R.clamp(min=0)[:, None])
+    return torch.cat((token_R[:, None], own_R1.view(torch.int64), ids_RN, values_RN.view(torch.int64)), 1)
 
 
 def draw(logits_RV: Tensor, numbers: Tensor, sorts: bool, looks: bool = False) -> Tensor:

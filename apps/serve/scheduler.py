@@ -1,11 +1,11 @@
-"""Which sequences compute how many tokens in the next step: a pure function of counts.
+"""The scheduler: which sequences compute how many tokens in the next step, as a pure function of counts.
 
-1. Sequences that run, oldest first. One that writes gets its one token; one whose prompt is not computed yet gets a
+1. Sequences that run, oldest first. One that decodes gets its one token; one whose prompt is not computed yet gets a
    chunk of it. Where pages lack, the youngest is preempted: its pages go back, and it will compute its tokens again.
 2. If nobody was preempted, waiting sequences in order of arrival, each only when pages for all its tokens are free
    beyond what the running ones still need for theirs. Nobody overtakes, so nobody starves.
 
-Prompts are cut into chunks so that those who write wait for at most one chunk (Agrawal et al., "Sarathi-Serve", 2024).
+Prompts are cut into chunks: the decode batch waits for at most one chunk (Agrawal et al., "Sarathi-Serve", 2024).
 Continuous batching: Yu et al., "Orca" (2022). Pages: Kwon et al. (2023), section 4.5, for preemption by recomputation.
 
 The oldest sequence always advances: all pages but its own can be taken from others, and `Limits` demands that a
@@ -20,10 +20,10 @@ from core.config import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step may hold.
+    """The most that a step may hold.
 
     max_batch_tokens  tokens of all sequences in one step
-    prefill_chunk     of them of prompts, while somebody writes
+    prefill_chunk     of them of prompts, while sequences decode
     max_running       sequences at once
     """
 
@@ -48,20 +48,20 @@ class Limits:
 
     @property
     def least_pages(self) -> int:
-        """With which anything runs: those of a prompt and a text of a token each, and one more.
+        """Pages with which anything runs: those of a prompt and a text of a token each, and one more.
 
         A page that is copied is held while its copy is made.
         """
         return self.pages(2) + 1
 
     def most_new_pages(self, num_running: int) -> int:
-        """That a step of so many sequences can take: each may begin one, and fill others."""
+        """Pages that a step of so many sequences can take: each may begin one, and fill others."""
         return min(num_running, self.max_batch_tokens) + self.pages(self.max_batch_tokens)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the scheduler knows of a sequence.
+class SequenceCounts:
+    """The scheduler's view of a sequence: counts of tokens and pages.
 
     num_tokens    known: the prompt and what was written
     num_computed  of them with keys and values in pages; for a waiting one those that it would share
@@ -98,8 +98,8 @@ class Batch:
 
 
 def schedule(
-    waiting: Iterable[Job],
-    running: Iterable[Job],
+    waiting: Iterable[SequenceCounts],
+    running: Iterable[SequenceCounts],
     free_pages: int,
     limits: Limits,
     prompt_tokens: int | None = None,
@@ -109,7 +109,7 @@ def schedule(
     waiting        in order of arrival; read only as far as sequences are admitted
     running        in order of arrival
     free_pages     that are unused, or only kept for whom they may serve later
-    prompt_tokens  of prompts at most while somebody writes, none too; None: `limits.prefill_chunk`
+    prompt_tokens  of prompts at most while sequences decode, none too; None: `limits.prefill_chunk`
     """
     chunk = limits.prefill_chunk if prompt_tokens is None else prompt_tokens
     step = _Step(list(running), free_pages, limits, chunk)
@@ -122,11 +122,11 @@ def schedule(
 class _Step:
     """The decision in the making: what is left of pages and tokens, and who got what."""
 
-    def __init__(self, running: list[Job], free_pages: int, limits: Limits, chunk: int):
+    def __init__(self, running: list[SequenceCounts], free_pages: int, limits: Limits, chunk: int):
         self.running, self.free, self.limits = running, free_pages, limits
-        self.writers_after = sum(job.remaining == 1 for job in running)  # the one that is looked at
+        self.decoding_after = sum(sequence.remaining == 1 for sequence in running)  # the one that is looked at
         self.tokens_left = limits.max_batch_tokens
-        self.prompt_tokens_left = chunk if self.writers_after else limits.max_batch_tokens
+        self.prompt_tokens_left = chunk if self.decoding_after else limits.max_batch_tokens
         self.parts: list[tuple[int, int]] = []
         self.admitted: list[int] = []
         self.preempted: list[int] = []
@@ -135,49 +135,49 @@ class _Step:
     def continue_running(self) -> None:
         index = 0
         while index < len(self.running):
-            job = self.running[index]
-            self.writers_after -= job.remaining == 1
-            wanted = self._wanted(job)
-            while self._lacking(job, wanted) > 0 and len(self.running) > index + 1:
+            sequence = self.running[index]
+            self.decoding_after -= sequence.remaining == 1
+            wanted = self._wanted(sequence)
+            while self._lacking(sequence, wanted) > 0 and len(self.running) > index + 1:
                 victim = self.running.pop()
-                self.writers_after -= victim.remaining == 1
+                self.decoding_after -= victim.remaining == 1
                 self.preempted.append(victim.number)
                 self.free += victim.returns
-            room = (job.num_pages + self.free) * self.limits.page_size - job.num_computed
-            self._grant(job, min(wanted, room))
+            room = (sequence.num_pages + self.free) * self.limits.page_size - sequence.num_computed
+            self._grant(sequence, min(wanted, room))
             index += 1
 
-    def admit(self, waiting: Iterable[Job]) -> None:
+    def admit(self, waiting: Iterable[SequenceCounts]) -> None:
         num_running = len(self.running)
         if num_running >= self.limits.max_running:
             return
-        for job in waiting:
-            whole = self.limits.pages(job.num_tokens + 1) - job.num_pages + job.claims
-            wanted = self._wanted(job)
+        for sequence in waiting:
+            whole = self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages + sequence.claims
+            wanted = self._wanted(sequence)
             if wanted == 0 or whole > self.free - self.promised:
                 return
-            self.free -= job.claims
-            self._grant(job, wanted)
-            self.admitted.append(job.number)
+            self.free -= sequence.claims
+            self._grant(sequence, wanted)
+            self.admitted.append(sequence.number)
             num_running += 1
             if num_running == self.limits.max_running:
                 return
 
-    def _wanted(self, job: Job) -> int:
-        if job.remaining == 1:
+    def _wanted(self, sequence: SequenceCounts) -> int:
+        if sequence.remaining == 1:
             return min(1, self.tokens_left)
-        return max(0, min(job.remaining, self.prompt_tokens_left, self.tokens_left - self.writers_after))
+        return max(0, min(sequence.remaining, self.prompt_tokens_left, self.tokens_left - self.decoding_after))
 
-    def _lacking(self, job: Job, num_tokens: int) -> int:
-        return self.limits.pages(job.num_computed + num_tokens) - job.num_pages - self.free
+    def _lacking(self, sequence: SequenceCounts, num_tokens: int) -> int:
+        return self.limits.pages(sequence.num_computed + num_tokens) - sequence.num_pages - self.free
 
-    def _grant(self, job: Job, num_tokens: int) -> None:
-        new_pages = max(0, self.limits.pages(job.num_computed + num_tokens) - job.num_pages)
-        self.promised += max(0, self.limits.pages(job.num_tokens + 1) - job.num_pages - new_pages)
+    def _grant(self, sequence: SequenceCounts, num_tokens: int) -> None:
+        new_pages = max(0, self.limits.pages(sequence.num_computed + num_tokens) - sequence.num_pages)
+        self.promised += max(0, self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages - new_pages)
         if num_tokens <= 0:
             return
         self.free -= new_pages
         self.tokens_left -= num_tokens
-        if job.remaining > 1:
+        if sequence.remaining > 1:
             self.prompt_tokens_left -= num_tokens
-        self.parts.append((job.number, num_tokens))
+        self.parts.append((sequence.number, num_tokens))

@@ -16,7 +16,7 @@ import uvicorn
 from apps.serve.config import ServeConfig
 from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
-from apps.serve.model import Source, build_engines, find_source
+from apps.serve.model import ModelFolder, build_engines, find_model
 from apps.serve.server import Server, build_app, read_key
 from apps.serve.wire import Protocol
 from core.config import UserError, in_words, parse
@@ -37,13 +37,13 @@ def main(argv: list[str]) -> int:
     return _run(config, sources)
 
 
-def _sources(config: ServeConfig) -> list[Source]:
+def _sources(config: ServeConfig) -> list[ModelFolder]:
     """What is to be served.  Raises UserError before minutes are spent."""
     if not config.model:
         raise UserError(
             "no model is given; megalith serve --model DIR, a Hugging Face folder or a run of megalith llm pretrain"
         )
-    sources = [find_source(folder) for folder in config.model]
+    sources = [find_model(folder) for folder in config.model]
     names = [source.name for source in sources]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -56,7 +56,7 @@ def _sources(config: ServeConfig) -> list[Source]:
     return sources
 
 
-def _run(config: ServeConfig, sources: list[Source]) -> int:
+def _run(config: ServeConfig, sources: list[ModelFolder]) -> int:
     with start(config.device) as runtime, torch.no_grad():
         axis = runtime.mesh(MeshConfig(tp=config.tp))["tp"]
         listening = bind(config.host, config.port) if runtime.leads else None  # refused before minutes are spent

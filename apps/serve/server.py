@@ -216,7 +216,7 @@ class EventStream(Response):
 
 
 async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """What the work gives; when the client leaves before, the work is cancelled.  Raises ClientLeft then."""
+    """Return the work's result; cancel it, and raise ClientLeft, when the client leaves before."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -384,7 +384,7 @@ def _complaint(error: RequestValidationError) -> tuple[str | None, str]:
 
 
 def _path(place: Sequence[int | str], body: Any, is_missing: bool) -> list[int | str]:
-    """Of pydantic's place what the client wrote: without "body", and without the names of a field's possible forms."""
+    """The part of pydantic's place that the client wrote: without "body" and the names of a field's possible forms."""
     path: list[int | str] = []
     for number, part in enumerate(place[1:], 2):
         inside: Any = body if isinstance(body, dict) else dict(enumerate(body)) if isinstance(body, list) else {}

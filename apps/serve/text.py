@@ -1,4 +1,4 @@
-"""Between text and tokens: the tokenizer of a served folder, its chat template, and what ends a text.
+"""Text and tokens: the tokenizer of a served folder, its chat template, and what ends a text.
 
 Prompts are tokenized as `transformers` does, special tokens and all. Nothing is fetched from a network; no code of the
 folder is run (chat templates are Jinja in a sandbox, in a process with limits: `apps.serve.template`).
@@ -53,13 +53,13 @@ class Text:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """None where the model brings none."""
+        """The chat template; None where the model brings none."""
         if self.hf.chat_template is None:
             return None
         return ChatTemplate(self.hf.get_chat_template(), self.hf.special_tokens_map)
 
     def start(self) -> None:
-        """What the first dialogue would have to wait for."""
+        """Start what the first dialogue would have to wait for."""
         if self.template is not None:
             self.template.start()
 

@@ -55,7 +55,7 @@ class Protocol(H11Protocol):
             self._headers_due = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: when a whole request is being answered."""
+        """Return whether the connection stays open: when a whole request is being answered."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False

@@ -1,7 +1,7 @@
 """Command B, second: decoding with models of 7 billion random weights, as the server computes it.
 
 Llama's shape and BLOOM's, in bf16 and with weights in 8 and 4 bits, for 1, 8 and 64 sequences at once: prompts of 128
-tokens, then steps in which all write. A figure: tokens a second, the share of the copy's bandwidth that the bytes which
+tokens, then steps of decoding alone. A figure: tokens a second, the share of the copy's bandwidth that the bytes which
 a step has to read would take (the weights, and the keys and values of all sequences), and what a step launches: kernels
 one by one, and graphs. The bandwidth is measured first, in the same process.
 """

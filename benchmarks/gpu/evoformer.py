@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from apps.fold.subbatch import Job, free_bytes, longest, plan_subbatches
+from apps.fold.subbatch import FoldJob, free_bytes, longest, plan_subbatches
 from benchmarks.evoformer import (
     WORK,
     blocks_of,
@@ -44,13 +44,13 @@ def longest_block(where: Where) -> Iterator[Row]:
     """A step less than planned each time that it does not fit all the same."""
     device, dtype = torch.device(where.device), torch.bfloat16 if where.on_gpu else torch.float32
     rows = 4 if where.quick else ROWS
-    job = Job(config_of(), 16, rows, 1, dtype=dtype, device=where.device)
+    job = FoldJob(config_of(), 16, rows, 1, dtype=dtype, device=where.device)
     room = free_bytes(where.device)
     residues = 24 if where.quick else min(MOST, longest(job, room))
     while True:
         blocks = blocks_of(1, device, dtype)
         try:
-            sized = Job(config_of(), residues, rows, 1, dtype=dtype, device=where.device)
+            sized = FoldJob(config_of(), residues, rows, 1, dtype=dtype, device=where.device)
             slice_blocks(blocks, plan_subbatches(sized, room).choices)
             inputs = inputs_of(rows, residues, device, dtype)
             taken = seconds(partial(forward, blocks, inputs), device, 1)

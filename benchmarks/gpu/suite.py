@@ -52,7 +52,7 @@ def run(where: Where) -> Iterator[Row | str]:
         line, cwd=ROOT, env=environment(where), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     outcomes: dict[str, Counter[str]] = {}
-    failed, last, told = [], [], 0
+    failed, last, reported = [], [], 0
     assert process.stdout is not None
     for said in process.stdout:
         print(said, end="", file=sys.stderr)
@@ -64,8 +64,8 @@ def run(where: Where) -> Iterator[Row | str]:
                 failed.append(f"{file}{name}")
                 yield f"{outcome} {file}{name}"
             done = sum(sum(of.values()) for of in outcomes.values())
-            if done >= told + 100:
-                told = done
+            if done >= reported + 100:
+                reported = done
                 yield Row({"tests": "so far"}, {"done": Number(done, ""), "failed": Number(len(set(failed)), "")})
     code = process.wait()
     for file, of in sorted(outcomes.items()):

@@ -96,8 +96,8 @@ def _step(
     if kernels:
         by_kernels(model)
     mesh = runtime.mesh(train.mesh, train.zero)
-    data = parallelize(model, mesh, train, materialise=lambda m: fill(m, where.device))
-    state = TrainState(data, build_optimizer(train.optim, data.masters), LossScale(train.precision), {})
+    parallel = parallelize(model, mesh, train, materialise=lambda m: fill(m, where.device))
+    state = TrainState(parallel, build_optimizer(train.optim, parallel.masters), LossScale(train.precision), {})
     numbers = iter(range(1_000_000))
     return lambda batch: train_step(state, batch, _loss, _num_targets, train, next(numbers))["loss"]
 

@@ -72,7 +72,7 @@ _LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and how much to keep."""
+    """The options of saving: when, and how much to keep."""
 
     every: int = 500
     """steps between two checkpoints; 0 saves only at the end"""

@@ -1,4 +1,4 @@
-"""What Distributed Checkpoint (DCP) is told of a tensor: the box of the whole that this rank holds.
+"""Tensors for Distributed Checkpoint (DCP): each is the box of the whole that this rank holds.
 
 DCP understands the placements of DTensor as far as torch cuts with them. Ours may be local tensors that a layout
 describes, so every tensor goes in through DCP's `_Checkpointable` protocol as a `Shard`: offsets, sizes, data.

@@ -57,7 +57,7 @@ _SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What is known of a stored tensor without reading it."""
+    """A stored tensor's description, without reading it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Stored:
         }
 
     def plan(self, shards: dict[str, Shard]) -> LoadPlanner:
-        """How to fill `shards`, every name of which is stored.
+        """Plan how to fill `shards`, every name of which is stored.
 
         Raises UserError when a shape or a kind of dtype differs, or a file that is needed is missing or truncated.
         """
@@ -114,7 +114,7 @@ class Stored:
                     reader.check(chunk)
 
     def rank_values(self, rank: int) -> dict[str, Tensor | bytes]:
-        """What `rank` saved for itself."""
+        """Read what `rank` saved for itself."""
         path = self.path / rank_file(rank)
         with _refusing(self.path):
             if path.name in self.files:
@@ -204,7 +204,7 @@ class Stored:
 
 
 def inspect(path: Path) -> Stored:
-    """What a complete checkpoint holds, without its tensors.
+    """Describe a complete checkpoint without reading its tensors.
 
     path  a step's folder, or a folder of checkpoints, whose latest is taken.  Raises UserError for anything else.
     """

@@ -22,7 +22,7 @@ from core.files import Damaged, crc32, crc32_of, naming, sync
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where a box of a tensor lies.  crc32: of its bytes; None in checkpoints of format 1, which have none."""
+    """The place of a box of a tensor.  crc32: of its bytes; None in checkpoints of format 1, which have none."""
 
     file: str
     first_byte: int

@@ -28,7 +28,7 @@ MOST_BYTES = 256 << 10
 def sums_over(
     axis: DeviceMesh, device: torch.device | str, dtype: torch.dtype
 ) -> Callable[[Tensor, DeviceMesh], Tensor]:
-    """What sums partial tensors over the axis, in place where it can: [..] on each rank -> [..], without gradients.
+    """Make the function that sums partial tensors over the axis, in place where it can: [..] -> [..], no gradients.
 
     All ranks of the axis call it together.
     """

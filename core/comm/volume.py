@@ -59,7 +59,7 @@ _WIRE = {
 
 
 def wire_share(operation: str, size: int) -> float:
-    """Of a full message over `size` ranks, what one of them sends with ring algorithms."""
+    """The share of a full message that each of `size` ranks sends with ring algorithms."""
     return _WIRE.get(operation, lambda _: 1.0)(size)
 
 

@@ -1,9 +1,9 @@
-"""From files to batches: readers of documents, memory-mapped token shards, mesh-independent resumable batches."""
+"""Files to batches: readers of documents, memory-mapped token shards, mesh-independent resumable batches."""
 
 from core.data.batches import Batches, EvalBatches, GlobalBatches, MapBatches, PairBatches, TokenBatches
 from core.data.prefetch import Prefetch
 from core.data.ramp import BatchSize, RampConfig
-from core.data.readers import FORMATS, Document, Faults, Source, split_of
+from core.data.readers import FORMATS, Document, Faults, TextSource, split_of
 from core.data.tokens import ShardWriter, TokenShards
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Prefetch",
     "RampConfig",
     "ShardWriter",
-    "Source",
+    "TextSource",
     "TokenBatches",
     "TokenShards",
     "split_of",

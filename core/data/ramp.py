@@ -1,4 +1,4 @@
-"""How many rows the global batch of a step has: always the same, or growing to its full size in equal stages.
+"""The rows of a step's global batch: always the same, or growing to its full size in equal stages.
 
 Early in training a small batch lowers the loss as much a step as a large one, at less cost (McCandlish et al. 2018,
 arXiv:1812.06162, section 2.2), so runs with large batches begin with small ones (GPT-3: from 32,000 tokens, Brown et

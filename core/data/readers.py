@@ -1,7 +1,7 @@
 """Readers: documents, one at a time, from text, JSONL, Parquet and Hugging Face `datasets` folders.
 
-1. `Source.files` lists what will be read: a file, or a folder walked in sorted order without hidden entries.
-2. `Source.documents` streams their documents; memory is bounded by the largest record, not by the corpus.
+1. `TextSource.files` lists what will be read: a file, or a folder walked in sorted order without hidden entries.
+2. `TextSource.documents` streams their documents; memory is bounded by the largest record, not by the corpus.
 3. Whatever is wrong with the input goes to `Faults`, by reason, with file and record (1-based): the first one raises
    UserError, or all are counted and skipped.
 
@@ -42,7 +42,7 @@ class Document:
 
 
 class Faults:
-    """What was wrong with the input. on_error="raise" ends at the first; "skip" counts them by reason."""
+    """Faults of the input. on_error="raise" ends at the first; "skip" counts them by reason."""
 
     def __init__(self, on_error: str = "raise"):
         if on_error not in ("raise", "skip"):
@@ -81,8 +81,8 @@ def split_of(name: str, heldout_fraction: float) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where documents come from.
+class TextSource:
+    """A source of documents.
 
     path          a file, a folder, or a folder made by `datasets.Dataset.save_to_disk`
     format        one of FORMATS; auto goes by suffixes: .jsonl and .json (also .gz, .zst), .parquet, anything else text
@@ -209,7 +209,7 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
 
 
-def _read_text(source: Source, file: Path, name: str, faults: Faults) -> Iterator[Document]:
+def _read_text(source: TextSource, file: Path, name: str, faults: Faults) -> Iterator[Document]:
     """One document: the file, without a byte order mark."""
     limit = source.max_record_bytes
     try:
@@ -229,7 +229,7 @@ def _read_text(source: Source, file: Path, name: str, faults: Faults) -> Iterato
         faults.report("invalid UTF-8", where, "convert it to UTF-8, choose files with --data.suffixes")
 
 
-def _read_jsonl(source: Source, file: Path, name: str, faults: Faults) -> Iterator[Document]:
+def _read_jsonl(source: TextSource, file: Path, name: str, faults: Faults) -> Iterator[Document]:
     """One document a line; blank lines are passed over. A record's number is its line's."""
     number = 0
     try:
@@ -274,7 +274,7 @@ def _parse(line: bytes, where: str, faults: Faults) -> dict[str, Any] | None:
     return None
 
 
-def _document(record: dict[str, Any], name: str, where: str, source: Source, faults: Faults) -> Document | None:
+def _document(record: dict[str, Any], name: str, where: str, source: TextSource, faults: Faults) -> Document | None:
     """The document in a record, or None once what is wrong with it was reported."""
     for field in source.fields:
         value = record.get(field)
@@ -301,7 +301,7 @@ def _document(record: dict[str, Any], name: str, where: str, source: Source, fau
     return Document(name, values[-1], values[0] if source.pairs else "")
 
 
-def _read_parquet(source: Source, file: Path, name: str, faults: Faults) -> Iterator[Document]:
+def _read_parquet(source: TextSource, file: Path, name: str, faults: Faults) -> Iterator[Document]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -318,7 +318,7 @@ def _read_parquet(source: Source, file: Path, name: str, faults: Faults) -> Iter
         _report_damage(file, number[0], error, faults)
 
 
-def _read_dataset(source: Source, faults: Faults) -> Iterator[Document]:
+def _read_dataset(source: TextSource, faults: Faults) -> Iterator[Document]:
     import datasets
 
     try:
@@ -340,7 +340,7 @@ def _read_dataset(source: Source, faults: Faults) -> Iterator[Document]:
 
 
 def _read_arrow(
-    batches: Iterable[Any], number: list[int], prefix: str, file: Path, source: Source, faults: Faults
+    batches: Iterable[Any], number: list[int], prefix: str, file: Path, source: TextSource, faults: Faults
 ) -> Iterator[Document]:
     """Documents of Arrow record batches; `number[0]` follows the record, for whoever has to report damage."""
     for batch in batches:

@@ -45,7 +45,7 @@ def stage_costs(model: ModelShape, run: RunShape) -> Costs:
 
 
 def _shares(model: ModelShape) -> list[float]:
-    """Of the blocks in what multiplies a token: alike, or by their matrices where some have experts."""
+    """Shares of the blocks in what multiplies a token: alike, or by their matrices where some have experts."""
     elements = [0.0] * model.num_blocks
     for weight in model.weights if model.num_experts else ():
         if 0 <= weight.block < model.num_blocks and len(weight.shape) >= (3 if weight.experts else 2):
@@ -56,7 +56,7 @@ def _shares(model: ModelShape) -> list[float]:
 
 
 def stages_of(model: ModelShape, run: RunShape) -> StageSplit:
-    """As the run will have them, where its split is given or estimated."""
+    """The stages that the run will have, where its split is given or estimated."""
     owner_of = owners(run.pipeline.schedule, run.pp, run.pipeline.chunks) if run.pp > 1 else (0,)
     split = run.pipeline.split or split_by_cost(model.num_blocks, len(owner_of), stage_costs(model, run))
     return StageSplit(tuple(stage_ranges(split)), owner_of)

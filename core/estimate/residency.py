@@ -1,4 +1,4 @@
-"""What Gemini will make of a training step in a budget, before there is any rank: bytes, moves and seconds.
+"""Gemini's bytes, moves and seconds of a training step in a budget, before there is any rank.
 
 The same planner decides here and in a run (`core.gemini.search`), on the same trace of the model's modules; here on
 tensors without memory, of a machine that is only described. What differs in a run: bandwidths are measured there, and
@@ -28,7 +28,7 @@ from core.trace.tracer import StepTrace
 
 @dataclass(frozen=True)
 class GeminiEstimate:
-    """Of a rank.
+    """A rank's estimate.
 
     plan            what lives and moves on its device, messages left out
     messages_bytes  of messages between ranks, on the device throughout
@@ -70,7 +70,7 @@ def estimate_gemini(
     state = {
         name: state_bytes(
             optimizer,
-            tuple(member.rows.shape),
+            tuple(member.master.shape),
             wide.itemsize,
             whole=tuple(parameters[name].shape),
             hidden=is_hidden(name, parameters[name]),

@@ -1,4 +1,4 @@
-"""What is estimated: a model as plain numbers, and how a run cuts it.
+"""The shapes that are estimated: a model as plain numbers, and how a run cuts it.
 
 A model is its weights, what one block keeps for its backward, and its head. `decoder_shape` derives that from our
 decoder's configuration; `megatron_block` is the published formula; any other model fills the dataclasses itself.
@@ -72,7 +72,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What one block keeps from its forward to its backward.
+    """The elements that one block keeps from its forward to its backward.
 
     input       its input: all that full checkpointing keeps
     everything  kept beside the input without checkpointing
@@ -148,7 +148,7 @@ class ModelShape:
         return Placed(whole, shard_rows(whole, mesh_shape(run.mesh)) if run.zero and weight.shape else whole)
 
     def num_parameters(self, *, experts: bool | None = None) -> int:
-        """Of all weights; of experts' alone, or without them."""
+        """Elements of all weights; of experts' alone, or without them."""
         return sum(math.prod(weight.shape) for weight in self.weights if experts in (None, weight.experts))
 
     @property
@@ -161,7 +161,7 @@ class ModelShape:
         return 0 if self.expert_block is None else self.num_blocks // self.expert_every
 
     def block_of(self, index: int) -> BlockShape:
-        """What block number `index` keeps."""
+        """The shape of block number `index`."""
         has_experts = self.expert_block is not None and (index + 1) % self.expert_every == 0
         return self.expert_block if has_experts and self.expert_block is not None else self.block
 
@@ -173,7 +173,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a run cuts the model and the batch.
+    """The shape of a run: how it cuts the model and the batch.
 
     optimizer          says what state a parameter has
     optimizer_kernel   scratch of the update: "fused" none, "loop" two of the largest parameter, "foreach" one of all
@@ -252,7 +252,7 @@ class RunShape:
 
     @property
     def holds_whole_gradients(self) -> bool:
-        """Whether whole gradients wait between microbatches."""
+        """True where whole gradients wait between microbatches."""
         return self.num_microbatches > 1 and not (self.reduce_each and self.zero >= 2)
 
     def recomputes(self, block: int) -> bool:

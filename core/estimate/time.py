@@ -37,7 +37,7 @@ class TimeEstimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens a second of all ranks together."""
         return self.tokens / self.step_s
 
 

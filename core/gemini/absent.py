@@ -1,4 +1,4 @@
-"""What a parameter is while its chunk is not on the device: name, shape, dtype and device as ever, and no values.
+"""A parameter while its chunk is not on the device: name, shape, dtype and device as ever, and no values.
 
 It changes its class, and has the memory of one element: shape, dtype, gradient and hooks can be asked for, everything
 that would compute with it raises. What gets past Python (a compiled graph, a C++ operator) reads NaN. As long as the

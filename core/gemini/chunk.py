@@ -38,12 +38,12 @@ class Member:
 
     name       its first name in the model
     parameter  the one that the model holds, whatever its memory
-    rows       this rank's rows of its value: the master of what learns (a leaf, tagged with its layout), else the value
+    master     this rank's rows of its value, a leaf tagged with its layout; the optimizer updates it where it learns
     users      modules of which a forward or backward runs now
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, rows: Tensor):
-        self.name, self.parameter, self.rows = name, parameter, rows
+    def __init__(self, name: str, parameter: nn.Parameter, master: Tensor):
+        self.name, self.parameter, self.master = name, parameter, master
         self.trainable = parameter.requires_grad
         self.tensor = own_part(parameter) if isinstance(parameter, DTensor) else parameter
         self.kind = type(self.tensor)
@@ -64,11 +64,11 @@ class Member:
 
     @property
     def buffer_elements(self) -> int:
-        """Its place in the buffer, with padding."""
+        """Elements of its place in the buffer, with padding."""
         return aligned(self.num_elements)
 
     def own_elements(self, ranks: int) -> int:
-        """Its place in the shard of each of `ranks` ranks, with padding."""
+        """Elements of its place in the shard of each of `ranks` ranks, with padding."""
         return aligned(row_length(self.tensor, ranks))
 
     def move(self, to: State) -> None:
@@ -110,18 +110,18 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """For people: the members' common place in the model."""
+        """The members' common place in the model, for people."""
         first, last = self.members[0].name, self.members[-1].name
         return first if first == last else f"{first} … {last}"
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         return self.num_elements * self.dtype.itemsize
 
     @property
     def own_bytes(self) -> int:
-        """Of this rank's rows in the buffer's format: what a fetch copies from the host."""
+        """Bytes of this rank's rows in the buffer's format: a fetch copies them from the host."""
         return self.own_elements * self.dtype.itemsize
 
     @property
@@ -130,12 +130,12 @@ class Chunk:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a gradient stands in the buffer."""
+        """True where a gradient stands in the buffer."""
         return self.count[READY_TO_REDUCE] > 0
 
     @property
     def ready_members(self) -> list[Member]:
-        """Those whose gradient stands in the buffer."""
+        """The members whose gradient stands in the buffer."""
         return [m for m in self.members if m.state is READY_TO_REDUCE]
 
     # --- the buffer ---------------------------------------------------------------------------------------------------
@@ -152,19 +152,19 @@ class Chunk:
 
     @property
     def source(self) -> Tensor:
-        """What the buffer is filled from: [own], of this rank."""
+        """The tensor [own] of this rank that the buffer is filled from."""
         found = self.masters if self.values is None else self.values
         assert found is not None
         return found
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the buffer may hold old values: masters move in every step, frozen parameters when loaded."""
+        """True where the buffer may hold old values: masters move in every step, frozen parameters when loaded."""
         return self.is_filled and not self.merged and (self.trainable or self._filled_from != self._version)
 
     @property
     def _version(self) -> int:
-        return sum(m.rows._version for m in self.members)
+        return sum(m.master._version for m in self.members)
 
     def allocate(self) -> None:
         """Give the buffer memory; what stands in it is undefined."""
@@ -196,8 +196,8 @@ class Chunk:
         self.values: Tensor | None = self.masters if same else self._flat(self.dtype)
         for member in self.members:
             kept = self._own(self.masters if self.masters is not None else self.values, member)
-            kept.copy_(member.rows)
-            member.rows.data = kept
+            kept.copy_(member.master)
+            member.master.data = kept
         self.refresh()
 
     def _flat(self, dtype: torch.dtype) -> Tensor:
@@ -205,7 +205,7 @@ class Chunk:
 
     def _own(self, flat: Tensor | None, member: Member) -> Tensor:
         assert flat is not None
-        return flat.narrow(0, member.own_offset, member.rows.numel()).view(member.rows.shape)
+        return flat.narrow(0, member.own_offset, member.master.numel()).view(member.master.shape)
 
     def own_grad(self, member: Member) -> Tensor:
         """The reduced gradient of this rank's rows."""
@@ -237,7 +237,7 @@ class Chunk:
         elif self.masters is not None:
             self.masters = self.masters.to(self.device)
             for member in self.members:
-                member.rows.data = self._own(self.masters, member)
+                member.master.data = self._own(self.masters, member)
             self.values = self.masters if self.dtype == self.wide else None
 
     @torch.no_grad()
@@ -247,23 +247,23 @@ class Chunk:
         self.values = self.buffer
         self.masters = self.buffer if self.trainable else None
         for member in self.members:
-            member.rows.data = self._own(self.buffer, member)
+            member.master.data = self._own(self.buffer, member)
         self.merged = True
         self.expose()
 
     def keep_grad(self, member: Member, grad: Tensor) -> None:
-        """Of a chunk that is alone: let the master have its gradient, beside what it has of earlier microbatches."""
-        if member.rows.grad is None:
-            member.rows.grad = own_gradient(grad, self.wide)
+        """Give the master of a chunk that is alone its gradient, added to that of earlier microbatches."""
+        if member.master.grad is None:
+            member.master.grad = own_gradient(grad, self.wide)
         else:
-            member.rows.grad.add_(grad)
+            member.master.grad.add_(grad)
 
     def forget_grads(self) -> None:
-        """What the shard has of gradients does not count."""
+        """Forget the gradients in the shard."""
         self.has_grad = False
         if self.alone:
             for member in self.members:
-                member.rows.grad = None
+                member.master.grad = None
 
 
 def aligned(num_elements: int) -> int:

@@ -91,7 +91,7 @@ class Executor:
                 chunk.ready = None
 
     def reduce(self, chunk: Chunk) -> None:
-        """Its gradients go to the shard, and it leaves."""
+        """Send a chunk's gradients to the shard, and let it leave."""
         self.transport.reduce(chunk)
         self._leave(chunk)
 

@@ -1,4 +1,4 @@
-"""What a real step has on the device at each moment of the traced one, model data and all else; and on the host.
+"""Bytes of a real step on the device at each moment of the traced one, model data and all else; and on the host.
 
 On a CPU every tensor that is alive is counted, but for those of chunks and of the optimizer: they are in the account of
 the tier, or on the host. On CUDA the allocator is asked. Neither waits for the device. On the host it is the shards of
@@ -69,12 +69,12 @@ class Gauge:
         self.host[place] = max(self.host_bytes(), self.host[place] or 0)
 
     def pause(self) -> None:
-        """What comes until the next moment (an optimizer's step) is of none."""
+        """Count what comes until the next moment (an optimizer's step) for none."""
         self.leave()
         self._place = -1
 
     def enter(self, place: int) -> None:
-        """What comes now is of this moment of the trace."""
+        """Count what comes now for this moment of the trace."""
         self._place = place
 
 
@@ -123,5 +123,5 @@ class _AllocatedPeak(ExitStack):
 
 def _kept_gradients(chunks: Sequence[Chunk]) -> list[Tensor]:
     """Gradients that are their masters' as autograd made them: model data, from then on."""
-    rows = [member.rows for chunk in chunks if chunk.alone for member in chunk.members]
-    return [row.grad for row in rows if row.grad is not None]
+    masters = [member.master for chunk in chunks if chunk.alone for member in chunk.members]
+    return [master.grad for master in masters if master.grad is not None]

@@ -57,7 +57,7 @@ class Call:
 
 
 class ModuleHooks:
-    """Between the modules of a model and the executor of its chunks.
+    """The link between the modules of a model and the executor of its chunks.
 
     rests  everything is merged: nothing comes or goes, and unless it is measured, no moment needs to be known
     """
@@ -103,7 +103,7 @@ class ModuleHooks:
         return called
 
     def settled(self) -> None:
-        """It has been decided, between two steps, what lives on the device."""
+        """Take note of what lives on the device, which was decided between two steps."""
         for unit in self.units:
             unit.settled()
         self.rests = all(chunk.merged for chunk in self.chunks)
@@ -277,7 +277,7 @@ def units_of(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _is_one(module: nn.Module) -> bool:
-    """Whether its forward may read parameters of the modules below without calling them."""
+    """Return whether a module's forward may read parameters of those below without calling them."""
     if is_compiled(module):
         return True
     containers = nn.Sequential | nn.ModuleList | nn.ModuleDict

@@ -1,4 +1,4 @@
-"""When a chunk's buffer is needed, and which idle stretches between two uses it stays on the device.
+"""The uses of a chunk's buffer, and the idle stretches between two of them during which it stays on the device.
 
 A step is laid on a circle of *places* that begins behind its last reduce: there only chunks that never leave have
 anything on the device, so a plan ends as it began. A *gap* is a stretch between two uses of a chunk over which its

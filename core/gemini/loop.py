@@ -36,52 +36,52 @@ from core.runtime import join
 class Gemini:
     """A model and an optimizer that Gemini moves.  What a loop asks of it beyond `step`:"""
 
-    def __init__(self, data: GeminiReplicas, optimizer: torch.optim.Optimizer):
-        self.data, self.optimizer = data, optimizer
+    def __init__(self, parallel: GeminiReplicas, optimizer: torch.optim.Optimizer):
+        self.parallel, self.optimizer = parallel, optimizer
         self._is_reduced = False
         optimizer.register_step_pre_hook(lambda *_: self.reduce())
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         optimizer.zero_grad = self.zero_grad
-        data.model.zero_grad = self.zero_grad
+        parallel.model.zero_grad = self.zero_grad
 
     def reduce(self) -> None:
         """Complete the gradients: every master's `.grad` is the sum over all ranks and all backwards since the step."""
         if not self._is_reduced:
-            self.data.hooks.end_backward()
-            self.data.reduce()
+            self.parallel.hooks.end_backward()
+            self.parallel.reduce()
             self._is_reduced = True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch's: scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        """Scale all gradients so that their global norm is at most `max_norm`, as torch's; returns the norm before."""
         self.reduce()
-        norm = gradient_norm(self.data.masters.values(), self.data.mesh)
-        scale_gradients(self.data.masters.values(), min(1.0, max_norm / (float(norm) + 1e-6)))
+        norm = gradient_norm(self.parallel.masters.values(), self.parallel.mesh)
+        scale_gradients(self.parallel.masters.values(), min(1.0, max_norm / (float(norm) + 1e-6)))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those of a step that was given up too."""
-        self.data.hooks.give_up()
-        self.data.release()
+        self.parallel.hooks.give_up()
+        self.parallel.release()
         self._is_reduced = False
 
     def state_dict(self) -> dict[str, Tensor]:
         """name -> whole value on the host, in the masters' format; a collective where chunks are sharded."""
-        found = {**self.data.frozen, **self.data.masters}
-        return {name: full_tensor(rows).cpu() for name, rows in found.items()}
+        found = {**self.parallel.frozen, **self.parallel.masters}
+        return {name: full_tensor(value).cpu() for name, value in found.items()}
 
     @property
     def device_peak_bytes(self) -> int:
         """The most that was on the device at once."""
-        return self.data.tier.peak_bytes
+        return self.parallel.tier.peak_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """Between host and device so far, both ways."""
-        return self.data.tier.moved_bytes
+        """Bytes between host and device so far, both ways."""
+        return self.parallel.tier.moved_bytes
 
     def _stepped(self) -> None:
-        self.data.release()
-        self.data.publish()
+        self.parallel.release()
+        self.parallel.publish()
         self._is_reduced = False
 
 
@@ -121,16 +121,17 @@ def wrap(
         )
     own = {id(p): own_part(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     values = {key: tensor.data for key, tensor in own.items()}
-    data = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget), policy))
+    parallel = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget), policy))
     before = [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)
     for group in optimizer.param_groups:
         group["params"] = [
-            _replaced(optimizer, p, values[id(p)].dtype, data.masters[names[id(p)]], data) for p in group["params"]
+            _replaced(optimizer, p, values[id(p)].dtype, parallel.masters[names[id(p)]], parallel)
+            for p in group["params"]
         ]
-    for master in data.masters.values():
+    for master in parallel.masters.values():
         bring_state(optimizer, master)
     try:
-        data.prepare(optimizer, None if sample is None else lambda: [sample()])
+        parallel.prepare(optimizer, None if sample is None else lambda: [sample()])
     except UserError:  # model and optimizer are as they were: another budget can be tried
         for key, value in values.items():
             own[key].data = value
@@ -139,7 +140,7 @@ def wrap(
         optimizer.state.clear()
         optimizer.state.update(before[1])
         raise
-    return Gemini(data, optimizer)
+    return Gemini(parallel, optimizer)
 
 
 def _replaced(
@@ -147,7 +148,7 @@ def _replaced(
     parameter: nn.Parameter,
     dtype: torch.dtype,
     master: Tensor,
-    data: GeminiReplicas,
+    parallel: GeminiReplicas,
 ) -> Tensor:
     """The master in the place of a parameter, with what the optimizer has kept of it so far: this rank's rows.
 
@@ -158,7 +159,7 @@ def _replaced(
         if isinstance(value, Tensor) and value.ndim and value.dtype == dtype:
             value = value.to(master.dtype)
             state = {**state, key: value}
-        if data.shard is None or data.shard.size() == 1 or not isinstance(value, Tensor) or not value.ndim:
+        if parallel.shard is None or parallel.shard.size() == 1 or not isinstance(value, Tensor) or not value.ndim:
             continue
         if isinstance(optimizer, WholeMatrixOptimizer) and optimizer.takes_whole(parameter):
             continue  # its home keeps it
@@ -167,7 +168,7 @@ def _replaced(
                 f"gemini.wrap: the optimizer's {key} is not shaped like its parameter, so it cannot be cut over ranks; "
                 "wrap it before its first step"
             )
-        state = {**state, key: own_rows(value, data.shard).clone()}
+        state = {**state, key: own_rows(value, parallel.shard).clone()}
     if state:
         optimizer.state[master] = state
     return master

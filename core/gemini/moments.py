@@ -1,4 +1,4 @@
-"""From a traced step by parameters to one by chunks, on which residency is planned; and its correction."""
+"""A traced step by parameters as one by chunks, on which residency is planned; and its correction."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""From a model and a microbatch to chunks and a plan, before the first step.
+"""Chunks and a plan from a model and a microbatch, before the first step.
 
 1. One step is traced on fake tensors: the order of use, and what is in memory beside parameters at each moment.
 2. Parameters are packed into chunks in the order of their first use; how large a chunk is, `search` finds out.
@@ -87,7 +87,7 @@ def corrected_plan(
 def infos(
     members: Sequence[Member], ranks: int, wide: torch.dtype, state: dict[str, int], alone: bool
 ) -> list[ParameterInfo]:
-    """What the search is told of parameters that have no chunk yet.
+    """The search's input: parameters that have no chunk yet.
 
     state  name -> bytes of the optimizer's state of this rank's rows
     alone  gradients are this rank's only: masters in the buffer's format are the buffer, where the chunk is resident

@@ -1,9 +1,9 @@
 """Gemini as the training loop sees it: one more way to spread a model over the data axes.
 
-    data.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
-    data.reduce()                  every master has its gradient, on the side where it lives
-    data.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
-    data.publish()                 the next fetch brings the new values
+    parallel.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
+    parallel.reduce()                  every master has its gradient, on the side where it lives
+    parallel.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
+    parallel.publish()                 the next fetch brings the new values
 
 Before the first step `prepare` packs the parameters into chunks and decides where each lives. The masters are this
 rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours or torch's work as without Gemini.
@@ -74,7 +74,7 @@ class GeminiReplicas(DataParallel):
         self.planned: Chunking | None = None
         self._is_measured = False  # in this step
         self._warming: Gauge | None = None
-        self._undrawn = DRAWN_STEPS if config.trace is not None else 0
+        self._undrawn = DRAWN_STEPS if config.figure is not None else 0
         self.chunks: list[Chunk] = []
         self._renewed: set[Chunk] = set()  # in this step's update
         self.executor: Executor | None = None
@@ -250,7 +250,7 @@ class GeminiReplicas(DataParallel):
 
     @property
     def warms_up(self) -> bool:
-        """Whether the first step is measured while nothing lives on the device: allocators round, libraries take."""
+        """True where the first step is measured with nothing resident: allocators round, libraries take memory."""
         return self.device.type == "cuda"
 
     def _warm_up(self, planned: Chunking) -> None:
@@ -273,7 +273,7 @@ class GeminiReplicas(DataParallel):
         self._settle(self.planned)
 
     def _settle(self, planned: Chunking) -> None:
-        """What the plan keeps on the device goes there; the rest is where it is."""
+        """Bring to the device what the plan keeps there; the rest is where it is."""
         assert self.executor is not None
         self.executor.follow(Schedule(planned.trace), planned.plan.moves)
         for chunk in self.chunks:
@@ -283,7 +283,7 @@ class GeminiReplicas(DataParallel):
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
             chunk.settle(alone=not self.executor.transport.sends)
             for member in chunk.members:
-                bring_state(self._optimizer, member.rows)
+                bring_state(self._optimizer, member.master)
             self.executor.load(chunk)
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
@@ -327,8 +327,8 @@ class GeminiReplicas(DataParallel):
         finally:
             executor.gauge = None
         self._is_measured, self._undrawn = True, self._undrawn - 1
-        assert self.config.trace is not None
-        draw(self.config.trace, planned, gauge, self.mesh)
+        assert self.config.figure is not None
+        draw(self.config.figure, planned, gauge, self.mesh)
 
     def _gauge(self, planned: Chunking) -> Gauge:
         gauge = Gauge(len(planned.trace.moments), self.chunks, self.tier, self._model_data(), self._host_bytes)
@@ -346,9 +346,9 @@ class GeminiReplicas(DataParallel):
         return found + [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
     def _host_bytes(self) -> int:
-        """Of shards that live there, and of the optimizer's state of them."""
+        """Bytes on the host of shards that live there, and of the optimizer's state of them."""
         away = [chunk for chunk in self.chunks if not chunk.resident]
-        state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.rows, {}).values()]
+        state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.master, {}).values()]
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
         return sum(t.nbytes for t in (*own.values(), *state) if isinstance(t, Tensor) and t.ndim)
 
@@ -365,7 +365,7 @@ class GeminiReplicas(DataParallel):
                 chunk.make_grad().zero_()
                 chunk.has_grad = True
             for member in chunk.members:
-                member.rows.grad = chunk.own_grad(member)
+                member.master.grad = chunk.own_grad(member)
         self.completion.complete(self.masters, together=self.masters if self.executor.transport.sends else ())
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -377,7 +377,7 @@ class GeminiReplicas(DataParallel):
         gauge, executor.gauge = executor.gauge, None  # an optimizer's step is of no moment that is measured
         for chunk in self._updated_in_order(planned):
             executor.at("update", chunk.name, [])
-            step_over(optimizer, [member.rows for member in chunk.members])
+            step_over(optimizer, [member.master for member in chunk.members])
             self._renew(chunk)
             self._renewed.add(chunk)
         executor.gauge = gauge
@@ -436,4 +436,4 @@ def _agreed(failure: Exception | None) -> Exception | None:
 
 
 class RemoteError(RuntimeError):
-    """What went wrong on another rank, which has the traceback."""
+    """An error on another rank, which has the traceback."""

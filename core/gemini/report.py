@@ -1,4 +1,4 @@
-"""What a user sees of a plan: a line at the start, and a drawing of a step."""
+"""The report of a plan to the user: a line at the start, and a figure of a step."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def announce(plan: ResidencyPlan, mesh: DeviceMesh) -> None:
 
 
 def draw(png: Path, planned: Chunking, gauge: Gauge, mesh: DeviceMesh) -> None:
-    """The step as planned and as measured, of the first rank; of a pipeline one drawing for each of its ranks."""
+    """The step as planned and as measured, of the first rank; of a pipeline one figure for each of its ranks."""
     axis = stage_axis(mesh)
     if axis is not None:
         png = png.with_stem(f"{png.stem}_rank{mesh.get_local_rank('pp')}")

@@ -1,4 +1,4 @@
-"""Where each chunk lives, and every move of a step: a pure function of the trace, the budget and the bandwidths.
+"""The residency plan, where each chunk lives and every move of a step: a pure function of trace, budget and bandwidths.
 
 Policies (the literature says placement policy):
 
@@ -42,7 +42,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """What a runtime executes in each step.
+    """The plan that a runtime executes in each step.
 
     moves              moves[k], in order, come before moment k of the trace; moves[-1] after the last one
     start              chunks whose buffers are on the device when a step begins, and when it ends
@@ -78,7 +78,7 @@ class ResidencyPlan:
 
     @property
     def bound(self) -> str:
-        """What works longest in a step: one of the keys of `busy_s`."""
+        """The part that works longest in a step: one of the keys of `busy_s`."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
     def describe(self) -> str:
@@ -99,7 +99,7 @@ def smallest_budget(trace: Trace) -> int:
 
 
 def too_small(budget_bytes: int, least_bytes: int) -> str:
-    """What is said of a budget in which nothing works, with the smallest that would do."""
+    """The message to a budget in which nothing works, with the smallest that would do."""
     return (
         f"a budget of {_gib(budget_bytes)} on the device is too small for this model and batch; "
         f"give at least {_gib(least_bytes, up=True)}, or a smaller batch, or recompute activations"

@@ -1,8 +1,8 @@
-"""Where a running step is in the traced one, and what is needed when from there.
+"""The place of a running step in the traced one, and when each chunk is needed next.
 
-A moment is known by its kind and name. The order need not be the traced one: evaluation has no backward, data may take
-other ways through the model. So a moment is looked for from the place where the step is, to the end and from the
-beginning again; one that was never traced leaves the step where it is.
+A moment has a kind and a name. A step may differ from the traced one: evaluation has no backward, other data may take
+another way through the model. The search for a moment begins at the step's place, and goes on from the trace's
+beginning; a moment that was never traced leaves the place as it is.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ class Schedule:
                     self._uses[chunk].append(k)
 
     def advance(self, kind: MomentKind, name: str) -> range:
-        """The moments that begin now, the last of them being this one; empty, if it was never traced."""
+        """Go on to a moment.  Returns the moments passed, this one the last; empty, if it was never traced."""
         places = self._places.get((kind, name))
         if places is None:
             return range(0)
@@ -32,7 +32,7 @@ class Schedule:
         return range(before + 1 if self.place > before else 0, self.place + 1)
 
     def next_use(self, chunk: int) -> int:
-        """Moments until it is needed, in this step or the next; beyond all, if it never is."""
+        """Count the moments until a chunk is needed, in this step or the next; beyond all, if it never is."""
         uses, length = self._uses[chunk], len(self.trace.moments)
         if not uses:
             return 2 * length
@@ -41,6 +41,6 @@ class Schedule:
 
 
 def _next(places: Sequence[int], place: int) -> int:
-    """The first behind `place`; where there is none, the first of all."""
+    """The first place behind `place`; where there is none, the first of all."""
     at = bisect_right(places, place)
     return places[at] if at < len(places) else places[0]

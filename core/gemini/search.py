@@ -1,4 +1,4 @@
-"""How large a chunk is to be: found by planning the step of each candidate.
+"""The search for the size of chunks, which plans the step of each candidate.
 
 Small chunks waste a latency on every copy, and large ones come and go with parameters that nobody needs yet: they hold
 the budget's rest together in too few pieces, and the smallest budget in which a step fits grows with them. What is best
@@ -33,7 +33,7 @@ MessageBytes = Callable[[Sequence[Sequence[str]]], int]
 
 
 def no_messages(parameters: Sequence[Sequence[str]]) -> int:
-    """Of one rank."""
+    """Bytes of messages of one rank: none."""
     return 0
 
 
@@ -64,7 +64,7 @@ class Chunking:
 
 
 def packed(parameters: Sequence[ParameterInfo], chunk_bytes: int) -> list[list[ParameterInfo]]:
-    """In the given order, into chunks of at most `chunk_bytes`; a larger parameter has a chunk of its own.
+    """Pack parameters, in order, into chunks of at most `chunk_bytes`; a larger parameter has a chunk of its own.
 
     Those of one dtype that learn, and those that do not, have chunks apart.
     """

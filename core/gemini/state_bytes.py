@@ -1,5 +1,4 @@
-"""How large an optimizer's state will be, before there is any: asked of the optimizer itself, on tensors without memory
-or with next to none."""
+"""The size of an optimizer's state before there is any: asked of the optimizer, on tensors of next to no memory."""
 
 import copy
 import math
@@ -34,17 +33,17 @@ def state_bytes(optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor])
 
 def _asked(optimizer: ShardedOptimizer, masters: Mapping[str, Tensor]) -> dict[str, int]:
     """Let a copy of the optimizer make its state of tensors on the meta device."""
-    likes: dict[int, Tensor] = {}
+    on_meta: dict[int, Tensor] = {}
     for master in masters.values():
         like = torch.empty_like(master, device="meta")
-        likes[id(master)] = tag(like, layout_of(master))
+        on_meta[id(master)] = tag(like, layout_of(master))
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     twin.param_groups = [
-        {**group, "params": [likes.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [on_meta.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
     ]
     twin.init_state()
-    return {name: _size(twin.state.get(likes[id(master)], {})) for name, master in masters.items()}
+    return {name: _size(twin.state.get(on_meta[id(master)], {})) for name, master in masters.items()}
 
 
 def _probed(optimizer: torch.optim.Optimizer, index: int) -> int:

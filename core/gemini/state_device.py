@@ -1,4 +1,4 @@
-"""Where an optimizer's state lies: beside its masters, whichever side they live on."""
+"""The place of an optimizer's state: beside its masters, whichever side they live on."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""On CUDA three things run beside each other, each in a stream: computing, fetching, reducing. On a CPU, one after the
-other, and nothing here does anything.
+"""Gemini's streams: on CUDA computing, fetching and reducing run beside each other, each in one. On a CPU they run one
+after the other, and nothing here does anything.
 
     fetching  begins when whoever read the memory before is done (`freed`), and computing waits for its end at first use
     reducing  begins when the gradients are written, and the next fetch waits for its end

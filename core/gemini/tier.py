@@ -13,7 +13,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 class OverBudget(RuntimeError):
-    """More was put on the device than its budget allows: a fault of whoever decides what goes there."""
+    """An error: more was put on the device than its budget allows, a fault of whoever decides what goes there."""
 
 
 class DeviceTier:
@@ -34,12 +34,12 @@ class DeviceTier:
 
     @property
     def room_bytes(self) -> int:
-        """What may still come."""
+        """Bytes that may still come."""
         return self.budget_bytes - self.current_bytes - self.other_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """Between host and device, in both directions."""
+        """Bytes between host and device, in both directions."""
         return self.fetched_bytes + self.returned_bytes
 
     def take(self, num_bytes: int, what: str) -> None:
@@ -58,7 +58,7 @@ class DeviceTier:
         assert self.current_bytes >= 0
 
     def set_other(self, num_bytes: int) -> None:
-        """What else is there from now on; room for it must have been made."""
+        """Set the bytes that are there beside model data from now on; room for them must have been made."""
         if num_bytes + self.current_bytes > self.budget_bytes:
             raise OverBudget(
                 f"{num_bytes} bytes of activations beside {self.current_bytes} of model data, of {self.budget_bytes}"

@@ -1,4 +1,4 @@
-"""From what stays on the device to every move of a step, with the bytes and the seconds that come of it.
+"""Every move of a step by what stays on the device, with the bytes and the seconds that come of it.
 
 Four things work beside each other: the device computes, one copy goes to it and one to the host at a time, and the host
 updates. The walk goes place by place (`Lifetimes`), at each:
@@ -26,7 +26,7 @@ MoveKind = Literal["fetch", "prefetch", "evict", "release"]
 
 
 class Move(NamedTuple):
-    """What happens to a chunk's buffer.
+    """A move of a chunk's buffer.
 
     fetch     it is allocated and filled with the host's parameters; the moment that follows waits for it
     prefetch  the same for a later moment, beside what computes

@@ -1,4 +1,4 @@
-"""What one training step asks of memory: the data on which everything about residency is decided.
+"""The trace of a training step's memory: the data on which everything about residency is decided.
 
 A step is a list of *moments* in the order in which they run. Each needs some chunks whole on the device, and has
 `other_bytes` there that are not model data: activations, what autograd saved, temporaries, inputs. A *chunk* is a group
@@ -48,14 +48,14 @@ class ChunkInfo:
 
     @property
     def host_bytes(self) -> int:
-        """What it takes there where it lives on the host."""
+        """Bytes that the chunk takes on the host where it lives there."""
         if self.away_bytes is not None:
             return self.away_bytes
         return self.param_bytes * (2 if self.trainable else 1) + self.shard_bytes
 
     @property
     def shard_bytes(self) -> int:
-        """What the optimizer keeps of the chunk."""
+        """Bytes that the optimizer keeps of the chunk."""
         return self.master_bytes + self.optim_bytes
 
 

@@ -1,4 +1,4 @@
-"""How a chunk's values come to its buffer, and how its gradients get to its shard.
+"""The transport of a chunk's values to its buffer, and of its gradients to its shard.
 
     fetch   this rank's rows, from the host or the shard on the device, into a message [own]; all-gathered over the
             ranks that shard it into [ranks, own]; copied to each parameter's place. On one rank: one copy.
@@ -29,7 +29,7 @@ from core.pinned import Places
 
 @contextmanager
 def beside_the_step() -> Iterator[None]:
-    """What is done here is no part of the model: neither autograd nor a selective checkpoint is to see it.
+    """Hide what is done inside from the model: neither autograd nor a selective checkpoint is to see it.
 
     A selective checkpoint matches the operators of the recomputation with those of the forward, and in the one a chunk
     may come that was there already in the other.
@@ -67,11 +67,11 @@ class Transport:
 
     @property
     def sends(self) -> bool:
-        """Whether gradients are added up over several ranks."""
+        """True where gradients are added up over several ranks."""
         return gradient_axis(self.mesh).size() > 1
 
     def message_bytes(self, chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> int:
-        """What the messages of chunks with these members need on the device."""
+        """Bytes that the messages of chunks with these members need on the device."""
         return sum(message_bytes(chunks, wide, self.ranks, self.sends))
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
@@ -88,7 +88,7 @@ class Transport:
 
     @property
     def messages(self) -> list[Tensor]:
-        """Their memory."""
+        """The memory of messages."""
         return [message for message in (self._fetched, self._reduced) if message is not None]
 
     # --- to the device ------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def reference(
 
 
 def _fuses(lists: tuple[list[Tensor], ...]) -> bool:
-    """Whether torch's fused update takes them, which reads all memory as if it were contiguous."""
+    """Return whether torch's fused update takes them, which reads all memory as if it were contiguous."""
     tensors = [t for given in lists for t in given]
     on_cpu = all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
     return on_cpu and len({t.dtype for t in tensors}) == 1 and all(t.numel() > 0 for t in tensors)

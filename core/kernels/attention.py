@@ -266,7 +266,7 @@ def _with_shared_bias(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tenso
 
 
 def _alike(mask: Tensor | None, first: int, count: int) -> list[tuple[slice | Tensor, Tensor | None]]:
-    """Of the sequences first.. those with one mask, each with that mask [S]; None: every key is visible."""
+    """The sequences first.. with one mask, each with that mask [S]; None: every key is visible."""
     everything = slice(first, first + count)
     if mask is None:
         return [(everything, None)]
@@ -970,7 +970,7 @@ def _padded(head_size: int) -> int:
 
 
 def _precision(q: Tensor) -> str:
-    """Of products of fp32 matrices: exact unless torch was told otherwise."""
+    """The precision of products of fp32 matrices: exact unless torch's setting says otherwise."""
     rounds = torch.get_float32_matmul_precision() != "highest" and chip().startswith("sm_")
     return "tf32" if rounds and q.dtype == torch.float32 else "ieee"
 

@@ -33,7 +33,7 @@ _PIECE_BYTES = 2 << 20
 
 
 def offered(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether `attend` takes q[B, L, H, K], k and v[B, S, H, K], without a band, and a bias that wants a gradient.
+    """Return whether `attend` takes q[B, L, H, K], k and v[B, S, H, K], no band, and a bias that wants a gradient.
 
     Without a bias only where p takes no more memory than q, k and v together.
     """

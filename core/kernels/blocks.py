@@ -48,7 +48,7 @@ def _chip_of(device: int) -> str:
 
 @contextmanager
 def compiling_for(name: str) -> Iterator[None]:
-    """Inside, `chip()` is `name`."""
+    """Let `chip()` be `name` inside."""
     global _target
     before, _target = _target, name
     try:
@@ -66,7 +66,7 @@ def autotune(folder: Path | None) -> None:
 
 
 def winners() -> dict[str, Blocks]:
-    """What was chosen in this process, or read by `autotune`."""
+    """The block sizes chosen in this process, or read by `autotune`."""
     return dict(_winners)
 
 

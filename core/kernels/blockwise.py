@@ -27,7 +27,7 @@ MIN_ROW = 64
 
 
 def in_8_bits(shape: tuple[int, ...]) -> bool:
-    """Whether the state of a parameter of that (whole) shape is kept in blocks: of large matrices."""
+    """Return whether the state of a parameter of that (whole) shape is kept in blocks: a large matrix's is."""
     return len(shape) > 1 and math.prod(shape) >= MIN_ELEMENTS and math.prod(shape[1:]) >= MIN_ROW
 
 

@@ -65,7 +65,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """What is summed over the tokens, and where the rows of the vocabulary that are held here begin.
+    """The sum over the tokens, and where the rows of the vocabulary that are held here begin.
 
     vocab_size    rows of the whole vocabulary; label smoothing spreads over them
     ignore_index  tokens of this target count nothing
@@ -79,7 +79,7 @@ class Objective:
 
     @property
     def q_target(self) -> float:
-        """What the target's q has beyond the others'."""
+        """The target's q beyond that of the others."""
         return 1.0 - self.label_smoothing
 
     @property

@@ -1,4 +1,4 @@
-"""What surrounds the output projection of gated attention: out = residual + mask (sigmoid(gate) (y + bias)).
+"""The operations around the output projection of gated attention: out = residual + mask (sigmoid(gate) (y + bias)).
 
     s = sigmoid(gate);  dy = mask s dout;  dgate = mask (y + bias) s (1 - s) dout;  dbias = sum dy;  dresidual = dout
 

@@ -44,7 +44,7 @@ def library() -> Any:
 
 @cache
 def available() -> bool:
-    """Whether kernels can be made here."""
+    """Return whether kernels can be made here."""
     try:
         library()
     except (ImportError, RuntimeError, OSError):
@@ -54,14 +54,14 @@ def available() -> bool:
 
 @cache
 def x86_features() -> frozenset[str]:
-    """What an x86 CPU has, in LLVM's words; nothing elsewhere and where LLVM is missing."""
+    """An x86 CPU's features in LLVM's words; none elsewhere and where LLVM is missing."""
     if not available() or platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
     return frozenset(name for name, there in library().get_host_cpu_features().items() if there)
 
 
 def looks_words_up() -> bool:
-    """Whether this CPU has an instruction that takes words out of a vector."""
+    """Return whether this CPU has an instruction that takes words out of a vector."""
     return {"avx512bw", "avx512vl"} <= x86_features()
 
 
@@ -89,17 +89,17 @@ def num_workers() -> int:
 
 @cache
 def bits_of(number: float) -> int:
-    """Of its fp32: how a kernel is given a number that is not whole."""
+    """Bits of a number's fp32, as a kernel is given one that is not whole."""
     return struct.unpack("i", struct.pack("f", number))[0]
 
 
 def on_all_threads() -> bool:
-    """Not where torch has threads that kernels cannot use: its own operators may be the faster ones then."""
+    """Return whether kernels run on all of torch's threads; where not, its own operators may be faster."""
     return available() and num_workers() == torch.get_num_threads()
 
 
 class Code:
-    """What a kernel is written in: numbers, vectors, loops. `types` and `build` are llvmlite's.
+    """The language of a kernel: numbers, vectors, loops. `types` and `build` are llvmlite's.
 
     worker  the number of the thread, below `num_workers()`
     """
@@ -176,7 +176,7 @@ class Code:
         return self.build.select(self.build.fcmp_ordered(">", x, y), x, y)
 
     def exp(self, x: Value) -> Value:
-        """Of vectors of numbers up to 0; 0 below the lowest, and what is no number stays none."""
+        """Exponentials of vectors of numbers up to 0; 0 below the lowest, and what is no number stays none."""
         b, floats, count = self.build, x.type, x.type.count
         words = self.vector(self.i32, count)
 
@@ -206,13 +206,13 @@ class Code:
         return self.build.shuffle_vector(x, y, order)
 
     def looked_up(self, table: Value, places: Value) -> Value:
-        """Of a table of 16 words those that 16 or 32 words' last four bits tell. Only where `looks_words_up()`."""
+        """Look up words in a table of 16 by the last four bits of 16 or 32 words. Only where `looks_words_up()`."""
         count = places.type.count
         whole = self.shuffled(table, table, [number % 16 for number in range(count)])
         return self.call(f"llvm.x86.avx512.permvar.hi.{16 * count}", places.type, whole, places)
 
     def sum(self, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Of a vector's places, by halves, so that the order is always the same."""
+        """Combine a vector's places by halves, so that the order is always the same."""
         count = vector.type.count
         while count > 1:
             count //= 2
@@ -234,7 +234,7 @@ class Code:
         return whole
 
     def load(self, address: Value, kind: Any, count: int, *offsets: Value, mask: Value = None) -> Value:
-        """So many elements, wherever they lie; those that the mask leaves out are 0 and not read."""
+        """Load so many elements, wherever they lie; those that the mask leaves out are 0 and not read."""
         shape = self.vector(kind, count)
         place = self.build.bitcast(self.place(address, kind, *offsets), shape.as_pointer())
         if mask is None:
@@ -251,7 +251,7 @@ class Code:
         self.build.store(value, place, align=1)
 
     def store_some(self, value: Value, address: Value, kind: Any, mask: Value, *offsets: Value) -> None:
-        """Those elements that the mask names."""
+        """Store the elements that the mask names."""
         place = self.build.bitcast(self.place(address, kind, *offsets), value.type.as_pointer())
         align = self.types.Constant(self.i32, 1)
         name = f"llvm.masked.store.v{value.type.count}{_short(kind)}.p0"
@@ -277,7 +277,7 @@ class Code:
 
     @contextmanager
     def loop(self, first: Value, last: Value, step: Value, carried: Sequence[Value] = ()) -> Iterator["Loop"]:
-        """From first, which is below last, in steps; `carried` values go from turn to turn: set `values` to the next.
+        """Loop from first, which is below last, in steps; `carried` values go from turn to turn: set `values` anew.
 
         After it `values` are the last turn's.
         """
@@ -316,7 +316,7 @@ def _short(kind: Any) -> str:
 
 
 class Loop:
-    """Where a loop is, and what it carries."""
+    """The place of a loop, and the values that it carries."""
 
     def __init__(self, at: Value, values: list[Value]):
         self.at, self.values = at, values

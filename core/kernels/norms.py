@@ -63,7 +63,7 @@ def rms_norm(
     *,
     residual: Tensor | None = None,
 ) -> NormResult:
-    """As `layer_norm`, without subtracting the mean."""
+    """Normalise as `layer_norm`, without subtracting the mean."""
     _check("rms_norm", x, weight, bias, residual)
     if runs_kernel("rms_norm", x, unless=_unsupported(x, weight, bias, residual)):
         y, total, _, _ = _forward(x, residual, weight, bias, eps, False)

@@ -1,4 +1,4 @@
-"""How a kernel becomes an operator of torch, and when it runs.
+"""Kernels as operators of torch, and when they run.
 
 A public function of this package asks `runs_kernel` and takes the Triton path or its reference: kernels on a GPU, torch
 elsewhere. That is the only dispatch there is. The Triton path is one or more operators (`operator`) that torch.compile
@@ -42,14 +42,14 @@ def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable], Cus
 
 
 def launches(x: Tensor) -> bool:
-    """Whether an operator on `x` is to launch: not on nothing, and not where only shapes are traced."""
+    """Return whether an operator on `x` launches: not on nothing, and not where only shapes are traced."""
     if isinstance(x, FakeTensor):
         return False
     return x.numel() > 0 and (not x.is_meta or _compiling)
 
 
 def runs_kernel(name: str, x: Tensor, unless: str | None = None) -> bool:
-    """Whether the public function `name` takes its kernel for `x` and not its reference.
+    """Return whether the public function `name` takes its kernel for `x` and not its reference.
 
     unless  why the kernel cannot do what is asked (None: it can); said once, and the reference is taken
     """
@@ -77,7 +77,7 @@ _warn_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 
 @contextmanager
 def forced(compiling: bool = False) -> Iterator[None]:
-    """Inside, kernels are taken on every device; with `compiling` their launches with meta tensors happen, too."""
+    """Take kernels on every device inside; with `compiling` their launches with meta tensors happen, too."""
     global _forced, _compiling
     before = _forced, _compiling
     _forced, _compiling = True, compiling
@@ -88,7 +88,7 @@ def forced(compiling: bool = False) -> Iterator[None]:
 
 
 def unsupported_dtype(*tensors: Tensor | None) -> str | None:
-    """Why kernels cannot take these tensors' formats; None where they can (fp32, bf16, fp16)."""
+    """The reason why kernels cannot take these tensors' formats; None where they can (fp32, bf16, fp16)."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"there is no kernel for {tensor.dtype}"

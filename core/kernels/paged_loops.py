@@ -37,7 +37,7 @@ _PER_STEP, _SMALLEST_SCALED = 1 / 127, 1e-30
 
 
 def offered(x: Tensor, pages: Tensor) -> bool:
-    """Whether queries (or new keys and values) of this format and these pages are taken here."""
+    """Return whether queries (or new keys and values) of this format and these pages are taken here."""
     formats = x.dtype in _GIVEN and pages.dtype in _FORMATS
     there = x.device.type == "cpu" and pages.is_contiguous() and not isinstance(x, FakeTensor)
     return formats and there and on_all_threads()
@@ -81,7 +81,7 @@ def write(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, *, k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `core.kernels.paged_attention.write_pages`; slots int64, contiguous."""
+    """Write keys and values as `core.kernels.paged_attention.write_pages`; slots int64, contiguous."""
     (_, heads, head_size), k_TJK, v_TJK = k.shape, _rows(k), _rows(v)
     kernel = _write(head_size, _FORMATS[k.dtype], _FORMATS[k_pages.dtype])
     given = (k_TJK, v_TJK, k_pages, v_pages, k_scales, v_scales, slots)

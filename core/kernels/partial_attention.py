@@ -30,7 +30,7 @@ TILE_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Which of the keys are seen, and what is added to their scores.
+    """The keys that are seen, and what is added to their scores.
 
     offset  position of the first query, counted from the part's first key; may be negative or beyond the keys
     causal  keys after the query's position are hidden

@@ -713,7 +713,7 @@ def _widened(x_MI: Tensor, y_MO: Tensor, bias_O: Tensor | None, wide: Callable[[
 
 
 def _rows_at_once(columns: int, dtype: torch.dtype) -> int:
-    """Of a weight with so many columns, that are widened to this format."""
+    """Rows at once of a weight with so many columns that are widened to this format."""
     return max(1, _WIDE_BYTES // (columns * dtype.itemsize))
 
 
@@ -732,7 +732,7 @@ def widening_bytes(rows: int, weight: tuple[int, int], dtype: torch.dtype, bits:
 
 
 def library_bytes(rows: int, weight: tuple[int, int]) -> int:
-    """As `widening_bytes`, of the way `library`: codes of x, sums as integers, and those twice in fp32."""
+    """Bytes as `widening_bytes`, of the way `library`: codes of x, sums as integers, and those twice in fp32."""
     N, K = weight
     return rows * (K + 4) + 12 * rows * N + 4 * N  # and the bias in fp32
 
@@ -838,7 +838,7 @@ def _blocks(M: int, dtype: torch.dtype) -> Blocks:
 
 
 def _int4_blocks(M: int, dtype: torch.dtype, half: int) -> Blocks:
-    """As above with narrower tiles: there are two sums for each element, a group's and the whole."""
+    """Blocks as above with narrower tiles: there are two sums for each element, a group's and the whole."""
     if M <= 32:
         blocks = {"BM": 16 if M <= 16 else 32, "BN": 32, "num_warps": 4, "num_stages": 3}
     elif dtype == torch.float32:

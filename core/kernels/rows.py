@@ -27,7 +27,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 @triton.jit
 def row_offset(row, sizes, strides):
-    """Where a row begins in a tensor of leading dims [.., sizes[0], sizes[1], sizes[2]] and four strides; 64 bits."""
+    """The offset of a row in a tensor of leading dims [.., sizes[0], sizes[1], sizes[2]] and four strides; 64 bits."""
     row = tl.cast(row, tl.int64)
     last, row = row % sizes[2], row // sizes[2]
     third, row = row % sizes[1], row // sizes[1]
@@ -35,7 +35,7 @@ def row_offset(row, sizes, strides):
 
 
 def placed(sizes: Sequence[int], strides: Sequence[int]) -> Place | None:
-    """What `row_offset` takes for leading dims of these sizes and strides; None where more than four are left."""
+    """The place that `row_offset` takes for leading dims of these sizes and strides; None where over four are left."""
     kept: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
@@ -61,7 +61,7 @@ def rows_of(x: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int]:
 
 
 def broadcasts(added: Tensor, x: Tensor) -> bool:
-    """Whether `added` broadcasts to x's shape."""
+    """Return whether `added` broadcasts to x's shape."""
     pairs = zip(reversed(added.shape), reversed(x.shape))
     return added.ndim <= x.ndim and all(a in (1, b) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Which kernels a GPU has shown right and not slower than torch's operators: what is taken there without being asked.
+"""The kernels that a GPU has shown right and not slower than torch's operators: taken there without being asked.
 
 The protocol of docs/gpu.md measures each family on a card and leaves a table, shown/CHIP.json, which is committed:
 
@@ -37,5 +37,5 @@ def shown(folder: Path = FOLDER) -> frozenset[str]:
 
 
 def all_shown(families: Collection[str], folder: Path = FOLDER) -> bool:
-    """Whether this machine's GPU takes all of these by itself."""
+    """Return whether this machine's GPU takes all of these by itself."""
     return shown(folder) >= frozenset(families)

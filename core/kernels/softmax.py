@@ -253,7 +253,7 @@ def _blocks(length: int) -> Blocks:
 
 
 def _backward_blocks(length: int) -> Blocks:
-    """As `_blocks` with at most 16 elements a thread, which has two tensors' and a sum to keep."""
+    """Blocks as `_blocks`, at most 16 elements a thread, which has two tensors' and a sum to keep."""
     blocks = _blocks(length)
     return blocks | {"num_warps": min(16, max(4, blocks["BLOCK"] // 512))}
 

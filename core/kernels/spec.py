@@ -1,4 +1,4 @@
-"""What a kernel promises, as data: tests, ahead-of-time compilation and the benchmark are generated from it.
+"""A kernel's promises as data: tests, ahead-of-time compilation and the benchmark are generated from it.
 
 A case is a dict of sizes and flags, such as {"rows": 3, "length": 100, "bias": True}; `inputs` makes tensors of it.
 """
@@ -15,7 +15,7 @@ Case = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a call has to move between the chip and its memory, and to compute, at the least; forward and backward."""
+    """The least that a call moves between the chip and its memory, and computes; forward and backward."""
 
     forward_bytes: int
     backward_bytes: int = 0
@@ -60,7 +60,7 @@ class KernelSpec:
 
 
 def outputs_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a function of a spec returned, as a tuple."""
+    """Return the result of a spec's function as a tuple."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 

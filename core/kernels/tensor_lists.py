@@ -33,7 +33,7 @@ def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    """Where each tensor's share of a launch begins."""
+    """The begin of each tensor's share of a launch."""
     found = [0]
     for count in counts:
         found.append(found[-1] + count)
@@ -41,7 +41,7 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 
 def aligned(tensors: Iterable[Tensor]) -> bool:
-    """Whether every pointer is one that the chip can read 16 bytes from at once."""
+    """Return whether the chip can read 16 bytes at once from every pointer."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 

@@ -12,7 +12,7 @@ _TRACED: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary(
 
 
 def number_of(weight: Tensor) -> int:
-    """Under which a graph knows a weight."""
+    """The number under which a graph knows a weight."""
     found = next((number for number, known in _TRACED.items() if known is weight), None)
     if found is None:
         found = max(_TRACED, default=-1) + 1

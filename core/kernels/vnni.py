@@ -47,7 +47,7 @@ def width() -> int:
 
 
 def offered() -> bool:
-    """Whether these products run here."""
+    """Return whether these products run here."""
     return width() > 0
 
 

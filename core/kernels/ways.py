@@ -24,7 +24,7 @@ _found: dict[str, str] = {}
 
 
 def default_folder() -> Path:
-    """Where results are kept: of the user, not of a project."""
+    """The folder of results: the user's, not a project's."""
     return Path.home() / ".cache" / "megalith" / "products"
 
 
@@ -74,7 +74,7 @@ def keep(folder: Path, device: torch.device) -> Path:
 
 
 def known() -> int:
-    """How many choices were measured."""
+    """The number of choices that were measured."""
     return len(_found)
 
 
@@ -92,7 +92,7 @@ def _path(folder: Path, device: torch.device) -> Path:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """The device's name, as its maker calls it."""
     return torch.cuda.get_device_name(device)
 
 

@@ -1,4 +1,4 @@
-"""What a run measures and shows: rows of metrics, progress, throughput against the machine's peak, memory, plots.
+"""The measurements of a run and their display: rows of metrics, progress, throughput against the peak, memory, plots.
 
 log         RunLog: metrics.jsonl, summary.json, TensorBoard, Weights & Biases
 progress    Progress: live display on a terminal, plain lines elsewhere

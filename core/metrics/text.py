@@ -15,7 +15,7 @@ def bits_per_byte(total_nats: float, num_bytes: int) -> float:
 
 
 def compression_baselines(data: bytes) -> dict[str, float]:
-    """What gzip -9 and xz -9 need for `data`: {"gzip_bits_per_byte": …, "xz_bits_per_byte": …}."""
+    """The bits a byte that gzip -9 and xz -9 need for `data`: {"gzip_bits_per_byte": …, "xz_bits_per_byte": …}."""
     # zlib's gzip container is what gzip.compress writes, without a timestamp.
     gzip = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     num_gzip_bytes = len(gzip.compress(data)) + len(gzip.flush())

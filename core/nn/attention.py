@@ -35,7 +35,7 @@ from core.nn.linear import Linear
 
 @dataclass
 class StepContext:
-    """What `attend` may need to know about one forward, beside the tensors that every block gets.
+    """One forward's data that `attend` may need, beside the tensors that every block gets.
 
     documents_BL  number of the document that each token belongs to; a token attends only inside its own. None: one.
     rows_R        places in the sequence whose logits are wanted; None: all. For the head, when there are no targets.
@@ -62,7 +62,7 @@ class StepContext:
 
 
 class Attend(Protocol):
-    """What fits the slot: attention over all visible keys.
+    """The function for the slot: attention over all visible keys.
 
     q[B, L, H, K], k and v[B, S, J, K] -> o[B, L, H, K]
     slopes     ALiBi slope of each query head held here, fp32 or wider; None without ALiBi
@@ -201,7 +201,7 @@ def attention_bias(
     key_positions_BS: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What is added to the scores, [B or 1, H or 1, L, S]: -inf where a key is hidden, else slope * (key - query) or 0.
+    """The addend to the scores, [B or 1, H or 1, L, S]: -inf where a key is hidden, else slope * (key - query) or 0.
 
     ALiBi is defined on the key's position alone; a constant for each query drops out of the softmax, and with the
     difference the largest terms are the exact ones. Its dtype is fp32 or wider; zeros and -inf are exact in `dtype`.

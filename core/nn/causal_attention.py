@@ -32,7 +32,7 @@ TILE_BYTES = 2 << 20
 
 
 def fits(q_BLHK: Tensor, k_BSJK: Tensor) -> bool:
-    """Whether these are what `causal_attention` is for: bf16 on a CPU's vector units, no grouped heads, no cache."""
+    """Return whether `causal_attention` is for these: bf16 on a CPU's vector units, no grouped heads, no cache."""
     on_cpu = q_BLHK.dtype is torch.bfloat16 and q_BLHK.device.type == "cpu" and q_BLHK.shape == k_BSJK.shape
     return on_cpu and bf16_units(q_BLHK.device) == "vector"
 

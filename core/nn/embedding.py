@@ -1,4 +1,4 @@
-"""From token ids to the first block's input: tokens, projection, learned positions, norm; each where the model has it.
+"""Token ids to the first block's input: tokens, projection, learned positions, norm; each where the model has it.
 
 Shapes: B batch, L length, E embedding size, D model.
 """

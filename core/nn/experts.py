@@ -74,7 +74,7 @@ def grouped_linear(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
 
 
 def takes_grouped_product(x_AI: Tensor, weight_EOI: Tensor) -> bool:
-    """Whether torch's kernel for GPUs computes this: bf16, rows of whole 16 bytes."""
+    """Return whether torch's kernel for GPUs computes this: bf16, rows of whole 16 bytes."""
     aligned = all(n * x_AI.element_size() % _ALIGNMENT_BYTES == 0 for n in weight_EOI.shape[1:])
     if not (x_AI.is_cuda and x_AI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned and weight_EOI.numel()):
         return False

@@ -146,7 +146,7 @@ class MoE(nn.Module):
 
 
 class AuxiliaryLoss:
-    """What the routers of one forward add to its loss.
+    """The sum that the routers of one forward add to its loss.
 
     Values are summed as the layers compute them; their gradient is the one that the loss itself gets, whatever it is
     multiplied by, and goes to each layer together with the gradient of that layer's output. So it needs no place in the
@@ -224,7 +224,7 @@ def take_load(model: nn.Module, device: torch.device) -> Tensor | None:
 
 
 def load_figures(load: Tensor) -> dict[str, Any]:
-    """What metrics say of a step's load (see `take_load`), summed over all ranks.
+    """The metrics of a step's load (see `take_load`), summed over all ranks.
 
     moe_dropped    choices that found no room, of all (expert choice: tokens that no expert took)
     moe_balance    the auxiliary loss, mean over rows and layers, without its weight

@@ -1,4 +1,4 @@
-"""Which expert takes which token: the routers of mixtures of experts, as functions of the routers' probabilities.
+"""The routers of mixtures of experts, which expert takes which token: functions of the routers' probabilities.
 
     topk           the k experts of the highest probability, whatever their load: nothing is dropped. Gates are the
                    probabilities divided by their sum (Jiang et al. 2024, Mixtral of Experts, section 2.1)
@@ -114,12 +114,12 @@ class MoEConfig:
         return given if given is not None else _CAPACITY.get(self.router, float("inf"))
 
     def has_experts(self, block: int) -> bool:
-        """Whether block number `block` has experts."""
+        """Return whether block number `block` has experts."""
         return self.num_experts > 0 and (block + 1) % self.every == 0
 
 
 class Rows(Protocol):
-    """What a rank knows of the rows of a batch of which it may hold a part only. No gradients."""
+    """A rank's view of a batch's rows, of which it may hold a part only. No gradients."""
 
     def real(self, x_BLD: Tensor, mask: Tensor | None, context: Any) -> Tensor:
         """bool[B, L]: where there is a token and not padding."""
@@ -158,7 +158,7 @@ class WholeRows:
 
 
 class Choice(NamedTuple):
-    """What a router decided.
+    """A router's decision.
 
     wanted_BLE   bool: what tokens chose, or were chosen for
     kept_BLE     bool: those of them that have room
@@ -173,7 +173,7 @@ class Choice(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What `choose` is given beside the probabilities: the configuration, the rows, and what belongs to one forward."""
+    """The input of `choose` beside the probabilities: the configuration, the rows, and one forward's data."""
 
     config: MoEConfig
     rows: Rows
@@ -189,7 +189,7 @@ def choose(p_BLE: Tensor, routing: Routing) -> Choice:
 
 
 class Order(NamedTuple):
-    """Where the rows of all experts come from, those of one expert behind those of another.
+    """The origins of all experts' rows, those of one expert behind those of another.
 
     token_A, expert_A  of each row
     real_A             bool: whether it is one, or fills up to a number that is known beforehand; None: all are
@@ -223,7 +223,7 @@ def by_expert(kept_TE: Tensor, most: int | None) -> Order:
 
 
 def most_rows(config: MoEConfig, rows: Rows, batch: int, length: int) -> int | None:
-    """How many rows the experts of this rank's tokens can have; None where that is so many that waiting is better."""
+    """The most rows that experts of this rank's tokens can have; None where that is so many that waiting is better."""
     if config.router != "expert_choice":
         return batch * length * min(config.per_token, config.num_experts)
     if not isinstance(rows, WholeRows):  # an expert may want all that is held here
@@ -290,7 +290,7 @@ def _room(routing: Routing) -> Tensor:
 
 
 def _share(config: MoEConfig) -> float:
-    """Of the tokens of a row, that an expert has room for."""
+    """The share of a row's tokens that an expert has room for."""
     return config.capacity * config.per_token / config.num_experts
 
 

@@ -41,7 +41,7 @@ def _check(decay: float) -> None:
 
 
 class WeightAverage:
-    """Of masters by name (local tensors that say where they lie in the whole); `follow` after each step.
+    """The average of masters by name (local tensors that say where they lie in the whole); `follow` after each step.
 
     tensors  name -> this rank's part of the average, laid out as the master; before the first step the master's value
     steps    how many it has followed

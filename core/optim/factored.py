@@ -50,7 +50,7 @@ def factors_bytes(part: Part, dims: tuple[int, int] | None) -> int:
 
 @dataclass(frozen=True)
 class Factors:
-    """How one parameter is factored: R, C of the whole, and the ranks that its sums go over."""
+    """The factors of one parameter: R, C of the whole, and the ranks that its sums go over."""
 
     place: Place
     dims: tuple[int, int]
@@ -78,7 +78,7 @@ class Factors:
 
     @property
     def counts(self) -> bool:
-        """Whether r is counted here: on the first of the ranks that hold the same rows."""
+        """True where r is counted: on the first of the ranks that hold the same rows."""
         return all(line.group.rank() == 0 for line in self.over_cols)
 
     def matrix(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def variance_squares(
 
 
 def phases_for(held: Held) -> Phases:
-    """What computes the phases of an update: kernels on a GPU, blocks that fit the cache on a CPU."""
+    """The code that computes the phases of an update: kernels on a GPU, blocks that fit the cache on a CPU."""
     if not held.value.numel():
         return TORCH
     return BLOCKED if held.value.device.type == "cpu" else phases([held.value], [held.grad])

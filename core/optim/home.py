@@ -125,7 +125,7 @@ class Pool:
         self._ways: tuple[list[Piece], list[Piece]] | None = None
 
     def home_of(self, parameter: Tensor) -> int | None:
-        """None of a matrix that is this rank's alone."""
+        """The home of a matrix; None for one that is this rank's alone."""
         index = self.index[parameter]
         return None if self.num_ranks == 1 or self.layouts[index].mesh is None else self.homes[index]
 
@@ -177,7 +177,7 @@ class WholeMatrixOptimizer(ShardedOptimizer):
 
     @abstractmethod
     def _is_whole(self, options: dict[str, Any]) -> bool:
-        """Whether the parameters of a group are updated as whole matrices."""
+        """Return whether the parameters of a group are updated as whole matrices."""
 
     @abstractmethod
     def _cost(self, shape: Sequence[int]) -> float:
@@ -200,7 +200,7 @@ class WholeMatrixOptimizer(ShardedOptimizer):
         """One step of the other groups."""
 
     def takes_whole(self, parameter: Tensor) -> bool:
-        """Whether its state lies at a home, where ranks share it."""
+        """Return whether a parameter's state lies whole at a home, where ranks share it."""
         return self._is_whole(self._options_of(parameter))
 
     def _pool_of(self, parameter: Tensor) -> Pool:

@@ -138,7 +138,7 @@ class MuonConfig(OptimConfig):
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix of the repeated blocks."""
+    """Return whether a parameter is a matrix of the repeated blocks."""
     return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
 
 

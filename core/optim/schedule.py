@@ -66,6 +66,6 @@ def learning_rate(step: int, num_steps: int, peak: float, config: ScheduleConfig
 
 
 def batch_factor(rows: int, config: ScheduleConfig) -> float:
-    """What a global batch of `rows` rows multiplies the rate with."""
+    """The factor of the rate for a global batch of `rows` rows."""
     ratio = rows / config.base_batch
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.scaling]

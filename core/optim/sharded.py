@@ -1,4 +1,4 @@
-"""What optimizers have in common whose update of a parameter needs something of the whole of it: a mean, a norm.
+"""The base of optimizers whose update of a parameter needs something of the whole of it: a mean, a norm.
 
 A parameter is a plain tensor, a DTensor (any Shard and Replicate placements, uneven ones too: tensor parallelism,
 FSDP2, both, hybrid shard), or a local tensor with a `core.layout`. A rank keeps the state of the box that it holds, and
@@ -37,7 +37,7 @@ CODES, SCALES = "_codes", "_scales"
 
 
 def is_signed(name: str) -> bool:
-    """Whether a state tensor in 8 bits has a sign: second moments have none."""
+    """Return whether a state tensor in 8 bits has a sign: second moments have none."""
     return name == "exp_avg"
 
 
@@ -88,7 +88,7 @@ class Reduction:
 
 
 class Place:
-    """Where a parameter lies in the whole, and over which ranks its sums go; made once a parameter."""
+    """The place of a parameter in the whole, and the ranks that its sums go over; made once a parameter."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -110,7 +110,7 @@ class Place:
 
     @property
     def num_elements(self) -> int:
-        """Of the whole parameter."""
+        """Elements of the whole parameter."""
         return math.prod(self.layout.shape)
 
 
@@ -145,7 +145,7 @@ class Batch:
 
     @property
     def wide(self) -> torch.dtype:
-        """What state and sums are kept in: fp32, or the parameters' own where that is wider."""
+        """The format of state and sums: fp32, or the parameters' own where that is wider."""
         return wide_dtype(self.dtype)
 
 
@@ -228,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             scales.copy_(scale_values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but tensors of the state keep a format that is wider than the parameter's, or of integers."""
+        """Load as torch's, but tensors of the state keep a format of integers, or one wider than the parameter's."""
         super().load_state_dict(state_dict)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -246,7 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 group.setdefault(name, value)
 
     def place(self, parameter: Tensor) -> Place:
-        """Where a parameter lies in the whole."""
+        """The place of a parameter in the whole."""
         found = self._places.get(parameter)
         if found is None:
             found = self._places[parameter] = Place(layout_of(parameter))
@@ -327,7 +327,7 @@ def step_over(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) ->
 
 
 def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps of parts cost no more than one of all: nothing is sent, and nobody follows each step."""
+    """Return whether steps of parts cost no more than one of all: nothing is sent, and no hook follows each step."""
     return not (getattr(optimizer, "sends", False) or follows_steps(optimizer))
 
 

@@ -52,7 +52,7 @@ class OptimConfig:
             raise UserError(f"optim.clip_norm={self.clip_norm}; give a positive norm, or None for no clipping")
 
     def named(self, name: str) -> "OptimConfig":
-        """Of another optimizer: what this config changes of its defaults is kept where that one takes such values."""
+        """Another optimizer's config, with what this one changes of its defaults where that one takes such values."""
         there = {item.name: item.type for item in fields(spec_of(name).config) if item.name != "name"}
         alike = [item.name for item in fields(self) if there.get(item.name) == item.type]
         changed = {key: getattr(self, key) for key in alike}
@@ -60,7 +60,7 @@ class OptimConfig:
         return OptimConfig(name, **{key: value for key, value in changed.items() if value != usual[key]})
 
     def foreign(self, option: str) -> str | None:
-        """Why an option is refused that another optimizer has; None where none has it."""
+        """The reason to refuse an option that another optimizer has; None where none has it."""
         others = {item.name for spec in OPTIMIZERS.values() for item in fields(spec.config)}
         return _without(self.name, option) if option in others else None
 

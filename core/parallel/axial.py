@@ -60,7 +60,7 @@ class Switch:
 
 
 def begin_switch(x: Tensor, whole: int, shard: int, length: int, axis: DeviceMesh) -> Switch:
-    """As `switch`, but other work may be done until it is finished."""
+    """Begin a `switch`; other work may be done until it is finished."""
     switching = Switch(x, whole, shard, length, axis, None)
     if axis.size() > 1:
         switching.x = _Begin.apply(x, switching)  # pyright: ignore[reportAttributeAccessIssue]

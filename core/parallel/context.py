@@ -37,7 +37,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """Which places of a sequence each rank holds: one piece in order, or with `zigzag` one from each end.
+    """The places of a sequence that each rank holds: one piece in order, or with `zigzag` one from each end.
 
     length  of the sequence, without padding
     """
@@ -61,7 +61,7 @@ class SequenceCut:
         return self.pieces * self.piece_length
 
     def starts(self, rank: int) -> tuple[int, ...]:
-        """Where the pieces of a rank begin, in ascending order."""
+        """The begins of a rank's pieces, in ascending order."""
         last = 2 * self.num_ranks - 1 - rank
         return tuple(self.piece_length * n for n in ((rank, last) if self.zigzag else (rank,)))
 
@@ -194,7 +194,7 @@ def join_sequence(x_BL: Tensor, cut: SequenceCut, axis: DeviceMesh) -> Tensor:
 
 
 def head_size(site: Site) -> int:
-    """Of an attention module's heads: its fused projection has those of queries, keys and values."""
+    """The size of an attention module's heads: its fused projection has those of queries, keys and values."""
     return site.shape("qkv.weight")[0] // (site.module.num_heads + 2 * site.module.num_kv_heads)
 
 

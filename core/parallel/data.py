@@ -1,4 +1,4 @@
-"""Data parallelism: replicas, and ZeRO's three levels of sharding what the replicas repeat.
+"""Data parallelism: replicas of a model, and ZeRO's three levels, which shard what replicas hold alike.
 
     zero  sharded over dp_shard              how
     0     nothing                            `Replicas`: gradients all-reduced, bucket by bucket, during the backward
@@ -6,23 +6,23 @@
     2     optimizer, gradients               `Replicas`: gradients reduce-scattered and released bucket by bucket
     3     optimizer, gradients, parameters   `FullyShardedReplicas`: torch's FSDP2
 
-Both are a `ParallelModel`. In a step of theirs
+Both are a `ParallelModel`. A step has three phases:
 
-    1. `run` accumulates: for each microbatch `with data.microbatch(last): loss.backward()`. Nothing is sent before the
-       last, unless `reduce_each` says that gradients stay sharded instead.
+    1. `run` accumulates: for each microbatch `with parallel.microbatch(last): loss.backward()`. Gradients are sent in
+       the last one; with `reduce_each` in each, and then they stay sharded.
     2. `reduce` waits for the reductions; every master's `.grad` is the sum over all data-parallel ranks, and over
-       those of context parallelism, which hold other tokens: wherever this file says dp_shard, it is dp_shard+cp there.
+       those of context parallelism, which hold other tokens: with it, dp_shard means dp_shard+cp in this file.
     3. `publish` gathers what the optimizer has updated, where it is sharded.
 
 The masters are the parameters themselves where nothing is sharded and the formats agree, views of their rows where
 only the optimizer is sharded, and fp32 copies under bf16 and fp16. Hybrid shard: sharded over dp_shard, alike on
 dp_replicate. Gradients are summed, not averaged: the loss is already divided by the whole batch's weight.
 
-A message that would reach nobody, on one rank, is not made: the gradients are taken as autograd leaves them.
+One rank sends no messages: its gradients are those that autograd leaves.
 
-Parameters that expert parallelism cuts are summed over, and sharded over, the data-parallel ranks that hold copies:
-those of one place on the ep axis. A stack of matrices, as experts' weights are, is sharded by the matrices' rows where
-there are fewer matrices than ranks.
+Gradients of experts are summed over the data-parallel ranks that hold copies of these experts, which are those of one
+place on the ep axis, and sharded over the same ranks. A stack of experts' matrices is sharded by the matrices' rows
+where there are fewer matrices than ranks.
 
 Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compression.
 """
@@ -71,13 +71,13 @@ class DataParallel(ParallelModel):
 
     @contextmanager
     def foreseen(self) -> Iterator[None]:
-        """Around that part of a step which `prepare` was shown."""
+        """Surround the part of a step that `prepare` was shown."""
         yield
 
     @abstractmethod
     @contextmanager
     def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
-        """Around one microbatch's backward; gradients accumulate, and only the last one communicates.
+        """Surround one microbatch's backward; gradients accumulate, and only the last one communicates.
 
         names  the masters that it has gradients for, where it is that of one stage of several; None: all
         """
@@ -113,7 +113,7 @@ class Completion:
         self.used: set[str] = set()
 
     def complete(self, masters: Mapping[str, Tensor], together: Collection[str] = ()) -> None:
-        """Gradients for what any rank has used, none for the rest; and sums over the axes on which they are partial.
+        """Complete gradients: some where any rank used the parameter, else none; partial ones summed over their axes.
 
         together  masters that every rank must use in the same steps
         """
@@ -127,9 +127,9 @@ class Completion:
             self.sum_partial([m.grad for n, m in masters.items() if axis in self.table[n].partial], axis)
 
     def used_anywhere(self, masters: Mapping[str, Tensor], together: Collection[str]) -> set[str]:
-        """Masters for which any rank has a gradient: those of a stage agree on what an optimizer's step is of.
+        """Return masters for which any rank has a gradient: a stage's ranks agree on what the optimizer moves.
 
-        Raises UserError, on all of them, where some have one and some have none, and the message of it needs all.
+        Raises UserError, on all ranks, where some have one and some have none and a message needs all.
         """
         ranks = self.mesh if self.stage is None else self.stage
         if ranks.size() == 1:
@@ -147,7 +147,7 @@ class Completion:
         return used
 
     def sum_partial(self, grads: list[Tensor | None], axis: str) -> None:
-        """All-reduce over a model-parallel axis, in one message, what the shards of the activations contributed."""
+        """All-reduce partial gradients over a model-parallel axis, in one message."""
         present = [g for g in grads if g is not None and g.numel()]
         if not present or sub_mesh(self.mesh, axis).size() == 1:
             return
@@ -159,7 +159,7 @@ class Completion:
 
 
 def begin(model: nn.Module, mesh: DeviceMesh, precision: Precision, table: Table) -> Completion:
-    """The first steps of every form: the mesh's groups, and values that are alike on all ranks.
+    """Make what every form needs: the mesh's groups, and values that are alike on all ranks.
 
     Raises UserError when no parameter is to be trained, and for one that cannot be.
     """
@@ -174,7 +174,7 @@ def begin(model: nn.Module, mesh: DeviceMesh, precision: Precision, table: Table
 
 
 def on_mesh(masters: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """The masters, each of which says among which ranks it is, also one that nothing cuts."""
+    """Tag each master with the ranks that it lies among, also one that nothing cuts."""
     return {name: tag(master, replace(layout_of(master), mesh=mesh)) for name, master in masters.items()}
 
 
@@ -187,11 +187,11 @@ def data_parallel(
     reduce_each: bool = False,
     table: Table | None = None,
 ) -> DataParallel:
-    """Spread a model (its tensor parallelism applied) over the data axes; values it has become the first rank's.
+    """Spread a model (its tensor parallelism applied) over the data axes; values that it has become the first rank's.
 
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
-    table        where its parameters lie, as its plan has cut them; None: no plan has
+    table        where its parameters lie, cut by its plan; None: no plan has cut them
     """
     table = placement(model, None, mesh, zero) if table is None else table
     if zero == 3:
@@ -215,7 +215,7 @@ class Replicas(DataParallel):
         reduce_each: bool,
         table: Table,
     ):
-        """Arguments as those of `data_parallel`."""
+        """Take the arguments of `data_parallel`."""
         self.completion = begin(model, mesh, precision, table)
         self.model, self.mesh, self.zero, self._reduce_each, self.table = model, mesh, zero, reduce_each, table
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
@@ -234,7 +234,7 @@ class Replicas(DataParallel):
                 self.parameters[name].register_post_accumulate_grad_hook(self._hook(name, bucket))
 
     def _adopt(self, names: list[str], dtype: torch.dtype) -> None:
-        """Cast one parameter for computing, and make its master: the parameter itself, its rows, or a wide copy."""
+        """Cast a parameter for computing, and make its master: the parameter itself, its rows, or a wide copy."""
         given = self.model.get_parameter(names[0])
         if not given.is_floating_point():
             return
@@ -253,16 +253,16 @@ class Replicas(DataParallel):
         self.masters[names[0]] = tag(master, layout).requires_grad_()
 
     def is_sharded(self, name: str) -> bool:
-        """Whether ZeRO cuts what is updated of a parameter: no scalar."""
+        """Return whether ZeRO cuts a parameter's master: any but a scalar's."""
         return not self.table[name].whole
 
     def shard_dim(self, name: str) -> int:
         return self.table[name].master.cuts[-1][1] if self.is_sharded(name) else 0
 
     def _make_buckets(self) -> list["_Bucket"]:
-        """Parameters in the order in which the backward finishes them, cut into messages of about BUCKET_BYTES.
+        """Cut parameters, in the order in which the backward finishes them, into messages of about BUCKET_BYTES.
 
-        A message is of parameters that travel among the same ranks; it is in its place when its last one is there.
+        A message holds parameters that travel among the same ranks; its place in the order is that of its last one.
         """
         buckets: list[list[str]] = []
         filling: dict[bool, tuple[list[str], int]] = {}
@@ -297,10 +297,10 @@ class Replicas(DataParallel):
         return ready
 
     def _launch_complete(self) -> None:
-        """Start the reductions of the buckets that are complete, in their fixed order: all ranks must send alike."""
+        """Start the reductions of complete buckets, in their fixed order: all ranks must send alike."""
         while self._next < len(self._due) and not self._due[self._next].waiting_for:
             if self.zero == 2 and self._next:
-                # It has had a bucket's worth of backward to travel: its whole gradients can go now.
+                # Its message has had a bucket's backward to arrive in: its whole gradients can go now.
                 self._due[self._next - 1].release_whole()
             self._due[self._next].launch()
             self._next += 1
@@ -310,7 +310,7 @@ class Replicas(DataParallel):
         each = self._reduce_each and self.zero == 2
         self._sync = last or each
         if each and names is not None:
-            # What other stages have is reduced by their own microbatches; what is there all the same goes along.
+            # Other stages reduce theirs after their own microbatches; what this one has of them goes along.
             self._due = [b for b in self._buckets if b.filled or b.kept or not names.isdisjoint(b.names)]
         for bucket in self._due:
             bucket.waiting_for = set(bucket.names if names is None else names.intersection(bucket.names))
@@ -394,7 +394,7 @@ class _Bucket:
         self.filled.add(name)
 
     def launch(self) -> None:
-        """Start the reduction; what took no part sends zeros."""
+        """Start the reduction; parameters that took no part send zeros."""
         if not self.is_sent:
             return
         whole = self._buffer()
@@ -421,7 +421,7 @@ class _Bucket:
         self.whole = None
 
     def wait(self) -> dict[str, Tensor]:
-        """name -> the gradient of this rank's master; of a message that is not sent, where there is one."""
+        """Return name -> the gradient of this rank's master; of an unsent message, where there is one."""
         if not self.is_sent:
             return self.kept
         if self.work is not None:
@@ -464,12 +464,12 @@ class FullyShardedReplicas(DataParallel):
     """Everything sharded by rows over dp_shard with FSDP2; each block's parameters are gathered while it computes.
 
     The shards are kept in the masters' format and cast as they are gathered, so the parameters are their own masters.
-    Blocks are the elements of the model's module lists; what is outside them is one more unit, and with it a block that
-    shares a parameter with what is outside of it. Every rank must use the same parameters in a step: FSDP2 reduces what
-    has a gradient, and waits for the others.
+    Blocks are the elements of the model's module lists; all other modules are one more unit, and with them a block that
+    shares a parameter with one of them. Every rank must use the same parameters in a step: FSDP2 reduces the parameters
+    that have gradients, and waits for the other ranks.
 
-    FSDP2 cuts rows and casts what it gathers. So what has no rows (a scalar, a parameter without elements) and what is
-    no floating number stays whole on every rank.
+    FSDP2 cuts rows and casts what it gathers. So a parameter without rows (a scalar, one without elements) and one of
+    no floating numbers stay whole on every rank.
     """
 
     def __init__(
@@ -481,7 +481,7 @@ class FullyShardedReplicas(DataParallel):
         reduce_each: bool,
         table: Table,
     ):
-        """Arguments as those of `data_parallel`."""
+        """Take the arguments of `data_parallel`."""
         self.completion = begin(model, mesh, precision, table)
         self.model, self.mesh, self._reduce_each, self.table = model, mesh, reduce_each, table
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
@@ -537,7 +537,7 @@ class FullyShardedReplicas(DataParallel):
         self.completion.complete(self.masters, together=sharded)
 
     def _sum_scalars(self, scalars: list[Tensor]) -> None:
-        """All-reduce, in one message, the gradients of what FSDP2 leaves to us and has elements."""
+        """All-reduce, in one message, the gradients of non-empty parameters that FSDP2 leaves to us."""
         if not scalars:
             return
         grads = torch.stack([torch.zeros_like(s) if s.grad is None else s.grad for s in scalars])
@@ -546,13 +546,13 @@ class FullyShardedReplicas(DataParallel):
             scalar.grad = grad
 
     def publish(self) -> None:
-        """The next forward gathers the masters, also where an earlier one (an evaluation's) left values gathered."""
+        """Let the next forward gather the masters, also where an earlier one (an evaluation's) left values gathered."""
         assert isinstance(self.model, FSDPModule)
         self.model.reshard()
 
 
 def shares_parameters(model: nn.Module, block: nn.Module) -> bool:
-    """Whether a module of the model outside of the block has one of its parameters."""
+    """Return whether a module of the model outside of the block has one of its parameters."""
     own, inside = {id(p) for p in block.parameters()}, {id(m) for m in block.modules()}
     outside = (m for m in model.modules() if id(m) not in inside)
     return any(id(p) in own for m in outside for p in m.parameters(recurse=False))
@@ -573,7 +573,7 @@ def expert_units(model: nn.Module, table: Table) -> list[tuple[nn.Module, str]]:
 
 
 def _with_replicas(mesh: DeviceMesh, axis: DeviceMesh) -> DeviceMesh:
-    """The axis over which is sharded, and where there are replicas of the shards, dp_replicate before it."""
+    """The axis that shards, behind dp_replicate where the shards have replicas."""
     if sub_mesh(mesh, "dp_replicate").size() == 1:
         return axis
     names = axis.mesh_dim_names
@@ -588,7 +588,7 @@ def _with_replicas(mesh: DeviceMesh, axis: DeviceMesh) -> DeviceMesh:
 def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """The parameter in another format, row after row in memory; itself, where it is so already.
 
-    Messages and fused optimizers take the memory as it lies, so a transposed parameter must not stay one.
+    Messages and fused optimizers take the memory as it lies, so a transposed parameter becomes contiguous.
     """
     value = local(parameter.detach())
     if not parameter.is_floating_point() or (parameter.dtype == dtype and value.is_contiguous()):
@@ -599,8 +599,8 @@ def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 def own_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """A gradient that autograd has just made, as a tensor that may be changed in place: itself, or a copy in `dtype`.
 
-    Autograd hands on memory where it can. Of (a.view(6) + b.view(6)) both gradients are views of one tensor, and who
-    clips one in place clips the other, too; so it is taken only where nobody else holds on to what it lies in.
+    Autograd shares memory where it can: both gradients of (a.view(6) + b.view(6)) are views of one tensor, so that
+    clipping one in place clips the other. The gradient itself is taken only where nothing else refers to its memory.
     """
     memory = grad.untyped_storage()
     # This tensor and the storage's name here. A torch that counts otherwise, or not at all, makes us copy.
@@ -620,7 +620,7 @@ def widen_buffers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicas of a model that has values start from those of the first, buffers too; what is on meta has none yet."""
+    """Give all replicas the first one's values, buffers too; parameters on the meta device have none yet."""
     for tensor in (*model.parameters(), *model.buffers()):
         value, axis = local(tensor), gradient_axis(mesh, layout_of(tensor).axes())
         if not value.is_meta and value.numel() and axis.size() > 1:
@@ -630,7 +630,7 @@ def agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def allocate(model: nn.Module, device: str) -> None:
-    """Give memory, not yet values, to what is on the meta device; shared parameters stay shared."""
+    """Give memory, not yet values, to parameters on the meta device; shared ones stay shared."""
     for names in parameter_names(model):
         parameter = model.get_parameter(names[0])
         if parameter.is_meta:
@@ -640,7 +640,7 @@ def allocate(model: nn.Module, device: str) -> None:
 
 
 def with_local(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter like `parameter` whose local tensor is `value`."""
+    """Return a parameter like `parameter` whose local tensor is `value`."""
     if isinstance(parameter, DTensor):
         mesh, placements, shape, stride = (
             parameter.device_mesh,

@@ -61,7 +61,7 @@ _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 15, 1 << 22
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a dim a rank has.
+    """The part of a dim that a rank has.
 
     index, ranks  its place among the ranks of the axis
     size          of the whole dim; None: all parts are equally long
@@ -73,7 +73,7 @@ class Part:
     size: int | None
 
     def start(self, name: str, length: int) -> int:
-        """Where the part begins in the whole.  Raises UserError for one of another length than the size says."""
+        """The begin of the part in the whole.  Raises UserError for one of another length than the size says."""
         if self.size is None:
             return self.index * length
         part = shares(self.size, self.ranks)[self.index]
@@ -94,7 +94,7 @@ def sharded(dim: int, size: int | None = None) -> Style:
 
 
 def mark_sharded(module: nn.Module, axis: DeviceMesh, dim: int, size: int | None = None) -> nn.Module:
-    """What `sharded` does."""
+    """Mark a module's draws as parts of a whole that is cut over the axis on `dim`; see `sharded`."""
     return _marked(module, Part(dim, axis.get_local_rank(), axis.size(), size))
 
 
@@ -112,7 +112,7 @@ replicated = Style(wrap=lambda module, axis: _marked(module, None))
 
 
 def kept(key: int, places: list[Tensor], p: float, device: torch.device) -> Tensor:
-    """Which elements stay, bool [len(places[0]), len(places[1]), ..]: each with probability 1 - p, by its place alone.
+    """The mask of elements that stay, bool [len(places[0]), ..]: each with probability 1 - p, by its place alone.
 
     key     64 bits, signed
     places  int64, along each dim
@@ -208,7 +208,7 @@ class Draws:
 
     @contextmanager
     def at(self, seed: int, step: int, first_row: int, rows: int, watch: bool = True) -> Iterator[None]:
-        """Around a forward of `rows` rows of the step's global batch, from `first_row` on.
+        """Surround a forward of `rows` rows of the step's global batch, from `first_row` on.
 
         watch  in the first step of all, find the modules that call functional dropout, and what is not covered
         """
@@ -223,7 +223,7 @@ class Draws:
             self._now = before
 
     def adopt(self, owner: nn.Module) -> None:
-        """From now on draw for a module that calls functional dropout, also where it is recomputed."""
+        """Draw, from now on, for a module that calls functional dropout, also where it is recomputed."""
         if id(owner) not in self._owners:
             self._owners.add(id(owner))
             forward = "recomputed_forward" if hasattr(owner, "recomputed_forward") else "forward"
@@ -283,7 +283,7 @@ class Draws:
         return places
 
     def _part_of(self, module: nn.Module, name: str) -> Part | None:
-        """What the plan says.  Raises UserError where it must say something and does not."""
+        """The part that the plan gives.  Raises UserError where it must give one and does not."""
         if hasattr(module, "part_of_draws"):
             return module.part_of_draws  # pyright: ignore[reportReturnType]
         if self._is_grid and self._tensor_ranks > 1:
@@ -314,22 +314,22 @@ class Draws:
         return None
 
     def say(self, owner: nn.Module, function: str) -> None:
-        """Once by name: what draws from the generator of the rank.
+        """Name once what draws from the rank's own generator.
 
         Raises UserError for attention with a dropout under tensor parallelism.
         """
-        told = f"{self._names[id(owner)] or 'the model'} calls {function}"
-        if self._all_ranks == 1 or told in self._said:
+        who = f"{self._names[id(owner)] or 'the model'} calls {function}"
+        if self._all_ranks == 1 or who in self._said:
             return
-        self._said.add(told)
+        self._said.add(who)
         if self._tensor_ranks > 1 and function in _ATTENTION:
             raise UserError(
-                f"{told} with a dropout: ranks of tensor parallelism would draw one mask for different heads; set its "
+                f"{who} with a dropout: ranks of tensor parallelism would draw one mask for different heads; set its "
                 "dropout to 0, or use mesh.tp=1"
             )
         if self._leads:
             warnings.warn(
-                f"{told}, which draws from each rank's own generator: {self._all_ranks} ranks draw otherwise than one",
+                f"{who}, which draws from each rank's own generator: {self._all_ranks} ranks draw otherwise than one",
                 stacklevel=2,
             )
 

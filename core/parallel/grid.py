@@ -1,4 +1,4 @@
-"""What 2D, 2.5D and 3D tensor parallelism share: how activations lie on the grid (tp_depth, tp_row, tp_col).
+"""The grid (tp_depth, tp_row, tp_col) of 2D, 2.5D and 3D tensor parallelism, and how activations lie on it.
 
 Activations between two linear layers are x[B_rows, L, D_cols]: the batch is cut over two of the axes, one after the
 other, the features over the third. Whole sequences stay on a rank, so attention over the local heads is a local matter,
@@ -40,7 +40,7 @@ from core.placement.style import Cut, Message, Messages, Site, Style
 
 @dataclass(frozen=True)
 class Side:
-    """How x[B, .., D] lies: B cut over the axes `rows` in turn, D over the axis `cols`."""
+    """The placement of x[B, .., D]: B cut over the axes `rows` in turn, D over the axis `cols`."""
 
     rows: tuple[str, ...] = ("tp_depth", "tp_row")
     cols: str = "tp_col"
@@ -58,7 +58,7 @@ class Side:
         return Cut(0, self.cols, unit)
 
     def tokens(self, site: Site) -> int:
-        """Of activations that lie so, padding included."""
+        """Tokens of activations that lie so, padding included."""
         return largest_share(site.batch, math.prod(map(site.size, self.rows))) * site.length
 
 

@@ -47,7 +47,7 @@ class Pass(ABC):
 
 
 class Products(ABC):
-    """How a form multiplies x by the embedding.
+    """The products of x and the embedding in one form.
 
     at        where logits lie: the vocabulary over the columns
     partials  logits of how many ranks are alive at once on the way to one's own
@@ -74,7 +74,7 @@ def refuse_vocabulary(side: Side) -> Callable[[Any, AnyMesh, str], None]:
 
 
 def messages(side: Side) -> tuple[Message, ...]:
-    """What the loss itself sends: three numbers a token over the columns, and its sum over the rows."""
+    """Messages of the loss itself: three numbers a token over the columns, and its sum over the rows."""
     sums = tuple(Message("all_reduce", lambda site: 1, axis, width="wide") for axis in side.rows)
     return (Message("all_reduce", lambda site: 3 * side.tokens(site), side.cols, width="wide"), *sums)
 

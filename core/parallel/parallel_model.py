@@ -1,4 +1,4 @@
-"""What the training loop needs of a model that is spread over the mesh, however that was done.
+"""The training loop's interface to a model that is spread over the mesh, however that was done.
 
 A step is
 
@@ -35,7 +35,7 @@ class ParallelModel(ABC):
     masters  name -> the local tensor that the optimizer updates: a leaf, tagged with its layout. Every parameter has
              one, on each rank that holds a part of it
     table    where its parameters and masters lie, and those of other ranks
-    draws    told which rows of which step a forward is of, so that dropout is that of one rank
+    draws    knows which rows of which step a forward computes, so that dropout is that of one rank
     """
 
     model: nn.Module
@@ -46,7 +46,7 @@ class ParallelModel(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes; what it is given must lie there."""
+        """The device where the model computes; its inputs must lie there."""
         return device_of(self.mesh)
 
     @property
@@ -60,11 +60,11 @@ class ParallelModel(ABC):
         return None
 
     def figures(self) -> Mapping[str, Any]:
-        """What a run's summary says of it, alike on every rank."""
+        """Figures for the run's summary, alike on every rank."""
         return {}
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:  # noqa: B027
-        """Before the first step and before the optimizer has state: what a step will look like.
+        """Prepare for the first step, before the optimizer has state, by what a step will look like.
 
         sample  draws a step's microbatches; None: nothing is known of it
         """
@@ -80,7 +80,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """After the last backward: complete the gradients.
+        """Complete the gradients after the last backward.
 
         Masters that took part in the loss of no rank have none, as in torch; those that did on some rank have one
         on all.

@@ -69,12 +69,12 @@ def attend_by_ring(causal: bool = True) -> Style:
 
 
 def elements_passed(num_ranks: int, batch: int, places: int, num_kv_heads: int, size: int) -> int:
-    """Of keys and values that a rank sends once round a ring."""
+    """Elements of keys and values that a rank sends once round a ring."""
     return (num_ranks - 1) * 2 * batch * places * num_kv_heads * size
 
 
 def ring_messages(passed: Callable[[Site], int], axis: str = AXIS) -> Messages:
-    """Those of a style: keys and values in both directions, and behind them their gradients."""
+    """The messages of a style: keys and values in both directions, and behind them their gradients."""
     keys, gradients = Message("send", passed, axis), Message("send", passed, axis, width="wide")
     return Messages((keys,), (keys, gradients))
 

@@ -37,7 +37,7 @@ Move = Callable[[Tensor, DeviceMesh], Tensor]
 
 @dataclass(frozen=True)
 class Transition:
-    """How activations come to a pair of layers, or leave it.
+    """The way that activations come to a pair of layers, or leave it.
 
     move      (x, axis) -> x
     outside   how they lie on the axis outside of the pair
@@ -51,7 +51,7 @@ class Transition:
     backward: tuple[str, ...] = ()
 
     def messages(self, features: Callable[[Site], int]) -> Messages:
-        """Those of a style, of activations of so many features."""
+        """The messages of a style, of activations of so many features."""
 
         def size(site: Site) -> int:
             length = site.length if self.outside.is_replicate() else site.padded_length()
@@ -69,7 +69,7 @@ REDUCE = Transition(reduce_from, Replicate(), forward=("all_reduce",))
 
 
 def in_features(site: Site) -> int:
-    """Of the module's first matrix: the last dim of what it is given."""
+    """The inputs of the module's first matrix: the last dim of its activations."""
     return next(layout.shape[-1] for layout in site.layouts.values() if len(layout.shape) > 1)
 
 

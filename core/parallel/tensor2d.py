@@ -270,7 +270,7 @@ def _head(module: Any, mesh: DeviceMesh) -> nn.Module:
 
 
 def _head_products(*names: str) -> tuple[Message, ...]:
-    """Of a loss in one chunk; K is the vocabulary."""
+    """Products of a loss in one chunk; K is the vocabulary."""
     rows, columns = (lambda s: s.shape()[0] * FIRST.tokens(s)), (lambda s: s.shape()[0] * _columns_here(s))
     return tuple(message for name in names for message in sent(name, rows, columns))
 

@@ -68,7 +68,7 @@ class Matrix:
 
 
 def matrix_cuts(side: Side, in_unit: int = 1, out_unit: int = 1) -> tuple[Cut, ...]:
-    """Those of a `Matrix`."""
+    """The cuts of a `Matrix`."""
     return Cut(0, side.rows[-1], out_unit), Cut(1, side.cols, in_unit), Cut(0, "tp_depth")
 
 

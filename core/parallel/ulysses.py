@@ -36,7 +36,7 @@ Elements = Callable[[Site, slice], int]
 
 @dataclass(frozen=True)
 class HeadCut:
-    """Which heads each of the ranks attends with. Shares differ by at most one (key/value) head."""
+    """The heads that each of the ranks attends with. Shares differ by at most one (key/value) head."""
 
     num_heads: int
     num_kv_heads: int

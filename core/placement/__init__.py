@@ -1,4 +1,4 @@
-"""Where a model's tensors lie on a mesh, as data: without process groups, for ranks that need not exist.
+"""The placement of a model's tensors on a mesh, as data: without process groups, for ranks that need not exist.
 
 style    `Style`: what is true of a way to cut a module, and the wrapper that does it; `Plan`: module pattern -> style
 stages   which blocks make which pipeline stage, and which ranks hold a parameter

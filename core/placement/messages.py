@@ -1,4 +1,4 @@
-"""What a microbatch sends under a plan, by closed forms: elements and bytes by operation and axis, for any rank.
+"""The messages of a microbatch under a plan, by closed forms: elements and bytes by operation and axis, for any rank.
 
 `core.comm.volume` counts the same on ranks. Bytes are those of full messages, as there.
 """

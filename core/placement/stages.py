@@ -1,4 +1,4 @@
-"""Which blocks make which pipeline stage, runs of them, and which ranks of the pp axis hold a parameter."""
+"""The blocks of each pipeline stage, runs of them, and the ranks of the pp axis that hold a parameter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Costs:
-    """What forward and backward of a microbatch cost, in any unit.
+    """Costs of forward and backward of a microbatch, in any unit.
 
     blocks  of each block; empty: all alike
     before  of what comes before the blocks (embedding), which is on the first stage
@@ -24,7 +24,7 @@ ALIKE = Costs()
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What a pipeline must know of a model whose blocks hand on one tensor.
+    """A pipeline's view of a model whose blocks hand on one tensor.
 
     blocks  name of the module list
     before  names of the modules that come before it; they belong to the first stage. All that is neither belongs to the
@@ -84,7 +84,7 @@ class StageSplit:
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
     def stage_of_block(self, block: int) -> int:
-        """What lies before the blocks (-1) is on the first stage, what lies behind on the last."""
+        """The stage of a block; modules before the blocks (-1) are on the first, modules behind them on the last."""
         return next((s for s, blocks in enumerate(self.ranges) if block < blocks.stop), len(self.ranges) - 1)
 
     def rank_of(self, block: int) -> int:

@@ -74,22 +74,22 @@ class Site:
         return axis_index(self.mesh, axis or self.axis)
 
     def shape(self, name: str = "weight") -> tuple[int, ...]:
-        """Of a whole parameter."""
+        """The shape of a whole parameter."""
         return self.layouts[name].shape
 
     def share(self, rows: int, axis: str, unit: int = 1) -> int:
-        """Of `rows` rows that are cut over an axis, those of this rank."""
+        """The rows of this rank, of `rows` that are cut over an axis."""
         own = shares(rows, self.size(axis), unit)[self.index(axis)]
         return own.stop - own.start
 
     def padded_length(self) -> int:
-        """Of a sequence that is cut over the plan's axis."""
+        """The padded length of a sequence that is cut over the plan's axis."""
         return largest_share(self.length, self.size()) * self.size()
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a style sends in a forward, or in a backward, of one microbatch.
+    """A style's message in a forward, or in a backward, of one microbatch.
 
     operation  as `core.comm.volume` calls it
     elements   closed form of the full message's elements, all calls of it together
@@ -105,7 +105,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Messages:
-    """Those of a microbatch's forward, and of its backward."""
+    """The messages of a microbatch's forward, and of its backward."""
 
     forward: tuple[Message, ...] = ()
     backward: tuple[Message, ...] = ()

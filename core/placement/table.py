@@ -1,4 +1,4 @@
-"""What a plan makes of a model's parameters: a table, name -> where it lies; and the one function that makes it so.
+"""The table that a plan makes of a model's parameters, name -> where it lies; and the one function that makes it so.
 
     table = placement(model_on_meta, ModelPlan(tensor=PLAN), MeshConfig(tp=8, dp_shard=512), zero=3)
     table["blocks.0.attention.qkv.weight"].layout         # the box that a forward has
@@ -40,7 +40,7 @@ Transforms = Mapping[str, Callable[[Any], Any]]
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a model is spread and how it computes, beside it.
+    """The plan, beside a model, of how it is spread and how it computes.
 
     tensor     its tensor parallelism, of the mesh's tp_mode; without one tp must be one rank
     context    its context parallelism; without one the cp axis must have one rank
@@ -92,7 +92,7 @@ def model_plan(plan: ModelPlan | Plan) -> ModelPlan:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a parameter lies.
+    """A parameter's row of the table.
 
     layout    the box that forwards have, as the forms of parallelism other than data parallelism cut it
     master    the box that this rank's optimizer updates
@@ -252,7 +252,7 @@ def shard_dim(layout: Layout, ranks: int) -> int:
 
 
 def is_expert(row: Placed) -> bool:
-    """Whether expert parallelism deals it out: fewer ranks hold copies of it."""
+    """Return whether expert parallelism deals a parameter out: fewer ranks hold copies of it."""
     return EXPERT_AXIS in row.layout.axes()
 
 

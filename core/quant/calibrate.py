@@ -1,4 +1,4 @@
-"""What the weights of a model meet, to round them by (`core.quant.gptq`): block after block, while they are rounded.
+"""The inputs of a model's weights, to round them by (`core.quant.gptq`): block after block, while they are rounded.
 
     1. The model as it is reads the data. Blocks are the modules of the list (nn.ModuleList) that holds most of the
        weights, if each reads what the one before wrote; where there is no such list, the model is one block.
@@ -39,7 +39,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Call:
-    """What a module is called with, for one batch of the data."""
+    """The arguments of a module's call, for one batch of the data."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -135,7 +135,7 @@ def _block_moments(
     plain: nn.Module, block: nn.Module, plain_calls: list[Call], calls: list[Call], items: list[Chosen]
 ) -> Iterator[tuple[Chosen, Moments | None]]:
     twins = dict(zip(block.modules(), plain.modules(), strict=True))
-    told = set()
+    calibrated = set()
     for reader, stage in _stages(block, calls, items):
         cross_II = hessian_II = torch.zeros((), dtype=torch.float64, device="cpu")
         for plain_call, call in zip(plain_calls, calls):
@@ -147,9 +147,9 @@ def _block_moments(
             hessian_II = hessian_II + (rounded_NI.T @ rounded_NI).double()
             cross_II = cross_II + (x_NI.T @ rounded_NI).double()
         for item in stage:
-            told.add(item.name)
+            calibrated.add(item.name)
             yield item, Moments(hessian_II, cross_II)
-    yield from ((item, None) for item in items if item.name not in told)
+    yield from ((item, None) for item in items if item.name not in calibrated)
 
 
 def _stages(block: nn.Module, calls: list[Call], items: list[Chosen]) -> list[tuple[nn.Module, list[Chosen]]]:
@@ -180,7 +180,7 @@ def _stages(block: nn.Module, calls: list[Call], items: list[Chosen]) -> list[tu
 
 
 def _is_read(item: Chosen, x: Any) -> bool:
-    """Whether it is a matrix, and x what it is multiplied with."""
+    """Return whether a weight is a matrix, and x what it is multiplied with."""
     weight = item.weight
     columns = weight.shape[0 if item.transposed else -1]
     return weight.ndim == 2 and isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1] == columns
@@ -223,7 +223,7 @@ def _listed(model: nn.Module, chosen: Sequence[Chosen]) -> list[nn.Module]:
 
 
 def _is_chain(model: nn.Module, blocks: list[nn.Module], call: Call) -> bool:
-    """Whether each is called once, in order, with the result of the one before as its first argument."""
+    """Return whether each is called once, in order, with the result of the one before as its first argument."""
     order: list[nn.Module] = []
     written: list[Any] = []
     linked = [True]
@@ -246,7 +246,7 @@ def _is_chain(model: nn.Module, blocks: list[nn.Module], call: Call) -> bool:
 
 
 def _calls_within(model: nn.Module, blocks: list[nn.Module], call: Call) -> list[Call]:
-    """What the blocks are called with; of all but the first without the first argument, which would fill memory."""
+    """The blocks' arguments; of all but the first without the first argument, which would fill memory."""
     found: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -279,8 +279,8 @@ def _outer_moments(
     tables = [(module, item) for item in outside for module, _ in item.holders if isinstance(module, nn.Embedding)]
     layers = [(module, item) for item in outside for module, _ in item.holders if not isinstance(module, nn.Embedding)]
     found: dict[str, list[Tensor]] = {item.name: [] for item in outside}
-    for told in (_by_inputs(model, calls, layers), _by_gradients(model, calls, tables) if tables else {}):
-        for name, hessian_II in told.items():
+    for hessians in (_by_inputs(model, calls, layers), _by_gradients(model, calls, tables) if tables else {}):
+        for name, hessian_II in hessians.items():
             mean = hessian_II.diagonal().mean()
             found[name].append(hessian_II / mean if mean > 0 else hessian_II)
     for item in outside:

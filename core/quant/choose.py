@@ -1,4 +1,4 @@
-"""Which weights of a model are quantized, and who holds them.
+"""The choice of a model's weights that are quantized, and the modules that hold them.
 
 What is quantized: the weights of linear layers (also those of transformers' GPT-2, which stand as [in, out]) and of
 convolutions; embeddings (of positions, too) and the head by option. Biases, norms and whatever else is small stay as

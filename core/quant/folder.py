@@ -65,7 +65,7 @@ def own_names(model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Which module a folder stands for.
+    """The module that a folder stands for.
 
     build    folder -> the module, on the meta device: from its config.json, without weights
     tensors  (module, folder) -> its parameters and buffers from a checkpoint of plain weights, each read when it is
@@ -81,7 +81,7 @@ ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def is_quantized(folder: str | Path) -> bool:
-    """Whether a folder holds a quantized model, as `quantize_folder` writes it."""
+    """Return whether a folder holds a quantized model, as `quantize_folder` writes it."""
     return (Path(folder) / DESCRIPTION).is_file()
 
 
@@ -106,7 +106,7 @@ def quantize_folder(
     target        a folder that does not exist, or is empty; it appears when it is whole
     scheme, …     as in `quantize`
     architecture  by default the one that is known for config.json's model_type
-    progress      told the name of each tensor that is done, and the bytes of the checkpoint so far
+    progress      called with the name of each finished tensor and the bytes of the checkpoint so far
     device        where weights are rounded, one at a time; None: on the host
 
     Returns the target. Raises UserError as `quantize` does, and for a source that is not whole or a target in use.
@@ -325,7 +325,7 @@ def described_weights(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def parameter_dtype(folder: Path, name: str) -> torch.dtype:
-    """In which a parameter of a quantized folder computes.  Raises UserError for a folder that lacks it."""
+    """The format that a parameter of a quantized folder computes in.  Raises UserError for a folder that lacks it."""
     described = described_weights(folder)
     if name in described:
         return getattr(torch, described[name]["dtype"])

@@ -37,7 +37,7 @@ _SLAB = 1 << 21
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps a group of columns may have: see `quantize_int4`."""
+    """The steps that a group of columns may have: see `quantize_int4`."""
 
     group: int
     symmetric: bool
@@ -47,7 +47,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of a weight's inputs: sums over tokens of x' x'^T and, where x' are not those of the plain model, of x x'^T."""
+    """Moments of a weight's inputs: sums over tokens of x' x'^T and, where x' are not the plain model's, of x x'^T."""
 
     hessian_II: Tensor
     cross_II: Tensor | None = None

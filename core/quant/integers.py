@@ -213,7 +213,7 @@ def _floats_of_rows(q_SI: Tensor, codes_OI: Tensor, y_SO: Tensor) -> None:
 
 
 def float_bytes(rows: int, weight: tuple[int, int]) -> int:
-    """What a product in fp32 of pieces holds beside digits and result in fp32; 0 where nobody takes it.
+    """Bytes that a product in fp32 of pieces holds beside digits and result in fp32; 0 where that way is not taken.
 
     rows    of digits
     weight  its rows and columns
@@ -283,7 +283,7 @@ def _chosen(num_channels: int, num_columns: int, rows: int, has_form: bool, num_
 
 
 def form_is_faster(num_channels: int, num_columns: int) -> bool:
-    """Whether rows, many or few, go faster through oneDNN's form."""
+    """Return whether rows, many or few, go faster through oneDNN's form."""
     if num_columns < 16 or "form" not in exact_kernels():
         return False
     return any(fastest(num_channels, num_columns, rows, True) == "form" for rows in reversed(_ROWS))

@@ -1,4 +1,4 @@
-"""Which way each product with a quantized weight takes on a GPU: measured when a model is loaded, kept by the device.
+"""The fastest way of each product with a quantized weight on a GPU, measured when a model is loaded, kept by device.
 
 The first load on a device times each size of weight that the model has, for five numbers of rows, which takes seconds;
 later ones read what was found. On a CPU there is nothing to do: `core.quant.integers` and `core.quant.packed` measure

@@ -1,4 +1,4 @@
-"""How a CPU multiplies by 4-bit weights, and the second forms of weights that its kernels read; for inference.
+"""Products with 4-bit weights on a CPU, and the second forms of weights that its kernels read; for inference.
 
 8 bits: oneDNN's form (`core.quant.integers`), exact, so that no result changes. 4 bits, the products of which stand
 here, for few rows:
@@ -57,7 +57,7 @@ def widened(codes: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, group: int)
 
 @dataclass(frozen=True)
 class Form:
-    """How few rows are multiplied by a weight of 4 bits: as it is stored."""
+    """A form in which few rows are multiplied by a weight of 4 bits: as it is stored."""
 
     def product(self, x_MI: Tensor, weight: QuantizedWeight) -> Tensor:
         """fp32 x[M, I] of few rows with the weight: [M, O]."""
@@ -70,7 +70,7 @@ def _int4_weight(weight: QuantizedWeight) -> Int4Weight:
 
 @dataclass(frozen=True)
 class Packed(Form):
-    """By a second form: codes uint8 [O', I' / 2], O and I filled up to whole tiles and groups; scale_shift bf16
+    """A second form: codes uint8 [O', I' / 2], O and I filled up to whole tiles and groups; scale_shift bf16
     [G, O', 2]."""
 
     codes: Tensor
@@ -90,7 +90,7 @@ def pack(model: nn.Module, done: Callable[[str, QuantizedWeight], None] | None =
     looked up (embeddings) are left. From then on inputs of layers with 4 bits are rounded; with 8 bits results stay the
     same bits.
 
-    done  told the name of each weight that has a second form, and the weight
+    done  called with the name of each weight that has a second form, and the weight
     """
     weights = {
         name: weight
@@ -114,7 +114,7 @@ def _can(weight: QuantizedWeight) -> bool:
 
 
 def fastest_form(weight: QuantizedWeight) -> Any:
-    """Of 4 bits a `Form`, of 8 oneDNN's; None where the weight is multiplied by as it is."""
+    """The fastest form: a `Form` of 4 bits, oneDNN's of 8; None where the weight is multiplied by as it is."""
     made: dict[str, Callable[[], Any]] = {
         "stored": Form,
         "packed": lambda: int4_packed(weight),

@@ -1,4 +1,4 @@
-"""What torch's functions do with a quantized weight: products, look-ups, convolutions.
+"""Torch's functions on a quantized weight: products, look-ups, convolutions.
 
 On a GPU products are `core.kernels.quantized_matmul`'s kernels, on a CPU those of `core.quant.integers` for 16 and 32
 bits, and the kernels' references for 64. Inputs of a layer may be differentiated (for adapters beside frozen weights);

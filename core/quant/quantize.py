@@ -41,7 +41,7 @@ def quantize(
     skip        names of modules or patterns of them (`blocks.0.*`, `*.attention`), left as they are, with all below
     calibration int4: batches of what the model is called with, each a tensor, a tuple of arguments or a mapping of
                 keywords. Weights are rounded so that results for these change little: see `core.quant.calibrate`
-    progress    told the name of each weight that is done, and the bytes of plain weights so far
+    progress    called with the name of each finished weight and the bytes of plain weights so far
     device      where weights are rounded, one at a time, and with `calibration` the model is read, a block at a time;
                 the model stays where it is. None: there
 
@@ -52,7 +52,7 @@ def quantize(
     scheme, num_bytes = scheme_of(scheme, group_size, symmetric, threshold), 0
     device = None if device is None else torch.device(device)
     found = choose(model, embeddings=embeddings, head=head, skip=skip)
-    for chosen, known in _told(model, found, scheme, calibration, device):
+    for chosen, known in _calibrated(model, found, scheme, calibration, device):
         weight = chosen.weight
         num_bytes += weight.nbytes
         put(chosen.holders, quantized(weight, chosen, scheme, known, device))
@@ -61,7 +61,7 @@ def quantize(
     return model
 
 
-def _told(
+def _calibrated(
     model: nn.Module,
     found: list[Chosen],
     scheme: Scheme,

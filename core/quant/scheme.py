@@ -1,4 +1,4 @@
-"""What a weight becomes: the schemes and their options."""
+"""The schemes of quantization and their options."""
 
 import difflib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ SCHEMES: tuple[str, ...] = get_args(SchemeName)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a layer are rounded, and what its inputs go through.
+    """The rounding of a layer's weights, and what its inputs go through.
 
     int8      weights of 8 bits, one scale for each output channel
     w8a8      the same, and each token's input is rounded to 8 bits in steps of its own largest element
@@ -52,7 +52,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Of a weight, without scales and zeros."""
+        """Bits of a weight, without scales and zeros."""
         return 4 if self.name == "int4" else 8
 
     def as_json(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Visit:
 
     @contextmanager
     def through(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, the model may be called, and so may its blocks. Where it has none it is on the device whole."""
+        """Let the model and its blocks be called inside. A model without blocks is on the device whole."""
         if self.device is None:
             yield
             return

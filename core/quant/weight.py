@@ -109,14 +109,14 @@ class QuantizedWeight(Tensor):
         return matrix_OI.T if self.transposed else matrix_OI.view(self.shape)
 
     def prepared(self, make: Callable[[QuantizedWeight], Prepared]) -> Prepared:
-        """What products keep of it, such as where its codes lie; made once, and again when these have moved."""
+        """Data that products keep of it, such as where its codes lie; made once, and again when these have moved."""
         if self._prepared is None or self._prepared[0] is not self.codes:
             self._prepared = (self.codes, make(self))
         return self._prepared[1]
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """What is stored, by name."""
+        """The stored tensors, by name."""
         return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
 
     @property
@@ -271,7 +271,7 @@ def quantized_weight(
 
 
 def _gain(matrix_OI: Tensor, step: int) -> Tensor | None:
-    """Of each column, so that none is much smaller than the usual one; None where none is, beside columns of zeros."""
+    """Each column's gain, so that none is much smaller than the usual; None where none is, beside columns of zeros."""
     largest_I = matrix_OI.new_zeros(matrix_OI.shape[1], dtype=torch.float32)
     for start in range(0, len(matrix_OI), step):
         largest_I = torch.maximum(largest_I, matrix_OI[start : start + step].float().abs().amax(0))

@@ -1,4 +1,4 @@
-"""What a step of any module takes, found before it runs; and the counting of what one has.
+"""The cost of a step of any module, found before it runs; and the counting of what one has.
 
 account   MemoryAccount: bytes of the tensors that are alive, on a CPU or without memory; peak_bytes of a device
 tracer    trace_step: a step on fake tensors, as stretches with their parameters, bytes and seconds

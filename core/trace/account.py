@@ -28,7 +28,7 @@ from core.compat import TorchDispatchMode
 
 
 def peak_bytes(device: torch.device | str, account: MemoryAccount | None = None) -> int:
-    """Most bytes that were allocated at once on `device`.
+    """The most bytes that were allocated at once on `device`.
 
     CUDA: by torch's allocator, since the start or `torch.cuda.reset_peak_memory_stats`. CPU: by `account`, or, without
     one, the most that the whole process had resident.
@@ -39,7 +39,7 @@ def peak_bytes(device: torch.device | str, account: MemoryAccount | None = None)
 
 
 def resident_peak_bytes() -> int:
-    """Most memory that this process had resident since it started: code, libraries and everything."""
+    """The most bytes that this process had resident since it started: code, libraries and everything."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
 

@@ -1,4 +1,4 @@
-"""What a machine does in a second: computes, reads of its memory, copies over its link; by data sheets or measured."""
+"""The speed of a machine: what it computes, reads of its memory, copies over its link; by data sheets or measured."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ PROBED_LATENCY_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class Speed:
-    """What the device does in a second: of matrix products and the like, and of memory traffic."""
+    """The device's speed: FLOPs of matrix products and the like, and bytes of memory traffic, a second."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -47,7 +47,7 @@ class Bandwidth:
 
 
 def speed_of(device: torch.device, dtype: torch.dtype) -> Speed:
-    """What the device computes and touches in a second, for want of a first step."""
+    """The device's speed, for want of a first step."""
     peak = peak_flops(device, dtype) or UNKNOWN_FLOPS
     return Speed(SHARE_OF_PEAK * peak, 1e12 if device.type == "cuda" else 1e10)
 
@@ -81,6 +81,6 @@ def bandwidth_of(device: torch.device, ranks: int, num_bytes: int = LEAST_PROBE_
 
 
 def described_bandwidth(speed: Speed, link_bytes_per_s: float, ranks: int) -> Bandwidth:
-    """Of a machine that is not here; link_bytes_per_s: between a device and the host, each way; ranks share a chunk."""
+    """The bandwidth of a machine that is not here; link_bytes_per_s: device to host, each way; ranks share a chunk."""
     link = ranks * link_bytes_per_s
     return Bandwidth(link, link, HOST_UPDATE, speed.bytes_per_s, latency_s=1e-5)

@@ -404,7 +404,7 @@ class _Recorder(MemoryAccount):
             found.clear()
 
     def _cut(self, writes: tuple[str, ...] = ()) -> None:
-        """What ran since the last cut is a stretch."""
+        """Make a stretch of what ran since the last cut."""
         is_backward = _in_backward() or (bool(self.cuts) and self.cuts[-1].kind == "backward")
         calls = (*self.calls, *self.recomputed, *self.backwards)
         written = frozenset(self.written)
@@ -427,7 +427,7 @@ def _in_backward() -> bool:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Those of a module's inputs or output: in tuples, dicts, what torch's pytrees know, dataclasses; each once."""
+    """Tensors of a module's inputs or output: in tuples, dicts, what torch's pytrees know, dataclasses; each once."""
     if isinstance(output, Tensor):  # most outputs are nothing else
         yield output
         return

@@ -112,7 +112,7 @@ class TrainConfig(ParallelConfig):
             )
 
     def microbatch_rows(self, rows: int) -> list[int]:
-        """How many of a rank's rows each microbatch takes."""
+        """The number of a rank's rows in each microbatch."""
         if self.microbatch is None and self.mesh.pp > 1:
             return self.pipeline.microbatch_rows(rows, self.mesh.pp)
         size = min(self.microbatch or rows, rows)

@@ -53,13 +53,13 @@ def num_rows(batch: dict[str, Tensor]) -> Tensor:
 
 
 def num_tokens(batch: dict[str, Tensor]) -> int:
-    """What throughput counts: the elements of input_ids where there are any, else rows."""
+    """The tokens that throughput counts: the elements of input_ids where there are any, else rows."""
     ids = batch.get("input_ids")
     return ids.numel() if ids is not None else len(next(iter(batch.values())))
 
 
 def fit(
-    data: ParallelModel,
+    parallel: ParallelModel,
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     loss: Loss,
@@ -88,16 +88,16 @@ def fit(
     """
     set_matmul_precision(config.matmul_precision)
     loss_scale = LossScale(config.precision, config.loss_scale)
-    state = TrainState(data, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
-    axis = data_axis(data.mesh)
+    state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
+    axis = data_axis(parallel.mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
-    seed_everything(config.seed + _drawing_rank(data.mesh))
+    seed_everything(config.seed + _drawing_rank(parallel.mesh))
     with ExitStack() as stack:
-        hangs = stack.enter_context(watch_steps(config.hang_after, data.device))
+        hangs = stack.enter_context(watch_steps(config.hang_after, parallel.device))
         with hangs.step("what comes before the first step", counts=False):
-            data.prepare(optimizer, _sample(data, batches, loss, config))
-        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, data.mesh)
+            parallel.prepare(optimizer, _sample(parallel, batches, loss, config))
+        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, parallel.mesh)
         stack.callback(checkpointer.close)
         first = resume(state, checkpointer, config)
         last = min(config.steps, config.stop_after or config.steps)
@@ -108,11 +108,11 @@ def fit(
         if first is not None:
             progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
         ahead = Prefetch(
-            batches, axis.get_local_rank(), axis.size(), step=first or 0, pinned=data.device.type == "cuda"
+            batches, axis.get_local_rank(), axis.size(), step=first or 0, pinned=parallel.device.type == "cuda"
         )
         source = stack.enter_context(ahead)
         stop = stack.enter_context(StopRequest())
-        meter = Meter(data, config, runtime, flops_per_token)
+        meter = Meter(parallel, config, runtime, flops_per_token)
         step = first or 0
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
         while step < last and not state.stopping:
@@ -121,7 +121,7 @@ def fit(
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
             if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
-                row |= _evaluated(data, evaluate)
+                row |= _evaluated(parallel, evaluate)
             log.write(row)
             _require_finite(state.loss, step, config)
             progress.update(row)
@@ -133,7 +133,7 @@ def fit(
         checkpointer.wait()
         summary = meter.summary(step, config.steps, state)
         if evaluate is not None and step == config.steps:
-            summary |= _evaluated(data, evaluate)
+            summary |= _evaluated(parallel, evaluate)
         log.summarise(summary)
         progress.close()
         return summary
@@ -166,8 +166,8 @@ def train_step(
 
     The host waits for the device once: when it reads what says how the update goes (`TrainState.read_step`).
     """
-    data, axis = state.data, data_axis(state.data.mesh)
-    device = data.device
+    parallel, axis = state.parallel, data_axis(state.parallel.mesh)
+    device = parallel.device
     scale = state.loss_scale.factor
     parts = _microbatches(batch, config, device)
     weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
@@ -178,16 +178,16 @@ def train_step(
     def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor, int, int]) -> Tensor:
         part, share, first_row, rows = microbatch
         # Compiled blocks are not watched: a mode would be compiled with them.
-        with data.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
-            value = loss(data.model, part)
+        with parallel.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
+            value = loss(parallel.model, part)
         return value * share.to(torch.promote_types(value.dtype, torch.float32))
 
     sizes = [len(next(iter(part.values()))) for part in parts]
     first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
     microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
-    mean = data.run(microbatches, share_of_loss, scale)
-    data.reduce()
-    read = state.read_step(mean, gradient_norm(data.masters.values(), data.mesh), stop_requested())
+    mean = parallel.run(microbatches, share_of_loss, scale)
+    parallel.reduce()
+    read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
     norm = read.norm / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
     rates = [
@@ -196,15 +196,15 @@ def train_step(
     if state.loss_scale.update(norm < float("inf")):
         clip = config.optim.clip_norm
         factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
-        scale_gradients(data.masters.values(), factor / scale)
+        scale_gradients(parallel.masters.values(), factor / scale)
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        data.update(state.optimizer)
+        parallel.update(state.optimizer)
         if state.average is not None:
             state.average.follow()
-        data.release()  # before the parameters travel: the two need not share memory
-        data.publish()
-    data.release()
+        parallel.release()  # before the parameters travel: the two need not share memory
+        parallel.publish()
+    parallel.release()
     state.require_progress()
     others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
     figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others
@@ -230,22 +230,22 @@ def _drawing_rank(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank("pp") * axis.size() + axis.get_local_rank()
 
 
-def _sample(data: ParallelModel, batches: Batches, loss: Loss, config: TrainConfig) -> Sample:
+def _sample(parallel: ParallelModel, batches: Batches, loss: Loss, config: TrainConfig) -> Sample:
     """The losses of the run's first microbatches on this rank, for who wants to see a step before it runs."""
 
     def draw() -> list[Callable[[torch.nn.Module], Tensor]]:
-        axis = data_axis(data.mesh)
-        parts = _microbatches(batches.batch(0, axis.get_local_rank(), axis.size()), config, data.device)
+        axis = data_axis(parallel.mesh)
+        parts = _microbatches(batches.batch(0, axis.get_local_rank(), axis.size()), config, parallel.device)
         return [lambda model, part=part: loss(model, part) for part in parts]
 
     return draw
 
 
-def _evaluated(data: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
-    modes = [(module, module.training) for module in data.model.modules()]
-    data.model.eval()
+def _evaluated(parallel: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
+    modes = [(module, module.training) for module in parallel.model.modules()]
+    parallel.model.eval()
     with torch.no_grad():
-        figures = dict(evaluate(data.model))
+        figures = dict(evaluate(parallel.model))
     for module, training in modes:
         module.training = training
     return figures

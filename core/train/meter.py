@@ -1,4 +1,4 @@
-"""What a training run costs: time, throughput, memory and communication."""
+"""The costs of a training run: time, throughput, memory and communication."""
 
 import time
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ class Meter:
 
     COUNTED = 2
 
-    def __init__(self, data: ParallelModel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
-        self.data, self.runtime, self.flops_per_token = data, runtime, flops_per_token
-        self.num_devices = data.mesh.size()
+    def __init__(self, parallel: ParallelModel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
+        self.parallel, self.runtime, self.flops_per_token = parallel, runtime, flops_per_token
+        self.num_devices = parallel.mesh.size()
         self.account: MemoryAccount | None = None
         self.volume: Volume | None = None
         self.dispatch = not config.compile  # a dispatch mode would send compiled blocks back to eager
@@ -43,11 +43,11 @@ class Meter:
         self.step_begin = time.perf_counter()
         with ExitStack() as stack:
             if self.dispatch and len(self.times) == self.COUNTED - 1:
-                self.volume = stack.enter_context(count_volume(self.data.mesh))
-                if self.runtime.device.type == "cpu" and self.data.device_peak_bytes is None:
+                self.volume = stack.enter_context(count_volume(self.parallel.mesh))
+                if self.runtime.device.type == "cpu" and self.parallel.device_peak_bytes is None:
                     self.account = stack.enter_context(MemoryAccount())
-                    self.account.add(self.data.model.parameters())
-                    self.account.add(self.data.masters.values())
+                    self.account.add(self.parallel.model.parameters())
+                    self.account.add(self.parallel.masters.values())
                     held = [v for s in state.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
                     self.account.add(held + list(state.average.tensors.values() if state.average else ()))
             yield
@@ -59,7 +59,7 @@ class Meter:
         row: dict[str, float] = {"tokens_per_s": tokens / elapsed, "step_s": elapsed}
         if self.flops_per_token:
             row |= {"mfu": share} if (share := self._mfu(tokens / elapsed)) is not None else {}
-        if self.account is not None or self.data.device_peak_bytes or self.runtime.device.type == "cuda":
+        if self.account is not None or self.parallel.device_peak_bytes or self.runtime.device.type == "cuda":
             row["memory_bytes"] = self._memory()
         return row
 
@@ -67,10 +67,10 @@ class Meter:
         return mfu(tokens_per_s, self.flops_per_token or 0.0, self.peak, self.num_devices)
 
     def _memory(self) -> int:
-        return self.data.device_peak_bytes or peak_bytes(self.runtime.device, self.account)
+        return self.parallel.device_peak_bytes or peak_bytes(self.runtime.device, self.account)
 
     def summary(self, step: int, num_steps: int, state: TrainState) -> dict[str, Any]:
-        """What the run came to; peaks are those of the rank that needed most."""
+        """The run's summary; peaks are those of the rank that needed most."""
         counted = self.times[self.COUNTED :] or self.times
         tokens_per_s = sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else None
         peaks = torch.tensor([self._memory(), resident_peak_bytes()], dtype=torch.int64, device=self.runtime.device)
@@ -91,5 +91,5 @@ class Meter:
             "num_ranks": self.num_devices,
             "device": self.runtime.device.type,
             "wall_s": time.perf_counter() - self.begin,
-            **self.data.figures(),
+            **self.parallel.figures(),
         }

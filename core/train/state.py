@@ -1,4 +1,4 @@
-"""What a training run keeps from step to step, and in checkpoints."""
+"""The state of a training run from step to step, and in checkpoints."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,21 +23,18 @@ MOST_SKIPPED_IN_A_ROW = 20
 
 
 class TrainState:
-    """What a checkpoint keeps: masters and frozen parameters, their average, optimizer, loss scale, buffers, values.
-
-    And what is of a rank alone, its generators.
-    """
+    """A run's state, as checkpoints keep it: parameters, average, optimizer, loss scale, buffers, values, draws."""
 
     def __init__(
         self,
-        data: ParallelModel,
+        parallel: ParallelModel,
         optimizer: torch.optim.Optimizer,
         loss_scale: LossScale,
         values: dict[str, Any],
         average: WeightAverage | None = None,
         keep_frozen: bool = True,
     ):
-        self.data, self.optimizer, self.loss_scale, self.values = data, optimizer, loss_scale, values
+        self.parallel, self.optimizer, self.loss_scale, self.values = parallel, optimizer, loss_scale, values
         self.average, self.keep_frozen = average, keep_frozen
         self.loaded: dict[str, Any] = {}
         self.stopping = False
@@ -46,7 +43,7 @@ class TrainState:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of each parameter group its own, before any schedule: torch's `initial_lr`, or what it has at first."""
+        """Each parameter group's own rate, before any schedule: torch's `initial_lr`, or what it has at first."""
         return [float(group.setdefault("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
 
     def tensors(self, optim: dict[str, dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
@@ -54,11 +51,11 @@ class TrainState:
 
         optim  parameter -> its optimizer's tensors; by default as they are now
         """
-        frozen = self.data.frozen if self.keep_frozen else {}
+        frozen = self.parallel.frozen if self.keep_frozen else {}
         found = {f"model/{name}": parameter for name, parameter in frozen.items()}
-        found |= {f"model/{name}": master for name, master in self.data.masters.items()}
-        persistent = self.data.model.state_dict(keep_vars=True)
-        found |= {f"buffer/{n}": b for n, b in self.data.model.named_buffers() if n in persistent}
+        found |= {f"model/{name}": master for name, master in self.parallel.masters.items()}
+        persistent = self.parallel.model.state_dict(keep_vars=True)
+        found |= {f"buffer/{n}": b for n, b in self.parallel.model.named_buffers() if n in persistent}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
             found |= {f"optim/{key}/{name}": value for key, value in state.items()}
         if self.average is not None:
@@ -66,7 +63,7 @@ class TrainState:
         return found
 
     def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {name: state_tensors(self.optimizer, master) for name, master in self.data.masters.items()}
+        return {name: state_tensors(self.optimizer, master) for name, master in self.parallel.masters.items()}
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
@@ -82,8 +79,8 @@ class TrainState:
             optim = self._optimizer_tensors()
             step, values, random = checkpointer.load(at, self.tensors(optim))
             for name, loaded in optim.items():
-                restore_state(self.optimizer, self.data.masters[name], loaded)
-            self.data.publish()
+                restore_state(self.optimizer, self.parallel.masters[name], loaded)
+            self.parallel.publish()
         self.loaded = values["values"]
         self.loss_scale.load_state(values["loss_scale"])
         if self.average is not None:
@@ -102,7 +99,7 @@ class TrainState:
             self.optimizer.init_state()
             return
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        bare = [m for m in self.data.masters.values() if id(m) in held and not self.optimizer.state.get(m)]
+        bare = [m for m in self.parallel.masters.values() if id(m) in held and not self.optimizer.state.get(m)]
         if not bare:
             return
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -120,14 +117,13 @@ class TrainState:
                     value.zero_()
 
     def read_step(self, mean: Tensor, norm: Tensor, stop_requested: bool) -> "StepFigures":
-        """What the host has to know of a step, agreed over all ranks, in one wait for the device: loss and norm of the
-        gradients, whether to stop after it, and the experts' load."""
-        axis = data_axis(self.data.mesh)
-        copies = self.data.mesh.size() // axis.size()
+        """Read a step's figures, alike on all ranks, in one wait for the device: loss, norm, stop, experts' load."""
+        axis = data_axis(self.parallel.mesh)
+        copies = self.parallel.mesh.size() // axis.size()
         both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))
-        if self.data.mesh.size() > 1:
+        if self.parallel.mesh.size() > 1:
             dist.all_reduce(both)
-        load = _expert_load(self.data)
+        load = _expert_load(self.parallel)
         parts = [both.double(), norm.double().reshape(1), *(() if load is None else (load.flatten(),))]
         self.loss, stops, norm_read, *loads = torch.cat(parts).tolist()
         self.stopping = stops > 0
@@ -151,15 +147,15 @@ class StepFigures(NamedTuple):
     expert_load: Tensor | None
 
 
-def _expert_load(data: ParallelModel) -> Tensor | None:
+def _expert_load(parallel: ParallelModel) -> Tensor | None:
     """The step's load of experts, over all ranks; None of a model without experts."""
-    load = take_load(data.model, data.device)
+    load = take_load(parallel.model, parallel.device)
     if load is None:
         return None
-    if data.mesh.size() > 1:
+    if parallel.mesh.size() > 1:
         dist.all_reduce(load)
-    stages = pipeline_ranks(data.mesh)  # have other layers; ranks of tensor parallelism route alike
-    copies = data.mesh.size() // gradient_axis(data.mesh).size() // stages
+    stages = pipeline_ranks(parallel.mesh)  # have other layers; ranks of tensor parallelism route alike
+    copies = parallel.mesh.size() // gradient_axis(parallel.mesh).size() // stages
     return load / copies
 
 

@@ -15,11 +15,11 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """weights, subject, likes"""
+    """weights, subject, class"""
     folder = tmp_path_factory.mktemp("diffusion")
     save_pipeline(tiny_pipeline(), folder / "weights")
     write_pictures(folder / "subject", 3, captions=False)
-    write_pictures(folder / "likes", 4, captions=False)
+    write_pictures(folder / "class", 4, captions=False)
     return folder
 
 
@@ -36,12 +36,12 @@ def dreambooth(folder: Path, out: Path, *options: object) -> Path:
 
 
 def test_a_subject_is_learned_on_any_ranks_alike(folder: Path, tmp_path: Path) -> None:
-    """Drawn likes, the text encoder too, fp64: two ranks with sharded weights, then one in a given memory."""
+    """Drawn class images, the text encoder too, fp64: two ranks with sharded weights, then one in a given memory."""
     options = ("--steps", 4, "--precision", "fp64", "--train-text-encoder", "--class-prompt", "a dog", "--average", 0.5)
-    options += ("--class-dir", tmp_path / "likes", "--num-class-images", 2, "--data.global-batch", 2)
+    options += ("--class-dir", tmp_path / "class", "--num-class-images", 2, "--data.global-batch", 2)
     options += ("--optim.lr", 1e-3, "--data.resolution", 16, "--noise.offset", 0.1)
     moving = dreambooth(folder, tmp_path / "moving", *options, "--nproc", 2, "--zero", 3, "--stop-after", 2)
-    assert len(list((tmp_path / "likes").iterdir())) == 2
+    assert len(list((tmp_path / "class").iterdir())) == 2
     assert not (moving / UNET).exists()
     dreambooth(folder, moving, *options, "--resume", "--gemini.budget", "3.2MB")
     assert 0 < summary(moving)["device_peak_bytes"] <= 3_200_000

@@ -163,9 +163,9 @@ def test_each_prediction_is_written_when_it_is_there_and_a_stopped_run_goes_on(
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--no-pdb", *options, tmp_path / "out")
     assert (code, "done before" in said) == (0, True), err
     ranking = tmp_path / "out" / "a" / "ranking.json"
-    told = json.loads(ranking.read_text())
-    assert told["key"].pop("files") == ["pdb"]
-    ranking.write_text(json.dumps(told))
+    ranked = json.loads(ranking.read_text())
+    assert ranked["key"].pop("files") == ["pdb"]
+    ranking.write_text(json.dumps(ranked))
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options, tmp_path / "out")
     assert (code, "done before" in said) == (0, True), err
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--distogram", *options, tmp_path / "out")

@@ -53,7 +53,7 @@ def test_a_budget_is_all_that_is_said(command: str, given, tmp_path: Path, capsy
     assert not drawing.exists()
 
     least = found[1]
-    code, said, err = run("--gemini.budget", least, "--gemini.trace", drawing)
+    code, said, err = run("--gemini.budget", least, "--gemini.figure", drawing)
     assert code == 0, err
     plan = re.search(r"gemini: (\d+) chunks live on the device, (\d+) on the host .* bound by", said)
     assert plan, said

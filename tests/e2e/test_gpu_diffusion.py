@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apps.diffusion import finetune
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import save_pipeline
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
@@ -40,6 +40,6 @@ def test_three_steps_of_diffusion_and_a_picture(tmp_path: Path, device: torch.de
         for module in pipeline.modules.values():
             module.to(where)
         with torch.no_grad():
-            ((_, picture),) = generate(pipeline, [Job("a dog", 1)], Sampling("ddim", 3, 7.5), 1)
+            ((_, picture),) = generate(pipeline, [PictureJob("a dog", 1)], Sampling("ddim", 3, 7.5), 1)
         pictures[where] = picture.cpu().double()
     assert float((pictures["cpu"] - pictures[device.type]).abs().max()) <= 1e-2

@@ -33,7 +33,7 @@ def test_what_is_not_foreseen_is_refused_by_name(tmp_path):
     for options, said in (
         (["--mesh.pp", 2, "--nproc", 2], "mesh.pp=2: a stage's step"),
         (["--timeline", tmp_path / "step.png"], "--timeline with gemini.budget"),
-        (["--gemini.trace", tmp_path / "step.png"], "--gemini.trace with gemini.budget"),
+        (["--gemini.figure", tmp_path / "step.png"], "--gemini.figure with gemini.budget"),
         (["--model.moe.num-experts", 8, "--model.dim", 16384, "--model.ffn-dim", 65536], "routers look at values"),
     ):
         refused = run("-m", "apps.llm", *words, *options)

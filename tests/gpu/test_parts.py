@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apps.fold.golden import OUTPUTS, compare
-from apps.fold.subbatch import How, Job, least_bytes, plan_subbatches
+from apps.fold.subbatch import FoldJob, How, least_bytes, plan_subbatches
 from apps.serve.scheduler import Limits
 from benchmarks.evoformer import blocks_of, config_of, inputs_of, run_blocks, slice_blocks
 from core.compose import compile_blocks
@@ -89,7 +89,7 @@ def test_a_block_of_fold_in_slices(device: torch.device) -> None:
 
 def _ways(blocks: torch.nn.ModuleList) -> dict[str, How]:
     """Slices of seven rows of every operation; the triangle products over a copy."""
-    job = Job(config_of(), 20, 6, 1, dtype=torch.float32)
+    job = FoldJob(config_of(), 20, 6, 1, dtype=torch.float32)
     choices = plan_subbatches(job, least_bytes(job)).choices
     return {name.removeprefix("blocks."): how for name, how in choices.items() if name.startswith("blocks.")}
 

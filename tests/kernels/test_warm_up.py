@@ -32,9 +32,9 @@ def quantized(model, scheme):
             weight = QuantizedWeight(scheme, codes, scale, None, (O, I), torch.bfloat16)
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
 
-def step(dice, prompts, writers):
+def step(dice, prompts, decoding):
     made, page = Step(), 0
-    for number in range(prompts + writers):
+    for number in range(prompts + decoding):
         new = dice.randint(2, 200) if number < prompts else 1
         length = new + dice.randint(0, 600)
         table = list(range(page, page + -(-length // 16)))
@@ -61,8 +61,8 @@ for scheme in (None, Scheme("int8"), Scheme("int4", 32)):
     dice, compiled = random.Random(0), []
     with _compiling("sm_90", compiled):
         warm_up(runner, 1024, 2048)
-        for writers in (1, 2, 4, 8, 16, 32):  # what graphs are made for
-            runner.compute(step(dice, 0, writers))
+        for decoding in (1, 2, 4, 8, 16, 32):  # what graphs are made for
+            runner.compute(step(dice, 0, decoding))
         known = {kernel.hash for kernel in compiled}
         compiled.clear()
         for _ in range(60):

@@ -71,15 +71,15 @@ def trained(kind: str, zero: Zero, same_rows: bool) -> dict[str, Any]:
     config = TrainConfig(zero=zero, precision="fp64", steps=STEPS, optim=OptimConfig(lr=LR, clip_norm=0.5))
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = build_mesh(MeshConfig().resolve(ranks, zero), "cpu")
-    data = parallelize(model(), mesh, ParallelConfig(zero=zero, precision="fp64"))
-    state = TrainState(data, build_optimizer(config.optim, data.masters), LossScale("fp64"), {})
-    start = {n: full_tensor(m).clone() for n, m in data.masters.items()}
+    parallel = parallelize(model(), mesh, ParallelConfig(zero=zero, precision="fp64"))
+    state = TrainState(parallel, build_optimizer(config.optim, parallel.masters), LossScale("fp64"), {})
+    start = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
     losses = []
     for step in range(STEPS):
         rows = slice(None) if same_rows else slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
         batch = {k: v[rows] for k, v in batch_of(step).items()}
         losses.append(train_step(state, batch, loss, num_rows, config, step)["loss"])
-    return {"losses": losses, "start": start, "end": {n: full_tensor(m).clone() for n, m in data.masters.items()}}
+    return {"losses": losses, "start": start, "end": {n: full_tensor(m).clone() for n, m in parallel.masters.items()}}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "convolutional"])

@@ -70,17 +70,17 @@ def logits(mesh: MeshConfig, without: tuple[str, str] | None = None) -> tuple[Te
     without  as in `removed`
     """
     case = Case(GPT2, mesh=mesh, parallel=parallel())
-    data = build(case)[0].data
+    spread = build(case)[0].parallel
     ids = batch_of(case, 0)["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, :2] = mask[1, 5:] = 0
     with removed(*without) if without else nullcontext():
-        whole = data.model(ids, mask)
-    with data.microbatch(last=True):
+        whole = spread.model(ids, mask)
+    with spread.microbatch(last=True):
         whole[mask.bool()].sin().sum().backward()
-    data.reduce()
-    some = data.model(ids, mask, context=StepContext(rows_R=torch.tensor([2, 4])))
-    grad = data.masters["embedding.positions.weight"].grad
+    spread.reduce()
+    some = spread.model(ids, mask, context=StepContext(rows_R=torch.tensor([2, 4])))
+    grad = spread.masters["embedding.positions.weight"].grad
     assert grad is not None
     return whole.detach(), some.detach(), grad
 

@@ -96,21 +96,21 @@ def ours(case: Case, without: tuple[str, ...] = (), weight_of: float = PRIOR) ->
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     axis = data_axis(mesh)
     with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
-        data = parallelize(model, mesh, config, materialise=emptied(model, torch.device("cpu")))
-    average = WeightAverage(data.masters, ramp(AVERAGE))
-    state = TrainState(data, build_optimizer(config.optim, data.masters), LossScale("fp64"), {}, average)
+        parallel = parallelize(model, mesh, config, materialise=emptied(model, torch.device("cpu")))
+    average = WeightAverage(parallel.masters, ramp(AVERAGE))
+    state = TrainState(parallel, build_optimizer(config.optim, parallel.masters), LossScale("fp64"), {}, average)
     batches = drawn_batches(4, case.prior, case.train_text, offset_noise=case.offset)
     objective = Objective(NoiseSchedule(pipeline.schedule), case.min_snr, weight_of)
     first = batches.batch(0, axis.get_local_rank(), axis.size())
-    data.prepare(state.optimizer, lambda: [lambda m: objective(m, wide(first))])
-    start = held(data.masters)
+    parallel.prepare(state.optimizer, lambda: [lambda m: objective(m, wide(first))])
+    start = held(parallel.masters)
     losses = []
     with removed(*without) if without else nullcontext():
         for step in range(case.steps):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
             losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
-    result = found(losses, start, data.masters, average.tensors)
-    return result if case.budget is None else result | moved(data)  # pyright: ignore[reportArgumentType]
+    result = found(losses, start, parallel.masters, average.tensors)
+    return result if case.budget is None else result | moved(parallel)  # pyright: ignore[reportArgumentType]
 
 
 def wide(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -162,11 +162,11 @@ def plain(case: Case) -> dict[str, Any]:
         else:
             target = latents
         if case.prior:
-            instance, likes = (
+            instance, of_class = (
                 mean_loss(predicted[rows], target[rows], timesteps[rows], scheduler, case)
                 for rows in (~batch["prior"], batch["prior"])
             )
-            loss = instance + PRIOR * likes
+            loss = instance + PRIOR * of_class
         else:
             loss = mean_loss(predicted, target, timesteps, scheduler, case)
         loss.backward()

@@ -134,7 +134,7 @@ def trained(case: Case) -> dict[str, Any]:
     """Losses, and the whole values of all parameters at the end."""
     config = TrainConfig(precision="fp64", seed=5, steps=STEPS, optim=OptimConfig(name="sgd", lr=0.1), **case.options)
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
-    data = parallelize(
+    parallel = parallelize(
         Dropping(case.checkpointed),
         mesh,
         config,
@@ -144,9 +144,9 @@ def trained(case: Case) -> dict[str, Any]:
             pipeline=PipelinePlan("blocks", before=("embed", "drop")),
         ),
     )
-    optimizer = build_optimizer(config.optim, data.masters)
-    data.prepare(optimizer, None)
-    state = TrainState(data, optimizer, LossScale("fp64"), {})
+    optimizer = build_optimizer(config.optim, parallel.masters)
+    parallel.prepare(optimizer, None)
+    state = TrainState(parallel, optimizer, LossScale("fp64"), {})
     torch.manual_seed(dist.get_rank())  # what the generator holds is no matter
     axis, losses = data_axis(mesh), []
     for step in range(STEPS):
@@ -155,7 +155,7 @@ def trained(case: Case) -> dict[str, Any]:
         mine = tokens.chunk(axis.size())[axis.get_local_rank()]
         batch = {"input_ids": mine[:, :-1], "targets": mine[:, 1:]}
         losses.append(train_step(state, batch, loss, lambda b: torch.tensor(len(b["targets"])), config, step)["loss"])
-    values = {name: full_tensor(master).clone() for name, master in data.masters.items()}
+    values = {name: full_tensor(master).clone() for name, master in parallel.masters.items()}
     return {"losses": losses, "values": of_all_stages(values, mesh)}
 
 
@@ -223,12 +223,12 @@ def warned() -> list[str]:
             return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
     mesh = build_mesh(MeshConfig().resolve(2), "cpu")
-    data = parallelize(Drawing(), mesh, TrainConfig(precision="fp64"))
+    parallel = parallelize(Drawing(), mesh, TrainConfig(precision="fp64"))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            with data.draws.at(0, 0, 0, 2):
-                data.run([torch.ones(2, 3, 4, dtype=torch.float64)], lambda x: data.model(x).sum())
+            with parallel.draws.at(0, 0, 0, 2):
+                parallel.run([torch.ones(2, 3, 4, dtype=torch.float64)], lambda x: parallel.model(x).sum())
     return sorted(str(w.message).partition(",")[0] for w in said if "generator" in str(w.message))
 
 

@@ -130,12 +130,12 @@ def collapsed(mesh: MeshConfig, zero: int) -> tuple[list[float], list[list[int]]
     """Three steps of routers that send every token to the first expert: losses, loads, and the others' gradients."""
     model = replace(SWITCH, moe=replace(SWITCH.moe, capacity_factor=float("inf"), balance_weight=0.0, z_weight=0.0))
     state, config = build(Case(model, mesh=mesh, parallel=parallel(zero), steps=3))
-    for name, master in state.data.masters.items():
+    for name, master in state.parallel.masters.items():
         if "router" in name:
             master.data.zero_()
             master.requires_grad_(False)
-    state.data.publish()
-    axis = data_axis(state.data.mesh)
+    state.parallel.publish()
+    axis = data_axis(state.parallel.mesh)
     found, loads = [], []
     for step in range(3):
         case = Case(model)
@@ -161,15 +161,15 @@ def test_a_collapsed_router_is_no_hang(ranks, zero: int) -> None:
 def sent(mesh: MeshConfig) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     """What a rank sends in a step, and the elements of its parameters: experts' and others'."""
     state, config = build(Case(TOPK, mesh=mesh, parallel=parallel(0)))
-    axis = data_axis(state.data.mesh)
+    axis = data_axis(state.parallel.mesh)
     rows = 12 // axis.size()
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(Case(TOPK), 0).items()}
     # What says which parameters were used is counted in tests/unit/test_volume.py.
     used = patch.object(Completion, "used_anywhere", lambda _, masters, together: set(masters))
-    with used, count_volume(state.data.mesh) as volume:
+    with used, count_volume(state.parallel.mesh) as volume:
         train_step(state, mine, loss, weight, config, 0)
     elements = {"experts": 0, "others": 0}
-    for name, master in state.data.masters.items():
+    for name, master in state.parallel.masters.items():
         elements["experts" if ".experts." in name else "others"] += master.numel()
     return {f"{op}/{name}": (n, volume.bytes[op, name]) for (op, name), n in volume.calls.items()}, elements
 

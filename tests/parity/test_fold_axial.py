@@ -20,7 +20,7 @@ from apps.fold.model.features import Features
 from apps.fold.output.unfinished import Unfinished
 from apps.fold.predict import main
 from apps.fold.shares import Absent, plan_shares, rank_bytes
-from apps.fold.subbatch import HEADS, How, Job, plan_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, How, plan_subbatches
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.planner import gib_up, planned
 from apps.fold.subbatch.reading import read_pairs
@@ -280,7 +280,7 @@ def _budgets(size: int, shares: tuple[float, ...]) -> list[tuple[int, int, int, 
     stack = replace(whole.evoformer, num_blocks=1)
     config = replace(whole, evoformer=stack, structure=replace(whole.structure, num_layers=1))
     features = replace(random_features(31, rows=6, extra=5, templates=0), templates=None)
-    job = Job(config, 31, 6, 5, iterations=1)
+    job = FoldJob(config, 31, 6, 5, iterations=1)
     least = _least(job, axis)
     results = []
     for share in shares:
@@ -321,7 +321,7 @@ def _off_whole(config: ModelConfig, features: Features, choices: dict[str, How],
     return _largest(off)
 
 
-def _least(job: Job, axis) -> int:
+def _least(job: FoldJob, axis) -> int:
     """What a rank takes where every operation goes row by row; a budget of nothing is refused with this, in GiB."""
     rowwise = dict.fromkeys(planned(job, 0).choices, How("rows", 1))
     least = float(all_reduce_max(torch.tensor(float(rank_bytes(job, rowwise, axis)), dtype=torch.float64), axis))
@@ -344,7 +344,7 @@ def test_no_rank_takes_more_than_its_budget(ranks, shares: tuple[float, ...]) ->
 @pytest.mark.parametrize("sizes", [(4,), pytest.param((2, 4, 8), marks=pytest.mark.soak)])
 def test_more_ranks_need_less_memory_each(sizes: tuple[int, ...]) -> None:
     """Counted on the meta device, at released widths: of what one rank takes with a copy, an n-th and 15 % more."""
-    job = Job(preset("model_5_ptm"), 8000, 512, 1024, dtype=torch.bfloat16, device="cuda", iterations=2)
+    job = FoldJob(preset("model_5_ptm"), 8000, 512, 1024, dtype=torch.bfloat16, device="cuda", iterations=2)
     rowwise = dict.fromkeys(planned(job, 0).choices, How("rows", 1))
     single = plan_subbatches(job, int(38.5e9))
     assert single.choices["blocks.*.pair.outgoing"].method == "copy"

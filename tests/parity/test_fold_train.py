@@ -69,31 +69,31 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     axis = data_axis(mesh)
     with torch.device("meta"):
         network = AlphaFold(model)
-    data = parallelize(network, mesh, config, materialise=lambda m: initialise(m, 0))
-    optimizer = build_optimizer(config.optim, data.masters)
-    average = WeightAverage(data.masters, unbiased(0.6))
-    state = TrainState(data, optimizer, LossScale("fp64"), {}, average)
+    parallel = parallelize(network, mesh, config, materialise=lambda m: initialise(m, 0))
+    optimizer = build_optimizer(config.optim, parallel.masters)
+    average = WeightAverage(parallel.masters, unbiased(0.6))
+    state = TrainState(parallel, optimizer, LossScale("fp64"), {}, average)
     chains = TemplateChains() if case.templates else Chains()
     data_config = BatchConfig(global_batch=4, crop=11)
     candidates = (FoldBatches(chains, data_config, model, seed) for seed in range(9))  # pyright: ignore
     batches = next(b for b in candidates if {b.num_iterations(step) for step in range(STEPS)} == {1, 2})
     objective = Objective(LossConfig(violation=0.1, experimentally_resolved=0.01))
-    start = held(data.masters)
+    start = held(parallel.masters)
     losses = []
     with removed(*without) if without else nullcontext():
         for step in range(STEPS):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
             losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
-        data.model.eval()
-        evaluate = validation(chains, model, data, average, axis, torch.device("cpu"), torch.float64)  # pyright: ignore
+        parallel.model.eval()
+        evaluate = validation(chains, model, parallel, average, axis, torch.device("cpu"), torch.float64)
         with torch.no_grad():
-            figures = evaluate(data.model)
-        data.model.train()
+            figures = evaluate(parallel.model)
+        parallel.model.train()
     averages = averaged(moved_since(start, average.tensors))
     return {
         "losses": [*losses, *figures.values()],
         "start": start | averaged(start),
-        "displacement": moved_since(start, data.masters) | averages,
+        "displacement": moved_since(start, parallel.masters) | averages,
     }
 
 

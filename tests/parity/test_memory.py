@@ -78,20 +78,20 @@ def state_bytes(parallel: ParallelConfig) -> dict[str, int]:
     mesh = build_mesh(MeshConfig().resolve(dist.get_world_size(), parallel.zero), "cpu")
     model = Decoder(MODEL)
     initialise(model, 0)
-    data = parallelize(model, mesh, parallel)
-    optimizer = build_optimizer(OptimConfig(), data.masters)
+    spread = parallelize(model, mesh, parallel)
+    optimizer = build_optimizer(OptimConfig(), spread.masters)
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    with data.microbatch(last=True):
-        data.model(ids, targets=ids).backward()
-    data.reduce()
+    with spread.microbatch(last=True):
+        spread.model(ids, targets=ids).backward()
+    spread.reduce()
     optimizer.step()
     states = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
     found = {
-        "parameters": _storages([local(p.detach()) for p in data.model.parameters()]),
-        "gradients": _storages([m.grad for m in data.masters.values() if m.grad is not None]),
+        "parameters": _storages([local(p.detach()) for p in spread.model.parameters()]),
+        "gradients": _storages([m.grad for m in spread.masters.values() if m.grad is not None]),
         "optimizer": _storages(states),
     }
-    masters = _storages([m.detach() for m in data.masters.values()])
+    masters = _storages([m.detach() for m in spread.masters.values()])
     held = {name: sum(storages.values()) for name, storages in found.items()}
     held["masters"] = sum(n for key, n in masters.items() if key not in found["parameters"])
     return held

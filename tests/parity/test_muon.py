@@ -62,14 +62,14 @@ def test_a_missing_message_is_seen(ranks, name: str) -> None:
 def messages_of_a_step(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of an optimizer's step, by operation; and elements of momentum here, by matrix."""
     state, config = build(replace(case, optim="muon"))
-    axis = data_axis(state.data.mesh)
+    axis = data_axis(state.parallel.mesh)
     rows = case.batch // axis.size()
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
     found: Counter[str] = Counter()
     step = state.optimizer.step
 
     def counted() -> None:
-        with count_volume(state.data.mesh) as volume:
+        with count_volume(state.parallel.mesh) as volume:
             step()
         found.clear()
         for (operation, _), calls in volume.calls.items():
@@ -78,7 +78,7 @@ def messages_of_a_step(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     with patch.object(state.optimizer, "step", counted):
         for index in range(2):
             train_step(state, mine, loss, weight, config, index)
-    states = {name: state.optimizer.state[master] for name, master in state.data.masters.items()}
+    states = {name: state.optimizer.state[master] for name, master in state.parallel.masters.items()}
     return dict(found), {n: s["momentum_buffer"].numel() for n, s in states.items() if "momentum_buffer" in s}
 
 

@@ -58,13 +58,13 @@ def spread(name: str) -> tuple[Any, DecoderConfig, MeshConfig, Zero]:
         zero=zero, precision="fp64", pipeline=PipelineConfig(microbatches=2 if mesh.pp > 1 else None)
     )
     fill = lambda model: initialise(model, 3)  # noqa: E731
-    data = parallelize(model, build_mesh(mesh, "cpu"), options, decoder_plan(config, mesh), materialise=fill)
-    return data, config, mesh, zero
+    parallel = parallelize(model, build_mesh(mesh, "cpu"), options, decoder_plan(config, mesh), materialise=fill)
+    return parallel, config, mesh, zero
 
 
 def lies_as_its_row_says(name: str) -> list[str]:
     """Of the parameters that a forward has, and of those that the optimizer updates: values, whole and in their box."""
-    data, config, mesh, zero = spread(name)
+    parallel, config, mesh, zero = spread(name)
     whole = Decoder(config).double()
     initialise(whole, 3)
     here, wrong, found = mesh_shape(mesh, dist.get_rank()), [], []
@@ -72,19 +72,19 @@ def lies_as_its_row_says(name: str) -> list[str]:
         twin = Decoder(config)
     # The same table again, of a shape: without the ranks' groups.
     table = placement(twin, decoder_plan(config, mesh), here, zero)
-    for key, master in data.masters.items():
+    for key, master in parallel.masters.items():
         want = table[key].master.local(whole.get_parameter(key).detach())
-        row = data.table[key]
+        row = parallel.table[key]
         if layout_of(master).box() != row.master.box() or row.master.box() != table[key].master.box():
             wrong.append(f"{key}: box {layout_of(master).box()}, in the table {table[key].master.box()}")
         elif not torch.equal(master.detach(), want):
             wrong.append(f"{key}: values")
         found.append(key)
-        here_now = local(data.model.get_parameter(key).detach())
+        here_now = local(parallel.model.get_parameter(key).detach())
         if zero < 3 and not torch.equal(here_now, table[key].layout.local(whole.get_parameter(key).detach())):
             wrong.append(f"{key}: what a forward has")
-    rank = data.mesh["pp"].get_local_rank()
-    mine = {n for n, row in data.table.items() if n == row.names[0] and row.owners[0] == rank}
+    rank = parallel.mesh["pp"].get_local_rank()
+    mine = {n for n, row in parallel.table.items() if n == row.names[0] and row.owners[0] == rank}
     return wrong + [f"not held as the table says: {key}" for key in mine.symmetric_difference(found)]
 
 
@@ -96,15 +96,15 @@ def test_every_tensor_lies_as_its_row_says(ranks, name: str) -> None:
 
 def sent_and_said(name: str) -> tuple[Sent, Sent]:
     """Bytes of a microbatch and of the sums of partial gradients: counted, and by the closed forms."""
-    data, config, mesh, zero = spread(name)
+    parallel, config, mesh, zero = spread(name)
     ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % config.vocab_size
     # What data parallelism sends is counted in tests/unit/test_volume.py.
     used = patch.object(Completion, "used_anywhere", lambda _, masters, together: set(masters))
-    with used, count_volume(data.mesh) as volume:
-        with data.microbatch(last=mesh.cp == 1):
-            data.model(ids, targets=ids).backward()
+    with used, count_volume(parallel.mesh) as volume:
+        with parallel.microbatch(last=mesh.cp == 1):
+            parallel.model(ids, targets=ids).backward()
         if mesh.cp == 1:  # with context parallelism data parallelism sends over its axis, too
-            data.reduce()
+            parallel.reduce()
     axes = ("tp", "cp") if mesh.cp > 1 else ("tp",)
     counted = {k: n for k, n in volume.bytes.items() if k[1].startswith(axes) and k[0] != "recv" and n}
     here = mesh_shape(mesh, dist.get_rank())
@@ -129,12 +129,12 @@ def test_messages_are_those_of_the_closed_forms(ranks, name: str) -> None:
 
 def activations(name: str) -> list[str]:
     """Shapes of what enters and leaves a plan's modules beside those of one rank, where a style says how it lies."""
-    data, config, mesh, _ = spread(name)
+    parallel, config, mesh, _ = spread(name)
     ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % config.vocab_size
     whole = Decoder(config).double()
     wrong = []
-    for part, axes in decoder_plan(config, mesh).steps(data.mesh):
-        want, got = _shapes(whole, part, ids), _shapes(data.model, part, ids)
+    for part, axes in decoder_plan(config, mesh).steps(parallel.mesh):
+        want, got = _shapes(whole, part, ids), _shapes(parallel.model, part, ids)
         for pattern, style in part.items():
             for key in [key for key in want if matches(key, pattern)]:
                 for side, lies in (("inputs", style.inputs), ("outputs", style.outputs)):
@@ -142,7 +142,7 @@ def activations(name: str) -> list[str]:
                     for axis, placed in lies.items():
                         if placed.is_shard() and full is not None:
                             dim = placed.dim % len(full)
-                            full[dim] = _share(full[dim], here[dim], data.mesh, axis or axes[0], dim, len(full))
+                            full[dim] = _share(full[dim], here[dim], parallel.mesh, axis or axes[0], dim, len(full))
                     if lies and full != here:
                         wrong.append(f"{key} {side}: {here}, and {lies} of one rank's shapes is {full}")
     return wrong

@@ -47,17 +47,17 @@ def train_without_new_groups(case: Case, folder: Path | None) -> None:
 
         stack.enter_context(patch.object(training, "build_mesh", make))
         state, config = training.build(case)
-        axis = data_axis(state.data.mesh)
+        axis = data_axis(state.parallel.mesh)
         rows = case.batch // axis.size()
         for step in range(2):
             mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, step).items()}
-            with count_volume(state.data.mesh):
+            with count_volume(state.parallel.mesh):
                 train_step(state, mine, loss, weight, config, step)
         evaluated(state, mine)
-        for master in state.data.masters.values():
+        for master in state.parallel.masters.values():
             full_tensor(master)
         if folder is not None:
-            checkpointer = Checkpointer(folder, CheckpointConfig(), state.data.mesh)
+            checkpointer = Checkpointer(folder, CheckpointConfig(), state.parallel.mesh)
             state.save(checkpointer, 2)
             checkpointer.close()
 
@@ -101,10 +101,10 @@ def test_stages_without_experts(ranks) -> None:
 def of_a_foreign_mesh() -> list[int]:
     """A mesh that names two axes of ours: what is derived of them is made when a model is spread over it."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    data = data_parallel(Small(), mesh, 3, "fp32")
+    parallel = data_parallel(Small(), mesh, 3, "fp32")
     with patch.object(c10d, "_new_process_group_helper", refused):
-        data.run([0], lambda _: data.model(torch.ones(2, 5)).sum())
-        data.reduce()
+        parallel.run([0], lambda _: parallel.model(torch.ones(2, 5)).sum())
+        parallel.reduce()
         return data_axis(mesh).mesh.tolist()
 
 

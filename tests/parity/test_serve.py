@@ -15,7 +15,7 @@ from apps.serve.config import EngineConfig
 from apps.serve.decode import Decode
 from apps.serve.engine import Engine
 from apps.serve.memory import Load, Room, folder_format, need, page_bytes, share_out
-from apps.serve.model import find_source
+from apps.serve.model import find_model
 from core.mesh import MeshConfig, build_mesh
 from core.models import DecoderConfig, save_pretrained
 from core.precision import compute_dtype
@@ -49,7 +49,7 @@ def engine_of(
 
     forms  weights may have second forms for speed; that of 4 bits rounds inputs to bf16, of the ranks' sums, too
     """
-    source, page_size = find_source(folder), 2
+    source, page_size = find_model(folder), 2
     cache = f"{round((num_pages + 0.5) * page_bytes(source.config, page_size, torch.float32, tp))}B"
     config = EngineConfig(
         "fp32", page_size=page_size, cache=cache, max_running=4, max_batch_tokens=16, prefill_chunk=5, stretch=1e9,
@@ -146,7 +146,7 @@ def loaded(folder, tp, precision, scheme=None):
     """By the way of the command: the format in which it computes, bytes of its weights, those that it was to need, and
     pages."""
     axis = None if tp == 1 else build_mesh(MeshConfig(tp=tp).resolve(tp), "cpu")["tp"]
-    source, config = find_source(folder), EngineConfig(precision=precision, max_running=4, max_batch_tokens=64)
+    source, config = find_model(folder), EngineConfig(precision=precision, max_running=4, max_batch_tokens=64)
     engine = model.build_engine(source, config, "cpu", axis, scheme)
     decoder, pages = engine.runner.model, engine.runner.pages[0].k
     dtype = None if precision == "auto" else compute_dtype(precision)

@@ -14,8 +14,8 @@ def start(zero: int) -> tuple[torch.Tensor, torch.Tensor]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
     model[1].running_mean.normal_()
     mesh = build_mesh(MeshConfig().resolve(2, zero), "cpu")
-    data = parallelize(model, mesh, ParallelConfig(zero=zero))
-    return full_tensor(data.masters["0.weight"]).detach(), data.model[1].running_mean.clone()
+    parallel = parallelize(model, mesh, ParallelConfig(zero=zero))
+    return full_tensor(parallel.masters["0.weight"]).detach(), parallel.model[1].running_mean.clone()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

@@ -117,8 +117,8 @@ MUTATIONS = [
     mutation(
         "what is loaded is not published to the parameters that compute",
         "core/train/state.py",
-        "restore_state(self.optimizer, self.data.masters[name], loaded)\n            self.data.publish()",
-        "restore_state(self.optimizer, self.data.masters[name], loaded)",
+        "restore_state(self.optimizer, self.parallel.masters[name], loaded)\n            self.parallel.publish()",
+        "restore_state(self.optimizer, self.parallel.masters[name], loaded)",
         f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options1]",
         f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options2]",
     ),

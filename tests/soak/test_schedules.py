@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from apps.diffusion.generate import Job, Sampling
+from apps.diffusion.generate import PictureJob, Sampling
 from tests.support.schedules import case, compare_or_refuse, shallow_pipeline
 
 SCHEDULES = 120
@@ -14,7 +14,7 @@ SCHEDULES = 120
 def test_random_schedules_equal_the_pipeline_of_diffusers() -> None:
     logging.disable(logging.WARNING)
     pipeline = shallow_pipeline()
-    jobs = [Job("a dog", 1), Job("a cat", 2)]
+    jobs = [PictureJob("a dog", 1), PictureJob("a cat", 2)]
     drawn = refused = 0
     for seed in range(SCHEDULES):
         one = case(seed)

@@ -18,7 +18,7 @@ def accounted_peak_bytes(
     with torch.device("meta"):
         decoder = Decoder(model)
     plan = tensor_parallel_plan(model)
-    data = parallelize(
+    spread = parallelize(
         decoder,
         mesh,
         parallel,
@@ -26,20 +26,20 @@ def accounted_peak_bytes(
         materialise=lambda m: initialise(m, 0),
     )
     del decoder
-    optimizer = build_optimizer(OptimConfig(), data.masters)
+    optimizer = build_optimizer(OptimConfig(), spread.masters)
     ids = torch.randint(model.vocab_size, (rows, length))
 
     def step() -> None:
-        data.run([ids] * num_microbatches, lambda ids: data.model(ids, targets=ids))
-        data.reduce()
+        spread.run([ids] * num_microbatches, lambda ids: spread.model(ids, targets=ids))
+        spread.reduce()
         optimizer.step()
-        data.release()
-        data.publish()
+        spread.release()
+        spread.publish()
 
     step()
     with MemoryAccount() as account:
-        account.add(data.model.parameters())
-        account.add(data.masters.values())
+        account.add(spread.model.parameters())
+        account.add(spread.masters.values())
         account.add(value for state in optimizer.state.values() for value in state.values())
         step()
     return account.peak_bytes

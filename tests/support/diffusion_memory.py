@@ -18,7 +18,7 @@ from typing import Any, Literal
 from apps.diffusion import finetune, sample
 from apps.diffusion.footprint import footprint
 from apps.diffusion.pipeline import save_pipeline
-from apps.diffusion.plan_config import PlanConfig
+from apps.diffusion.plan_config import DiffusionPlanConfig
 from core.gemini.config import GeminiConfig
 from core.parallel.recompute import RecomputeConfig
 from core.runtime import process_holding
@@ -42,8 +42,8 @@ class Size:
     recompute: Literal["none", "full"] = "none"
     budget: float | None = None
 
-    def plan(self, weights: Path) -> PlanConfig:
-        config = PlanConfig(
+    def plan(self, weights: Path) -> DiffusionPlanConfig:
+        config = DiffusionPlanConfig(
             task=self.task,
             model=str(weights),
             batch=self.batch,

@@ -72,7 +72,7 @@ def drawn_batches(rows: int, classes: bool, tokens: bool, seed: int = 5, **draws
     """Seven images of two sizes whose moments and texts are random numbers, and three of a class."""
     sizes = ((16, 16), (16, 8))
     entries = [Entry(f"{n}", {sizes[n % 2]: (f"{n}.0", f"{n}.1")}) for n in range(7)]
-    likes = [Entry("100", {size: (f"{50 + n}.{side}",) for side, size in enumerate(sizes)}) for n in range(3)]
+    class_entries = [Entry("100", {size: (f"{50 + n}.{side}",) for side, size in enumerate(sizes)}) for n in range(3)]
 
     def moments(key: str) -> torch.Tensor:
         number, variant = map(int, key.split("."))
@@ -87,4 +87,4 @@ def drawn_batches(rows: int, classes: bool, tokens: bool, seed: int = 5, **draws
         return torch.randn(TOKENS, 16, generator=generator)
 
     options = {"num_timesteps": 1000, "scaling_factor": 0.7, "caption_dropout": 0.2, **draws}
-    return LatentBatches(entries, moments, text, rows, seed, Draws(**options), likes if classes else ())
+    return LatentBatches(entries, moments, text, rows, seed, Draws(**options), class_entries if classes else ())

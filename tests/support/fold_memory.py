@@ -14,7 +14,7 @@ from pathlib import Path
 
 from apps.fold.model.config import ModelConfig, preset
 from apps.fold.predict import main
-from apps.fold.subbatch import Job, least_bytes
+from apps.fold.subbatch import FoldJob, least_bytes
 from apps.fold.weights.folder import save_folder
 from core.runtime import process_holding
 from tests.support.fold import random_parameters
@@ -83,10 +83,10 @@ def _measured(size: Size, seed: int) -> Rise:
         return _rise(folder, draw, size)
 
 
-def _job(residues: int, rows: int) -> Job:
+def _job(residues: int, rows: int) -> FoldJob:
     centres = min(rows + 1, model().max_msa)
     extra = max(1, min(rows + 1 - centres, model().max_extra_msa))
-    return Job(model(), residues, centres, extra, iterations=2, hidden=rows < centres, distances=False)
+    return FoldJob(model(), residues, centres, extra, iterations=2, hidden=rows < centres, distances=False)
 
 
 def _rise(folder: Path, draw: random.Random, size: Size) -> Rise:

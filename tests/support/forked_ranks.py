@@ -79,12 +79,12 @@ class _Fork:
 
 def _rank(given: Connection) -> None:
     try:
-        told = given.recv()
+        order = given.recv()
     except EOFError:  # who would have started it is gone
         return
-    if told is None:
+    if order is None:
         return
-    words, env = told
+    words, env = order
     os.setsid()
     os.environ.clear()
     os.environ.update(env)

@@ -79,7 +79,7 @@ def _steps(size: Size) -> tuple[int, int]:
     state, config = build(case)
     for step in range(STEPS):
         train_step(state, batch_of(case, step), loss, weight, config, step)
-    gemini = gemini_of(state.data)
+    gemini = gemini_of(state.parallel)
     assert gemini.planned is not None
     return gemini.tier.peak_bytes, gemini.planned.plan.host_bytes
 

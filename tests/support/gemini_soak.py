@@ -143,7 +143,7 @@ def soak(num_steps: int, budget_bytes: int, seed: int = 0, num_compared: int = 2
         losses=losses,
         plain_losses=plain_losses,
         thrown=thrown,
-        num_evictions=gemini.data.tier.num_evictions,
+        num_evictions=gemini.parallel.tier.num_evictions,
         device_peak_bytes=gemini.device_peak_bytes,
         budget_bytes=budget_bytes,
     )

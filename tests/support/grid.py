@@ -51,12 +51,12 @@ def plain(norm: type[nn.Module], mesh: MeshConfig) -> dict[str, Tensor]:
         (y * weights).sum().backward()
         return {"y": y.detach(), "x": _grad(x), **{n: _grad(p) for n, p in model.named_parameters()}}
     built = build_mesh(mesh.resolve(dist.get_world_size()), "cpu")
-    data = parallelize(model, built, ParallelConfig(precision="fp64"), plan=plain_plan(mesh.tp_mode))
-    with data.microbatch(last=True):
-        y = data.model(x)
+    parallel = parallelize(model, built, ParallelConfig(precision="fp64"), plan=plain_plan(mesh.tp_mode))
+    with parallel.microbatch(last=True):
+        y = parallel.model(x)
         (y * weights).sum().backward()
-    data.reduce()
-    whole = {n: full_tensor(tag(_grad(m), layout_of(m))) for n, m in data.masters.items()}
+    parallel.reduce()
+    whole = {n: full_tensor(tag(_grad(m), layout_of(m))) for n, m in parallel.masters.items()}
     return {"y": y.detach(), "x": _grad(x), **whole}
 
 
@@ -142,12 +142,12 @@ def volume_of_step(mesh: MeshConfig, config: DecoderConfig, batch: int, length: 
     with torch.device("meta"):
         model = Decoder(config)
     plan = tensor_parallel_plan(config, mesh.tp_mode)
-    data = parallelize(model, built, ParallelConfig(), plan=plan, materialise=lambda m: initialise(m, 0))
+    parallel = parallelize(model, built, ParallelConfig(), plan=plan, materialise=lambda m: initialise(m, 0))
     ids = torch.arange(batch * length).view(batch, length) % config.vocab_size
     # What says which parameters were used is counted in tests/unit/test_volume.py.
     used = patch.object(Completion, "used_anywhere", lambda _, masters, together: set(masters))
     with used, count_volume(built) as volume:
-        with data.microbatch(last=True):
-            data.model(ids, targets=ids).backward()
-        data.reduce()
+        with parallel.microbatch(last=True):
+            parallel.model(ids, targets=ids).backward()
+        parallel.reduce()
     return dict(volume.bytes)

@@ -18,17 +18,17 @@ STEPS_OF_A_LEG = 1
 def leg(case: Case, folder: Path, first: int, last: int) -> dict[str, torch.Tensor]:
     """Steps first to last, from the checkpoint that is there unless first is 0; whole masters at the end."""
     state, config = build(case)
-    checkpointer = Checkpointer(folder, CheckpointConfig(asynchronous=False), state.data.mesh)
+    checkpointer = Checkpointer(folder, CheckpointConfig(asynchronous=False), state.parallel.mesh)
     if first:
         assert state.load(checkpointer, None) == first
-    axis = data_axis(state.data.mesh)
+    axis = data_axis(state.parallel.mesh)
     rows = case.batch // axis.size()
     for step in range(first, last):
         mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, step).items()}
         train_step(state, mine, loss, weight, config, step)
     state.save(checkpointer, last)
     checkpointer.close()
-    return of_all_stages({n: full_tensor(master) for n, master in state.data.masters.items()}, state.data.mesh)
+    return of_all_stages({n: full_tensor(master) for n, master in state.parallel.masters.items()}, state.parallel.mesh)
 
 
 def resumed_elsewhere(

@@ -40,7 +40,7 @@ def main(mode: str, folder: str) -> None:
     with start("cpu") as runtime:
         torch.manual_seed(0)
         mesh = runtime.mesh(config.mesh)
-        data = parallelize(Small(), mesh, config)
+        parallel = parallelize(Small(), mesh, config)
         state: dict[str, Any] = {"calls": 0}
         bad = runtime.rank == runtime.world_size - 1
 
@@ -59,12 +59,12 @@ def main(mode: str, folder: str) -> None:
                     never_end()
                 return super().batch(step, rank, num_ranks)
 
-        optimizer = build_optimizer(config.optim.named("adamw"), data.masters)
+        optimizer = build_optimizer(config.optim.named("adamw"), parallel.masters)
         # One rank alone evaluates for long: the others wait for it in their next step.
         evaluate = (lambda _: beyond(dict) if bad else {}) if mode == "calm" else None
         save = partial(beyond, TrainState.save) if mode == "calm" else TrainState.save
         with patch.object(TrainState, "save", lambda *given: save(*given)):
-            fit(data, optimizer, Early(), share, config, runtime, evaluate=evaluate)
+            fit(parallel, optimizer, Early(), share, config, runtime, evaluate=evaluate)
 
 
 def beyond(what: Any, *given: Any) -> Any:

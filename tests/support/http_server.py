@@ -17,7 +17,7 @@ from apps.llm.tokenizer import byte_tokenizer
 from apps.serve.config import EngineConfig, HttpConfig
 from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
-from apps.serve.model import build_engine, find_source
+from apps.serve.model import build_engine, find_model
 from apps.serve.serve import Listener, uvicorn_config
 from apps.serve.server import Server
 from core.models import DecoderConfig, save_pretrained
@@ -71,7 +71,7 @@ class Running:
 @contextmanager
 def served(*folders: Path, engine: EngineConfig = ENGINE, **http: Any) -> Iterator[Running]:
     config, metrics = HttpConfig(port=0, **http), Metrics()
-    sources = [find_source(folder) for folder in folders]
+    sources = [find_model(folder) for folder in folders]
     loops = {s.name: EngineLoop(s.name, build_engine(s, engine, "cpu"), config.max_queue, metrics) for s in sources}
     server = Server(loops, config, metrics)
     listener = Listener(uvicorn_config(server))

@@ -24,7 +24,7 @@ from core.config import UserError, option, option_names
 
 TRAINING: dict[str, Any] = {
     "gemini.policy": "cpu",
-    "gemini.trace": Path("step.png"),
+    "gemini.figure": Path("step.png"),
     "mesh.cp_ulysses": 2,
     "mesh.tp_depth": 2,
     "optim.betas": (0.3, 0.4),
@@ -166,7 +166,7 @@ class Probe:
     values   option -> a value that is allowed in itself, or one of its group; needed where the option is refused for
              what else is given, and not by its config's `unread`, or where its type does not say what is allowed
     also     options that the run reads without obeying them, because they are handed on with others
-    told     options that the command takes and says to be without effect
+    ignored  options that the command takes and says to be without effect
     held     those of them that a run reads all the same, since it makes what they are values of
     notes    names of functions that only write down what was given
     """
@@ -175,7 +175,7 @@ class Probe:
     argv: list[str]
     values: Mapping[str, Any] = field(default_factory=dict)
     also: Collection[str] = ()
-    told: Collection[str] = ()
+    ignored: Collection[str] = ()
     held: Collection[str] = ()
     notes: Collection[str] = ()
 
@@ -193,13 +193,13 @@ class Probe:
         return [name for name in option_names(config) if name not in read]
 
     def check(self) -> None:
-        """Raises AssertionError for options that are neither read nor told, nor refused by name."""
+        """Raises AssertionError for options that are neither read nor ignored, nor refused by name."""
         config, not_read = self.config(), self.not_read()
         wrong = [
             f"{option(name, config)}, which is read, is told to be without effect"
-            for name in set(self.told) - set(self.held) - set(not_read)
+            for name in set(self.ignored) - set(self.held) - set(not_read)
         ]
-        for name in sorted({*not_read, *self.also} - set(self.told)):
+        for name in sorted({*not_read, *self.also} - set(self.ignored)):
             if (said := self._typed(config, name)) is not None:
                 wrong.append(f"{option(name, config)} {said}")
         assert not wrong, "\n".join(["neither obeyed nor refused:", *wrong])

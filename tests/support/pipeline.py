@@ -34,17 +34,17 @@ def gradients_of_lengths(model: DecoderConfig, pipeline: PipelineConfig, mesh: M
     config = ParallelConfig(precision="fp64", pipeline=pipeline)
     with torch.device("meta"):
         decoder = Decoder(model)
-    data = parallelize(
+    parallel = parallelize(
         decoder, built, config, ModelPlan(pipeline=pipeline_plan()), materialise=lambda m: initialise(m, 0)
     )  # fmt: skip
     losses, found = [], {}
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         batches = [torch.randint(0, model.vocab_size, (2, length), generator=generator) for length in LENGTHS]
-        losses.append(float(data.run(batches[step:], lambda ids: data.model(ids, targets=ids) / 100)))
-        data.reduce()
-        found |= {f"{name} of step {step}": full_tensor(_gradient(m)).clone() for name, m in data.masters.items()}
-        data.release()
+        losses.append(float(parallel.run(batches[step:], lambda ids: parallel.model(ids, targets=ids) / 100)))
+        parallel.reduce()
+        found |= {f"{name} of step {step}": full_tensor(_gradient(m)).clone() for name, m in parallel.masters.items()}
+        parallel.release()
     return {"losses": losses, **of_all_stages(found, built)}
 
 
@@ -52,7 +52,7 @@ def bytes_reduced(case: Case) -> tuple[int, int]:
     """Bytes that the second step reduce-scatters on this rank, and those of the gradients of its stages, once each."""
     with patch("core.parallel.data.BUCKET_BYTES", 2000):
         state, config = build(case)
-    axis, inner = data_axis(state.data.mesh), state.data.inner
+    axis, inner = data_axis(state.parallel.mesh), state.parallel.inner
     rows = case.batch // axis.size()
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
     train_step(state, mine, loss, weight, config, 0)
@@ -73,7 +73,7 @@ def bytes_reduced(case: Case) -> tuple[int, int]:
 def expert_load(case: Case) -> dict[str, Any]:
     """Figures of the experts' load in the first step."""
     state, config = build(case)
-    axis = data_axis(state.data.mesh)
+    axis = data_axis(state.parallel.mesh)
     rows = case.batch // axis.size()
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
     figures = train_step(state, mine, loss, weight, config, 0)
@@ -83,11 +83,11 @@ def expert_load(case: Case) -> dict[str, Any]:
 def seconds_of_forwards(case: Case, slow_s: float) -> list[float]:
     """Of this rank's, with a first stage that takes `slow_s` for each of its own."""
     state, _ = build(case)
-    data, seconds = state.data, []
-    assert isinstance(data, Pipeline)
+    parallel, seconds = state.parallel, []
+    assert isinstance(parallel, Pipeline)
 
     def slow_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        if data.rank == 0:
+        if parallel.rank == 0:
             time.sleep(slow_s)
         return loss(model, batch)
 
@@ -95,8 +95,8 @@ def seconds_of_forwards(case: Case, slow_s: float) -> list[float]:
         if action.kind is Kind.FORWARD:
             seconds.append(end - begin)
 
-    data.observe = observe
-    data.run([batch_of(case, step) for step in range(3)], partial(slow_loss, data.model))
+    parallel.observe = observe
+    parallel.run([batch_of(case, step) for step in range(3)], partial(slow_loss, parallel.model))
     return seconds
 
 

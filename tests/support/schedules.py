@@ -11,7 +11,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from torch import Tensor
 
-from apps.diffusion.generate import Job, Sampling, check_sampling, draw_latents
+from apps.diffusion.generate import PictureJob, Sampling, check_sampling, draw_latents
 from apps.diffusion.noise import fields_of
 from apps.diffusion.pipeline import Pipeline, build_unet
 from apps.diffusion.samplers import CLASSES, MODEL, draw_noise
@@ -84,7 +84,7 @@ def case(seed: int) -> Case:
     return Case(stored, name, steps)
 
 
-def theirs(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job]) -> tuple[list[Tensor], Tensor]:
+def theirs(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[PictureJob]) -> tuple[list[Tensor], Tensor]:
     """What the U-Net sees at each evaluation of diffusers' pipeline, and the latents it ends with."""
     own = getattr(diffusers, case.stored["_class_name"]).from_config(case.stored)
     parts = pipeline.modules | {"tokenizer": pipeline.tokenizer, "safety_checker": None, "feature_extractor": None}
@@ -111,7 +111,7 @@ def theirs(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job]) 
     return seen, latents
 
 
-def ours(pipeline: Pipeline, sampling: Sampling, jobs: list[Job]) -> tuple[list[Tensor], Tensor]:
+def ours(pipeline: Pipeline, sampling: Sampling, jobs: list[PictureJob]) -> tuple[list[Tensor], Tensor]:
     """The same of this program's."""
     side = pipeline.unet.config.sample_size * pipeline.factor
     with watched(pipeline) as seen:
@@ -139,7 +139,7 @@ class watched:
         self._handle.remove()
 
 
-def compare(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job]) -> None:
+def compare(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[PictureJob]) -> None:
     """Raises AssertionError unless every evaluation sees the same, and the latents agree."""
     (seen_there, wanted), (seen, found) = theirs(pipeline, case, sampling, jobs), ours(pipeline, sampling, jobs)
     assert len(seen) == len(seen_there), case
@@ -148,7 +148,7 @@ def compare(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job])
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=lambda m: f"{case}: {m}")
 
 
-def compare_or_refuse(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[Job]) -> bool:
+def compare_or_refuse(pipeline: Pipeline, case: Case, sampling: Sampling, jobs: list[PictureJob]) -> bool:
     """Whether the case is drawn, and then alike; what is refused must fail, or not be finite, in diffusers too."""
     try:
         check_sampling(pipeline, sampling)

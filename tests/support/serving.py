@@ -116,7 +116,7 @@ def real_engine(
     graphs: bool = False,
     **options,
 ) -> Engine:
-    """graphs: steps in which all write are captured, and the next one is launched before they are read"""
+    """graphs: steps in which all sequences decode are captured, and the next one is launched before they are read"""
     runner = Runner(model, num_pages, limits.page_size, page_dtype)
     max_length = options.pop("max_length", model.config.max_length)
     text = options.pop("text", Letters())

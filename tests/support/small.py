@@ -73,9 +73,9 @@ def build(config: TrainConfig, model: nn.Module | None = None) -> TrainState:
         mesh = runtime.mesh(config.mesh, config.zero)
         plan = PLAN if config.mesh.tp > 1 else None
         model = Small() if model is None else model
-        data = parallelize(model, mesh, config, ModelPlan(tensor=plan, pipeline=PipelinePlan("blocks")))
-        optimizer = build_optimizer(config.optim, data.masters)
-        return TrainState(data, optimizer, LossScale(config.precision, config.loss_scale), {})
+        parallel = parallelize(model, mesh, config, ModelPlan(tensor=plan, pipeline=PipelinePlan("blocks")))
+        optimizer = build_optimizer(config.optim, parallel.masters)
+        return TrainState(parallel, optimizer, LossScale(config.precision, config.loss_scale), {})
 
 
 class Noisy(Small):
@@ -91,6 +91,6 @@ def train(
     """`fit` the small model.  Returns its summary, and its masters and buffers, whole, on every rank."""
     with start("cpu", config.seed) as runtime:
         state = build(config, make(dropout))
-        summary = fit(state.data, state.optimizer, Rows(), loss, config, runtime, **options)
-        masters = {n: full_tensor(m).clone() for n, m in state.data.masters.items()}
-        return summary, masters | dict(state.data.model.named_buffers())
+        summary = fit(state.parallel, state.optimizer, Rows(), loss, config, runtime, **options)
+        masters = {n: full_tensor(m).clone() for n, m in state.parallel.masters.items()}
+        return summary, masters | dict(state.parallel.model.named_buffers())

@@ -85,18 +85,20 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     with torch.device("meta"):
         model = Decoder(case.model)
-    data = parallelize(
+    parallel = parallelize(
         model,
         mesh,
         config,
         decoder_plan(case.model, config.mesh),
         materialise=lambda m: initialise(m, case.seed),
     )
-    optimizer = build_optimizer(config.optim, data.masters)
+    optimizer = build_optimizer(config.optim, parallel.masters)
     sizes = config.microbatch_rows(case.batch // data_axis(mesh).size())
     parts = [{k: v[:rows] for k, v in batch_of(case, 0).items()} for rows in sizes]
-    data.prepare(optimizer, (lambda: [lambda m, part=part: loss(m, part) for part in parts]) if case.planned else None)
-    return TrainState(data, optimizer, LossScale(config.precision), {}), config
+    parallel.prepare(
+        optimizer, (lambda: [lambda m, part=part: loss(m, part) for part in parts]) if case.planned else None
+    )
+    return TrainState(parallel, optimizer, LossScale(config.precision), {}), config
 
 
 class Piece(NamedTuple):
@@ -121,23 +123,23 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     without  collectives that are left out, to show that their absence is seen: `removed` explains the names
     """
     state, config = build(case)
-    axis = data_axis(state.data.mesh)
+    axis = data_axis(state.parallel.mesh)
     rows = case.batch // axis.size()
-    start = held(state.data.masters)
+    start = held(state.parallel.masters)
     losses = []
     with removed(*without) if without else nullcontext():
         for step in range(case.steps):
             mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, step).items()}
             losses.append(train_step(state, mine, loss, weight, config, step)["loss"])
     losses.append(evaluated(state, mine))
-    found = {"losses": losses, "start": start, "displacement": moved_since(start, state.data.masters)}
-    return found if case.budget is None else found | moved(state.data)
+    found = {"losses": losses, "start": start, "displacement": moved_since(start, state.parallel.masters)}
+    return found if case.budget is None else found | moved(state.parallel)
 
 
 def meshes_of_a_step(case: Case) -> int:
     """How many meshes the third step makes; torch takes milliseconds for each slice of one."""
     state, config = build(case)
-    axis = data_axis(state.data.mesh)
+    axis = data_axis(state.parallel.mesh)
     rows = case.batch // axis.size()
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
     made, make = [], DeviceMesh.__init__
@@ -148,15 +150,15 @@ def meshes_of_a_step(case: Case) -> int:
     return len(made)
 
 
-def gemini_of(data: ParallelModel) -> GeminiReplicas:
-    inner = data.inner if isinstance(data, Pipeline) else data
+def gemini_of(parallel: ParallelModel) -> GeminiReplicas:
+    inner = parallel.inner if isinstance(parallel, Pipeline) else parallel
     assert isinstance(inner, GeminiReplicas)
     return inner
 
 
-def moved(data: ParallelModel) -> dict[str, int]:
+def moved(parallel: ParallelModel) -> dict[str, int]:
     """What Gemini had to do: the most bytes on the device, its budget, bytes moved, evictions."""
-    tier = gemini_of(data).tier
+    tier = gemini_of(parallel).tier
     return {
         "peak": tier.peak_bytes,
         "budget": tier.budget_bytes,
@@ -167,9 +169,9 @@ def moved(data: ParallelModel) -> dict[str, int]:
 
 def evaluated(state: TrainState, mine: dict[str, torch.Tensor]) -> float:
     """The loss of the last batch without gradients, by a call of the model as it is, which every rank makes."""
-    axis = data_axis(state.data.mesh)
+    axis = data_axis(state.parallel.mesh)
     with torch.no_grad():
-        both = torch.stack((loss(state.data.model, mine).double() * weight(mine), weight(mine)))
+        both = torch.stack((loss(state.parallel.model, mine).double() * weight(mine), weight(mine)))
     dist.all_reduce(both, group=axis.get_group())
     return float(both[0] / both[1])
 

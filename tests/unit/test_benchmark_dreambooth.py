@@ -68,11 +68,11 @@ def test_a_profile_is_of_the_steps_behind_the_warm_up(tmp_path: Path, script: li
 
 
 def test_both_are_given_the_same(tmp_path: Path) -> None:
-    for name in ("subject", "likes"):
+    for name in ("subject", "class"):
         (tmp_path / name).mkdir()
         Image.new("RGB", (8, 8)).save(tmp_path / name / "0.png")
-    folders = tmp_path / "weights", tmp_path / "subject", tmp_path / "likes"
-    job = dreambooth.Job(*folders, pixels=32, batch=8, steps=7, lr=3e-4, schedule="cosine", train_text=True)
+    folders = tmp_path / "weights", tmp_path / "subject", tmp_path / "class"
+    job = dreambooth.DreamBoothJob(*folders, pixels=32, batch=8, steps=7, lr=3e-4, schedule="cosine", train_text=True)
     commands = dreambooth.commands(tmp_path / "script.py", Path("peer/bin/python"))
     ours, theirs = (commands[name](job, tmp_path / "out") for name in ("ours", "diffusers"))
     assert theirs[:2] == ["peer/bin/python", str(tmp_path / "script.py")]

@@ -9,7 +9,7 @@ import pytest
 
 from apps.fold.search.database import Database, Shard
 from apps.fold.search.hits import Hit
-from apps.fold.search.jobs import Source
+from apps.fold.search.jobs import SearchedDatabase
 from benchmarks.msa import Round, Timed, _row, _targets, one_round
 from core.config import UserError
 
@@ -22,7 +22,7 @@ class _Waits:
     fickle: bool = False
     calls: list[int] = field(default_factory=list, hash=False, compare=False)
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         return {"seconds": self.seconds}
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
@@ -33,9 +33,12 @@ class _Waits:
         return [Hit(f"hit{len(self.calls) * self.fickle}", sequence, 1.0)]
 
 
-def _sources(folder: Path, *tools: _Waits) -> list[Source]:
+def _sources(folder: Path, *tools: _Waits) -> list[SearchedDatabase]:
     shards = tuple(Shard(folder, number, 2, folder) for number in range(2))
-    return [Source(Timed(tool), Database(f"db{number}", folder, "", 0, shards)) for number, tool in enumerate(tools)]
+    return [
+        SearchedDatabase(Timed(tool), Database(f"db{number}", folder, "", 0, shards))
+        for number, tool in enumerate(tools)
+    ]
 
 
 def test_a_round_searches_all_twice_and_times_each(tmp_path: Path) -> None:

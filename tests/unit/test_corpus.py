@@ -172,9 +172,9 @@ def test_waiting_for_another_process_ends_with_a_clear_line(config, tmp_path):
 
 
 def test_progress_is_told(config, tmp_path):
-    told = []
-    made = prepare(config, tmp_path / "cache", progress=lambda what, num_bytes: told.append((what, num_bytes)))
-    assert told[-1] == ("tokenizing", made.train.num_text_bytes + made.heldout.num_text_bytes)
+    calls = []
+    made = prepare(config, tmp_path / "cache", progress=lambda what, num_bytes: calls.append((what, num_bytes)))
+    assert calls[-1] == ("tokenizing", made.train.num_text_bytes + made.heldout.num_text_bytes)
 
 
 def test_long_texts_are_encoded_in_pieces_to_the_same_tokens():

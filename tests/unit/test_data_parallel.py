@@ -40,9 +40,9 @@ def spread(model: nn.Module, zero: Zero, precision: Precision = "fp64", mesh: Me
     return parallelize(model, build_mesh(resolved, "cpu"), ParallelConfig(zero=zero, precision=precision))
 
 
-def backward(data: DataParallel, x: Tensor, last: bool = True) -> None:
-    with data.microbatch(last=last):
-        data.model(x).sum().backward()
+def backward(parallel: DataParallel, x: Tensor, last: bool = True) -> None:
+    with parallel.microbatch(last=last):
+        parallel.model(x).sum().backward()
 
 
 def storage_bytes(tensors: list[Tensor | None]) -> int:
@@ -53,17 +53,17 @@ def storage_bytes(tensors: list[Tensor | None]) -> int:
 
 def held_bytes(zero: Zero, precision: Precision) -> dict[str, int]:
     """Bytes on this rank: parameters and masters (storages that both use once), gradients after `reduce`, moments."""
-    data = spread(Weights(), zero, precision)
-    optimizer = build_optimizer(OptimConfig(), data.masters)
+    parallel = spread(Weights(), zero, precision)
+    optimizer = build_optimizer(OptimConfig(), parallel.masters)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    backward(data, torch.ones(1, dtype=dtype))
-    data.reduce()
-    parameters, masters = list(data.model.parameters()), list(data.masters.values())
+    backward(parallel, torch.ones(1, dtype=dtype))
+    parallel.reduce()
+    parameters, masters = list(parallel.model.parameters()), list(parallel.masters.values())
     found = {"parameters and masters": storage_bytes([*parameters, *masters])}
     found["gradients"] = storage_bytes([m.grad for m in masters] + [p.grad for p in parameters])
     optimizer.step()
-    data.publish()
-    data.release()
+    parallel.publish()
+    parallel.release()
     assert all(t.grad is None for t in (*parameters, *masters))
     state = [v for s in optimizer.state.values() for v in s.values() if v.ndim]  # but the count of steps
     return found | {"moments": storage_bytes(state)}
@@ -111,13 +111,13 @@ class Chain(nn.Module):
 def backward_peak(zero: Zero) -> int:
     """Most bytes that a backward adds when every parameter is a message of its own, in units of a parameter."""
     with patch("core.parallel.data.BUCKET_BYTES", 1):
-        data = spread(Chain(), zero, "fp32")
+        parallel = spread(Chain(), zero, "fp32")
     x = torch.ones(1, 64)
     with MemoryAccount() as account:
-        account.add(data.model.parameters())
+        account.add(parallel.model.parameters())
         before = account.current_bytes
-        backward(data, x)
-        data.reduce()
+        backward(parallel, x)
+        parallel.reduce()
         return (account.peak_bytes - before) // (64 * 64 * 4)
 
 
@@ -132,10 +132,10 @@ def copies_of_gradients(zero: Zero, precision: Precision) -> list[int]:
     torch.manual_seed(0)
     model = Chain()
     model.unused = nn.Parameter(torch.ones(3))
-    data = spread(model, zero, precision)
-    x = torch.ones(1, 64, dtype=data.compute_dtype)
+    parallel = spread(model, zero, precision)
+    x = torch.ones(1, 64, dtype=parallel.compute_dtype)
     counts = []
-    for part in (lambda: backward(data, x, last=False), lambda: backward(data, x), data.reduce):
+    for part in (lambda: backward(parallel, x, last=False), lambda: backward(parallel, x), parallel.reduce):
         with Counted() as counted:
             part()
         counts.append(counted.number)
@@ -179,12 +179,12 @@ class Joined(nn.Module):
 
 def joined_gradients(microbatches: int) -> list[Tensor]:
     """Twice the gradients of a, b, c, d, by the function that clips them."""
-    data = spread(Joined(), 0)
+    parallel = spread(Joined(), 0)
     for index in range(microbatches):
-        backward(data, torch.arange(6, dtype=torch.float64), last=index == microbatches - 1)
-    data.reduce()
-    scale_gradients(data.masters.values(), 2.0)
-    return [m.grad.flatten() for m in data.masters.values()]
+        backward(parallel, torch.arange(6, dtype=torch.float64), last=index == microbatches - 1)
+    parallel.reduce()
+    scale_gradients(parallel.masters.values(), 2.0)
+    return [m.grad.flatten() for m in parallel.masters.values()]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -253,23 +253,23 @@ def poisoned(*args, **kwargs) -> Tensor:
 @patch.object(torch, "empty", poisoned)
 def special_parameters(zero: Zero) -> dict[str, Tensor]:
     """Masters after three steps, and parameters, on the same global batch of 4 rows."""
-    data = spread(Tied(), zero)
-    optimizer = build_optimizer(OptimConfig(lr=0.1), data.masters)
-    assert "head.weight" not in data.masters
-    assert "blocks.0.bias" not in data.masters
+    parallel = spread(Tied(), zero)
+    optimizer = build_optimizer(OptimConfig(lr=0.1), parallel.masters)
+    assert "head.weight" not in parallel.masters
+    assert "blocks.0.bias" not in parallel.masters
     rank, rows = dist.get_rank(), 4 // dist.get_world_size()
     for step in range(3):
         x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         for row in range(rows):
-            backward(data, x[rank * rows + row][None], last=row == rows - 1)
-        data.reduce()
+            backward(parallel, x[rank * rows + row][None], last=row == rows - 1)
+        parallel.reduce()
         optimizer.step()
-        data.publish()
-        data.release()
-    assert data.model.get_parameter("head.weight") is data.model.get_parameter("embed.weight")
-    found = {n: full_tensor(m).clone() for n, m in data.masters.items()}
+        parallel.publish()
+        parallel.release()
+    assert parallel.model.get_parameter("head.weight") is parallel.model.get_parameter("embed.weight")
+    found = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
     with torch.no_grad():
-        found["output"] = data.model(torch.ones(2, 3, dtype=torch.float64)).clone()
+        found["output"] = parallel.model(torch.ones(2, 3, dtype=torch.float64)).clone()
     return found
 
 
@@ -296,23 +296,23 @@ def test_frozen_unused_tied_and_transposed_parameters(ranks) -> None:
 
 def small_updates(zero: Zero) -> tuple[float, float]:
     """A weight of 1 after 64 bf16 steps of 2^-12 each, which bf16 itself cannot take; master and parameter."""
-    data = spread(nn.Linear(4, 4, bias=False), zero, "bf16")
+    parallel = spread(nn.Linear(4, 4, bias=False), zero, "bf16")
     with torch.no_grad():
-        for master in data.masters.values():
+        for master in parallel.masters.values():
             master.fill_(1.0)
-    data.publish()
-    optimizer = torch.optim.SGD(data.masters.values(), lr=2.0**-12)
+    parallel.publish()
+    optimizer = torch.optim.SGD(parallel.masters.values(), lr=2.0**-12)
     ranks = dist.get_world_size()
     for _ in range(64):
-        backward(data, -torch.ones(1, 4, dtype=torch.bfloat16) / ranks)
-        data.reduce()
+        backward(parallel, -torch.ones(1, 4, dtype=torch.bfloat16) / ranks)
+        parallel.reduce()
         optimizer.step()
-        data.publish()
-        data.release()
-    (master,) = data.masters.values()
+        parallel.publish()
+        parallel.release()
+    (master,) = parallel.masters.values()
     assert master.dtype == torch.float32
     with torch.no_grad():
-        return float(master.mean()), float(data.model(torch.eye(4, dtype=torch.bfloat16)).float().mean())
+        return float(master.mean()), float(parallel.model(torch.eye(4, dtype=torch.bfloat16)).float().mean())
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -326,15 +326,15 @@ def test_masters_gather_updates_too_small_for_bf16(ranks, zero: Zero) -> None:
 
 def evaluated_then_loaded() -> tuple[float, float]:
     """Under ZeRO-3 an evaluation leaves what is outside the blocks gathered; new values must be seen all the same."""
-    data = spread(nn.Linear(2, 2, bias=False), 3)
+    parallel = spread(nn.Linear(2, 2, bias=False), 3)
     x = torch.ones(1, 2, dtype=torch.float64)
     outputs = []
     for value in (1.0, 5.0):
         with torch.no_grad():
-            for master in data.masters.values():
+            for master in parallel.masters.values():
                 master.fill_(value)
-            data.publish()
-            outputs.append(float(data.model(x).sum()))
+            parallel.publish()
+            outputs.append(float(parallel.model(x).sum()))
     return outputs[0], outputs[1]
 
 
@@ -345,16 +345,16 @@ def test_published_values_are_seen_after_an_evaluation(ranks) -> None:
 def held_rows_of_a_tiny_model(zero: Zero) -> dict[str, Tensor]:
     """One parameter of one row: most ranks hold nothing of it, and step all the same."""
     torch.manual_seed(0)
-    data = spread(nn.Linear(3, 1, bias=False), zero)
-    optimizer = build_optimizer(OptimConfig(lr=0.1), data.masters)
+    parallel = spread(nn.Linear(3, 1, bias=False), zero)
+    optimizer = build_optimizer(OptimConfig(lr=0.1), parallel.masters)
     x = torch.ones(4 // dist.get_world_size(), 3, dtype=torch.float64)
     for _ in range(2):
-        backward(data, x)
-        data.reduce()
+        backward(parallel, x)
+        parallel.reduce()
         optimizer.step()
-        data.publish()
-        data.release()
-    return {n: full_tensor(m).clone() for n, m in data.masters.items()}
+        parallel.publish()
+        parallel.release()
+    return {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
 
 
 def test_ranks_that_hold_no_row(ranks) -> None:
@@ -371,17 +371,17 @@ class Scaled(nn.Module):
 
 
 def scalar(zero: Zero) -> dict[str, Tensor]:
-    data = spread(Scaled(), zero)
-    optimizer = torch.optim.SGD(data.masters.values(), lr=0.1)
+    parallel = spread(Scaled(), zero)
+    optimizer = torch.optim.SGD(parallel.masters.values(), lr=0.1)
     for _ in range(2):
-        backward(data, torch.ones(4 // dist.get_world_size(), dtype=torch.float64))
-        data.reduce()
+        backward(parallel, torch.ones(4 // dist.get_world_size(), dtype=torch.float64))
+        parallel.reduce()
         optimizer.step()
-        data.publish()
-        data.release()
+        parallel.publish()
+        parallel.release()
     return {
-        "scale": full_tensor(data.masters["scale"]),
-        "output": data.model(torch.ones((), dtype=torch.float64)).detach(),
+        "scale": full_tensor(parallel.masters["scale"]),
+        "output": parallel.model(torch.ones((), dtype=torch.float64)).detach(),
     }
 
 
@@ -418,14 +418,14 @@ def left_behind(zero: Zero, precision: Precision) -> int:
     """How many of a trained model, its parameters and what spread it are there when nobody has them any more."""
 
     def trained() -> list[weakref.ref]:
-        data = spread(Weights(), zero, precision)
-        optimizer = build_optimizer(OptimConfig(), data.masters)
-        backward(data, torch.ones(1, dtype=data.compute_dtype))
-        data.reduce()
+        parallel = spread(Weights(), zero, precision)
+        optimizer = build_optimizer(OptimConfig(), parallel.masters)
+        backward(parallel, torch.ones(1, dtype=parallel.compute_dtype))
+        parallel.reduce()
         optimizer.step()
-        data.release()
-        data.publish()
-        return [weakref.ref(thing) for thing in (data, data.model, *data.model.parameters())]
+        parallel.release()
+        parallel.publish()
+        return [weakref.ref(thing) for thing in (parallel, parallel.model, *parallel.model.parameters())]
 
     references = trained()
     gc.collect()

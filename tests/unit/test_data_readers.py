@@ -10,12 +10,12 @@ import pytest
 import zstandard
 
 from core.config import UserError
-from core.data import Document, Faults, Source, split_of
+from core.data import Document, Faults, TextSource, split_of
 
 
 def read(path: Path, on_error: str = "raise", **options) -> tuple[list[Document], Faults]:
     faults = Faults(on_error)
-    return list(Source(path, **options).documents(faults)), faults
+    return list(TextSource(path, **options).documents(faults)), faults
 
 
 def texts(path: Path, **options) -> list[str]:
@@ -237,7 +237,7 @@ def test_missing_and_empty_places(tmp_path):
 
 def test_unknown_options(tmp_path):
     with pytest.raises(UserError, match="'csv' is not known; use one of auto, text"):
-        Source(tmp_path, format="csv")
+        TextSource(tmp_path, format="csv")
     with pytest.raises(UserError, match="'ignore'; use raise or skip"):
         Faults("ignore")
 
@@ -277,17 +277,17 @@ def test_without_permission(nobody, name):
 
 def test_fingerprint_follows_files_and_options(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    first = Source(tmp_path).fingerprint()
-    assert Source(tmp_path).fingerprint() == first
-    assert Source(tmp_path, format="text").fingerprint() != first
+    first = TextSource(tmp_path).fingerprint()
+    assert TextSource(tmp_path).fingerprint() == first
+    assert TextSource(tmp_path, format="text").fingerprint() != first
     (tmp_path / "b.txt").write_text("b")
-    second = Source(tmp_path).fingerprint()
+    second = TextSource(tmp_path).fingerprint()
     assert second != first
     (tmp_path / "b.txt").write_text("bb")
-    third = Source(tmp_path).fingerprint()
+    third = TextSource(tmp_path).fingerprint()
     assert third != second
     os.utime(tmp_path / "b.txt", ns=(0, 1))
-    assert Source(tmp_path).fingerprint() != third
+    assert TextSource(tmp_path).fingerprint() != third
 
 
 def test_split_depends_on_the_name_alone_and_keeps_its_fraction():

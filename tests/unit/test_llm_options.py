@@ -87,7 +87,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
     }[command]
     probe = Probe(APP.dispatch, [command, *given, *mode.replace("TMP", str(tmp_path)).split()], VALUES)
     if command == "plan":
-        probe.told, probe.held = plan.without_effect(probe.config()), plan.VALUES_ALONE
+        probe.ignored, probe.held = plan.without_effect(probe.config()), plan.VALUES_ALONE
     probe.check()
 
 
@@ -134,7 +134,7 @@ def test_each_option_changes_a_plan_or_is_told_to_be_without_effect_or_refused(
     mode, probed, capsys, tmp_path, monkeypatch
 ):
     """Outputs are compared: that an option is read does not say that anything follows from it."""
-    monkeypatch.chdir(tmp_path)  # --timeline and --gemini.trace write there
+    monkeypatch.chdir(tmp_path)  # --timeline and --gemini.figure write there
     words = ["plan", "--recipe", "debug", "--gpu", "A100", *mode.split()]
     config = options_of(APP.dispatch, words)
 

@@ -87,24 +87,24 @@ def trained(mode: str, everywhere: bool) -> dict[str, Tensor]:
     config = TrainConfig(precision="fp64", optim=optimizer_config(), **options)
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     plan = PipelinePlan("blocks", before=("embed",))
-    data = parallelize(Odd(everywhere), mesh, config, ModelPlan(pipeline=plan))
-    optimizer = build_optimizer(config.optim, data.masters)
-    data.prepare(optimizer, None)
+    parallel = parallelize(Odd(everywhere), mesh, config, ModelPlan(pipeline=plan))
+    optimizer = build_optimizer(config.optim, parallel.masters)
+    parallel.prepare(optimizer, None)
     axis = data_axis(mesh)
     for step in range(3):
-        run_step(data, [row[None] for row in rows(step).chunk(axis.size())[axis.get_local_rank()]])
+        run_step(parallel, [row[None] for row in rows(step).chunk(axis.size())[axis.get_local_rank()]])
         optimizer.step()
-        data.release()
-        data.publish()
-    found = {name: full_tensor(master).clone() for name, master in data.masters.items()}
+        parallel.release()
+        parallel.publish()
+    found = {name: full_tensor(master).clone() for name, master in parallel.masters.items()}
     parts: list[Any] = [None] * mesh["pp"].size()
     dist.all_gather_object(parts, found, group=mesh["pp"].get_group())
     return {name: value for part in parts for name, value in part.items()}
 
 
-def run_step(data: ParallelModel, microbatches: list[Tensor]) -> None:
-    data.run(microbatches, lambda x: data.model(x).square().sum())
-    data.reduce()
+def run_step(parallel: ParallelModel, microbatches: list[Tensor]) -> None:
+    parallel.run(microbatches, lambda x: parallel.model(x).square().sum())
+    parallel.reduce()
 
 
 def plainly(everywhere: bool) -> dict[str, Tensor]:

@@ -410,8 +410,8 @@ def test_every_optimizer_is_told_of() -> None:
         r"^\| `(\w+)` \|", Path("docs/optim.md").read_text().partition("## Sharded")[0], re.MULTILINE
     )
     assert sorted(documented) == sorted(OPTIMIZERS)
-    (told,) = [line for line in inspect.getsource(OptimConfig).splitlines() if "each has options of its own" in line]
-    assert re.findall(r"\w+", told.partition(";")[0].replace(" or ", " ")) == list(OPTIMIZERS)
+    (line,) = [line for line in inspect.getsource(OptimConfig).splitlines() if "each has options of its own" in line]
+    assert re.findall(r"\w+", line.partition(";")[0].replace(" or ", " ")) == list(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])

@@ -92,9 +92,9 @@ def test_memory_is_written_with_its_unit(configs):
     assert {one for _, one in asked} == MEMORY
     assert all(hint in (str, str | None) for hint in asked.values())
     units = r"(^|[-.])(memory|cache|budget|size|body|[kmgt]i?b|bytes)-?([kmgt]i?b|bytes)?$"
-    told = {one for _, one in found if re.search(units, one)} - MEMORY
+    counted = {one for _, one in found if re.search(units, one)} - MEMORY
     # Counts of rows, tokens and elements; folders of what is computed once.
-    assert told == {"model.vocab-size", "data.vocab-size", "group-size", "engine.page-size", "data.cache", "cache"}
+    assert counted == {"model.vocab-size", "data.vocab-size", "group-size", "engine.page-size", "data.cache", "cache"}
 
 
 def test_every_device_is_chosen_by_itself(configs):
@@ -130,4 +130,5 @@ def test_what_was_called_otherwise_is_taken_with_a_line(configs):
             seen.add((name, former))
     names = {"llm finetune": "source", "llm export": "run", "fold predict": "weights", "fold convert": "source"}
     names |= {"fold train": "weights", "diffusion sample": "weights", "diffusion plan": "ranks"}
+    names |= {"llm pretrain": "gemini.trace"}
     assert names.items() <= seen

@@ -170,6 +170,6 @@ def test_kernels_come_first_and_what_a_precision_adds_is_trained() -> None:
 
     plan = ModelPlan(kernels={"0": kernel}, precision={"0": widened})
     with start("cpu") as runtime:
-        data = parallelize(nn.Sequential(nn.Linear(4, 4)), runtime.mesh(MeshConfig()), ParallelConfig(), plan)
+        parallel = parallelize(nn.Sequential(nn.Linear(4, 4)), runtime.mesh(MeshConfig()), ParallelConfig(), plan)
         assert made == ["kernel", "precision"]
-        assert set(data.masters) == set(data.table) == {"0.weight", "0.bias", "0.scale"}
+        assert set(parallel.masters) == set(parallel.table) == {"0.weight", "0.bias", "0.scale"}

@@ -48,8 +48,8 @@ def test_a_folder_is_one_runs_until_its_process_ends(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     with hold(tmp_path / "run"):
-        told = json.loads((tmp_path / "run" / ".lock").read_text())
-    assert told["process"] == os.getpid()
+        holder = json.loads((tmp_path / "run" / ".lock").read_text())
+    assert holder["process"] == os.getpid()
     with hold(tmp_path / "run"):
         pass
 

@@ -44,7 +44,7 @@ from tests.support.small import Rows, Small, build, config_of, loss, train
 def everything(state: TrainState) -> dict[str, Tensor]:
     """Masters, parameters and optimizer state that this rank holds."""
     found = {n: t.detach().clone() for n, t in state.tensors().items() if not n.startswith("buffer")}
-    return found | {n: local(p.detach()).clone() for n, p in state.data.model.named_parameters()}
+    return found | {n: local(p.detach()).clone() for n, p in state.parallel.model.named_parameters()}
 
 
 def step_of(state: TrainState, config: TrainConfig, step: int, spoil: float = 1.0) -> dict[str, Any]:
@@ -215,10 +215,10 @@ def test_evaluation_restores_the_mode_of_every_module(tmp_path: Path) -> None:
     seen = []
     with start("cpu") as runtime:
         state = build(config)
-        model = state.data.model
+        model = state.parallel.model
         model.get_submodule("blocks.0").eval()
         evaluate = lambda m: seen.append([m.training, torch.is_grad_enabled()]) or {}  # noqa: E731
-        fit(state.data, state.optimizer, Rows(), loss, config, runtime, evaluate=evaluate)
+        fit(state.parallel, state.optimizer, Rows(), loss, config, runtime, evaluate=evaluate)
     assert seen == [[False, False]] * 2
     assert model.training
     assert not model.get_submodule("blocks.0").training
@@ -278,7 +278,7 @@ def stopped_by_one(out: Path, every: int) -> tuple[int, str, list[int], bool]:
     handler = signal.getsignal(signal.SIGTERM)
     with start("cpu") as runtime:
         state = build(config)
-        summary = fit(state.data, state.optimizer, Signalling(rank=1), signalled_loss, config, runtime)
+        summary = fit(state.parallel, state.optimizer, Signalling(rank=1), signalled_loss, config, runtime)
     restored = signal.getsignal(signal.SIGTERM) == handler
     return summary["step"], summary["status"], list(complete_steps(out / "checkpoints")), restored
 
@@ -337,7 +337,7 @@ def frozen(folder: Path, zero: Zero) -> tuple[Tensor, Tensor]:
             checkpointer = Checkpointer(folder, config.checkpoint, runtime.mesh(config.mesh, zero))
             state.save(checkpointer, 1) if seed == 1 else state.load(checkpointer, None)
             checkpointer.close()
-        weights.append(full_tensor(state.data.model.get_parameter("head.weight")).clone())
+        weights.append(full_tensor(state.parallel.model.get_parameter("head.weight")).clone())
     return weights[0], weights[1]
 
 
@@ -358,10 +358,10 @@ def test_each_group_keeps_its_own_learning_rate(tmp_path: Path) -> None:
     def run(config: TrainConfig) -> list[float]:
         with start("cpu", config.seed) as runtime:
             state = build(config)
-            head = [m for n, m in state.data.masters.items() if n.startswith("head")]
-            body = [m for n, m in state.data.masters.items() if not n.startswith("head")]
+            head = [m for n, m in state.parallel.masters.items() if n.startswith("head")]
+            body = [m for n, m in state.parallel.masters.items() if not n.startswith("head")]
             optimizer = torch.optim.SGD([{"params": head, "lr": 1e-3}, {"params": body, "lr": 1e-5}])
-            fit(state.data, optimizer, Rows(), loss, config, runtime)
+            fit(state.parallel, optimizer, Rows(), loss, config, runtime)
             return [group["lr"] for group in optimizer.param_groups]
 
     assert run(replace(config, stop_after=2)) == [1e-3, 1e-5]  # the end of the warm-up

@@ -164,18 +164,18 @@ def spread(zero: Zero, mesh: MeshConfig) -> DataParallel:
 
 def microbatches(zero: Zero, mesh: MeshConfig) -> list[dict[str, tuple[int, int]]]:
     """What is sent in two microbatches before the last, in the last with the reduction, and when it is published."""
-    data = spread(zero, mesh)
+    parallel = spread(zero, mesh)
     x = torch.randn(4, 3, dtype=torch.float64)
     volumes = []
     for last in (False, False, True):
-        with count_volume(data.mesh) as volume:
-            with data.microbatch(last=last):
-                data.model(x).sum().backward()
+        with count_volume(parallel.mesh) as volume:
+            with parallel.microbatch(last=last):
+                parallel.model(x).sum().backward()
             if last:
-                data.reduce()
+                parallel.reduce()
         volumes.append(volume)
-    with count_volume(data.mesh) as publish:
-        data.publish()
+    with count_volume(parallel.mesh) as publish:
+        parallel.publish()
     return [counted(v) for v in (*volumes, publish)]
 
 

@@ -1,4 +1,4 @@
-"""What a training run learns from.
+"""The data of a training run: pictures, captions and what is kept of both.
 
 images.py        one file of any kind of image as RGB, or one line that says why not
 folder.py        a folder of images with captions; a line for each that cannot be used

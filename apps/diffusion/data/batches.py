@@ -42,7 +42,7 @@ _CLASS = 0x5EED
 
 @dataclass(frozen=True)
 class Draws:
-    """What is drawn for a row."""
+    """The random draws of a row, and their ranges."""
 
     num_timesteps: int
     scaling_factor: float

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.data.folder import image_files
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.images import save_png, to_pil
 from apps.diffusion.pipeline import Pipeline
 from core.config import UserError
@@ -48,11 +48,11 @@ def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipe
             "--class-prompts, which they are drawn of, or a lower --num-class-images"
         )
     if runtime.leads:
-        told = repr(prompts[0]) if len(prompts) == 1 else f"{len(prompts)} prompts"
-        print(f"drawing {len(names)} images of {told} into {config.class_dir}")
+        subject = repr(prompts[0]) if len(prompts) == 1 else f"{len(prompts)} prompts"
+        print(f"drawing {len(names)} images of {subject} into {config.class_dir}")
     own = names[runtime.rank :: runtime.world_size]
     pipeline = load(compute_dtype(config.precision)).to(runtime.device)
-    jobs = [Job(prompts[number % len(prompts)], config.seed + number) for number, _ in own]
+    jobs = [PictureJob(prompts[number % len(prompts)], config.seed + number) for number, _ in own]
     with freed_memory_given_back(pipeline.stored_bytes, runtime.device):
         for (_, path), (job, picture) in zip(own, generate(pipeline, jobs, class_sampling(config)), strict=True):
             if config.class_prompts is not None:
@@ -63,7 +63,7 @@ def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipe
 
 
 def class_sampling(config: FinetuneConfig) -> Sampling:
-    """How class images are drawn, in the size that the run learns from."""
+    """The settings that draw class images, in the size that the run learns from."""
     given, side = config.class_sampling, config.data.resolution
     return replace(given, height=given.height or side, width=given.width or side)
 

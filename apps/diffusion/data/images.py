@@ -19,7 +19,7 @@ MAX_PIXELS = 100_000_000
 
 
 class Unusable(Exception):
-    """Why an image is left out, in one line without its name."""
+    """The reason to leave an image out, in one line without its name."""
 
 
 def read_image(path: Path) -> Image.Image:

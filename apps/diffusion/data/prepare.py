@@ -1,4 +1,4 @@
-"""From folders to the batches of a run: read, laid into sizes, encoded, all ranks sharing the work."""
+"""The way from folders to the batches of a run: read, laid into sizes, encoded, all ranks sharing the work."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def prepare(
         held_entries, more = entries_of(heldout, sizes, 1, False, vae_print)
         wanted += more
     pipeline.vae.to(runtime.device)
-    encode_images(wanted, pipeline.vae, store, share, Telling(runtime.leads))
+    encode_images(wanted, pipeline.vae, store, share, StatusLine(runtime.leads))
     pipeline.vae.to("cpu")
     captions = [entry.caption for entry in (*entries, *class_entries, *held_entries)]
     captions += [*config.validation.prompts, config.validation.sampling.negative]
@@ -90,12 +90,12 @@ def _text(config: DiffusionConfig, pipeline: Pipeline, captions: Sequence[str], 
         return dict(zip(captions, pipeline.tokenize(captions))).__getitem__
     pipeline.text_encoder.to(runtime.device)
     share = (runtime.rank, runtime.world_size)
-    keys = encode_captions(captions, pipeline.tokenize, pipeline.text_encoder, store, share, Telling(runtime.leads))
+    keys = encode_captions(captions, pipeline.tokenize, pipeline.text_encoder, store, share, StatusLine(runtime.leads))
     pipeline.text_encoder.to("cpu")
     return lambda caption: store[keys[caption]]
 
 
-class Telling:
+class StatusLine:
     """Goes through items and says how far it is, on a terminal."""
 
     def __init__(self, active: bool):

@@ -28,7 +28,7 @@ def key_of(*parts: Any) -> str:
 
 
 def fingerprint(module: nn.Module, config: Any) -> str:
-    """Of a module's values, names and configuration."""
+    """A digest of a module's values, names and configuration."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16)
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -47,7 +47,7 @@ class Store:
         return self.folder / key[:2] / f"{key}.tensor"
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file is there and whole."""
+        """Return whether the file is there and whole."""
         try:
             self[key]
         except KeyError:

@@ -26,7 +26,7 @@ from apps.diffusion.demo.metrics import Paint, SubjectFigures, ceiling, drift_po
 from apps.diffusion.demo.pictures import as_images, write_subject_folder
 from apps.diffusion.demo.sheet import before_and_after
 from apps.diffusion.dreambooth import main as dreambooth
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import EMBEDDED, Pipeline
 from core.config import UserError, parse, run_command
@@ -134,7 +134,7 @@ def painter(pipeline: Pipeline, sampling: Sampling = SAMPLING, batch: int = 32) 
     """Pictures [B, 3, H, W] from -1 to 1 of prompts; the noise of picture b is of (seed, b)."""
 
     def paint(prompts: Sequence[str], seed: int) -> Tensor:
-        jobs = [Job(prompt, seed * 100_003 + index) for index, prompt in enumerate(prompts)]
+        jobs = [PictureJob(prompt, seed * 100_003 + index) for index, prompt in enumerate(prompts)]
         return torch.stack([picture for _, picture in generate(pipeline, jobs, sampling, batch)]).mul(2).sub(1)
 
     return paint

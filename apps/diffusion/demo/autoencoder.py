@@ -145,9 +145,9 @@ def _fit(model: nn.Module, given: Mapping[str, Tensor], config: AutoencoderConfi
 
     mesh = runtime.mesh(config.mesh, config.zero)
     model.to(runtime.device)
-    data = parallelize(model, mesh, config)
-    optimizer = build_optimizer(config.optim, data.masters)
-    return fit(data, optimizer, GlobalBatches(batch), loss, config, runtime)
+    parallel = parallelize(model, mesh, config)
+    optimizer = build_optimizer(config.optim, parallel.masters)
+    return fit(parallel, optimizer, GlobalBatches(batch), loss, config, runtime)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What is drawn and how it is said: "a red star on a white ground", and shorter captions that leave some of it open.
+"""The demo's drawings in words: "a red star on a white ground", and shorter captions that leave some of it open.
 
 Five shapes, six colours and four grounds are 120 things; 16 of them are held out of training, so that what is drawn of
 those was composed. The subject that DreamBooth teaches is a star like no other: teal, and upside down.
@@ -61,7 +61,7 @@ def things() -> list[Thing]:
 
 
 def is_held_out(thing: Thing) -> bool:
-    """Whether the thing is kept out of training; each of its words, and each pair of them, is in other things."""
+    """Return whether training leaves the thing out; each of its words, and each pair of them, is in other things."""
     assert thing.colour is not None
     assert thing.ground is not None
     shape, colour, ground = SHAPES.index(thing.shape), [*COLOURS].index(thing.colour), [*GROUNDS].index(thing.ground)
@@ -88,7 +88,7 @@ def words() -> list[str]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How much the pictures of a thing differ, beside their shades; lengths are fractions of the picture's side."""
+    """The spread of a thing's pictures, beside their shades; lengths are fractions of the picture's side."""
 
     centre: tuple[float, float]
     """where the centre lies, in x and in y"""

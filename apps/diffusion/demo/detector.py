@@ -38,7 +38,7 @@ _OPEN = -100
 
 @dataclass(frozen=True)
 class Labels:
-    """What is true of B pictures; -100 where it has no word, as a teal shape has no colour."""
+    """The truth about B pictures; -100 where it has no word, as a teal shape has no colour."""
 
     shape_B: Tensor
     colour_B: Tensor
@@ -49,7 +49,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the detector says of B pictures."""
+    """The detector's findings in B pictures."""
 
     shape_B: Tensor
     colour_B: Tensor
@@ -153,7 +153,7 @@ def examples(num: int, seed: int) -> tuple[list[Drawing], Labels]:
 
 
 def nearly_subject(ground: str, rng: np.random.Generator) -> tuple[Thing, Drawing]:
-    """Its colour on another shape or on an upright star, or an upside-down star in a colour of the captions."""
+    """Draw what is nearly the subject: its colour on another shape or on an upright star, or another colour on it."""
     subject = drawing_of_subject(ground, rng)
     kind = rng.integers(3)
     if kind == 0:

@@ -16,7 +16,7 @@ SUPERSAMPLING = 4
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is seen. Lengths are fractions of the picture's side, so one drawing has every size in pixels."""
+    """A figure on a ground. Lengths are fractions of the picture's side, so one drawing has every size in pixels."""
 
     outline: str
     colour: Colour

@@ -1,4 +1,4 @@
-"""What the demo's pictures are worth, in figures, by the detector and by what a viewer sees.
+"""The quality of the demo's pictures in figures, by the detector and by a viewer.
 
 A detector that was trained on the right answers finds them in pictures that a viewer calls something else, so what
 counts is what is seen: the nearest named colour, and the outline that fits (`viewer.py`).
@@ -67,7 +67,7 @@ class SubjectSeen:
 
 @dataclass(frozen=True)
 class SubjectFigures:
-    """What a pipeline makes of the subject's prompt and of its class; shares and probabilities from 0 to 1."""
+    """A pipeline's pictures of the subject and of its class, in figures; shares and probabilities from 0 to 1."""
 
     seen: float
     unseen: float
@@ -89,7 +89,7 @@ def attributes(detector: Detector, pixels_B3HW: Tensor, wanted: Sequence[Thing])
 
 
 def pipeline_attributes(paint: Paint, detector: Detector, repeats: int, seed: int) -> dict[str, Attributes]:
-    """Of everything that captions can say, `repeats` pictures each: all, and those held out of training alone."""
+    """Attributes of `repeats` pictures of each thing that captions can say: all, and those held out of training."""
     wanted = [thing for thing in things() for _ in range(repeats)]
     pixels_B3HW = paint([caption(thing) for thing in wanted], seed)
     held_out = [index for index, thing in enumerate(wanted) if is_held_out(thing)]
@@ -105,7 +105,7 @@ def class_things(repeats: int) -> list[Thing]:
 
 
 def all_things() -> list[Thing]:
-    """Everything that captions can say: what is not of the subject's class can drift too."""
+    """All things that captions can say: those not of the subject's class can drift too."""
     return things()
 
 
@@ -132,7 +132,7 @@ def subject_figures(paint: Paint, detector: Detector, *, repeats: int, seed: int
 
 
 def subject_seen(pixels_B3HW: Tensor, ground: str) -> SubjectSeen:
-    """Of pictures of the subject's prompt on a ground, by a viewer."""
+    """The viewer's findings in pictures of the subject's prompt on a ground."""
     sights = see(pixels_B3HW)
     return SubjectSeen(
         **asdict(_shares(sights, (SUBJECT_SHAPE, SUBJECT_COLOUR_NAME, ground))), mostly=most_seen(sights)
@@ -156,7 +156,7 @@ def _shares(sights: Sequence[Sight], *wanted: tuple[str, str | None, str | None]
 
 
 def drift_points(before: SubjectFigures, after: SubjectFigures) -> float:
-    """How many of a hundred pictures of things that captions can say are no longer seen as that."""
+    """The number of a hundred pictures of things that captions can say which are no longer seen as that."""
     return 100 * (before.things_seen.all_three - after.things_seen.all_three)
 
 

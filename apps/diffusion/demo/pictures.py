@@ -64,7 +64,7 @@ def _write(folder: Path, samples: Iterable[tuple[str | None, Drawing]], size: in
 
 
 def varied_drawings(num: int, seed: int) -> list[Drawing]:
-    """What the VAE learns from: half the things of the captions, half any outline, in any colours, turned anyhow."""
+    """Drawings for the VAE: half are things of the captions, half any outline, in any colours, turned anyhow."""
     rng = np.random.default_rng([seed, 1])
     known = (drawing for _, drawing in training_samples(seed, LOOSE))
     return [next(known) if index % 2 else _any_drawing(rng) for index in range(num)]

@@ -1,4 +1,4 @@
-"""What `diffusion pretrain --recipe tiny` starts from, made from a seed alone: pictures, and a pipeline to train.
+"""The start of `diffusion pretrain --recipe tiny`, made from a seed alone: pictures, and a pipeline to train.
 
 1. OUT/pictures: drawn, captioned pictures, as a user's folder has them.
 2. OUT/last-pictures: half as many again, whose captions leave more open; the recipe `tiny_last` ends with them.

@@ -80,7 +80,7 @@ def tiny_text_encoder(tokenizer: Any) -> TextEncoder:
 
 
 def tiny_schedule() -> Schedule:
-    """That of Stable Diffusion, with the velocity as the target: few steps of training go further with it."""
+    """The schedule of Stable Diffusion, with the velocity as the target: few steps of training go further with it."""
     return schedule(prediction_type="v_prediction")
 
 

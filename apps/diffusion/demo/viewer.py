@@ -1,4 +1,4 @@
-"""What a viewer sees in a picture: the colour of its ground, the colour of its figure, and the figure's outline.
+"""A viewer of pictures: names the colour of the ground, the colour of the figure, and the figure's outline.
 
 Nothing here is learned, so nothing can be fooled as a network can. Of each picture:
 
@@ -61,7 +61,7 @@ _WHITE_D65 = (0.95047, 1.0, 1.08883)
 
 @dataclass(frozen=True)
 class Sight:
-    """What is seen in one picture, by name."""
+    """One picture's ground, figure and outline, by name."""
 
     shape: str | None
     colour: str
@@ -71,7 +71,7 @@ class Sight:
 
 
 def see(pixels_B3HW: Tensor) -> list[Sight]:
-    """What a viewer would call each picture."""
+    """Name each picture as a viewer would."""
     pixels = pixels_B3HW.double().add(1).div(2).clamp(0, 1)
     ground_B3, figure_B3 = _grounds(pixels), _figures(pixels)
     names, overlaps = _outlines(_coverage(pixels, ground_B3, figure_B3))

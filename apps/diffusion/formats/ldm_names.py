@@ -1,4 +1,4 @@
-"""What the tensors of U-Net, VAE and text encoder are called in single-file checkpoints, v1 and v2.
+"""Names of the tensors of U-Net, VAE and text encoder in single-file checkpoints, v1 and v2.
 
 Those names are of the modules of the original code (CompVis/latent-diffusion, Stability-AI/stablediffusion): blocks of
 the U-Net are counted through from input to output, those of the VAE's decoder from the output, v1's text encoder stands
@@ -19,7 +19,7 @@ CLIP, OPEN_CLIP = "cond_stage_model.transformer.text_model.", "cond_stage_model.
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor stands in a file.
+    """The place of a tensor in a file.
 
     third      of the rows of that matrix, 0 to 2; None: the whole
     is_kernel  it stands as a convolution of 1 x 1
@@ -30,7 +30,7 @@ class Stored:
     is_kernel: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the whole entry in the file, for a tensor of this shape."""
+        """The shape of the whole entry in the file, for a tensor of this shape."""
         shape = shape if self.third is None else (3 * shape[0], *shape[1:])
         return (*shape, 1, 1) if self.is_kernel else shape
 
@@ -44,7 +44,7 @@ Names = dict[str, Stored]
 
 
 def stored_names(component: str, names: Iterable[str], config: Mapping[str, Any], open_clip: bool = False) -> Names:
-    """Of each tensor of a component of this configuration, where it stands."""
+    """The place in the file of each tensor of a component of this configuration."""
     if component == "unet":
         return {name: Stored(UNET + _unet_key(name, config)) for name in names}
     if component == "vae":

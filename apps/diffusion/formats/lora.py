@@ -54,7 +54,7 @@ _OTHER_KINDS = ("hada_", "lokr_", "dora_scale", "lora_magnitude_vector", "lora_m
 
 @dataclass(frozen=True)
 class Pair:
-    """What is added to one weight: down [r, I] and up [O, r], of a convolution [r, I, k, k] and [O, r, 1, 1]; alpha."""
+    """One weight's addend: down [r, I] and up [O, r], of a convolution [r, I, k, k] and [O, r, 1, 1]; alpha."""
 
     down: Tensor
     up: Tensor

@@ -171,13 +171,13 @@ def _shape_of(shapes: Mapping[str, tuple[int, ...]], schedule: Schedule, open_cl
 
 
 def _schedule(
-    path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], told: Prediction | None, open_clip: bool
+    path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], given: Prediction | None, open_clip: bool
 ) -> Schedule:
     """Raises UserError where nothing says what a v2 model predicts, and where the file says something else."""
     said = _said(path, tensors, header)
-    if told and said and told != said:
-        raise UserError(contradiction(path, said, told))
-    predicts = told or said or (None if open_clip else "epsilon")
+    if given and said and given != said:
+        raise UserError(contradiction(path, said, given))
+    predicts = given or said or (None if open_clip else "epsilon")
     if predicts is None:
         raise UserError(
             f"{path} does not say what its U-Net predicts; give --prediction-type v_prediction (v2 and v2.1 at 768 px) "

@@ -119,7 +119,7 @@ def _ca(chain: Chain, at: np.ndarray) -> np.ndarray:
 
 
 def figures_of(trained: list[Shown], untrained: list[Shown]) -> dict[str, Any]:
-    """What the demo tells: of each chain the means, and over the residues of all the correlation."""
+    """The demo's figures: each chain's means, and the correlation over the residues of all."""
     plddt, lddt = (np.concatenate([getattr(one, name) for one in trained]) for name in ("plddt", "lddt"))
     chains = [
         {

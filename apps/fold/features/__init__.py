@@ -1,4 +1,4 @@
-"""From files to what the network reads.
+"""The way from files to what the network reads.
 
 sequences.py   FASTA: records, and what is wrong with them
 alignment.py   A3M and Stockholm

@@ -58,7 +58,7 @@ def template_features(
     atom_mask_BTN37: Tensor,
     undefined: tuple[float, float] = (0.0, 0.0),
 ) -> TemplateFeatures:
-    """What the network reads of templates' atoms (atom37, Angstrom; residue types 0..21, 21 for gaps)."""
+    """The network's features of templates' atoms (atom37, Angstrom; residue types 0..21, 21 for gaps)."""
     torsions = torsions_of_atoms(aatype_BTN, positions_BTN373, atom_mask_BTN37, undefined)
     backbone = atom_mask_BTN37[..., [residues.N, residues.CA, residues.C]].prod(-1)
     return TemplateFeatures(

@@ -30,7 +30,7 @@ _CLUSTERS = 16  # clusters whose letters are counted at once
 
 @dataclass(frozen=True)
 class Draw:
-    """What is random in one iteration's features.
+    """The random choices of one iteration's features.
 
     order    all rows but the first, in random order
     letters  uint8[centres, N]: the centres' letters, some of them hidden

@@ -47,7 +47,7 @@ class Chain:
 
 @dataclass
 class _Residue:
-    """As a file has it: name of three letters, number, atom -> (position, B-factor)."""
+    """A residue as a file has it: name of three letters, number, atom -> (position, B-factor)."""
 
     name: str
     number: str
@@ -243,7 +243,7 @@ def _chain(name: str, rows: list[_Residue], path: Path) -> Chain | None:
 
 
 def one_letter(three: str) -> str | None:
-    """Of an amino acid, or of a modified one's parent; X for other ones that have a letter, None for what is none."""
+    """The letter of an amino acid, or of a modified one's parent; X for others with a letter, None for what is none."""
     from Bio.Data.PDBData import protein_letters_3to1_extended as letters
 
     letter = letters.get(three)
@@ -251,7 +251,7 @@ def one_letter(three: str) -> str | None:
 
 
 def order_arginine(positions: np.ndarray, mask: np.ndarray) -> None:
-    """By convention NH1 is the nearer one to CD; some files have it the other way."""
+    """Swap NH1 and NH2 where NH2 is nearer to CD: by convention NH1 is; some files have it the other way."""
     cd, first, second = (ATOM_SLOTS[name] for name in ("CD", "NH1", "NH2"))
     if mask[[cd, first, second]].all():
         near, far = (np.linalg.norm(positions[slot] - positions[cd]) for slot in (first, second))

@@ -47,7 +47,7 @@ _DAYS_BEFORE = 60  # that a template of a training chain is older than the chain
 
 @dataclass(frozen=True)
 class Template:
-    """What of a structure lies on a sequence of N residues: aatype int64[N] (21 a gap), atom37 in Angstrom, its mask.
+    """A structure laid on a sequence of N residues: aatype int64[N] (21 a gap), atom37 in Angstrom, its mask.
 
     positions[N, 37, 3] and mask[N, 37] are float32.
     """
@@ -60,7 +60,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which hits may be templates.
+    """The hits that may be templates.
 
     latest     the last day on which a structure may have been published, as 2018-04-30; empty: any
     without    an entry that may not be one (1abc): in training the chain's own
@@ -74,7 +74,7 @@ class Allowed:
             raise UserError(f"{self.latest!r} is no date; give it as 2018-04-30")
 
     def before(self, entry: Entry) -> "Allowed":
-        """For a chain that is learned from: nothing of its own entry, nor what was published later than it was.
+        """Restrict hits for a chain that is learned from: none of its own entry, none published later than it was.
 
         The original takes what was published 60 days before it.
         """
@@ -191,7 +191,7 @@ def _template_of(hit: TemplateHit, sequence: str, folder: Path, allowed: Allowed
 
 
 def structure_of(entry: str, folder: Path) -> Path:
-    """Where the structure lies.  Raises UserError where it does not."""
+    """The path of the structure.  Raises UserError where there is none."""
     for inside in (folder, folder / entry[1:3]):
         for name in (f"{entry}.cif", f"{entry.upper()}.cif", f"{entry}.mmcif"):
             for packed in ("", *PACKED_SUFFIXES):
@@ -244,14 +244,14 @@ def _check_steps(entry: Entry) -> None:
 
 
 def drawn(templates: Sequence[Template], most: int, generator: np.random.Generator) -> tuple[Template, ...]:
-    """Those of a training step: of n templates min(n', most) random ones, n' uniform from 0 to n (1.2.3)."""
+    """The templates of a training step: of n templates min(n', most) random ones, n' uniform from 0 to n (1.2.3)."""
     first = int(generator.integers(len(templates) + 1))
     order = generator.permutation(len(templates))[first : first + most]
     return tuple(templates[number] for number in order)
 
 
 def features_of_templates(templates: Sequence[Template]) -> TemplateFeatures | None:
-    """What the network reads of them, with a batch of one; None where there are none."""
+    """The network's features of templates, with a batch of one; None where there are none."""
     if not templates:
         return None
     parts = [(one.aatype, one.positions, one.mask) for one in templates]

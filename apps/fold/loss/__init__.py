@@ -1,4 +1,4 @@
-"""What training minimises (Jumper et al. 2021, supplement, 1.9).
+"""The loss of training (Jumper et al. 2021, supplement, 1.9).
 
 truth.py       experimental atoms as frames, torsions and names that suit the prediction
 structure.py   FAPE, torsions

@@ -23,7 +23,7 @@ def fape(
     point_mask: Tensor,
     clamp: Tensor | float | None = CLAMP,
 ) -> Tensor:
-    """How far points lie from the true ones, seen from every frame, in units of 10 Angstrom (algorithm 28): [..].
+    """The distance of points from the true ones, seen from every frame, in units of 10 Angstrom (algorithm 28): [..].
 
     frames [.., F] and points [.., P, 3] in Angstrom; masks [.., F] and [.., P]; frames hold rotations
     clamp  the largest error that counts, in Angstrom; None: none
@@ -114,6 +114,6 @@ def chi_loss(structure: Structure, truth: Truth) -> Tensor:
 
 
 def angle_norm_loss(structure: Structure, mask_BN: Tensor) -> Tensor:
-    """How far the unnormalized torsions are from unit length (algorithm 27, line 5): [B]."""
+    """The distance of unnormalized torsions from unit length (algorithm 27, line 5): [B]."""
     error = (torch.sqrt((structure.unnormalized**2).sum(-1) + 1e-6) - 1).abs().mean(-1)
     return (error * mask_BN).sum((0, -1)) / (1e-10 + len(error) * mask_BN.sum(-1))

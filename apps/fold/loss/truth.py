@@ -16,7 +16,7 @@ from apps.fold.model.torsions import table, torsions_of_atoms
 
 @dataclass(frozen=True)
 class Truth:
-    """What is known of a structure; masks are 1 where it is.
+    """A known structure; masks are 1 where it is known.
 
     atom14_BNA3, atom14_mask_BNA       atoms, Angstrom
     groups, group_mask_BNG             frames of the rigid groups [B, N, 8]; group 0 is the backbone
@@ -86,7 +86,7 @@ def frames_of_atoms(aatype_BN: Tensor, atom37: Tensor, mask: Tensor) -> tuple[Fr
 
 
 def _swapped_slots() -> tuple[np.ndarray, np.ndarray]:
-    """Of each residue type the atom14 slot that each slot swaps with (itself mostly), and which ones swap."""
+    """Each residue type's atom14 slots that its slots swap with (themselves mostly), and which ones swap."""
     partner = np.tile(np.arange(residues.NUM_ATOM14), (21, 1))
     for name, pairs in residues.SWAPS.items():
         letter = residues.ONE_LETTER[name]

@@ -1,4 +1,4 @@
-"""How far a structure is from stereochemistry: peptide bonds, their angles, clashes (supplement, 1.9.11, eq. 44 to 47).
+"""A structure's violations of stereochemistry: peptide bonds, their angles, clashes (supplement, 1.9.11, eq. 44 to 47).
 
 Within a residue bonds and angles are ideal by construction, since atoms come in rigid groups; so only pairs of atoms
 that are further than two bonds apart are checked there, against the sum of their radii.

@@ -30,7 +30,7 @@ from apps.fold.model.torsions import pseudo_beta
 
 @dataclass(frozen=True)
 class Prediction(Folding):
-    """What the last iteration gives, and the logits of the heads."""
+    """The last iteration's results, and the logits of the heads."""
 
     logits: Logits
 
@@ -85,7 +85,7 @@ class AlphaFold(FoldingModel):
         return self.input_embedder.pairs(features, at) + self.recycling_embedder.pairs(last_BINZ, points_BN3, at)
 
     def beta_of(self, aatype_BN: Tensor, positions_BN373: Tensor) -> Tensor:
-        """That of the atoms, CA of glycine."""
+        """The CB of the atoms, CA of glycine."""
         return pseudo_beta(aatype_BN, positions_BN373)
 
     def embed_msa(

@@ -20,7 +20,7 @@ from core.kernels.gated_output import gated_output
 
 
 class Attend(Protocol):
-    """What fits the slot: q[X, L, H, K], k and v[X, S, J, K], bias[X', H, L, S] or None, mask[X, S] -> o[X, L, H, K].
+    """The slot's function: q[X, L, H, K], k and v[X, S, J, K], bias[X', H, L, S] or None, mask[X, S] -> o[X, L, H, K].
 
     X' divides X; each bias is shared by X / X' neighbours. Query head h takes key/value head h J // H.
     """

@@ -71,7 +71,7 @@ class StructureConfig:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """What the heads predict, in how many bins."""
+    """The heads' predictions, and their numbers of bins."""
 
     plddt_dim: int = 128
     plddt_bins: int = 50

@@ -1,4 +1,4 @@
-"""From features to the MSA's and the pairs' representations, of the input, of the last iteration and of templates.
+"""The embedders of features into the MSA's and the pairs' representations: of input, last iteration and templates.
 
 Shapes: B batch, N residues, S rows of the MSA, E extra rows, T templates, D = c_m, Z = c_z, C = c_t channels.
 """
@@ -57,7 +57,7 @@ class RelativePosition(Linear):
 
 
 class RecyclingEmbedder(nn.Module):
-    """What the last iteration adds to m's first row and to z (algorithm 32)."""
+    """The last iteration's addends to m's first row and to z (algorithm 32)."""
 
     def __init__(self, msa_dim: int, pair_dim: int):
         super().__init__()
@@ -70,7 +70,7 @@ class RecyclingEmbedder(nn.Module):
         return self.msa_norm(m_BND), self.pairs(z_BNNZ, pseudo_beta_BN3)
 
     def pairs(self, z_BINZ: Tensor, pseudo_beta_BN3: Tensor, at: slice = slice(None)) -> Tensor:
-        """What is added to the rows `at` of z, of which z_BINZ are the last ones."""
+        """The addend to the rows `at` of z, of which z_BINZ are the last iteration's."""
         bins = distance_bins(pseudo_beta_BN3, *widths.RECYCLE_BINS, at).to(z_BINZ.dtype)
         return self.distance(bins) + self.pair_norm(z_BINZ)
 
@@ -154,7 +154,7 @@ class TemplatePairEmbedder(nn.Module):
         return z_BNNC
 
     def pairs(self, templates: TemplateFeatures, t: int, at: slice = slice(None)) -> Tensor:
-        """What the stack begins with, of the rows `at`: [B, I, N, C]."""
+        """The stack's input in the rows `at`: [B, I, N, C]."""
         dtype = templates.backbone_mask_BTN.dtype
         aatype_BNA = F.one_hot(templates.aatype_BTN[:, t], 22).to(dtype)
         N = aatype_BNA.shape[1]

@@ -84,14 +84,14 @@ class ESMFold(FoldingModel):
         return self.recycling_embedder.pairs(last_BINZ, points_BN3, at) + self.position(offset_BIN)
 
     def beta_of(self, aatype_BN: Tensor, positions_BN373: Tensor) -> Tensor:
-        """Where CB would be by the backbone's geometry, of every residue."""
+        """The place of every residue's CB by the backbone's geometry."""
         n, ca, c = (positions_BN373[:, :, slot] for slot in (residues.N, residues.CA, residues.C))
         along, beyond = ca - n, c - ca
         return -0.58273431 * torch.linalg.cross(along, beyond) + 0.56802827 * along - 0.54067466 * beyond + ca
 
 
 class LanguageEmbedder(nn.Module):
-    """What ESM-2 says of a sequence, and its letters: residue types [B, N] -> [B, N, D].
+    """Embed a sequence by ESM-2 and by its letters: residue types [B, N] -> [B, N, D].
 
     h = sum_l softmax(w)_l h_l over the embedding and the L layers, without the tokens that begin and end a sequence;
     then norm, linear, ReLU, linear; plus an embedding of the letter.
@@ -125,7 +125,7 @@ class LanguageEmbedder(nn.Module):
         return torch.cat([first, inner_BN, last], 1)
 
     def fill_buffers(self, device: str | torch.device) -> None:
-        """What no checkpoint holds and nothing reads, in the place of what the meta device made."""
+        """Make buffers that no checkpoint holds and nothing reads, in the place of those on the meta device."""
         embeddings: Any = self.model.embeddings
         embeddings.position_ids = torch.zeros(embeddings.position_ids.shape, dtype=torch.long, device=device)
 
@@ -140,7 +140,7 @@ def language_model(config: LanguageConfig) -> nn.Module:
 
 
 class DistanceEmbedder(nn.Module):
-    """What the last iteration adds to the row and to z (algorithm 32, with an embedding of binned distances)."""
+    """The last iteration's addends to the row and to z (algorithm 32, with an embedding of binned distances)."""
 
     def __init__(self, row_dim: int, pair_dim: int):
         super().__init__()
@@ -149,7 +149,7 @@ class DistanceEmbedder(nn.Module):
         self.pair_norm = LayerNorm(pair_dim)
 
     def pairs(self, z_BINZ: Tensor, points_BN3: Tensor, at: slice = slice(None)) -> Tensor:
-        """What is added to the rows `at` of z, of which z_BINZ are the last ones."""
+        """The addend to the rows `at` of z, of which z_BINZ are the last iteration's."""
         first, last, count = RECYCLE_BINS
         edges = torch.linspace(first, last, count - 1, device=points_BN3.device, dtype=points_BN3.dtype) ** 2
         squared_BIN = ((points_BN3[:, at, None] - points_BN3[:, None]) ** 2).sum(-1)
@@ -194,7 +194,7 @@ class SequenceToPair(nn.Module):
         return q_BNC, k_BNC
 
     def update(self, q_BNC: Tensor, k_BIC: Tensor) -> Tensor:
-        """What is added to the rows of z whose k is given: [B, I, N, Z]."""
+        """The addend to the rows of z whose k is given: [B, I, N, Z]."""
         q_B1NC, k_BI1C = q_BNC[:, None], k_BIC[:, :, None]
         return self.out(torch.cat([q_B1NC * k_BI1C, q_B1NC - k_BI1C], -1))
 
@@ -223,7 +223,7 @@ class ESMFoldLogits:
 
 @dataclass(frozen=True)
 class ESMFoldPrediction(Folding):
-    """What the last iteration gives, and the logits of the heads."""
+    """The last iteration's results, and the logits of the heads."""
 
     logits: ESMFoldLogits
 
@@ -240,12 +240,12 @@ class AtomPlddtHead(nn.Module):
         self.out = Linear(config.plddt_dim, residues.NUM_ATOM37 * config.plddt_bins, init="zero")
 
     def forward(self, s_BND: Tensor) -> Tensor:
-        """Of each residue's CA, [B, N, 50]: what AlphaFold's confidence is of."""
+        """Logits of the confidence in each residue's CA, [B, N, 50], as AlphaFold's."""
         at = slice(residues.CA * self.bins, (residues.CA + 1) * self.bins)
         return F.linear(self.second(self.first(self.norm(s_BND))), self.out.weight[at], self.out.bias[at])
 
     def atoms(self, s_BND: Tensor) -> Tensor:
-        """Of all atoms, [B, N, 37, 50]."""
+        """Logits of the confidence in all atoms, [B, N, 37, 50]."""
         return self.out(self.second(self.first(self.norm(s_BND)))).unflatten(-1, (residues.NUM_ATOM37, self.bins))
 
 

@@ -1,4 +1,4 @@
-"""What the network reads: one value object a recycling iteration.
+"""The network's features: one value object a recycling iteration.
 
 Shapes: B batch, N residues, S rows of the clustered MSA, E of the extra MSA, T templates.
 """
@@ -32,7 +32,7 @@ class TemplateFeatures:
     torsion_mask_BTNA: Tensor
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> "TemplateFeatures":
-        """In `dtype`, coordinates in at least fp32."""
+        """Move and cast: `dtype`, coordinates in at least fp32."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None)
@@ -83,7 +83,7 @@ class Features:
         return _mapped(replace(self, templates=None), function, templates=templates)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Features":
-        """On a device, with floating-point features in `dtype`, but coordinates in at least fp32."""
+        """Move to a device, with floating-point features in `dtype`, but coordinates in at least fp32."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None)

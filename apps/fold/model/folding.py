@@ -1,4 +1,4 @@
-"""What the models of structures share: representations, a structure from them, and both again several times.
+"""The common part of the models of structures: representations, a structure from them, and both again several times.
 
     for each recycling iteration
     1. representations of the input and of what the last iteration found: the model's `trunk`
@@ -27,7 +27,7 @@ from apps.fold.model.torsions import atom37_of_atom14, table
 
 @dataclass(frozen=True)
 class Recycled:
-    """What one iteration hands to the next: m's first row, z, and positions of CB in Angstrom."""
+    """One iteration's results for the next: m's first row, z, and positions of CB in Angstrom."""
 
     msa_BND: Tensor
     pair_BNNZ: Tensor
@@ -36,7 +36,7 @@ class Recycled:
 
 @dataclass(frozen=True)
 class Folding:
-    """What the last iteration gives, before the heads read it.
+    """The last iteration's results, before the heads read them.
 
     msa_BSND, pair_BNNZ, single_BND    representations; template rows are cut off the MSA
     structure                          frames, torsions and atoms of every layer
@@ -93,7 +93,7 @@ class FoldingModel(nn.Module, ABC):
         """m[B, S, N, D], which may have rows of templates behind those of the MSA, and z[B, N, N, Z]."""
 
     def nothing(self, features: Features) -> Recycled:
-        """What the first iteration gets from the one before it."""
+        """The zeros that the first iteration gets in the place of an earlier one's results."""
         like, (B, N) = features.msa_BSNF, features.aatype_BN.shape
         row, pairs = like.new_zeros(B, N, self.config.msa_dim), like.new_zeros(B, N, N, self.config.pair_dim)
         return Recycled(row, pairs, torch.zeros(B, N, 3, device=like.device))

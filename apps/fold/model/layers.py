@@ -73,7 +73,7 @@ class SharedDropout(nn.Module):
         self.drop, self.dim = nn.Dropout(rate), dim
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """What an update of x's shape is to be multiplied by, [.., 1, Y, C] or [.., X, 1, C]; None: nothing."""
+        """The factors of an update of x's shape, [.., 1, Y, C] or [.., X, 1, C]; None: no factor."""
         if not self.training or self.drop.p == 0:
             return None
         shape = list(x.shape)

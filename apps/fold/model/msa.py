@@ -1,4 +1,4 @@
-"""What happens in the MSA: attention along rows and columns, and what it tells the pairs.
+"""The MSA's layers: attention along rows and columns, and the mean of outer products that goes to the pairs.
 
 Shapes: B batch, S sequences, N residues, D = c_m channels of the MSA, Z = c_z of pairs, H heads, C outer channels.
 """
@@ -92,7 +92,7 @@ class OuterProductMean(nn.Module):
         return self.left(n) * mask_BSN[..., None], self.right(n) * mask_BSN[..., None]
 
     def update(self, a_BSIC: Tensor, b_BSJC: Tensor, mask_BSI: Tensor, mask_BSJ: Tensor) -> Tensor:
-        """What residues I and J add to z: [B, I, J, Z]."""
+        """The addend of residues I and J to z: [B, I, J, Z]."""
         outer_BIJCC = torch.einsum("bsic,bsjd->bijcd", a_BSIC, b_BSJC)
         count_BIJ1 = torch.einsum("bsi,bsj->bij", mask_BSI, mask_BSJ)[..., None]
         return self.out(outer_BIJCC.flatten(-2)) / (1e-3 + count_BIJ1)

@@ -24,7 +24,7 @@ from core.kernels.softmax import softmax
 
 @dataclass(frozen=True)
 class Structure:
-    """What the structure module found, one entry of the first dim a layer; lengths in Angstrom.
+    """The structure module's results, one entry of the first dim a layer; lengths in Angstrom.
 
     single_BND         the last layer's activations, for the confidence head
     backbone           frames [layers, B, N]
@@ -43,7 +43,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Keys:
-    """What every residue offers the others in invariant point attention; points in global coordinates."""
+    """Every residue's keys and values for invariant point attention; points in global coordinates."""
 
     k_BNHK: Tensor
     k_BNHP3: Tensor
@@ -92,7 +92,7 @@ class InvariantPointAttention(nn.Module):
     def gather(
         self, q_BIHK: Tensor, q_BIHP3: Tensor, frames_BI: Frames, mask_BI: Tensor, z_BINZ: Tensor, keys: "Keys"
     ) -> Tensor:
-        """What some residues gather from all: [B, I, H (K + 4 V + Z)], before the output's projection."""
+        """Gather from all residues for some: [B, I, H (K + 4 V + Z)], before the output's projection."""
         wide = frames_BI.rotation.dtype
         scores_BHIN = torch.einsum("bihk,bjhk->bhij", q_BIHK, keys.k_BNHK).to(wide)
         scores_BHIN = scores_BHIN * math.sqrt(1 / (3 * self.head_dim))

@@ -1,4 +1,4 @@
-"""Between atoms and angles: torsions of given atoms, and the atoms that backbone frames and torsions make.
+"""Conversions between atoms and angles: torsions of given atoms, and the atoms that frames and torsions make.
 
 Torsions come as (sin, cos), in the order pre-omega, phi, psi, chi1 to chi4.
 

@@ -1,4 +1,4 @@
-"""What a prediction leaves: structures, confidences, plots, tables.
+"""The output of a prediction: structures, confidences, plots, tables.
 
 confidence.py  numbers of a prediction
 files.py       mmCIF, PDB, json and npz

@@ -30,7 +30,7 @@ class Folded:
 
     @property
     def mean_plddt(self) -> float:
-        """What predictions are ranked by."""
+        """The mean pLDDT, which predictions are ranked by."""
         return float(self.plddt.mean())
 
 

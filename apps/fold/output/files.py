@@ -128,19 +128,19 @@ def write_pdb(path: Path, folded: Folded, title: str) -> None:
         io.save(file)
 
 
-def write_confidence(folder: Path, stem: str, folded: Folded, told: dict[str, Any]) -> None:
+def write_confidence(folder: Path, stem: str, folded: Folded, extra: dict[str, Any]) -> None:
     """STEM_confidence.json; STEM_pae.npz and STEM_pae.json where there is a PAE; STEM_distogram.npz if asked for.
 
-    told  what else is to be said of the prediction; a note among it goes into every file
+    extra  what else is to be said of the prediction; a note among it goes into every file
     """
     numbers = {
-        **told,
+        **extra,
         "mean_plddt": round(folded.mean_plddt, 3),
         "ptm": None if folded.ptm is None else round(folded.ptm, 4),
         "plddt": [round(float(value), 2) for value in folded.plddt],
     }
     (folder / f"{stem}_confidence.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    note = {"note": told["note"]} if "note" in told else {}
+    note = {"note": extra["note"]} if "note" in extra else {}
     if folded.distances is not None:
         edges = distogram_edges().numpy()
         np.savez_compressed(folder / f"{stem}_distogram.npz", probabilities=folded.distances, edges=edges, **note)

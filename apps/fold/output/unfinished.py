@@ -33,7 +33,7 @@ _SUFFIXES = {"pdb": ".pdb", "plots": "_plddt.png", "distogram": "_distogram.npz"
 
 
 def lacking(done: dict[str, Any], folder: Path, key: dict[str, Any]) -> list[str] | None:
-    """What is asked for in key["files"] and not in a finished folder, whose ranking is `done`; None: another's folder.
+    """Files asked for in key["files"] that a finished folder, whose ranking is `done`, lacks; None: another's folder.
 
     What it holds beyond that is no matter. Without a word of its files, as once, it has what lies in it.
     """
@@ -80,7 +80,7 @@ class Unfinished:
         replace_file(self.folder / f"{_stem(number)}.json", json.dumps(row).encode())
         self.rows[number] = row
 
-    def finish(self, order: list[int], told: dict[str, Any]) -> None:
+    def finish(self, order: list[int], ranking: dict[str, Any]) -> None:
         """Name the files by their ranks, which `order` gives, and the folder as it is to be called."""
         for rank, number in enumerate(order, 1):
             stem = _stem(number)
@@ -91,12 +91,12 @@ class Unfinished:
             ranked = {"rank": rank, **(read_object(confidence) or {})}
             replace_file(confidence, json.dumps(ranked, indent=1).encode() + b"\n")
         (self.folder / "key.json").unlink()
-        replace_file(self.folder / "ranking.json", json.dumps(told, indent=1).encode() + b"\n")
+        replace_file(self.folder / "ranking.json", json.dumps(ranking, indent=1).encode() + b"\n")
         shutil.rmtree(self._named, ignore_errors=True)
         os.replace(self.folder, self._named)
 
     def leave(self) -> None:
-        """After a failure: nothing is left but predictions that are whole."""
+        """Clean up after a failure: nothing is left but predictions that are whole."""
         if not self.rows:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -75,7 +75,7 @@ def identify(path: Path) -> str:
 
 
 def digest_of(path: Path) -> bytes:
-    """Of a file's name, size, time of change, and both ends.  Raises UserError where it cannot be read."""
+    """A digest of a file's name, size, time of change, and both ends.  Raises UserError where it cannot be read."""
     try:
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())

@@ -24,14 +24,14 @@ INSTALL = "apt-get install hhsuite, or conda install -c bioconda hhsuite"
 
 @dataclass(frozen=True)
 class Hhblits:
-    """How searches are done; `version` is what the program says it is."""
+    """The search by HHblits and its options; `version` is what the program prints."""
 
     program: str
     version: str
     e_value: float
     threads: int
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         return {"version": self.version, "e_value": self.e_value}
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
@@ -45,10 +45,10 @@ class Hhblits:
             return rows_of(aligned.read_text(encoding="latin-1"), sequence, database.path)
 
 
-def version(program: str) -> str:
-    """What the program says it is.  Raises UserError where it is not installed."""
+def version(program: str, name: str = "HHblits") -> str:
+    """The version that a program of HH-suite prints.  Raises UserError where it is not installed."""
     said = said_by([found(program, INSTALL), "-h"])
-    return next((line.strip().rstrip(":") for line in said if line.startswith("HHblits")), program)
+    return next((line.strip().rstrip(":") for line in said if line.startswith(name)), program)
 
 
 def open_profiles(path: Path, name: str) -> Database:

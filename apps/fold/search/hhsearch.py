@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from apps.fold.search.database import Database
-from apps.fold.search.hhblits import INSTALL
-from apps.fold.search.program import found, run, said_by
+from apps.fold.search.program import run
 from core.config import UserError
 
 _OPTIONS = ("-maxseq", "1000000")
@@ -20,7 +19,7 @@ _OPTIONS = ("-maxseq", "1000000")
 
 @dataclass(frozen=True)
 class Hhsearch:
-    """How searches are done; `version` is what the program says it is."""
+    """The search by HHsearch and its options; `version` is what the program prints."""
 
     program: str
     version: str
@@ -38,7 +37,7 @@ class ProfileJob:
     tool: Hhsearch
     database: Database
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         alignment = hashlib.blake2b(self.a3m.encode(), digest_size=16).hexdigest()
         return {"a3m": alignment, "version": self.tool.version, "database": self.database.identity}
 
@@ -53,9 +52,3 @@ class ProfileJob:
         if not text.startswith("Query"):
             raise UserError(f"{self.tool.program} wrote no result on {self.database.path}")
         return text
-
-
-def version(program: str) -> str:
-    """What the program says it is.  Raises UserError where it is not installed."""
-    said = said_by([found(program, INSTALL), "-h"])
-    return next((line.strip().rstrip(":") for line in said if line.startswith("HHsearch")), program)

@@ -18,14 +18,14 @@ INSTALL = "apt-get install hmmer, or conda install -c bioconda hmmer"
 
 @dataclass(frozen=True)
 class Jackhmmer:
-    """How searches are done; `version` is what the program says it is."""
+    """The search by jackhmmer and its options; `version` is what the program prints."""
 
     program: str
     version: str
     e_value: float
     threads: int
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         return {"version": self.version, "e_value": self.e_value}
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
@@ -33,7 +33,7 @@ class Jackhmmer:
 
 
 def version(program: str) -> str:
-    """What the program says it is.  Raises UserError where it is not installed."""
+    """The version that the program prints.  Raises UserError where it is not installed."""
     said = said_by([found(program, INSTALL), "-h"])
     return next((line.strip("# ").split(";")[0] for line in said if "HMMER" in line), program)
 

@@ -23,8 +23,8 @@ from core.files import replace_file
 class Tool(Protocol):
     """A program that searches (jackhmmer.py, hhblits.py, mmseqs.py)."""
 
-    def told(self) -> dict[str, Any]:
-        """What its results depend on: its version and options."""
+    def depends_on(self) -> dict[str, Any]:
+        """The version and options that its results depend on."""
         ...
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
@@ -33,7 +33,7 @@ class Tool(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class SearchedDatabase:
     """A database with the tool that searches it."""
 
     tool: Tool
@@ -41,17 +41,17 @@ class Source:
 
 
 class Search(Protocol):
-    """What is done once, by a process of a tool, and kept."""
+    """A search that a process of a tool does once, and whose result is kept."""
 
     suffix: ClassVar[str]
     """Of the file that its result is kept in."""
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         """All that the result depends on."""
         ...
 
     def result(self, scratch: Path) -> str:
-        """What is kept.  Raises UserError with what the program said, where it fails."""
+        """Search, and return the text to keep.  Raises UserError with the program's message, where it fails."""
         ...
 
 
@@ -59,20 +59,20 @@ S = TypeVar("S", bound=Search)
 
 
 @dataclass(frozen=True)
-class Job:
+class SearchJob:
     """One sequence in one shard."""
 
     suffix: ClassVar[str] = ".json"
 
     sequence: str
-    source: Source
+    source: SearchedDatabase
     shard: Shard
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         database = self.source.database
         return {
             "sequence": self.sequence,
-            **self.source.tool.told(),
+            **self.source.tool.depends_on(),
             "database": database.identity,
             "Z": database.num_sequences,
             "shard": [self.shard.number, self.shard.count],
@@ -83,11 +83,11 @@ class Job:
         return json.dumps([asdict(hit) for hit in hits])
 
 
-def jobs_of(sequences: Iterable[str], sources: Iterable[Source]) -> list[Job]:
+def jobs_of(sequences: Iterable[str], sources: Iterable[SearchedDatabase]) -> list[SearchJob]:
     """Every sequence once, the longest first; of each the databases side by side, so that tools run together."""
     sources = list(sources)
     distinct = sorted(set(sequences), key=lambda sequence: (-len(sequence), sequence))
-    return [Job(s, source, shard) for s in distinct for source in sources for shard in source.database.shards]
+    return [SearchJob(s, source, shard) for s in distinct for source in sources for shard in source.database.shards]
 
 
 class Searches:
@@ -98,15 +98,15 @@ class Searches:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, job: Search) -> Path:
-        """Where a job's result is kept."""
-        name = hashlib.blake2b(json.dumps(job.told()).encode(), digest_size=16).hexdigest()
+        """The path of a job's result."""
+        name = hashlib.blake2b(json.dumps(job.depends_on()).encode(), digest_size=16).hexdigest()
         return self.folder / (name + job.suffix)
 
     def read(self, job: Search) -> str:
         """The result of a job that is done."""
         return self.path(job).read_text(encoding="utf-8")
 
-    def hits(self, job: Job) -> list[Hit]:
+    def hits(self, job: SearchJob) -> list[Hit]:
         return [Hit(**hit) for hit in json.loads(self.read(job))]
 
     def run(

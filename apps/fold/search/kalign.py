@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @lru_cache(1)
 def has_kalign() -> bool:
-    """Whether kalign is on the PATH; where it is not, it is said once what that means."""
+    """Return whether kalign is on the PATH; where it is not, say once what that means."""
     there = shutil.which("kalign") is not None
     if not there:
         log.warning(

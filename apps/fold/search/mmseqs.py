@@ -23,7 +23,7 @@ INSTALL = "apt-get install mmseqs2, or conda install -c bioconda mmseqs2"
 
 @dataclass(frozen=True)
 class Mmseqs:
-    """How searches are done; sensitivity is MMseqs2's, 1 to 8."""
+    """The search by MMseqs2 and its options; sensitivity is MMseqs2's, 1 to 8."""
 
     program: str
     version: str
@@ -31,7 +31,7 @@ class Mmseqs:
     sensitivity: float
     threads: int
 
-    def told(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         return {"version": self.version, "e_value": self.e_value, "sensitivity": self.sensitivity}
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
@@ -47,7 +47,7 @@ class Mmseqs:
 
 
 def version(program: str) -> str:
-    """What the program says it is.  Raises UserError where it is not installed."""
+    """The version that the program prints.  Raises UserError where it is not installed."""
     said = said_by([found(program, INSTALL), "version"])
     return f"MMseqs2 {said[0].strip()}" if said else program
 

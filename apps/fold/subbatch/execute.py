@@ -1,6 +1,6 @@
 """Long sequences in the memory there is: the model's operations in slices, set from outside.
 
-    plan = plan_subbatches(Job(...), budget_bytes)        which operation in which slices (planner.py)
+    plan = plan_subbatches(FoldJob(...), budget_bytes)    which operation in which slices (planner.py)
     apply_subbatches(model, plan.choices)                 from now on the model works so
     apply_subbatches(model, {})                           as it was
 

@@ -1,4 +1,4 @@
-"""What can be cut, and how: for each kind of module the function that does it in slices, and what that costs.
+"""The operations that can be cut: for each kind of module the function that does it in slices, and what that costs.
 
 Wrapped are the forwards of modules, or a method that computes a part of one. Parameters keep their names.
 

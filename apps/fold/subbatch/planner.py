@@ -1,4 +1,4 @@
-"""Which operation is done in which slices, so that a prediction stays within a budget and takes the least time.
+"""The plan of slices: each operation's, so that a prediction stays within a budget and takes the least time.
 
 The plan is a pure function of the model's shape, the sizes of the input, the number format, the kind of device and the
 budget. It does not guess what an operation allocates: `core.trace.account` counts tensors on the meta device.
@@ -54,8 +54,8 @@ _TILES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be predicted.
+class FoldJob:
+    """The sizes of a prediction.
 
     rows, extra, templates  of the MSA (those of templates not counted), of the extra MSA, templates
     hidden                  whether some letters of the MSA are masked: attention on a CPU then joins mask and bias
@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does a second: FLOPs of products, bytes of memory, bytes to and from the host; a launch's time.
+    """A machine's rates a second: FLOPs of products, bytes of memory, bytes to and from the host; a launch's time.
 
     cache  bytes that stay near the cores from one operator to the next; 0: operators meet in memory
     """
@@ -99,7 +99,7 @@ RATES: dict[Device, Rates] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided, and what comes of it.
+    """The decisions, and what comes of them.
 
     choices     how each operation is done
     offload     whether z lies in host memory
@@ -116,7 +116,7 @@ class Plan:
     beside: dict[str, int] = field(default_factory=dict)
 
 
-def plan_subbatches(job: Job, budget_bytes: int, *, of_process: bool = False) -> Plan:
+def plan_subbatches(job: FoldJob, budget_bytes: int, *, of_process: bool = False) -> Plan:
     """The plan; see the module's docstring.
 
     of_process  whether the budget is what the process may take on a CPU, of which tensors are a part; else it is theirs
@@ -136,12 +136,12 @@ def plan_subbatches(job: Job, budget_bytes: int, *, of_process: bool = False) ->
 
 
 def gib_up(num_bytes: int) -> str:
-    """In GiB, rounded up, so that the number given back is enough."""
+    """Write a size in GiB, rounded up, so that the number given back is enough."""
     return f"{-(-num_bytes * 100 // 2**30) / 100:.2f}"
 
 
 @lru_cache(maxsize=256)
-def planned(job: Job, budget_bytes: int) -> Plan:
+def planned(job: FoldJob, budget_bytes: int) -> Plan:
     """The plan, or, where none is within the budget, the one with the lowest peak."""
     plan = _Decision(_survey(job, offload=False), budget_bytes).plan()
     if plan.peak_bytes <= budget_bytes or job.device == "cpu":
@@ -150,12 +150,12 @@ def planned(job: Job, budget_bytes: int) -> Plan:
     return min(plan, offloaded, key=lambda p: p.peak_bytes)
 
 
-def least_bytes(job: Job) -> int:
+def least_bytes(job: FoldJob) -> int:
     """The smallest budget there is a plan for."""
     return planned(job, 0).peak_bytes
 
 
-def longest(job: Job, budget_bytes: int) -> int:
+def longest(job: FoldJob, budget_bytes: int) -> int:
     """About the most residues for which there is a plan with z on the device, the rest as in the job; 0: none.
 
     There is a plan for what it returns, and none for a fiftieth more. Memory grows faster than the length and not
@@ -177,7 +177,7 @@ def longest(job: Job, budget_bytes: int) -> int:
     return max(0, found)
 
 
-def _least_on_device(job: Job) -> int:
+def _least_on_device(job: FoldJob) -> int:
     return _Decision(_survey(job, offload=False), 0).plan().peak_bytes
 
 
@@ -210,7 +210,7 @@ class _Turn:
 class _Survey:
     """What is alive when each operation has its turn, and, asked for, what the operation allocates done some way."""
 
-    def __init__(self, job: Job, offload: bool):
+    def __init__(self, job: FoldJob, offload: bool):
         config = job.config
         short = replace(
             config,
@@ -302,7 +302,7 @@ class _Survey:
 
 
 @lru_cache(maxsize=64)
-def _survey(job: Job, offload: bool) -> _Survey:
+def _survey(job: FoldJob, offload: bool) -> _Survey:
     return _Survey(job, offload)
 
 
@@ -362,7 +362,7 @@ class _Decision:
         return way[-1]
 
     def _fastest(self, turn: _Turn, way: list[How], largest: How) -> How:
-        """Of a way's slices, from the largest that is within the budget on, those that take the least time.
+        """The fastest of a way's slices, from the largest that is within the budget on.
 
         Halves of slices save twice as much of what leaves the cache and add twice as many launches, until they fit. So
         the largest are the fastest, or those about where the cache begins to hold them. Where z is far halves leave
@@ -399,7 +399,7 @@ class _Decision:
         return (pool + 2 * wide * how.tile * z.shape[1]) * size
 
     def _seconds(self, turn: _Turn, how: How, allocated: float | None = None) -> float:
-        """Of doing the operation once; allocated: what it is taken to allocate, by default counted."""
+        """Seconds of doing the operation once; allocated: bytes that it is taken to allocate, by default counted."""
         rates, length, work = RATES[self.job.device], max(1, turn.length), turn.work
         slices = -(-length // how.rows)
         flops, moved, launches = work.flops, work.bytes, slices * work.launches
@@ -440,7 +440,7 @@ class _Decision:
 
 
 def _far_bytes(turn: _Turn) -> int:
-    """Of what the operation is given those that lie in host memory."""
+    """Bytes of the operation's inputs that lie in host memory."""
     return sum(x.numel() * x.element_size() for x in _tensors(turn.given) if stands_for_host(x))
 
 
@@ -526,7 +526,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _alike(value: Any) -> Any:
-    """What a key may be made of."""
+    """The values that a key may be made of."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.device.type
     if isinstance(value, tuple):
@@ -537,18 +537,18 @@ def _alike(value: Any) -> Any:
 
 
 def _layer_bytes(structure: Structure) -> int:
-    """What each layer of the structure module leaves."""
+    """Bytes that each layer of the structure module leaves."""
     kept = (structure.backbone, structure.groups, structure.torsions, structure.unnormalized, structure.atom14)
     return sum(t.numel() * t.element_size() for t in _tensors(kept))
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of a tensor in host memory while planning: its shape, and no memory."""
+    """A tensor's stand-in on the host while planning: its shape, and no memory."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def without_masks(model: nn.Module) -> None:
-    """Where nothing is hidden, attention does not join mask and bias."""
+    """Let attention not join mask and bias inside, as where nothing is hidden."""
     for module in model.modules():
         attend = getattr(module, "attend", None)
         if attend is not None:
@@ -574,7 +574,7 @@ def _num_parameters(config: ModelConfig) -> int:
     return sum(prod(entry.shape) for entry in name_table(config))
 
 
-def meta_features(job: Job) -> Features:
+def meta_features(job: FoldJob) -> Features:
     """Features of the job's sizes without values."""
     N, S, E = job.residues, job.rows, job.extra
     T = job.templates if job.config.templates is not None else 0
@@ -599,7 +599,7 @@ def meta_features(job: Job) -> Features:
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """What a device has free, less a tenth for its allocator and for what an operator needs inside."""
+    """A device's free bytes, less a tenth for its allocator and for what an operator needs inside."""
     if torch.device(device).type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
     return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))

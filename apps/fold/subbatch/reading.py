@@ -1,4 +1,4 @@
-"""What the heads read of the pairs, a few rows at a time."""
+"""The heads' reading of the pairs, a few rows at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from core.link import Coming
 
 @dataclass(frozen=True)
 class PairNumbers:
-    """What the heads read from pairs, in host memory: distances fp16[N, N, 64], pae fp32[N, N] and ptm, or None."""
+    """The heads' results from pairs, in host memory: distances fp16[N, N, 64], pae fp32[N, N] and ptm, or None."""
 
     distances: Tensor | None
     pae: Tensor | None

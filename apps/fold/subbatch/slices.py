@@ -1,4 +1,4 @@
-"""How an operation is cut: into slices of a dim, of which each result goes to the place that it was computed from.
+"""The cutting of an operation into slices of a dim, each result of which goes to the place that it was computed from.
 
 Where no gradient is recorded a result is written over its slice of the input (a residual in place), so that nothing of
 the input's size is allocated. Where gradients are recorded the results are put side by side.
@@ -29,7 +29,7 @@ Cuts = Callable[..., list[slice]]
 
 @dataclass(frozen=True)
 class How:
-    """How an operation is done.
+    """The way an operation is done.
 
     whole     as the model has it
     rows      in slices of `rows`
@@ -58,7 +58,7 @@ def every(length: int, rows: int, enough: int = 1) -> list[slice]:
 
 
 def first_only(length: int, rows: int, enough: int = 1) -> list[slice]:
-    """Of these only so many as are enough to see what a loop allocates: one, two where parts gather, three of far z."""
+    """Keep only the slices that show what a loop allocates: one, two where parts gather, three of far z."""
     return [slice(first, min(first + rows, length)) for first in range(0, length, rows)[:enough]]
 
 
@@ -67,7 +67,7 @@ def stands_for_host(x: Tensor) -> bool:
 
 
 def enough(x: Tensor, of_loop: int = 1) -> int:
-    """How many slices of a loop over x tell what it allocates: where x is far two are there and a result leaves."""
+    """The slices of a loop over x that show what it allocates: where x is far two are there and a result leaves."""
     return 3 if stands_for_host(x) else of_loop
 
 
@@ -75,7 +75,7 @@ def enough(x: Tensor, of_loop: int = 1) -> int:
 
 
 def link_between(x: Tensor, like: Tensor) -> Link | None:
-    """What brings x to where `like` lies; None: it is there."""
+    """The link that brings x to where `like` lies; None: it is there."""
     return None if x.device == like.device else _link_to(like.device)
 
 
@@ -99,7 +99,7 @@ def put(place: Tensor, value: Tensor) -> None:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """In host memory, pinned where there is a GPU."""
+    """Zeros in host memory, pinned where there is a GPU."""
     return host_empty(prod(shape), dtype, torch.cuda.is_available()).view(shape).zero_()
 
 

@@ -1,4 +1,4 @@
-"""What `fold train` trains on, and how.
+"""The training of `fold train`: its data, objective and recipes.
 
 config.py      the options of a run
 recipes.py     functions that return them
@@ -6,6 +6,5 @@ dataset.py     a folder of structures and alignments as chains, each read once; 
 batches.py     crops, thinned alignments, draws: what a step learns from, a function of the step and the row alone
 objective.py   a batch through the model to the loss
 initialise.py  parameters from a seed
-average.py     the moving average of the weights
 validation.py  lDDT of held-out chains
 """

@@ -1,4 +1,4 @@
-"""What a step learns from: crops of chains, with features that are drawn anew for every recycling iteration.
+"""The batches of a step: crops of chains, with features that are drawn anew for every recycling iteration.
 
 1. row g = step * global_batch + row of the run is a chain of epoch g // chains, in the epoch's order
 2. blocks of neighbouring rows are deleted from its alignment (supplement, 1.2.6, algorithm 1)
@@ -45,7 +45,7 @@ _MILLI = 1000
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How chains become rows."""
+    """The options that make rows of chains."""
 
     global_batch: int = 128
     crop: int = 256
@@ -71,7 +71,7 @@ class FoldBatches:
         self.dataset, self.config, self.model, self.seed = dataset, config, model, seed
 
     def num_iterations(self, step: int) -> int:
-        """Of recycling, 1 to num_recycles + 1, alike for all rows of a step (1.10, "N' uniform")."""
+        """Iterations of recycling, 1 to num_recycles + 1, alike for all rows of a step (1.10, "N' uniform")."""
         return int(np.random.default_rng([self.seed % 2**64, step]).integers(self.model.num_recycles + 1)) + 1
 
     def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ def iterations_of(batch: dict[str, Tensor]) -> list[Features]:
 
 
 def templates_of(batch: dict[str, Tensor]) -> TemplateFeatures | None:
-    """As the network reads them, in the batch's number format; None for a model without templates."""
+    """Templates as the network reads them, in the batch's number format; None for a model without templates."""
     if "template_mask" not in batch:
         return None
     dtype = batch["mask"].dtype

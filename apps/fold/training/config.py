@@ -19,7 +19,7 @@ _OWN_MODELS = {"demo": demo, "debug": lambda: tiny(templates=False), "debug_temp
 
 @dataclass(frozen=True)
 class DataConfig(BatchConfig):
-    """Which chains are learned from, and how they become rows."""
+    """The chains that are learned from, and the options that make rows of them."""
 
     structures: Path | None = None
     """a folder of mmCIF (or PDB) files"""
@@ -107,7 +107,7 @@ class FoldTrainConfig(TrainConfig):
 
     @property
     def weights(self) -> Path | None:
-        """What the run starts from; None of a preset.  Raises UserError for weights that are not there."""
+        """The weights that the run starts from; None for a preset.  Raises UserError for weights that are not there."""
         if self.is_preset:
             return None
         if not Path(self.model).exists():

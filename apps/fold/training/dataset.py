@@ -44,7 +44,7 @@ _CACHED = 256  # chains held in memory
 
 @dataclass(frozen=True)
 class Selection:
-    """Which chains can be used."""
+    """The choice of chains that can be used."""
 
     min_residues: int = 10
     """chains of which fewer residues were seen are left out"""
@@ -54,7 +54,7 @@ class Selection:
     """templates that were published later are left out"""
 
     def refuses(self, entry: Entry) -> str | None:
-        """Why a chain is not used; None where it is."""
+        """The reason not to use a chain; None where it is used."""
         if entry.num_seen < self.min_residues:
             return f"only {entry.num_seen} residues were seen; at least {self.min_residues} are needed"
         if entry.resolution > self.max_resolution:
@@ -87,7 +87,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies in folders beside the structures: name -> files, of alignments, of hits, of templates' structures."""
+    """Files in the folders beside the structures: name -> files of alignments, of hits, of templates' structures."""
 
     alignments: dict[str, list[Path]] = field(default_factory=dict)
     hits: dict[str, list[Path]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Beside:
 
 
 def beside(alignments: Path | None, templates: Path | None = None) -> Beside:
-    """What the folders hold.  Raises UserError for one that is not there."""
+    """List the folders' files.  Raises UserError for one that is not there."""
     for folder, of in ((alignments, "alignments"), (templates, "templates")):
         if folder is not None and not folder.is_dir():
             raise UserError(f"there is no folder of {of} at {folder}")
@@ -153,7 +153,7 @@ def prepare(
 
 
 def load(structures: Path, there: Beside, selection: Selection, cache: Path) -> Dataset:
-    """What `prepare` put into the cache.  Raises UserError where no chain is left."""
+    """Load what `prepare` put into the cache.  Raises UserError where no chain is left."""
     chains: list[Listed] = []
     refused: list[str] = []
     for path in structure_files(structures):
@@ -208,7 +208,7 @@ def _files_by_name(folder: Path | None, suffixes: tuple[str, ...]) -> dict[str, 
 
 
 def _key(path: Path, there: Beside, selection: Selection) -> str:
-    """Of the contents of all files but those that hits name: these are known by name, size and time of change."""
+    """A key of the contents of all files but those that hits name: these are known by name, size and time of change."""
     found = hashlib.blake2b(f"{_VERSION} {path.name} {selection} {there.templates}".encode(), digest_size=16)
     found.update(path.read_bytes())
     for file in there.of(unpacked_name(path).stem):

@@ -13,7 +13,7 @@ CONFIDENCE = ("plddt", "pae")
 
 
 def confidence_alone(network: AlphaFold) -> AlphaFold:
-    """From now on nothing but the confidence heads learns, of structures as predictions have them, without dropout."""
+    """Let only the confidence heads learn from now on, of structures as predictions have them, without dropout."""
     network.eval().requires_grad_(False)
     for head in (network.heads.plddt, network.heads.pae):
         if head is not None:

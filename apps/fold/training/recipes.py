@@ -83,7 +83,7 @@ def tiny() -> FoldTrainConfig:
 
 
 def tiny_confidence() -> FoldTrainConfig:
-    """What `tiny` has learned learns to tell what it knows from what it does not; its structures stay as they are.
+    """Teach the model of `tiny` its confidence: to tell what it knows from what it does not; its structures stay.
 
     While `tiny` learns, its rate is so high that a step's structures are far worse than those of the average, which is
     what predicts: of these its confidence knows nothing. So the head is taught once more, with the average as it is, by

@@ -24,7 +24,7 @@ FIGURES = ("validation_lddt_ca", "validation_plddt")
 def validation(
     dataset: Dataset,
     model: ModelConfig,
-    data: ParallelModel,
+    parallel: ParallelModel,
     average: WeightAverage | None,
     axis: Any,
     device: torch.device,
@@ -40,7 +40,7 @@ def validation(
     def evaluate(network: nn.Module) -> Mapping[str, float]:
         if average is None:
             return _mean(network)
-        with average.in_place(data.publish):
+        with average.in_place(parallel.publish):
             return _mean(network)
 
     def _mean(network: nn.Module) -> Mapping[str, float]:

@@ -22,7 +22,7 @@ from apps.fold.model.config import (
     StructureConfig,
     TemplateConfig,
 )
-from apps.fold.weights.table import ROOT, Source, name_table
+from apps.fold.weights.table import ROOT, PublishedTensor, name_table
 from core.config import UserError
 from core.files import replacing
 
@@ -164,7 +164,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _to_ours(array: np.ndarray, source: Source) -> Tensor:
+def _to_ours(array: np.ndarray, source: PublishedTensor) -> Tensor:
     value = torch.from_numpy(array if source.block is None else array[source.block[0]])
     if not source.num_inputs:
         return value.reshape(-1)

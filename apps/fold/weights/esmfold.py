@@ -65,7 +65,7 @@ class Entry:
 
 
 def is_esmfold(folder: Path) -> bool:
-    """Whether the folder is one of transformers' with an ESM model."""
+    """Return whether the folder is one of transformers' with an ESM model."""
     return (folder / "config.json").is_file() and read_json(folder / "config.json").get("model_type") == "esm"
 
 
@@ -107,13 +107,13 @@ def _words(vocabulary: tuple[str, ...]) -> list[int]:
 
 
 def config_of(stored: dict[str, Any], origin: object = "config.json") -> ESMFoldConfig:
-    """Of transformers' config.json.  Raises UserError for a language model alone, and for options we do not have."""
+    """Read transformers' config.json.  Raises UserError for a language model alone, and for options we do not have."""
     if not stored.get("is_folding_model"):
         raise UserError(f"{origin} holds ESM-2 alone, which does not fold; give a folder of ESMFold (esmfold_v1)")
-    told = _parsed(stored, origin)
-    folding, trunk = told.esmfold_config, told.esmfold_config.trunk
+    parsed = _parsed(stored, origin)
+    folding, trunk = parsed.esmfold_config, parsed.esmfold_config.trunk
     module = trunk.structure_module
-    _check(told, origin)
+    _check(parsed, origin)
     return ESMFoldConfig(
         msa_dim=trunk.sequence_state_dim,
         pair_dim=trunk.pairwise_state_dim,
@@ -152,15 +152,15 @@ def config_of(stored: dict[str, Any], origin: object = "config.json") -> ESMFold
         max_templates=0,
         hidden_share=0.0,
         language=LanguageConfig(
-            vocabulary=tuple(told.vocab_list),
-            dim=told.hidden_size,
-            num_layers=told.num_hidden_layers,
-            num_heads=told.num_attention_heads,
-            inner_dim=told.intermediate_size,
-            norm_eps=told.layer_norm_eps,
-            rope_theta=told.rope_theta,
-            token_dropout=bool(told.token_dropout),
-            norm_before=bool(told.emb_layer_norm_before),
+            vocabulary=tuple(parsed.vocab_list),
+            dim=parsed.hidden_size,
+            num_layers=parsed.num_hidden_layers,
+            num_heads=parsed.num_attention_heads,
+            inner_dim=parsed.intermediate_size,
+            norm_eps=parsed.layer_norm_eps,
+            rope_theta=parsed.rope_theta,
+            token_dropout=bool(parsed.token_dropout),
+            norm_before=bool(parsed.emb_layer_norm_before),
         ),
         structure_pair_dim=module.pairwise_dim,
         position_bins=trunk.position_bins,
@@ -168,7 +168,7 @@ def config_of(stored: dict[str, Any], origin: object = "config.json") -> ESMFold
 
 
 def _parsed(stored: dict[str, Any], origin: object) -> Any:
-    """As transformers reads it, with its defaults."""
+    """Parse a configuration as transformers reads it, with its defaults."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import EsmConfig
 
@@ -179,10 +179,10 @@ def _parsed(stored: dict[str, Any], origin: object) -> Any:
         raise UserError(f"{origin} is no configuration of ESMFold: {reason}; copy the folder again") from error
 
 
-def _check(told: Any, origin: object) -> None:
-    folding, trunk = told.esmfold_config, told.esmfold_config.trunk
+def _check(parsed: Any, origin: object) -> None:
+    folding, trunk = parsed.esmfold_config, parsed.esmfold_config.trunk
     wanted = {
-        "position_embedding_type": (told.position_embedding_type, "rotary"),
+        "position_embedding_type": (parsed.position_embedding_type, "rotary"),
         "embed_aa": (folding.embed_aa, True),
         "bypass_lm": (folding.bypass_lm, False),
         "esm_ablate_sequence": (folding.esm_ablate_sequence, False),
@@ -195,7 +195,7 @@ def _check(told: Any, origin: object) -> None:
     if trunk.max_recycles < 1:
         raise UserError(f"{origin}: max_recycles={trunk.max_recycles}; it is to be 1 or more")
     needed = ("<cls>", "<pad>", "<eos>", "<mask>", *residues.RESTYPES, "X")
-    missing = [word for word in needed if word not in told.vocab_list]
+    missing = [word for word in needed if word not in parsed.vocab_list]
     if missing:
         raise UserError(f"{origin}: vocab_list lacks {', '.join(missing)}")
 

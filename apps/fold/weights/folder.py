@@ -38,7 +38,7 @@ def load_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def read_note(path: Path) -> str:
-    """What predictions with these weights are to be marked with; of most folders, and of files, nothing."""
+    """The note that predictions with these weights are marked with; empty for most folders, and for files."""
     return str(read_json(path / "config.json").get("note", "")) if path.is_dir() else ""
 
 

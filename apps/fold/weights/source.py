@@ -1,4 +1,4 @@
-"""Which kind of weights a path is, and the model with them."""
+"""Find the kind of weights at a path, and load the model with them."""
 
 import hashlib
 import os

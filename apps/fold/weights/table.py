@@ -1,8 +1,8 @@
 """The name table: which tensors of AlphaFold's and of OpenFold's make each parameter of ours.
 
-Both layouts hold the same numbers. An `Entry` says that a parameter of ours is the rows of one or more `Source`s below
-each other; each source has AlphaFold's key, its shape there, and OpenFold's name. It is read in both directions, so
-import and export cannot drift apart. What differs:
+Both layouts hold the same numbers. An `Entry` says that a parameter of ours is the rows of one or more published
+tensors below each other; a `PublishedTensor` has AlphaFold's key, its shape there, and OpenFold's name. The table is
+read in both directions, so import and export cannot drift apart. What differs:
 
 - AlphaFold stores weights as [inputs.., outputs..], with heads as dims of their own; OpenFold and we as [out, in].
 - AlphaFold stacks the blocks of a stack along a first dim.
@@ -32,7 +32,7 @@ ROOT = "alphafold/alphafold_iteration/"
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedTensor:
     """One tensor of theirs.
 
     key       AlphaFold's `scope//leaf`; shape there, without the dim of blocks; the first `num_inputs` dims are inputs
@@ -62,7 +62,7 @@ class Entry:
     """A parameter of ours: the rows of its sources below each other."""
 
     name: str
-    sources: tuple[Source, ...]
+    sources: tuple[PublishedTensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass
 class Scope:
-    """Where the builder stands: our prefix, AlphaFold's scope, OpenFold's prefix, the block of a stack."""
+    """The place of the builder: our prefix, AlphaFold's scope, OpenFold's prefix, the block of a stack."""
 
     ours: str
     alphafold: str
@@ -87,12 +87,12 @@ class Scope:
             _joined(self.openfold, openfold, "."), self.block, self.entries,
         )  # fmt: skip
 
-    def source(self, leaf: str, openfold: str, shape: tuple[int, ...], num_inputs: int) -> Source:
+    def source(self, leaf: str, openfold: str, shape: tuple[int, ...], num_inputs: int) -> PublishedTensor:
         scope, _, leaf = leaf.rpartition("//")
         key = f"{ROOT}{_joined(self.alphafold, scope, '/')}//{leaf}"
-        return Source(key, shape, num_inputs, self.block, _joined(self.openfold, openfold, "."))
+        return PublishedTensor(key, shape, num_inputs, self.block, _joined(self.openfold, openfold, "."))
 
-    def add(self, name: str, *sources: Source) -> None:
+    def add(self, name: str, *sources: PublishedTensor) -> None:
         self.entries.append(Entry(_joined(self.ours, name, "."), sources))
 
     def linear(self, ours: str, scope: str, openfold: str, dims: tuple[int, int], bias: bool = True) -> None:

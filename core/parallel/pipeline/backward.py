@@ -62,11 +62,11 @@ class SplitBackward:
 
     @property
     def computed(self) -> bool:
-        """Whether the gradients of some weights are there already, so that `accumulate_computed` frees memory."""
+        """True where gradients of some weights are there already, so that `accumulate_computed` frees memory."""
         return any(all(side.runs_once for side in sides) for sides in self._groups)
 
     def accumulate_computed(self) -> None:
-        """Of the weights whose gradients the first part had to compute."""
+        """Accumulate the gradients of weights that the first part had to compute."""
         for sides in self._groups:
             if all(side.runs_once for side in sides):
                 _accumulate(sides, retain_graph=True)

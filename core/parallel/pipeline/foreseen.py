@@ -1,4 +1,4 @@
-"""What a rank of a pipeline computes in a step, for who wants to see it before it runs.
+"""A pipeline rank's step before it runs, for those who plan by it.
 
 The actions of the rank's schedule, one after the other, without the other ranks: what a stage would receive is a parcel
 of random numbers, of the form that the stage before it has found out in the same way and said of each microbatch. So as
@@ -35,7 +35,7 @@ from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activ
 
 
 class PlacedPipeline(Protocol):
-    """What has to be known of a pipeline (`run.Pipeline`): who has which stage, and who does what when.
+    """A pipeline's facts (of `run.Pipeline`): which rank has which stage, and which actions in what order.
 
     rank   of this process among the pipeline's
     ranks  in the world, of each of these
@@ -58,7 +58,7 @@ class _Held:
 
 
 class Unforeseen(Exception):
-    """What this rank computes depends on another's, whose step failed."""
+    """An error of a rank whose step depends on another's, which failed."""
 
 
 class ForeseenStep:

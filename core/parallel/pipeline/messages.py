@@ -1,4 +1,4 @@
-"""Where the messages of a schedule go between its actions, in an order in which no rank can wait for ever.
+"""The messages of a schedule between its actions, in an order in which no rank can wait for ever.
 
 NCCL takes messages in the order in which they are handed to it, and a send returns only when the other side receives:
 two ranks that both send first would stand still. So the order is planned: on a clock (forward 1, backward 2) every
@@ -16,7 +16,7 @@ from core.parallel.pipeline.schedule import Action, Kind, Schedule, simulate
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """What `action` passes on: activations to the next stage, or gradients to the one before."""
+    """The message of `action`: activations to the next stage, or gradients to the one before."""
 
     action: Action
     sender: int
@@ -28,7 +28,7 @@ class Message:
 
     @property
     def cut(self) -> int:
-        """Between this stage and the next it passes."""
+        """The cut that it passes: between this stage and the next."""
         return self.action.stage if self.is_forward else self.action.stage - 1
 
 
@@ -38,7 +38,7 @@ Step = Action | Exchange
 
 
 def message_of(action: Action, of: Schedule) -> Message | None:
-    """What an action sends to another rank; None where nobody or the same rank waits for it."""
+    """The message that an action sends to another rank; None where nobody or the same rank waits for it."""
     if action.kind is Kind.FORWARD:
         other = action.stage + 1
     elif action.passes_on_gradients:

@@ -190,7 +190,7 @@ class Pipeline(ParallelModel):
                 master.copy_(received)
 
     def _shared(self) -> list[tuple[str, list[int]]]:
-        """Of those that learn, in an order that all ranks have."""
+        """The shared parameters that learn, in an order that all ranks have."""
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         return sorted((name, ranks) for name, ranks in self.stages.shared.items() if name not in frozen)
 
@@ -389,7 +389,7 @@ class _Step:
         return dist.batch_isend_irecv(operations)
 
     def _agree_on_shapes(self, messages: Exchange) -> None:
-        """What microbatches of shapes that are new are to look like between two stages, said by the sender."""
+        """Send the shapes of microbatches between two stages, where they are new, from the sender to the receiver."""
         new: dict[tuple[int, Any], tuple[Message, Tensor]] = {}
         for message in messages:
             kind = message.cut, self.signatures[message.action.microbatch]

@@ -4,9 +4,9 @@
     ((F(0, 0), F(1, 0), B(0, 0), F(2, 0), B(1, 0), B(2, 0)),      rank 0: stage 0
      (F(0, 1), B(0, 1), F(1, 1), B(1, 1), F(2, 1), B(2, 1)))      rank 1: stage 1
 
-An action is of a microbatch on a stage. F is its forward and B its backward; schedules of zero bubble split B into I,
-the gradient of the stage's input, for which another stage waits, and W, the gradients of its weights, for which nobody
-does, so that W can fill what would be a bubble.
+An action belongs to a microbatch and a stage. F is the forward and B the backward; zero-bubble schedules split B into
+I, the gradient of the stage's input, which another stage waits for, and W, the gradients of its weights, which no stage
+waits for: W fills what would be a bubble.
 
     gpipe        all forwards, then all backwards (Huang et al. 2019, GPipe, section 2.3)
     1f1b         as many forwards as there are stages behind, then a forward and a backward in turn: the same bubble,
@@ -35,7 +35,7 @@ MICROBATCHES_PER_STAGE = 4
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How a step goes through the stages of --mesh.pp ranks."""
+    """The way of a step through the stages of --mesh.pp ranks."""
 
     schedule: ScheduleName = "1f1b"
     """order of forwards and backwards: gpipe, 1f1b, interleaved, or without most of the bubble zb-h1 and zbv"""
@@ -116,12 +116,12 @@ class Action:
 
     @property
     def passes_on_gradients(self) -> bool:
-        """Whether the stage before can go on from here."""
+        """True where the stage before can go on from here."""
         return self.kind in (Kind.BACKWARD, Kind.INPUT)
 
     @property
     def releases(self) -> bool:
-        """Whether the microbatch's activations can go after it."""
+        """True where the microbatch's activations can go after it."""
         return self.kind in (Kind.BACKWARD, Kind.WEIGHTS)
 
 
@@ -158,7 +158,7 @@ class Schedule:
 
 @lru_cache
 def schedule(name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """The schedule of a step.  chunks: stages of a rank under `interleaved`."""
+    """Make the schedule of a step.  chunks: stages of a rank under `interleaved`."""
     spec = SCHEDULES[name]
     ranks = (tuple(spec.actions(num_ranks, rank, num_microbatches, chunks)) for rank in range(num_ranks))
     return Schedule(tuple(ranks), owners(name, num_ranks, chunks))
@@ -189,12 +189,12 @@ def _interleaved(num_ranks: int, rank: int, num_microbatches: int, chunks: int) 
     forwards = [F(n, c * num_ranks + rank) for group in groups for c in range(chunks) for n in group]
     backwards = [B(n, c * num_ranks + rank) for group in groups for c in reversed(range(chunks)) for n in group]
     ahead = (chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank)
-    # What is left out is all of a microbatch, so whatever was in time for the others still is.
+    # Microbatches are left out whole, so the others' actions keep their order and their times.
     return (action for action in _in_turn(forwards, backwards, ahead) if action.microbatch < num_microbatches)
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then a forward and a backward in turn as long as there are both."""
+    """Run `ahead` forwards, then a forward and a backward in turn as long as there are both."""
     yield from forwards[:ahead]
     rest = forwards[ahead:]
     for index, backward in enumerate(backwards):
@@ -213,7 +213,7 @@ def _zb_h1(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Ite
 
 
 def _zbv(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
-    """Counted for enough microbatches to fill the pipeline; those that there are not are left out."""
+    """Build the order for enough microbatches to fill the pipeline; missing ones are left out."""
     number = max(num_microbatches, 2 * num_ranks - 1)
     there, back = rank, 2 * num_ranks - 1 - rank
     behind = num_ranks - rank
@@ -241,12 +241,12 @@ def _zbv(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Itera
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """One schedule.
+    """A schedule's facts and its builder.
 
     actions          (ranks, rank, microbatches, chunks) -> the actions of a rank, in order
     idle             (cost of a backward, chunks) -> the published bubble, in forwards, for each rank beyond the first
-    in_flight        (ranks, rank, microbatches, chunks) -> the published most that forwards have left for backwards at
-                     a time, in microbatches of a stage; of interleaved and zbv with at least as many (twice as many)
+    in_flight        (ranks, rank, microbatches, chunks) -> the published peak of forwards whose backward is to come, in
+                     microbatches of a stage; of interleaved and zbv with at least as many (twice as many)
                      microbatches as ranks
     stages_per_rank  chunks -> stages of a rank
     turns_back       the stages go there and back over the ranks, not round after round
@@ -317,11 +317,11 @@ Times = dict[Action, tuple[float, float]]
 
 
 def simulate(of: Schedule, cost: Callable[[Action], float], message: float = 0.0) -> Times:
-    """Begin and end of every action when each begins as soon as its rank is free and what it needs is there.
+    """Run a schedule on a clock: each action begins when its rank is free and its inputs are there.  Returns its times.
 
     cost     action -> how long it takes
     message  how long a result takes to another rank
-    Raises ValueError, with what each rank waits for, where nobody can go on.
+    Raises ValueError, with each rank's wait, where no rank can go on.
     """
     split = any(action.kind is Kind.INPUT for actions in of.ranks for action in actions)
     times: Times = {}
@@ -348,7 +348,7 @@ def simulate(of: Schedule, cost: Callable[[Action], float], message: float = 0.0
 
 
 def bubble_fraction(of: Schedule, times: Times) -> float:
-    """The share of all ranks' time, from the first beginning to the last end, in which they do nothing."""
+    """The idle share of all ranks' time, from the first beginning to the last end."""
     span = max(end for _, end in times.values()) - min(begin for begin, _ in times.values())
     busy = sum(end - begin for begin, end in times.values())
     return 1 - busy / (span * len(of.ranks))
@@ -360,8 +360,8 @@ def bubble_in_theory(
     """The published bubble as a share of the step, of stages of equal cost and messages that take no time.
 
     backward  cost of B = I + W in units of F, I and W alike
-    With fewer microbatches than ranks, or under interleaved no multiple of them, a schedule may idle for longer; under
-    zbv with fewer than twice the ranks, or where a backward is not two forwards.
+    A schedule may idle for longer with fewer microbatches than ranks (interleaved: with no multiple of them; zbv: with
+    fewer than twice as many, or where a backward does not cost two forwards).
     """
     step = num_microbatches * (1 + backward)
     idle = SCHEDULES[name].idle(backward, chunks) * (num_ranks - 1)
@@ -373,9 +373,9 @@ def most_in_flight(
     weight: Callable[[int], float] = lambda stage: 1.0,
     pending: Callable[[int], float] = lambda stage: 0.0,
 ) -> float:
-    """The most that forwards have left for backwards at a time.
+    """The peak of forwards whose backward is to come.
 
-    weight   of the activations of a stage's microbatch
+    weight   of the activations of a microbatch on a stage
     pending  of what I adds to them until W
     """
     held = most = 0.0

@@ -34,11 +34,11 @@ def description_of(form: Form, device: torch.device | str) -> Tensor:
 
 
 def no_description(device: torch.device | str) -> Tensor:
-    """Where one is received; left as it is, it describes nothing."""
+    """The tensor that receives a description; left as it is, it describes nothing."""
     return torch.zeros(MOST_DIMS + 3, dtype=torch.int64, device=device)
 
 
 def read_description(description: Tensor) -> Form | None:
-    """None of one that describes nothing."""
+    """Read a description; None where it describes nothing."""
     num_tensors, dtype, ndim, *sizes = description.tolist()
     return (FORMATS[dtype], tuple(sizes[:ndim]), num_tensors) if num_tensors else None

@@ -26,7 +26,7 @@ from core.placement.table import parameter_names, set_parameter
 
 
 def split_into_stages(model: nn.Module, plan: PipelinePlan, num_ranks: int, config: PipelineConfig) -> StageSplit:
-    """Which blocks the stages of so many ranks have.
+    """Split the blocks into the stages of so many ranks.
 
     Raises UserError for a plan that does not fit the model, and for more stages than blocks.
     """
@@ -69,7 +69,7 @@ class StageEnd(Exception):
 
 
 class Carried(Protocol):
-    """What blocks add to what the model returns beside the tensor that they hand on, as routers of experts do.
+    """A sum to the model's result that blocks add beside the tensor that they hand on, as routers of experts do.
 
     Blocks are given it as the `auxiliary` of an argument. See `core.nn.moe.AuxiliaryLoss`.
     """
@@ -114,7 +114,7 @@ class _End(nn.Module):
 
 
 class Stages:
-    """Which parts of `model` this rank has, and the switch between them.
+    """The parts of `model` that this rank has, and the switch between them.
 
     owners     rank (on the pp axis) of each stage
     ranges     blocks of each stage
@@ -167,7 +167,7 @@ class Stages:
                     self.model.get_submodule(name.rpartition(".")[0])._buffers.clear()
 
     def note_ends(self) -> None:
-        """What a backward in two parts needs on the first and the last stage.
+        """Note, for a backward in two parts, the ends of the graph on the first and the last stage.
 
         From now on `entrance` is also known on the first, where it is what the first block is given; and on the last
         what lies behind the blocks is a graph of its own, from `exit`'s copy to the loss: the head's forward has made
@@ -212,7 +212,7 @@ class Stages:
 
     @property
     def carried(self) -> Carried | None:
-        """What the blocks of the stage that computes added to, once its forward is over."""
+        """The sum that the computing stage's blocks added to, once its forward is over."""
         return self._received.carried or self._end.carried
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class Stages:
             return end.activation
 
     def leave_before_the_loss(self) -> None:
-        """From now on a call of the model ends in `StageEnd` where its stage is not the last.
+        """Let a call of the model end in `StageEnd`, from now on, where its stage is not the last.
 
         To be called when all other hooks of the model are registered: they see the forward return.
         """

@@ -139,13 +139,13 @@ def test_parameters_without_rows(ranks) -> None:
 
 def of_wrapped(name: str, make: Callable[[], torch.nn.Module] = Net) -> dict[str, Any]:
     run = wrapped(name, 60_000, make)
-    tier = run.gemini.data.tier
+    tier = run.gemini.parallel.tier
     return {"values": run.values, "peak": tier.peak_bytes, "evictions": tier.num_evictions}
 
 
 def planned(given: Case, share: float) -> dict[str, Any]:
     """A run in a budget in which `share` of the model data fits beside everything else of the step."""
-    everything = gemini_of(build(replace(given, budget="1GB", planned=True))[0].data)
+    everything = gemini_of(build(replace(given, budget="1GB", planned=True))[0].parallel)
     trace, plan = everything.planned.trace, everything.planned.plan
     alone = [[member] for chunk in everything.chunks for member in chunk.members]
     messages = everything.executor.transport.message_bytes(alone, everything.reduce_dtype)

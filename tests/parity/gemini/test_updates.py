@@ -26,8 +26,8 @@ CASE = Case(replace(GPT2, num_layers=6), parallel=parallel(3), batch=2, length=4
 def followed(case: Case) -> dict[str, list]:
     """What a step's update does, and what the plan says that it does."""
     state, config = build(case)
-    data, axis = gemini_of(state.data), data_axis(state.data.mesh)
-    executor, planned = data.executor, data.planned
+    replicas, axis = gemini_of(state.parallel), data_axis(state.parallel.mesh)
+    executor, planned = replicas.executor, replicas.planned
     assert executor is not None
     assert planned is not None
     rows = case.batch // axis.size()
@@ -51,7 +51,7 @@ def followed(case: Case) -> dict[str, list]:
             train_step(state, mine, loss, weight, config, step)
     moments = [(k, m) for k, m in enumerate(planned.trace.moments) if m.kind == "update"]
     moves = [(m.name, move.chunk) for k, m in moments for move in planned.plan.moves[k] if move.kind not in LETS_GO]
-    filled = [chunk.index for chunk in data.chunks if chunk.is_filled]
+    filled = [chunk.index for chunk in replicas.chunks if chunk.is_filled]
     return {"updates": updates[:], "came": came[:], "planned": [m.name for _, m in moments], "moves": moves,
             "filled": filled, "start": sorted(planned.plan.start), "apart": [steps_apart(state.optimizer)]}  # fmt: skip
 

@@ -61,22 +61,22 @@ def least(name: str) -> str:
 
 def budgets(everything: Run, draw: random.Random) -> list[tuple[int, bool]]:
     """(bytes, below half of the model data): one in which a fifth or so of it fits, one for more."""
-    data = everything.gemini.data
-    whole = data.planned.trace.model_bytes
-    alone = [[member] for chunk in data.chunks for member in chunk.members]
-    messages = data.executor.transport.message_bytes(alone, data.reduce_dtype)
-    others = data.planned.plan.device_peak_bytes - whole + messages
+    parallel = everything.gemini.parallel
+    whole = parallel.planned.trace.model_bytes
+    alone = [[member] for chunk in parallel.chunks for member in chunk.members]
+    messages = parallel.executor.transport.message_bytes(alone, parallel.reduce_dtype)
+    others = parallel.planned.plan.device_peak_bytes - whole + messages
     tight = others + int(draw.uniform(0.12, 0.25) * whole)
     return [(tight, True), (others + int(draw.uniform(0.5, 0.95) * whole), False)]
 
 
 def require_accounted(found: Run, is_tight: bool, steps: int) -> None:
-    data, tier = found.gemini.data, found.gemini.data.tier
+    parallel, tier = found.gemini.parallel, found.gemini.parallel.tier
     assert tier.peak_bytes <= tier.budget_bytes
     assert found.gemini.moved_bytes > 0
     if is_tight:
-        messages = sum(message.nbytes for message in data.executor.transport.messages)  # between ranks
-        assert tier.budget_bytes - messages <= data.planned.trace.model_bytes / 2
+        messages = sum(message.nbytes for message in parallel.executor.transport.messages)  # between ranks
+        assert tier.budget_bytes - messages <= parallel.planned.trace.model_bytes / 2
         require_moved(found, steps)
 
 
@@ -86,7 +86,7 @@ def require_moved(found: Run, num_steps: int) -> None:
     Evictions are not counted: the plan follows measured times, and where all that comes in goes with its gradients
     nothing has to be evicted.
     """
-    learning = [c for c in found.gemini.data.chunks if c.trainable]
+    learning = [c for c in found.gemini.parallel.chunks if c.trainable]
     away = sum(c.own_bytes for c in learning if not c.resident)
     assert away >= sum(c.own_bytes for c in learning) / 2
     assert found.gemini.moved_bytes >= num_steps * 2 * away  # values come at least once, gradients go once
@@ -107,7 +107,7 @@ def test_bit_equal_on_one_rank(name: str, steps: int) -> None:
             found = run(name, budget, steps=steps)
         require_equal(found, expected)
         require_accounted(found, is_tight, steps)
-        assert accounted.num_checks > steps * len(found.gemini.data.chunks)
+        assert accounted.num_checks > steps * len(found.gemini.parallel.chunks)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("unet", marks=pytest.mark.soak)])

@@ -217,13 +217,13 @@ def _batches(num: int = 5, sizes=((64, 64), (64, 96)), rows: int = 4, classes: i
         return torch.stack([torch.full((4, 8, 8), 100.0 * number + variant), torch.full((4, 8, 8), -40.0)])
 
     entries = [Entry(f"c{n}", {sizes[n % len(sizes)]: (f"{n}.0", f"{n}.1")}) for n in range(num)]
-    likes = [Entry("class", dict.fromkeys(sizes, (f"{50 + n}.0",))) for n in range(classes)]
+    class_entries = [Entry("class", dict.fromkeys(sizes, (f"{50 + n}.0",))) for n in range(classes)]
     options = {"num_timesteps": 1000, "scaling_factor": 2.0, **draws}
 
     def text(caption: str) -> torch.Tensor:
         return torch.full((3, 2), -1.0 if not caption else float(hash(caption) % 1000))
 
-    return LatentBatches(entries, moments, text, rows, 3, Draws(**options), likes)
+    return LatentBatches(entries, moments, text, rows, 3, Draws(**options), class_entries)
 
 
 def test_a_row_depends_on_the_step_and_its_number_alone() -> None:

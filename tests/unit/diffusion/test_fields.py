@@ -17,7 +17,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from apps.diffusion.__main__ import APP
 from apps.diffusion.fields import FIELDS, OBEYED, check_fields
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.noise import fields_of
 from apps.diffusion.pipeline import save_pipeline
@@ -237,7 +237,7 @@ def test_the_scheduler_is_of_the_class_that_the_index_names(copy) -> None:
     theirs.set_progress_bar_config(disable=True)
     generator = [torch.Generator().manual_seed(3)]
     wanted = theirs(["a dog"], num_inference_steps=2, generator=generator, output_type="pt").images[0]
-    [(_, found)] = generate(load_pipeline(copy), [Job("a dog", 3)], Sampling("model", 2, 7.5))
+    [(_, found)] = generate(load_pipeline(copy), [PictureJob("a dog", 3)], Sampling("model", 2, 7.5))
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
@@ -252,7 +252,7 @@ def test_a_word_that_the_text_encoder_has_not_is_named(copy) -> None:
 def test_sizes_may_be_pairs_as_in_diffusers(copy) -> None:
     edit(copy / "unet" / "config.json", sample_size=[6, 4])
     pipeline = load_pipeline(copy)
-    [(_, picture)] = generate(pipeline, [Job("a dog", 0)], Sampling("ddim", 1))
+    [(_, picture)] = generate(pipeline, [PictureJob("a dog", 0)], Sampling("ddim", 1))
     assert picture.shape[1:] == (6 * pipeline.factor, 4 * pipeline.factor)
     assert pipeline.image_size == picture.shape[1:]
 
@@ -273,7 +273,7 @@ def test_a_u_net_that_is_told_its_guidance_draws_as_in_diffusers(tmp_path) -> No
         wanted = theirs(
             ["a dog"], num_inference_steps=2, guidance_scale=guidance, generator=generator, output_type="pt"
         ).images[0]
-        [(_, found)] = generate(load_pipeline(folder), [Job("a dog", 3)], Sampling("model", 2, guidance))
+        [(_, found)] = generate(load_pipeline(folder), [PictureJob("a dog", 3)], Sampling("model", 2, guidance))
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     write_pictures(tmp_path / "pictures", 2)
     argv = ["finetune", f"--model={folder}", f"--data.images={tmp_path}/pictures", f"--out={tmp_path}/out"]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from apps.diffusion import sample
 from apps.diffusion.attention import SlicedAttention, set_attention
-from apps.diffusion.generate import Job, Sampling, decode, draw_latents, generate
+from apps.diffusion.generate import PictureJob, Sampling, decode, draw_latents, generate
 from apps.diffusion.images import grid, read_settings
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.samplers import draw_noise
@@ -43,7 +43,7 @@ def test_equals_the_pipeline_of_diffusers(v2):
         **parts, scheduler=DDIMScheduler.from_config(dict(ours.schedule)), requires_safety_checker=False
     )
     theirs.set_progress_bar_config(disable=True)
-    jobs = [Job("a red circle", 4), Job("a photo of a dog", 5)]
+    jobs = [PictureJob("a red circle", 4), PictureJob("a photo of a dog", 5)]
     noise = draw_noise((4, 8, 6), [torch.Generator().manual_seed(job.seed) for job in jobs])
     for name, scheduler in THEIRS.items():
         sampling = Sampling(name, 3, 4.0, 0.5, negative="star", height=64, width=48)
@@ -66,7 +66,12 @@ def test_equals_the_pipeline_of_diffusers(v2):
 
 def test_a_picture_depends_on_its_prompt_and_seed_alone(narrow):
     sampling = Sampling("euler_a", 2, 3.0, height=32, width=32)
-    jobs = [Job("a red circle", 1), Job("a dog", 2), Job("a red circle", 3), Job("a dog", 1)]
+    jobs = [
+        PictureJob("a red circle", 1),
+        PictureJob("a dog", 2),
+        PictureJob("a red circle", 3),
+        PictureJob("a dog", 1),
+    ]
     among = [picture for _, picture in generate(narrow, jobs, sampling, batch=3)]
     for job, picture in zip(jobs, among, strict=True):
         [(_, alone)] = generate(narrow, [job], sampling)
@@ -81,7 +86,7 @@ def test_without_guidance_there_is_one_pass(narrow, monkeypatch):
         narrow.unet, "forward", lambda x, *a, **k: rows.append(len(x)) or (torch.zeros_like(x),), raising=False
     )
     for guidance in (1.0, 2.0):
-        draw_latents(narrow, [Job("a", 0)], Sampling("ddim", 2, guidance), (64, 64))
+        draw_latents(narrow, [PictureJob("a", 0)], Sampling("ddim", 2, guidance), (64, 64))
     assert rows == [1, 1, 2, 2]
 
 

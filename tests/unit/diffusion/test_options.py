@@ -17,7 +17,7 @@ SUBJECT = "--instance-dir DIR/subject --instance-prompt sks"
 COMMANDS = {
     "pretrain": ["", "--fresh nothing"],
     "finetune": ["", "--method lora", "--method lora --lora.start DIR/lora.safetensors"],
-    "dreambooth": [SUBJECT, f"{SUBJECT} --class-dir OUT/likes --class-prompt dog --num-class-images 3"],
+    "dreambooth": [SUBJECT, f"{SUBJECT} --class-dir OUT/class --class-prompt dog --num-class-images 3"],
     "sample": ["", "--sampler ddim --guidance 1"],
     "convert": [
         "DIR/weights OUT/converted",

@@ -21,7 +21,7 @@ from apps.diffusion.footprint import (
 )
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.plan import main
-from apps.diffusion.plan_config import RECIPES, PlanConfig
+from apps.diffusion.plan_config import RECIPES, DiffusionPlanConfig
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.parallel.data import BUCKET_BYTES
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_plan_of_sampling_at_full_size():
-    eighth = footprint(PlanConfig(model="sd_v1", precision="fp16", scheme="int8"))
+    eighth = footprint(DiffusionPlanConfig(model="sd_v1", precision="fp16", scheme="int8"))
     assert sum(eighth.resident.values()) == pytest.approx(1.01 * UNET + 2 * (VAE + TEXT), rel=0.01)
     assert eighth.peak_bytes < 2.5e9
     # 401.6 G multiplications in an evaluation of a picture of 512 x 512; with guidance two, in each of 25 steps
@@ -57,7 +57,7 @@ def test_the_plan_of_sampling_at_full_size():
 
 def test_the_plan_of_sampling(folder):
     """Int8 spares what the weights spare; slices of scores need more than a flash kernel; tiles less than a picture."""
-    base = PlanConfig(model=str(folder / "tiny"), pixels=128, precision="fp16")
+    base = DiffusionPlanConfig(model=str(folder / "tiny"), pixels=128, precision="fp16")
     plain = footprint(base)
     assert sum(plain.resident.values()) == sum(2 * p.numel() for m in tiny_modules() for p in m.parameters())
     eighth = footprint(replace(base, scheme="int8"))
@@ -80,7 +80,9 @@ def traced(config):
 
 def test_the_plan_of_training(folder):
     count = sum(p.numel() for p in tiny_pipeline().unet.parameters())
-    base = PlanConfig(task="train", model=str(folder / "tiny"), batch=8, pixels=64, precision="bf16", recompute=FULL)
+    base = DiffusionPlanConfig(
+        task="train", model=str(folder / "tiny"), batch=8, pixels=64, precision="bf16", recompute=FULL
+    )
     step = traced(base)
     whole = by_replicas(base, *step)
     assert whole.resident == {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
@@ -108,16 +110,16 @@ def test_gradients_of_buckets_are_counted_whole_of_zero_2_in_shares_and_on_one_r
 
     step = StepTrace(((stretch(), stretch("e"), stretch("d", "c"), stretch("b", "a")),), tuple(learned), {})
     bucket = BUCKET_BYTES  # of two in fp32
-    every = list(_held(PlanConfig(task="train", nproc=4, zero=1), learned, own, step))
+    every = list(_held(DiffusionPlanConfig(task="train", nproc=4, zero=1), learned, own, step))
     assert every == [0, bucket, 2 * bucket, 2.5 * bucket]
-    alone = list(_held(PlanConfig(task="train"), learned, own, step))
+    alone = list(_held(DiffusionPlanConfig(task="train"), learned, own, step))
     assert alone == [0, 0.5 * bucket, 1.5 * bucket, 2.5 * bucket]
-    shares = list(_held(PlanConfig(task="train", nproc=4, zero=2), learned, own, step))
+    shares = list(_held(DiffusionPlanConfig(task="train", nproc=4, zero=2), learned, own, step))
     assert shares == [0, 1.25 * bucket, 2.5 * bucket, 0.25 * bucket + 1.25 * bucket + 0.625 * bucket]
 
 
 def test_gemini_fits_a_step_into_its_budget(folder):
-    base = PlanConfig(task="train", model=str(folder / "tiny"), batch=1, recompute=FULL)
+    base = DiffusionPlanConfig(task="train", model=str(folder / "tiny"), batch=1, recompute=FULL)
     step = traced(base)
     with pytest.raises(UserError, match="too small for this model and batch; give at least") as refused:
         by_gemini(replace(base, gemini=GeminiConfig("10KiB")), *step)
@@ -137,7 +139,7 @@ def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
     argv += ["--train-text-encoder", "--recompute.mode", "full", "--log.no-tensorboard"]
     assert finetune.main([str(word) for word in argv]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
-    common = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", average=True)
+    common = DiffusionPlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", average=True)
     planned = footprint(replace(common, train_text_encoder=True, recompute=FULL))
     assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
 
@@ -156,7 +158,7 @@ def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--checkpoint.every", 0, "--method", "lora"]
     assert finetune.main([str(word) for word in [*argv, "--lora.rank", 3, "--log.no-tensorboard"]]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
-    config = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", method="lora")
+    config = DiffusionPlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", method="lora")
     planned = footprint(replace(config, lora=LoraConfig(rank=3)))
     assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
     assert planned.resident["optimizer's state"] < 0.1 * planned.resident["parameters"]
@@ -176,7 +178,7 @@ def test_the_plan_counts_what_sampling_allocates(folder):
     from apps.diffusion.loading import load_pipeline
 
     planned = footprint(
-        PlanConfig(
+        DiffusionPlanConfig(
             model=str(folder / "narrow"), precision="fp32", attention="sliced", batch=2, pixels=128, guided=False
         )
     )

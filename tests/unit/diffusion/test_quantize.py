@@ -8,7 +8,7 @@ import torch
 from apps.diffusion import quantize as command
 from apps.diffusion import sample
 from apps.diffusion.formats.single_file import save_single_file
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.shapes import SHAPES, meta_modules
@@ -17,7 +17,7 @@ from core.quant import QuantizedWeight, quantize, stored_bytes
 from core.quant.choose import choose
 from tests.support.diffusion import narrow_pipeline
 
-JOBS = [Job("a red circle", 1), Job("a photo of a dog", 2)]
+JOBS = [PictureJob("a red circle", 1), PictureJob("a photo of a dog", 2)]
 
 
 def _pictures(pipeline, steps=6):

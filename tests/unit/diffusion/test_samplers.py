@@ -7,13 +7,13 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
-from apps.diffusion.generate import Job, Sampling, check_sampling, draw_latents, guide
+from apps.diffusion.generate import PictureJob, Sampling, check_sampling, draw_latents, guide
 from apps.diffusion.noise import fields_of, own_scheduler, schedule
 from apps.diffusion.samplers import CLASSES, MODEL, SAMPLERS, Sampler, build_scheduler, draw_noise
 from core.config import UserError
 from tests.support.schedules import FEW_TIMESTEPS, Case, case, compare, compare_or_refuse, shallow_pipeline
 
-JOBS = [Job("a dog", 1), Job("a cat", 2)]
+JOBS = [PictureJob("a dog", 1), PictureJob("a cat", 2)]
 SEEDS = range(16)
 REFUSED_SEEDS = (3, 7, 8, 12, 13)
 """Of these diffusers' pipeline raises; the latents of 7 are not finite."""

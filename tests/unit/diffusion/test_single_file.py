@@ -111,9 +111,9 @@ def test_published_names_and_shapes(shape, known, count):
         (vae_config(entries, "x"), shape.vae),
         (text_config(entries, open_clip, "x"), shape.text_encoder),
     ):
-        told = found.keys() & wanted.keys()
-        assert {key: found[key] for key in told} == {key: wanted[key] for key in told}
-        assert wanted.keys() - told <= {"norm_num_groups"}
+        common = found.keys() & wanted.keys()
+        assert {key: found[key] for key in common} == {key: wanted[key] for key in common}
+        assert wanted.keys() - common <= {"norm_num_groups"}
     theirs = convert_ldm_unet_checkpoint({key: key for key in entries}, {"layers_per_block": 2})
     assert {name: our_names[key, None] for name, key in theirs.items()} == {name: name for name in theirs}
     assert len(theirs) == 686

@@ -21,7 +21,7 @@ from apps.diffusion.data.class_images import draw_class_images
 from apps.diffusion.data.folder import read_folder
 from apps.diffusion.formats.lora import load_lora, save_lora
 from apps.diffusion.formats.single_file import save_single_file
-from apps.diffusion.generate import Job, Sampling, generate
+from apps.diffusion.generate import PictureJob, Sampling, generate
 from apps.diffusion.images import read_settings, to_pil
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import Pipeline, save_pipeline
@@ -40,13 +40,13 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """weights, weights-v (predicts v), pictures with captions, subject and likes without."""
+    """weights, weights-v (predicts v), pictures with captions, subject and class without."""
     folder = tmp_path_factory.mktemp("diffusion")
     save_pipeline(tiny_pipeline(), folder / "weights")
     save_pipeline(tiny_pipeline(prediction="v_prediction"), folder / "weights-v")
     write_pictures(folder / "pictures", 5)
     write_pictures(folder / "subject", 3, captions=False)
-    write_pictures(folder / "likes", 4, captions=False)
+    write_pictures(folder / "class", 4, captions=False)
     (folder / "pictures" / "broken.png").write_text("nothing")
     return folder
 
@@ -97,9 +97,9 @@ def test_a_run_leaves_a_pipeline_that_diffusers_loads(folder: Path, tmp_path: Pa
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
-    likes = {"class_dir": folder / "likes", "class_prompt": "a photo of a dog", "prior_weight": 0.5}
-    likes |= {"num_class_images": 4}
-    options = {**_subject(folder), **likes, "noise__offset": 0.1, "steps": 4, "optim__lr": 1e-3, "average": 0.5}
+    prior = {"class_dir": folder / "class", "class_prompt": "a photo of a dog", "prior_weight": 0.5}
+    prior |= {"num_class_images": 4}
+    options = {**_subject(folder), **prior, "noise__offset": 0.1, "steps": 4, "optim__lr": 1e-3, "average": 0.5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert dreambooth.main(_argv(folder, whole, **options)) == 0
     assert dreambooth.main(_argv(folder, parts, **options, stop_after=2)) == 0
@@ -223,23 +223,23 @@ def test_validation_draws_a_grid_and_a_loss_that_only_learning_moves(folder: Pat
 
 
 def test_class_images_that_are_missing_are_drawn(folder: Path, tmp_path: Path) -> None:
-    likes = tmp_path / "likes"
+    class_dir = tmp_path / "class"
     given = {"instance_dir": folder / "subject", "instance_prompt": "a photo of sks dog"}
-    config = FinetuneConfig(class_dir=likes, class_prompt="a photo of a dog", num_class_images=3, **given)
+    config = FinetuneConfig(class_dir=class_dir, class_prompt="a photo of a dog", num_class_images=3, **given)
     alone = Runtime(0, 0, 1, torch.device("cpu"))
 
     def load(dtype: torch.dtype) -> Pipeline:
         return load_pipeline(folder / "weights", dtype)
 
     draw_class_images(config, load, alone)
-    drawn = {path.name: np.asarray(Image.open(path)).astype(int) for path in likes.iterdir()}
+    drawn = {path.name: np.asarray(Image.open(path)).astype(int) for path in class_dir.iterdir()}
     assert sorted(drawn) == ["class-00000.png", "class-00001.png", "class-00002.png"]
     assert len({picture.tobytes() for picture in drawn.values()}) == 3
-    (likes / "class-00001.png").unlink()
+    (class_dir / "class-00001.png").unlink()
     draw_class_images(config, load, alone)
-    for path in likes.iterdir():  # the same picture, alone as beside others
+    for path in class_dir.iterdir():  # the same picture, alone as beside others
         assert np.abs(np.asarray(Image.open(path)).astype(int) - drawn[path.name]).max() <= 1
-    assert len(list(likes.iterdir())) == 3
+    assert len(list(class_dir.iterdir())) == 3
     draw_class_images(config, lambda dtype: pytest.fail("nothing is missing"), alone)
 
 
@@ -275,7 +275,7 @@ def test_class_images_are_drawn_as_they_are_told_to_be(folder: Path, tmp_path: P
             class_dir=tmp_path / name, class_prompt="a dog", class_sampling=sampling, seed=5, **given
         )
         draw_class_images(config, partial(load_pipeline, folder / "weights"), alone)
-        jobs = [Job("a dog", 5), Job("a dog", 6)]
+        jobs = [PictureJob("a dog", 5), PictureJob("a dog", 6)]
         wanted = [to_pil(picture) for _, picture in generate(load_pipeline(folder / "weights"), jobs, sampling)]
         found = [Image.open(tmp_path / name / f"class-0000{number}.png") for number in range(2)]
         assert [image.tobytes() for image in found] == [image.tobytes() for image in wanted]
@@ -318,8 +318,8 @@ def test_other_optimizers_learn(folder: Path, tmp_path: Path, name: str) -> None
 def test_recipes_of_little_memory_run_in_it(folder: Path, tmp_path: Path) -> None:
     """Their settings together, on a pipeline that is as much smaller as the budget is."""
     for recipe, budget in (("dreambooth_6gb", 2_000_000), ("full_5gb", 1_500_000)):
-        likes = {"class_dir": folder / "likes", "class_prompt": "a photo of a dog", "num_class_images": 4}
-        given = {**_subject(folder), **likes} if recipe.startswith("dream") else {"data__images": folder / "pictures"}
+        prior = {"class_dir": folder / "class", "class_prompt": "a photo of a dog", "num_class_images": 4}
+        given = {**_subject(folder), **prior} if recipe.startswith("dream") else {"data__images": folder / "pictures"}
         out = tmp_path / recipe
         argv = _argv(folder, out, **given, recipe=recipe, gemini__budget=f"{budget // 1000}KB", optim__lr=1e-3)
         assert (dreambooth if recipe.startswith("dream") else finetune).main(argv) == 0

@@ -14,7 +14,7 @@ from apps.fold.compiled import compile_operations
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig, tiny
 from apps.fold.model.evoformer import EvoformerBlock
-from apps.fold.subbatch import HEADS, How, Job, apply_subbatches, least_bytes, plan_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, How, apply_subbatches, least_bytes, plan_subbatches
 from core.config import UserError
 from tests.support.fold import random_features, random_parameters, randomise
 
@@ -29,7 +29,7 @@ def _model(blocks: int) -> AlphaFold:
 
 def _folded(model: AlphaFold, config: ModelConfig, residues: int, share: float) -> Tensor:
     features = replace(random_features(residues, rows=5, extra=4, templates=0), templates=None)
-    job = Job(config, residues, 5, 4, iterations=1, hidden=True)
+    job = FoldJob(config, residues, 5, 4, iterations=1, hidden=True)
     plan = plan_subbatches(job, int(share * least_bytes(job)))
     apply_subbatches(model, {name: how for name, how in plan.choices.items() if name != HEADS})
     with torch.inference_mode():

@@ -19,7 +19,7 @@ from apps.fold.model.esmfold import ESMFold, ESMFoldPrediction
 from apps.fold.model.features import Features
 from apps.fold.model.heads import plddt, predicted_aligned_error, predicted_tm_score
 from apps.fold.output.confidence import folded
-from apps.fold.subbatch import HEADS, How, Job, apply_subbatches, least_bytes, plan_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, How, apply_subbatches, least_bytes, plan_subbatches
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.planner import weights_bytes
 from apps.fold.subbatch.reading import read_pairs
@@ -142,9 +142,9 @@ def test_every_released_tensor_is_consumed_exactly_once(tmp_path: Path, monkeypa
     """The 4,500 tensors of facebook/esmfold_v1, by transformers' module of the released widths on the meta device."""
     from transformers import EsmConfig, EsmForProteinFolding
 
-    told = EsmConfig(**RELEASED)
+    config = EsmConfig(**RELEASED)
     with torch.device("meta"):
-        theirs = EsmForProteinFolding(told).state_dict()
+        theirs = EsmForProteinFolding(config).state_dict()
     released = {}
     for name, shape in json.loads((GOLDEN.parent / "esmfold_v1.json").read_text()).items():
         stack = re.match(r"(trunk\.blocks|esm\.encoder\.layer)\.0\.", name)
@@ -161,10 +161,10 @@ def test_every_released_tensor_is_consumed_exactly_once(tmp_path: Path, monkeypa
         taken.update(id(tensors[name]) for name in entry.sources)
         return made_of(entry, tensors)
 
-    theirs["af2_to_esm"] = torch.tensor(_words(tuple(told.vocab_list)))
+    theirs["af2_to_esm"] = torch.tensor(_words(tuple(config.vocab_list)))
     monkeypatch.setattr(Entry, "made_of", noted)
     monkeypatch.setattr("apps.fold.weights.esmfold.Weights", lambda folder: theirs)
-    (tmp_path / "config.json").write_text(json.dumps(told.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     config, parameters = load_esmfold(tmp_path)
     aside = {"af2_to_esm", "esm.contact_head.regression.weight", "esm.contact_head.regression.bias"}
     assert {name: taken[id(value)] for name, value in theirs.items()} == {
@@ -254,7 +254,7 @@ def test_any_slices_give_the_same(folder: Path, rows: int, product: How) -> None
 def test_no_budget_is_exceeded_and_peaks_are_as_predicted(folder: Path) -> None:
     model = _model(folder)
     for residues_, share in ((9, 1.0), (40, 1.0), (40, 1.05), (60, 1.0), (60, 1.2), (60, 20)):
-        job = Job(model.config, residues_, 1, 1, iterations=2)
+        job = FoldJob(model.config, residues_, 1, 1, iterations=2)
         plan = plan_subbatches(job, int(share * least_bytes(job)))
         apply_subbatches(model, {name: how for name, how in plan.choices.items() if name != HEADS})
         features = _features(model.config, "A" * residues_)
@@ -272,5 +272,5 @@ def test_no_budget_is_exceeded_and_peaks_are_as_predicted(folder: Path) -> None:
 def test_released_widths_are_planned_in_seconds(folder: Path) -> None:
     config, _ = load_esmfold(folder)
     language = replace(config.language, dim=2560, num_layers=36, num_heads=40, inner_dim=10240)
-    job = Job(replace(config, language=language), 1000, 1, 1, dtype=torch.bfloat16, device="cuda")
+    job = FoldJob(replace(config, language=language), 1000, 1, 1, dtype=torch.bfloat16, device="cuda")
     assert least_bytes(job) > weights_bytes(job.config, torch.bfloat16) > 5.6e9

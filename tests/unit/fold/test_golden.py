@@ -53,8 +53,8 @@ def copied(folder: Path, parameters: dict[str, np.ndarray], out: dict[str, np.nd
     np.savez(folder / "params.npz", **parameters)
     if out is not None:
         np.savez(folder / "out.npz", **out)
-    told = json.loads((GOLDEN / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({n: value for n, value in told.items() if n != "params_sha256"}))
+    stored = json.loads((GOLDEN / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({n: value for n, value in stored.items() if n != "params_sha256"}))
     return folder
 
 

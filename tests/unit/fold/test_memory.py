@@ -11,7 +11,7 @@ from apps.fold.features.msa import draw, features_of
 from apps.fold.features.sequences import Record
 from apps.fold.model.config import preset
 from apps.fold.predict import PredictConfig, _set_allocator
-from apps.fold.subbatch import Job, least_bytes, plan_subbatches
+from apps.fold.subbatch import FoldJob, least_bytes, plan_subbatches
 from apps.fold.targets import Target
 from core.config import UserError
 from core.runtime import process_holding, tensors_within
@@ -49,7 +49,7 @@ def test_what_tensors_may_take_and_its_inverse() -> None:
 
 
 def test_a_budget_of_the_process_leaves_room_and_says_which_would_do() -> None:
-    job = Job(preset("model_5_ptm"), 60, 4, 1)
+    job = FoldJob(preset("model_5_ptm"), 60, 4, 1)
     least = least_bytes(job)
     plan_subbatches(job, process_holding(least), of_process=True)
     with pytest.raises(UserError, match=f"at least {-(-process_holding(least) * 100 // 2**30) / 100:.2f} GiB"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import preset, tiny
 from apps.fold.model.features import Features
-from apps.fold.subbatch import HEADS, How, Job, Plan, apply_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, How, Plan, apply_subbatches
 from apps.fold.subbatch.execute import offload_pairs
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.planner import _Decision, _survey, meta_features, stand_in, without_masks
@@ -41,8 +41,8 @@ def _passes(columns: tuple[bool, ...], rows: int, deaf_to: int | None = None) ->
 
 def _phases(streams: RecordedStreams) -> list[str]:
     """What is done with z, as it is issued."""
-    told = ["compute" if actor == COMPUTING else name for actor, name in streams.order if actor != HOST]
-    return [name for told, some in groupby(told) for name in ([told] if told == "compute" else some)]
+    actors = ["compute" if actor == COMPUTING else name for actor, name in streams.order if actor != HOST]
+    return [name for actor, some in groupby(actors) for name in ([actor] if actor == "compute" else some)]
 
 
 @pytest.mark.parametrize("columns", [False, True])
@@ -132,7 +132,7 @@ def _folded(model: AlphaFold, features: list[Features], rows: int, product: How,
 # --- what is on the device --------------------------------------------------------------------------------------------
 
 
-def _carried_out(job: Job, plan: Plan) -> int:
+def _carried_out(job: FoldJob, plan: Plan) -> int:
     """The most bytes alive at once on the meta device in a prediction that follows the plan, every slice of it."""
     with torch.device("meta"):
         model = AlphaFold(job.config).to(job.dtype).eval()
@@ -150,10 +150,10 @@ def _carried_out(job: Job, plan: Plan) -> int:
     return account.peak_bytes
 
 
-def _small(residues: int) -> Job:
+def _small(residues: int) -> FoldJob:
     config = preset("model_5_ptm")
     stacks = {name: replace(getattr(config, name), num_blocks=1) for name in ("evoformer", "extra")}
-    return Job(replace(config, **stacks), residues, 5, 6, dtype=torch.bfloat16, device="cuda", iterations=2)
+    return FoldJob(replace(config, **stacks), residues, 5, 6, dtype=torch.bfloat16, device="cuda", iterations=2)
 
 
 @pytest.mark.parametrize("residues", [23, pytest.param(61, marks=pytest.mark.soak)])

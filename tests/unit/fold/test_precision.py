@@ -8,7 +8,7 @@ import torch
 
 from apps.fold.golden import outputs_of
 from apps.fold.model.heads import plddt
-from apps.fold.plan import PlanConfig
+from apps.fold.plan import FoldPlanConfig
 from apps.fold.precision import chosen_precision
 from apps.fold.predict import PredictConfig, resolved
 from apps.fold.score import superpose
@@ -42,9 +42,9 @@ def test_prediction_and_plan_choose_alike(tmp_path: Path) -> None:
         assert resolved(PredictConfig(model=(tmp_path,))).computing == "fp32"
         assert resolved(PredictConfig(precision="fp64")).computing == "fp64"
     assert resolved(PredictConfig(device="cpu")).computing == "fp32"
-    assert PlanConfig(device="cuda").computing == "bf16"
-    assert PlanConfig(device="cpu").computing == "fp32"
-    assert PlanConfig(device="cuda", model=str(tmp_path)).computing == "fp32"
+    assert FoldPlanConfig(device="cuda").computing == "bf16"
+    assert FoldPlanConfig(device="cpu").computing == "fp32"
+    assert FoldPlanConfig(device="cuda", model=str(tmp_path)).computing == "fp32"
 
 
 def test_products_in_fp32_are_as_asked() -> None:

@@ -19,7 +19,7 @@ from apps.fold.search.database import open_database
 from apps.fold.search.hhblits import rows_of
 from apps.fold.search.hits import Hit, aligned_row, ranked
 from apps.fold.search.jackhmmer import Jackhmmer, _a3m
-from apps.fold.search.jobs import Searches, Source, jobs_of
+from apps.fold.search.jobs import SearchedDatabase, Searches, jobs_of
 from apps.fold.search.program import run
 from core.config import UserError
 
@@ -410,7 +410,7 @@ def test_shards_and_sequences_side_by_side_take_as_long_as_the_longest(tmp_path:
     delay = 10.0
     tool = Jackhmmer(_waiting(tmp_path, str(delay)), "9", 1e-4, 1)
     database = open_database(_database(tmp_path / "db.fasta", 12), 4, tmp_path / "cache", "db")
-    searches, jobs = Searches(tmp_path / "cache"), jobs_of([UBIQUITIN, CRAMBIN], [Source(tool, database)])
+    searches, jobs = Searches(tmp_path / "cache"), jobs_of([UBIQUITIN, CRAMBIN], [SearchedDatabase(tool, database)])
     assert len(jobs) == 8
     began = time.monotonic()
     assert searches.run(jobs, workers=8) == {}

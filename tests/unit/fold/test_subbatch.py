@@ -11,7 +11,7 @@ import torch
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import HeadsConfig, ModelConfig, preset, tiny
 from apps.fold.model.features import Features
-from apps.fold.subbatch import HEADS, How, Job, Plan, apply_subbatches, least_bytes, longest, plan_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, How, Plan, apply_subbatches, least_bytes, longest, plan_subbatches
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.planner import RATES
 from apps.fold.subbatch.reading import PairNumbers, read_pairs
@@ -136,7 +136,7 @@ def test_no_budget_is_exceeded_and_peaks_are_as_predicted(count: int) -> None:
     config = _narrow()
     model, methods = _model(config, torch.float32), set()
     for residues, rows, share in _sweep(count):
-        job = Job(config, residues, rows, rows + 1, iterations=2)
+        job = FoldJob(config, residues, rows, rows + 1, iterations=2)
         budget = int(share * least_bytes(job))
         plan = plan_subbatches(job, budget)
         assert plan.peak_bytes <= budget
@@ -154,7 +154,7 @@ def test_hidden_keys_and_templates_are_foreseen() -> None:
     features = random_features(24, rows=6, extra=6, templates=2)
     assert features.templates is not None
     features.templates.torsion_mask_BTNA[:, :, 3, 2] = 0
-    job = Job(tiny(), 24, 6, 6, 2, iterations=2, hidden=True)
+    job = FoldJob(tiny(), 24, 6, 6, 2, iterations=2, hidden=True)
     for share in (1.0, 1.3):
         plan = plan_subbatches(job, int(share * least_bytes(job)))
         measured = _allocated(model, [features] * 2, plan)
@@ -165,7 +165,7 @@ def test_hidden_keys_and_templates_are_foreseen() -> None:
 
 
 def test_slices_are_taken_only_where_they_have_to_be() -> None:
-    job = Job(_narrow(), 40, 6, 6)
+    job = FoldJob(_narrow(), 40, 6, 6)
     free = plan_subbatches(job, 10**12)
     assert {how.method for how in free.choices.values()} == {"rows", "whole"}
     tight = plan_subbatches(job, least_bytes(job))
@@ -176,7 +176,7 @@ def test_slices_are_taken_only_where_they_have_to_be() -> None:
 
 def test_on_a_cpu_slices_that_fit_the_cache_are_the_fastest_way() -> None:
     """The published block's widths and a small shape; 36 MB are the L3 that the rates are of."""
-    job = Job(preset("model_5_ptm"), 128, 32, 1, iterations=1)
+    job = FoldJob(preset("model_5_ptm"), 128, 32, 1, iterations=1)
     free, cache = plan_subbatches(job, 10**15), RATES["cpu"].cache
 
     def allocates(plan: Plan, name: str) -> int:
@@ -204,7 +204,7 @@ def test_on_a_cpu_slices_that_fit_the_cache_are_the_fastest_way() -> None:
 
 
 def test_a_budget_that_cannot_work_says_which_would() -> None:
-    job = Job(preset("model_5_ptm"), 2000, 512, 1024, dtype=torch.bfloat16)
+    job = FoldJob(preset("model_5_ptm"), 2000, 512, 1024, dtype=torch.bfloat16)
     with pytest.raises(UserError, match="2000 residues with 512 \\+ 1024 rows need at least") as caught:
         plan_subbatches(job, 2**30)
     enough = float(str(caught.value).partition("--memory ")[2].split(",")[0])
@@ -213,7 +213,7 @@ def test_a_budget_that_cannot_work_says_which_would() -> None:
 
 def test_released_widths_reach_their_targets() -> None:
     """Counted on the meta device as on a GPU, in bf16. A block: z = 256 r^2 bytes and what is allocated beside it."""
-    job = Job(preset("model_5_ptm"), 4000, 512, 1024, dtype=torch.bfloat16, device="cuda")
+    job = FoldJob(preset("model_5_ptm"), 4000, 512, 1024, dtype=torch.bfloat16, device="cuda")
     z = 256 * 4000**2
     product = "blocks.*.pair.outgoing"
 
@@ -238,7 +238,7 @@ def test_released_widths_reach_their_targets() -> None:
 @pytest.mark.parametrize("residues", [1000, 4000])
 def test_half_of_the_memory_takes_little_more_time(residues: int) -> None:
     """By FLOPs, bytes and launches, of what a prediction would take without a budget."""
-    job = Job(preset("model_5_ptm"), residues, 512, 1024, dtype=torch.bfloat16, device="cuda")
+    job = FoldJob(preset("model_5_ptm"), residues, 512, 1024, dtype=torch.bfloat16, device="cuda")
     free = plan_subbatches(job, 10**15)
     half = plan_subbatches(job, free.peak_bytes // 2)
     assert half.peak_bytes <= free.peak_bytes // 2
@@ -246,7 +246,7 @@ def test_half_of_the_memory_takes_little_more_time(residues: int) -> None:
 
 
 def test_the_longest_sequence_is_the_longest() -> None:
-    job = Job(_narrow(), 1, 4, 4)
+    job = FoldJob(_narrow(), 1, 4, 4)
     budget = 3_000_000
     residues = longest(job, budget)
     assert least_bytes(replace(job, residues=residues)) <= budget

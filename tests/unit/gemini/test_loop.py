@@ -55,7 +55,7 @@ def test_bit_equal(plain, budget: int) -> None:
     run = train(Net, budget, adamw)
     require_equal(run, plain("net", Net))
     assert run.gemini.device_peak_bytes <= budget
-    assert (run.gemini.data.tier.num_evictions > 0) == (budget < model_bytes(Net))
+    assert (run.gemini.parallel.tier.num_evictions > 0) == (budget < model_bytes(Net))
     assert run.gemini.moved_bytes >= 4 * 2 * model_bytes(Net)  # in and out, each of four steps
 
 
@@ -105,7 +105,7 @@ def test_planned(plain, make, budget: int) -> None:
     """A step is foreseen, activations and all; then nothing goes over the budget, and what is predicted happens."""
     run = train(make, budget, adamw, **SAMPLE)
     require_equal(run, plain("net" if make is Net else str(make), make))
-    planned, tier = run.gemini.data.planned, run.gemini.data.tier
+    planned, tier = run.gemini.parallel.planned, run.gemini.parallel.tier
     assert tier.peak_bytes <= budget
     assert (tier.num_evictions > 0) == (budget < 200_000)
     assert (len(planned.plan.resident) == len(planned.trace.chunks)) == (budget > 200_000)
@@ -133,7 +133,7 @@ def test_where_everything_fits_a_step_runs_the_operators_of_the_model_and_no_oth
         model = Net(recompute=False)
         optimizer = adamw(model.parameters())
         if budget is not None:
-            assert len(wrap(model, optimizer, budget, **SAMPLE).data.planned.plan.resident) > 1
+            assert len(wrap(model, optimizer, budget, **SAMPLE).parallel.planned.plan.resident) > 1
         with _Operators() as found:
             for step in range(2):
                 loss(model, batch(step)).backward()
@@ -146,17 +146,17 @@ def test_where_everything_fits_a_step_runs_the_operators_of_the_model_and_no_oth
 
 def test_where_everything_fits_nobody_follows_the_step() -> None:
     """And the account of the device has what was planned all the same."""
-    data = train(Net, RESIDENT, adamw, **SAMPLE).gemini.data
-    assert data.hooks.rests
-    assert data.hooks._clock == 0
-    assert data.tier.peak_bytes == data.planned.plan.device_peak_bytes
-    assert not train(partial(Net, recompute=False), 110_000, adamw, steps=1, **SAMPLE).gemini.data.hooks.rests
+    parallel = train(Net, RESIDENT, adamw, **SAMPLE).gemini.parallel
+    assert parallel.hooks.rests
+    assert parallel.hooks._clock == 0
+    assert parallel.tier.peak_bytes == parallel.planned.plan.device_peak_bytes
+    assert not train(partial(Net, recompute=False), 110_000, adamw, steps=1, **SAMPLE).gemini.parallel.hooks.rests
 
 
 def test_the_first_step_corrects_what_was_foreseen(plain, monkeypatch) -> None:
     """Where activations are foreseen half as large as they turn out to be, and nothing lives on the device before."""
     make, budget = partial(Net, recompute=False), 110_000
-    right = train(make, budget, adamw, **SAMPLE).gemini.data.planned.trace
+    right = train(make, budget, adamw, **SAMPLE).gemini.parallel.planned.trace
 
     def too_little(*args: Any, **kwargs: Any) -> StepTrace:
         found = trace_step(*args, **kwargs)
@@ -166,24 +166,24 @@ def test_the_first_step_corrects_what_was_foreseen(plain, monkeypatch) -> None:
     foreseen: list[Trace] = []
     settle = replicas.GeminiReplicas._correct
 
-    def correct(data: replicas.GeminiReplicas, planned: Any, gauge: Any) -> None:
+    def correct(parallel: replicas.GeminiReplicas, planned: Any, gauge: Any) -> None:
         foreseen.append(planned.trace)
-        assert not any(chunk.resident for chunk in data.chunks)
-        settle(data, planned, gauge)
+        assert not any(chunk.resident for chunk in parallel.chunks)
+        settle(parallel, planned, gauge)
 
     monkeypatch.setattr(replicas, "trace_step", too_little)
     monkeypatch.setattr(replicas.GeminiReplicas, "warms_up", True)
     monkeypatch.setattr(replicas.GeminiReplicas, "_correct", correct)
     run = train(make, budget, adamw, **SAMPLE)
     require_equal(run, plain(str(make), make))
-    data = run.gemini.data
+    parallel = run.gemini.parallel
     assert foreseen[0].other_peak_bytes <= right.other_peak_bytes / 2
-    assert data.planned.trace.other_peak_bytes == pytest.approx(right.other_peak_bytes, rel=0.1)
-    assert {chunk.index for chunk in data.chunks if chunk.resident} == data.planned.plan.resident != frozenset()
-    assert any(chunk.merged for chunk in data.chunks)
-    assert not [m.name for unit in data.hooks.units for m in unit.members if m.chunk.merged], "they stay for good"
-    assert data.executor.gauge is None
-    assert data.tier.peak_bytes <= budget
+    assert parallel.planned.trace.other_peak_bytes == pytest.approx(right.other_peak_bytes, rel=0.1)
+    assert {chunk.index for chunk in parallel.chunks if chunk.resident} == parallel.planned.plan.resident != frozenset()
+    assert any(chunk.merged for chunk in parallel.chunks)
+    assert not [m.name for unit in parallel.hooks.units for m in unit.members if m.chunk.merged], "they stay for good"
+    assert parallel.executor.gauge is None
+    assert parallel.tier.peak_bytes <= budget
 
 
 @pytest.mark.parametrize("budget", [110_000, RESIDENT])
@@ -208,29 +208,29 @@ def test_what_is_drawn_is_what_tensors_really_took(tmp_path, monkeypatch, budget
     join("cpu")
     mesh = build_mesh(MeshConfig().resolve(1, 3), "cpu")
     png = tmp_path / "memory.png"
-    config = GeminiConfig(str(budget), trace=png)
+    config = GeminiConfig(str(budget), figure=png)
     model = Net(recompute=False)
     model.unused.requires_grad_(False)  # the plan has optimizer state of all that is trained, and this would get none
-    data = replicas.GeminiReplicas(model, mesh, 3, "fp32", lambda _: None, config)
-    optimizer = adamw(data.masters.values())
-    data.prepare(optimizer, lambda: [lambda model: loss(model, batch(0))])
+    parallel = replicas.GeminiReplicas(model, mesh, 3, "fp32", lambda _: None, config)
+    optimizer = adamw(parallel.masters.values())
+    parallel.prepare(optimizer, lambda: [lambda model: loss(model, batch(0))])
     for step in range(3):
-        data.run([batch(step), batch(step)], lambda ids: loss(data.model, ids) / 2)
-        data.reduce()
+        parallel.run([batch(step), batch(step)], lambda ids: loss(parallel.model, ids) / 2)
+        parallel.reduce()
         optimizer.step()
-        data.release()
-        data.publish()
+        parallel.release()
+        parallel.publish()
     assert png.read_bytes().startswith(b"\x89PNG")
     assert len(gauges) == 2
     assert lines == [(gauge.device, gauge.host) for gauge in gauges]
-    assert data.hooks.rests == (budget == RESIDENT)
-    planned = data.planned
+    assert parallel.hooks.rests == (budget == RESIDENT)
+    planned = parallel.planned
 
     def comes(moment: Moment) -> bool:
         """Gradients of what lives here alone are their masters' at once: nothing reduces them."""
-        return moment.kind != "update" and not (moment.kind == "reduce" and data.chunks[moment.chunks[0]].alone)
+        return moment.kind != "update" and not (moment.kind == "reduce" and parallel.chunks[moment.chunks[0]].alone)
 
-    assert data._host_bytes() == pytest.approx(planned.plan.host_bytes, rel=0.01)
+    assert parallel._host_bytes() == pytest.approx(planned.plan.host_bytes, rel=0.01)
     for gauge in gauges:
         seen = [k for k, others in enumerate(gauge.others) if others is not None]
         assert len(seen) > 0.9 * len([m for m in planned.trace.moments if comes(m)])
@@ -301,7 +301,7 @@ def test_policies(plain, policy: str) -> None:
     free, bound = (train(make, 60_000, adamw, **SAMPLE, policy=given) for given in ("auto", policy))
     require_equal(bound, plain(str(make), make))
     assert bound.gemini.moved_bytes > free.gemini.moved_bytes
-    resident = [chunk for chunk in bound.gemini.data.chunks if chunk.resident]
+    resident = [chunk for chunk in bound.gemini.parallel.chunks if chunk.resident]
     assert bool(resident) == (policy == "static")
     assert bound.gemini.device_peak_bytes <= 60_000
 
@@ -316,8 +316,8 @@ def test_frozen_parameters_are_moved_too(plain, budget, options) -> None:
 
     run = train(make, budget, adamw, **options)
     require_equal(run, plain("frozen", make))
-    assert (run.gemini.data.tier.num_evictions > 0) == (budget == TIGHT)
-    assert {c.trainable for c in run.gemini.data.chunks} == {True, False}
+    assert (run.gemini.parallel.tier.num_evictions > 0) == (budget == TIGHT)
+    assert {c.trainable for c in run.gemini.parallel.chunks} == {True, False}
 
 
 @pytest.mark.parametrize(("budget", "options"), [(TIGHT, {}), (RESIDENT, SAMPLE)])
@@ -362,19 +362,19 @@ def test_training_goes_on_after_an_exception(plain, budget, options) -> None:
 
     run = train(Net, budget, adamw, step=step, **options)
     require_equal(run, plain("net", Net))
-    data = run.gemini.data
-    lives_here = sum(c.param_bytes + c.shard_bytes for c in data.planned.trace.chunks) if options else 0
-    coming_and_going = sum(c.num_bytes for c in data.chunks if c.is_filled and not c.resident)
-    assert data.tier.current_bytes == lives_here + coming_and_going
-    assert not data.hooks._forwards
-    assert not data.hooks._backwards
+    parallel = run.gemini.parallel
+    lives_here = sum(c.param_bytes + c.shard_bytes for c in parallel.planned.trace.chunks) if options else 0
+    coming_and_going = sum(c.num_bytes for c in parallel.chunks if c.is_filled and not c.resident)
+    assert parallel.tier.current_bytes == lives_here + coming_and_going
+    assert not parallel.hooks._forwards
+    assert not parallel.hooks._backwards
 
 
 @pytest.mark.parametrize(("budget", "options"), [(TIGHT, {}), (RESIDENT, SAMPLE)])
 def test_a_model_that_nobody_needs_any_more_is_freed(budget, options) -> None:
     def trained() -> list[weakref.ref]:
-        data = train(Net, budget, adamw, steps=1, **options).gemini.data
-        return [weakref.ref(thing) for thing in (data.model, data.hooks, *data.chunks)]
+        parallel = train(Net, budget, adamw, steps=1, **options).gemini.parallel
+        return [weakref.ref(thing) for thing in (parallel.model, parallel.hooks, *parallel.chunks)]
 
     left_behind = trained()
     gc.collect()
@@ -403,7 +403,7 @@ def test_what_is_not_there_cannot_be_read() -> None:
     loss(model, batch(0)).backward()
     optimizer.step()
     assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == names
-    free = [m for c in gemini.data.chunks for m in c.members if m.state is State.FREE]
+    free = [m for c in gemini.parallel.chunks for m in c.members if m.state is State.FREE]
     assert free
     for member in free:
         assert member.chunk.buffer.untyped_storage().nbytes() == 0
@@ -427,11 +427,11 @@ def test_gradients_that_lie_in_one_memory_are_clipped_once_each() -> None:
     model = _Joined()
     optimizer, x = torch.optim.SGD(model.parameters(), lr=1.0), torch.ones(6)
     gemini = wrap(model, optimizer, RESIDENT, sample=lambda: lambda model: model(x).sum())
-    assert all(chunk.alone for chunk in gemini.data.chunks)
+    assert all(chunk.alone for chunk in gemini.parallel.chunks)
     for _ in range(2):  # accumulated, and clipped to a norm of 1
         model(x).sum().backward()
     gemini.clip_grad_norm_(1.0)
-    for master in gemini.data.masters.values():
+    for master in gemini.parallel.masters.values():
         torch.testing.assert_close(master.grad.flatten(), torch.full((6,), 12**-0.5), rtol=1e-5, atol=0)
 
 
@@ -469,7 +469,7 @@ def test_masters_are_wide_and_saved(precision) -> None:
     assert resident.gemini.moved_bytes == 0
     require_equal(resident, run)
     assert all(p.dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
-               for p in run.gemini.data.model.parameters())  # fmt: skip
+               for p in run.gemini.parallel.model.parameters())  # fmt: skip
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -504,8 +504,8 @@ def test_new_values_reach_what_an_evaluation_has_left_on_the_device() -> None:
     gemini = wrap(model, adamw(model.parameters()), 200_000)
     with torch.no_grad():
         before = loss(model, batch(0))
-        for master in gemini.data.masters.values():
+        for master in gemini.parallel.masters.values():
             master.zero_()
-        gemini.data.publish()
+        gemini.parallel.publish()
         assert float(loss(model, batch(0))) == pytest.approx(math.log(11))
     assert float(before) != pytest.approx(math.log(11))

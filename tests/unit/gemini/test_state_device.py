@@ -101,8 +101,8 @@ def test_masters_that_settle_and_masters_that_are_wrapped_are_asked_for(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sample: Any = None if budget < 100_000 else lambda: lambda model: loss(model, batch(0))
     gemini = wrap(model, optimizer, budget, sample=sample)
-    masters = {id(master) for master in gemini.data.masters.values()}
-    resident = {id(m.rows) for chunk in gemini.data.chunks if chunk.resident for m in chunk.members}
+    masters = {id(master) for master in gemini.parallel.masters.values()}
+    resident = {id(m.master) for chunk in gemini.parallel.chunks if chunk.resident for m in chunk.members}
     assert {id(master) for master in asked["loop"]} == masters
     assert {id(master) for master in asked["replicas"]} == resident
     assert bool(resident) == (budget > 100_000)

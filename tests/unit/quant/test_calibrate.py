@@ -341,14 +341,14 @@ def test_bad_input() -> None:
 
 
 def test_the_model_is_left_as_it_was_but_for_its_weights() -> None:
-    model, told = decoder("llama").train(), []
+    model, calls = decoder("llama").train(), []
     before = {name: p.requires_grad for name, p in model.named_parameters() if "norm" in name}
     quantize(
-        model, "int4", calibration=[texts()], progress=lambda name, num_bytes: told.append((name, num_bytes)), **ALL
+        model, "int4", calibration=[texts()], progress=lambda name, num_bytes: calls.append((name, num_bytes)), **ALL
     )
     assert model.training
     assert before == {name: p.requires_grad for name, p in model.named_parameters() if "norm" in name}
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-    assert len(told) == sum(isinstance(p, QuantizedWeight) for p in model.parameters())
-    assert told[-1][1] == sum(p.numel() * 4 for p in model.parameters() if isinstance(p, QuantizedWeight))
+    assert len(calls) == sum(isinstance(p, QuantizedWeight) for p in model.parameters())
+    assert calls[-1][1] == sum(p.numel() * 4 for p in model.parameters() if isinstance(p, QuantizedWeight))
     assert Scheme("int4") == next(p.scheme for p in model.parameters() if isinstance(p, QuantizedWeight))

@@ -162,7 +162,7 @@ def clients(running: Running) -> Iterator[dict[str, Ask]]:
 
 
 @pytest.fixture(scope="module")
-def told(running: Running) -> dict[str, dict[str, Any]]:
+def answers(running: Running) -> dict[str, dict[str, Any]]:
     """The whole answer to each question, over the plainest of connections."""
     found = {}
     for name, (path, body) in QUESTIONS.items():
@@ -179,18 +179,18 @@ def texts(choice: dict[str, Any]) -> str:
 
 
 def tokens(choice: dict[str, Any]) -> list[Any]:
-    told = choice.get("logprobs") or {}
-    return told.get("tokens") or [token["bytes"] for token in told.get("content") or ()]
+    logprobs = choice.get("logprobs") or {}
+    return logprobs.get("tokens") or [token["bytes"] for token in logprobs.get("content") or ()]
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_whole_answers(clients: dict[str, Ask], told: dict[str, dict[str, Any]], client: str, question: str) -> None:
+def test_whole_answers(clients: dict[str, Ask], answers: dict[str, dict[str, Any]], client: str, question: str) -> None:
     path, body = QUESTIONS[question]
     answer = clients[client](path, {"model": "first", "max_tokens": 12} | body)
     assert answer.status == 200, answer.error
     assert answer.whole is not None
-    wanted = told[question]
+    wanted = answers[question]
     assert answer.whole["model"] == "first"
     assert answer.whole["object"] == wanted["object"]
     assert answer.whole["id"] != wanted["id"]
@@ -205,7 +205,7 @@ def test_whole_answers(clients: dict[str, Ask], told: dict[str, dict[str, Any]],
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_streams_add_up_to_them(
-    clients: dict[str, Ask], told: dict[str, dict[str, Any]], client: str, question: str
+    clients: dict[str, Ask], answers: dict[str, dict[str, Any]], client: str, question: str
 ) -> None:
     path, body = QUESTIONS[question]
     asked = {"model": "first", "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}}
@@ -213,7 +213,7 @@ def test_streams_add_up_to_them(
     assert answer.status == 200, answer.error
     assert answer.chunks is not None
     *chunks, last = answer.chunks
-    wanted = told[question]
+    wanted = answers[question]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == wanted["usage"]["completion_tokens"]
     assert {chunk["id"] for chunk in answer.chunks} == {last["id"]}

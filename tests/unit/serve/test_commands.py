@@ -12,8 +12,8 @@ from apps.serve.__main__ import APP
 from apps.serve.bench import BenchConfig, Served, figures, loads
 from apps.serve.config import EngineConfig
 from apps.serve.memory import page_bytes
-from apps.serve.model import find_source
-from apps.serve.plan import PlanConfig, PlannedEngine, fewest, formats
+from apps.serve.model import find_model
+from apps.serve.plan import PlannedEngine, ServePlanConfig, fewest, formats
 from core.config import run_command
 from core.models import SHAPES
 from tests.support.command import ROOT
@@ -32,7 +32,7 @@ def refusal(capsys, *arguments):
 def test_plan_of_the_published_cases():
     """BLOOM-176B: 352 GB in fp16; in int8 half of that, which eight devices of 24 GB hold, the published case."""
     bloom = SHAPES["bloom_176b"]
-    config = PlanConfig(shape="bloom_176b", memory="24GB", device="cuda", engine=PlannedEngine(1, 1024, 512))
+    config = ServePlanConfig(shape="bloom_176b", memory="24GB", device="cuda", engine=PlannedEngine(1, 1024, 512))
     asked = formats(bloom)
     whole = {name: fewest(bloom, format, replace(config, memory="10TB")).need.weights for name, format in asked.items()}
     assert whole["fp16"] == pytest.approx(352.5e9, rel=0.01)
@@ -42,9 +42,9 @@ def test_plan_of_the_published_cases():
     assert (found["fp16"].devices, found["int8"].devices, found["int4"].devices) == (16, 8, 7)
     assert found["int8"].total < 24e9
     opt = SHAPES["opt_175b"]
-    config = PlanConfig(shape="opt_175b", memory="80GB", device="cuda", engine=PlannedEngine(1))
+    config = ServePlanConfig(shape="opt_175b", memory="80GB", device="cuda", engine=PlannedEngine(1))
     assert fewest(opt, formats(opt)["int8"], config).devices == 3
-    assert fewest(bloom, asked["fp16"], PlanConfig(shape="bloom_176b", memory="1GB")).devices is None
+    assert fewest(bloom, asked["fp16"], ServePlanConfig(shape="bloom_176b", memory="1GB")).devices is None
 
 
 def test_pages_of_the_plan():
@@ -116,7 +116,7 @@ def test_a_run_folder_is_served_under_its_name(tmp_path):
     small_model(tmp_path / "runs" / "mine" / "hf")
     (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
     for folder in ("runs/mine", "runs/mine/hf"):
-        source = find_source(tmp_path / folder)
+        source = find_model(tmp_path / folder)
         assert source.name == "mine"
         assert source.folder == tmp_path / "runs" / "mine" / "hf"
 

@@ -62,8 +62,8 @@ def requests(seed: int = 0) -> list[Request]:
     return asked
 
 
-def told(written: Written) -> dict:
-    """All that is told: tokens with their logprobs, texts, how they end, prompts."""
+def reported(written: Written) -> dict:
+    """All that is reported: tokens with their logprobs, texts, how they end, prompts."""
     tokens = {
         key: [(t.id, t.offset, t.ends, [i for i, _ in t.top]) for t in tokens] for key, tokens in written.tokens.items()
     }
@@ -87,7 +87,7 @@ def test_captured_steps_write_what_others_write(family: str, scheme: str, kind: 
     launched, launch = [], engine.runner.decode.launch
     engine.runner.decode.launch = lambda *step: launched.append(len(step[0].ids)) or launch(*step)
     found, wanted = run(engine, requests()), run(real_engine(decoder, limits, num_pages), requests())
-    assert told(found) == told(wanted)
+    assert reported(found) == reported(wanted)
     assert logprobs(found) == pytest.approx(logprobs(wanted), abs=1e-4)
     assert (engine.counts.preemptions > 0) == (kind == "scarce")
     assert len(launched) > 0.3 * engine.counts.steps
@@ -139,7 +139,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
 
 def test_rows_that_fill_up_a_step_change_nothing() -> None:
     """The same row beside four others, and beside four that fill up the step: not a bit of it."""
-    decoder, ask = random_decoder(example("llama", max_length=32)).float(), Ask(Sampling(temperature=0), told=3)
+    decoder, ask = random_decoder(example("llama", max_length=32)).float(), Ask(Sampling(temperature=0), num_logprobs=3)
     engine = real_engine(decoder, Limits(4, 64, 16, 5), 20, graphs=True)
     decode = engine.runner.decode
     assert isinstance(decode, Decode)

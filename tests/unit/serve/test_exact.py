@@ -151,10 +151,10 @@ def test_logprobs_of_text_and_prompt():
         whole = [*prompt, *(token.id for token in tokens)]
         with torch.no_grad():
             logprobs = plain(torch.tensor([whole])).double().log_softmax(-1)[0]
-        told = written.prompts["a"].tokens
-        assert [token.id for token in told] == prompt
-        assert told[0].logprob is None
-        for place, token in enumerate([*told[1:], *tokens]):
+        prompt_tokens = written.prompts["a"].tokens
+        assert [token.id for token in prompt_tokens] == prompt
+        assert prompt_tokens[0].logprob is None
+        for place, token in enumerate([*prompt_tokens[1:], *tokens]):
             assert token.logprob == pytest.approx(float(logprobs[place, token.id]), abs=1e-4)
             count = 2 if place + 1 < len(prompt) else 3
             best = logprobs[place].topk(count)

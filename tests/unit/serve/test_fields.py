@@ -231,15 +231,15 @@ def test_the_servers_own_message_is_accepted(running: Running) -> None:
             {"role": "assistant", "content": ""},
             {"role": "assistant", "content": []},
         ]
-        told = [client.chat.completions.create(messages=[*said, form, again], **asked) for form in silent]
-        assert len({answer.choices[0].message.content for answer in told}) == 1
+        answers = [client.chat.completions.create(messages=[*said, form, again], **asked) for form in silent]
+        assert len({answer.choices[0].message.content for answer in answers}) == 1
         refused = [
             {"role": "assistant", "content": None, "refusal": "No."},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
             {"role": "assistant", "content": "No."},
         ]
-        told = [client.chat.completions.create(messages=[*said, form, again], **asked) for form in refused]
-        assert len({answer.choices[0].message.content for answer in told}) == 1
+        answers = [client.chat.completions.create(messages=[*said, form, again], **asked) for form in refused]
+        assert len({answer.choices[0].message.content for answer in answers}) == 1
 
 
 def test_fields_of_providers_that_say_something_are_refused(running: Running) -> None:
@@ -255,11 +255,11 @@ def test_usage_in_each_piece(running: Running) -> None:
         asked = BASE[path] | GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
         plain = by_socket(running, path, asked)
         asked["stream_options"]["continuous_usage_stats"] = True
-        told = by_socket(running, path, asked)
+        answer = by_socket(running, path, asked)
         assert plain.chunks is not None
-        assert told.chunks is not None
+        assert answer.chunks is not None
         assert [chunk["usage"] for chunk in plain.chunks[:-1]] == [None] * (len(plain.chunks) - 1)
-        counts = [chunk["usage"]["completion_tokens"] for chunk in told.chunks]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in answer.chunks]
         assert counts == sorted(counts)
         assert counts[-1] == counts[-2] == plain.chunks[-1]["usage"]["completion_tokens"] > 2
         alone = by_socket(running, path, asked | {"stream_options": {"continuous_usage_stats": True}})

@@ -106,9 +106,11 @@ def test_a_stream_adds_up_to_the_whole(client, seed):
         assert all(c.finish_reason is None for c in mine[:-1])
         for name in ("tokens", "text_offset"):
             assert [x for c in mine for x in getattr(c.logprobs, name)] == getattr(choice.logprobs, name)
-        streamed, told = [p for c in mine for p in c.logprobs.token_logprobs], choice.logprobs.token_logprobs
-        assert [p is None for p in streamed] == [p is None for p in told]
-        assert [p or 0 for p in streamed] == pytest.approx([p or 0 for p in told], abs=1e-4)  # other chunks, other sums
+        streamed, complete = [p for c in mine for p in c.logprobs.token_logprobs], choice.logprobs.token_logprobs
+        assert [p is None for p in streamed] == [p is None for p in complete]
+        assert [p or 0 for p in streamed] == pytest.approx(
+            [p or 0 for p in complete], abs=1e-4
+        )  # other chunks, other sums
         tops = [top for c in mine for top in c.logprobs.top_logprobs]
         assert [top and top.keys() for top in tops] == [top and top.keys() for top in choice.logprobs.top_logprobs]
         assert not any(c.text.endswith("\ufffd") and not choice.text.count("\ufffd") for c in mine)
@@ -118,22 +120,23 @@ def test_logprobs(client):
     answer = client.completions.create(
         model="first", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3, echo=True
     )
-    choice, told = answer.choices[0], answer.choices[0].logprobs
+    choice, logprobs = answer.choices[0], answer.choices[0].logprobs
     assert choice.text.startswith(PROMPT)
-    assert len(told.tokens) == len(PROMPT) + answer.usage.completion_tokens
-    assert told.tokens[: len(PROMPT)] == list(PROMPT)
-    assert told.token_logprobs[0] is None
-    assert told.top_logprobs[0] is None
-    assert all(p <= 0 for p in told.token_logprobs[1:])
-    assert told.text_offset[: len(PROMPT)] == list(range(len(PROMPT)))
-    assert told.text_offset == sorted(told.text_offset)
-    for token, logprob, top in list(zip(told.tokens, told.token_logprobs, told.top_logprobs))[len(PROMPT) :]:
+    assert len(logprobs.tokens) == len(PROMPT) + answer.usage.completion_tokens
+    assert logprobs.tokens[: len(PROMPT)] == list(PROMPT)
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.top_logprobs[0] is None
+    assert all(p <= 0 for p in logprobs.token_logprobs[1:])
+    assert logprobs.text_offset[: len(PROMPT)] == list(range(len(PROMPT)))
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+    rows = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs)
+    for token, logprob, top in list(rows)[len(PROMPT) :]:
         assert top[token] == logprob == max(top.values())
         assert len(top) == 3
     scored = client.completions.create(model="first", prompt=PROMPT, max_tokens=0, logprobs=0, echo=True)
     assert scored.choices[0].text == PROMPT
     assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(
-        told.token_logprobs[1 : len(PROMPT)], abs=1e-4
+        logprobs.token_logprobs[1 : len(PROMPT)], abs=1e-4
     )
     assert scored.usage.completion_tokens == 0
 
@@ -277,10 +280,10 @@ def test_chat(client):
     deltas = [c.delta.content or "" for chunk in chunks for c in chunk.choices]
     assert "".join(deltas) == choice.message.content
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
-    told = [token for chunk in chunks for c in chunk.choices if c.logprobs for token in c.logprobs.content]
-    assert [token.bytes for token in told] == [token.bytes for token in choice.logprobs.content]
+    logprobs = [token for chunk in chunks for c in chunk.choices if c.logprobs for token in c.logprobs.content]
+    assert [token.bytes for token in logprobs] == [token.bytes for token in choice.logprobs.content]
     probabilities = [token.logprob for token in choice.logprobs.content]
-    assert [token.logprob for token in told] == pytest.approx(probabilities, abs=1e-4)
+    assert [token.logprob for token in logprobs] == pytest.approx(probabilities, abs=1e-4)
     assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == choice.finish_reason
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
     plain = [{"role": "user", "content": "Hello"}]

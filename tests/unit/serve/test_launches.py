@@ -127,7 +127,7 @@ def test_told_logprobs_are_part_of_it(gpu: FakeGpu) -> None:
 
 
 def test_a_step_with_prompts_is_one_copy_each_way(gpu: FakeGpu) -> None:
-    """In chunks, of which nothing is read, and beside those who write; operators are launched one by one there."""
+    """In chunks, of which nothing is read, and beside decoding sequences; operators are launched one by one there."""
     engine, counter = engine_on(gpu, "opt"), gpu.counter
     start(engine, "sorted", count=2)
     for _ in range(4):
@@ -159,7 +159,7 @@ def test_a_wait_is_seen(gpu: FakeGpu) -> None:
 
 
 def test_prompts_alone_launch_no_attention_of_theirs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without graphs, too: a step in which all write is told so, and has no kernel for more than one query."""
+    """Without graphs, too: a step of decoding alone is known as one, and has no kernel for more than one query."""
     engine, contexts = engine_on(gpu, "gpt2"), []
     engine.runner.decode = None
     logits = engine.runner.logits

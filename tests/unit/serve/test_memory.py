@@ -7,7 +7,7 @@ import torch
 
 from apps.serve.config import EngineConfig
 from apps.serve.memory import Asked, Format, Load, Need, folder_format, need, quantized_format, share_out
-from apps.serve.model import build_engines, find_source
+from apps.serve.model import build_engines, find_model
 from apps.serve.plan import formats
 from apps.serve.runner import Runner, Step
 from core.config import UserError, size_in_bytes
@@ -164,13 +164,13 @@ def test_a_cache_that_holds_no_sequence_is_told_what_would():
     needed = Need(1000, 3333, 100)
     with pytest.raises(UserError, match=r"^--engine.cache 3.91 KiB holds no sequence of a; give") as caught:
         share_out([Asked("a", needed, 100, kv_bytes=4000)], 10**6, "cpu")
-    told = size_in_bytes(str(caught.value).split("at least ")[1], "engine.cache", "GiB")
-    assert share_out([Asked("a", needed, 100, kv_bytes=told)], 10**6, "cpu")[0].num_pages == 2
+    room = size_in_bytes(str(caught.value).split("at least ")[1], "engine.cache", "GiB")
+    assert share_out([Asked("a", needed, 100, kv_bytes=room)], 10**6, "cpu")[0].num_pages == 2
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_no_weights_are_read_where_no_sequence_would_fit(tmp_path, monkeypatch, page_size):
-    source = find_source(small_model(tmp_path / "one"))
+    source = find_model(small_model(tmp_path / "one"))
     asked = []
 
     def kept(found, free, device):
@@ -210,7 +210,7 @@ def test_a_folder_is_counted_in_the_format_in_which_it_computes(tmp_path, dtype)
 
 def test_a_server_measures_what_is_free_once(tmp_path, monkeypatch):
     """Two models alike have pages alike, though loading the first leaves less."""
-    sources = [find_source(small_model(tmp_path / name)) for name in ("one", "two")]
+    sources = [find_model(small_model(tmp_path / name)) for name in ("one", "two")]
     free = iter([10_000_000, 1000, 1000])
     monkeypatch.setattr("apps.serve.model.free_bytes", lambda device, axis: next(free))
     engine = EngineConfig(max_running=64, max_batch_tokens=100)

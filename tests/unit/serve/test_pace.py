@@ -1,4 +1,4 @@
-"""Prompts beside writers on a simulated clock: both keep within their bounds, whatever tokens cost."""
+"""Prompts beside a decode batch on a simulated clock: both keep within their bounds, whatever tokens cost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ MOST, BATCH = 512, 2048
 
 @dataclass(frozen=True)
 class Machine:
-    """writer_s of a step of the writers; chunk_s(n, before): what n tokens of a prompt take behind so many."""
+    """decode_s of a step without prompts; chunk_s(n, before): what n tokens of a prompt take behind so many."""
 
-    writer_s: float
+    decode_s: float
     chunk_s: Callable[[int, int], float]
 
     def alone_s(self, prompt: int) -> float:
-        """A prompt while nobody writes."""
+        """A prompt while no sequence decodes."""
         return sum(self.chunk_s(min(BATCH, prompt - done), done) for done in range(0, prompt, BATCH))
 
 
@@ -40,7 +40,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Served:
-    """Seconds to a prompt's first token, and of the writers' steps until then."""
+    """Seconds to a prompt's first token, and of the decode steps until then."""
 
     first_s: float
     steps_s: list[float]
@@ -52,13 +52,13 @@ class Served:
 
 
 def warm(machine: Machine, before: tuple[int, ...], stretch: float = 2.0) -> Pace:
-    """After prompts that came while nobody wrote, and some steps of the writers."""
+    """After prompts that came while no sequence decoded, and some decode steps."""
     pace = Pace(stretch)
     for prompt in before:
         pace.observe(0, prompt, machine.chunk_s(prompt, 0))
     for _ in range(8):
         assert pace.chunk(MOST, 0) == 0
-        pace.observe(4, 0, machine.writer_s)
+        pace.observe(4, 0, machine.decode_s)
     return pace
 
 
@@ -67,7 +67,7 @@ def served(pace: Pace, machine: Machine, prompt: int, most: int = MOST) -> Serve
     while done < prompt:
         chunk = pace.chunk(most, prompt - done)
         assert 0 <= chunk <= min(most, prompt - done)
-        seconds = machine.writer_s + (machine.chunk_s(chunk, done) if chunk else 0.0)
+        seconds = machine.decode_s + (machine.chunk_s(chunk, done) if chunk else 0.0)
         pace.observe(4, chunk, seconds)
         steps_s.append(seconds)
         done += chunk
@@ -80,14 +80,14 @@ def served(pace: Pace, machine: Machine, prompt: int, most: int = MOST) -> Serve
 @pytest.mark.parametrize("before", [(16,), (64,), (1500,), (64, 1500)])
 @pytest.mark.parametrize("prompt", [1500, 6000])
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_long_prompt_beside_writers(name: str, prompt: int, before: tuple[int, ...]) -> None:
-    """First token within 3x of alone, the writers' mean step until then within 2x; the first time, and from then on."""
+def test_a_long_prompt_beside_a_decode_batch(name: str, prompt: int, before: tuple[int, ...]) -> None:
+    """First token within 3x of alone, the mean decode step until then within 2x; the first time, and from then on."""
     machine = MACHINES[name]
     pace = warm(machine, before)
     for _ in range(3):
         found = served(pace, machine, prompt)
         assert found.first_s <= 3 * machine.alone_s(prompt)
-        assert found.mean_s <= 2 * machine.writer_s
+        assert found.mean_s <= 2 * machine.decode_s
 
 
 @pytest.mark.parametrize("prompt", [5, 24, 200])
@@ -97,18 +97,18 @@ def test_a_short_prompt_once_its_length_is_known(name: str, prompt: int) -> None
     pace = warm(machine, (64, 1500))
     served(pace, machine, prompt)
     found = served(pace, machine, prompt)
-    assert found.first_s <= 3 * machine.alone_s(prompt) + machine.writer_s
-    assert found.mean_s <= 2 * machine.writer_s * 1.001
+    assert found.first_s <= 3 * machine.alone_s(prompt) + machine.decode_s
+    assert found.mean_s <= 2 * machine.decode_s * 1.001
 
 
 @pytest.mark.parametrize("stretch", [1.2, 1.5, 2.0, 4.0])
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_stretch_bounds_the_mean_step(name: str, stretch: float) -> None:
-    """And what writers do not need is the prompt's: T + T / (stretch - 1), but for what small chunks cost more."""
+    """And the rest is the prompt's: T + T / (stretch - 1), but for what small chunks cost more."""
     machine = MACHINES[name]
     pace = warm(machine, (64, 1500), stretch)
     found = served(pace, machine, 6000)
-    assert found.mean_s <= stretch * machine.writer_s
+    assert found.mean_s <= stretch * machine.decode_s
     assert found.first_s <= 1.6 * machine.alone_s(6000) * stretch / (stretch - 1)
 
 
@@ -123,8 +123,8 @@ def test_where_a_chunk_costs_nothing_steps_are_full() -> None:
 def test_the_longest_chunk_bounds_the_longest_step() -> None:
     machine = MACHINES["int4"]
     found = served(warm(machine, (64, 1500)), machine, 1500, most=64)
-    assert max(found.steps_s) <= machine.writer_s + machine.chunk_s(64, 0)
-    assert found.mean_s <= 2 * machine.writer_s
+    assert max(found.steps_s) <= machine.decode_s + machine.chunk_s(64, 0)
+    assert found.mean_s <= 2 * machine.decode_s
 
 
 def test_it_follows_what_changes() -> None:
@@ -132,13 +132,13 @@ def test_it_follows_what_changes() -> None:
     machine = MACHINES["int4"]
     pace = warm(machine, (64, 1500))
     for factor in (2.0, 0.1):
-        other = Machine(factor * machine.writer_s, lambda n, b, f=factor: f * machine.chunk_s(n, b))
+        other = Machine(factor * machine.decode_s, lambda n, b, f=factor: f * machine.chunk_s(n, b))
         for _ in range(20):
-            pace.observe(4, 0, other.writer_s)
+            pace.observe(4, 0, other.decode_s)
         for _ in range(6):
             found = served(pace, other, 1500)
         assert found.first_s <= 3 * other.alone_s(1500)
-        assert found.mean_s <= 2 * other.writer_s
+        assert found.mean_s <= 2 * other.decode_s
 
 
 class Asynchronous(StandIn):
@@ -198,7 +198,7 @@ class Impatient(Pace):
 
 
 def test_the_engine_goes_without_prompts_and_comes_to_an_end() -> None:
-    """Steps in which prompts get nothing, and pages so scarce that a writer waits for what a prompt holds."""
+    """Steps in which prompts get nothing, and pages so scarce that decoding waits for what a prompt holds."""
     limits = Limits(page_size=2, max_batch_tokens=32, prefill_chunk=8, max_running=4)
     for num_pages, pace in ((60, Pace(2.0)), (9, Pace(2.0)), (9, Impatient(2.0)), (60, Impatient(2.0))):
         engine = stand_in_engine(num_pages, limits)

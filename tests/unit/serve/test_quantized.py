@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apps.serve.__main__ import APP
-from apps.serve.model import build_engine, find_source
+from apps.serve.model import build_engine, find_model
 from apps.serve.runner import Runner, Step
 from apps.serve.text import load_text
 from core.config import run_command
@@ -28,7 +28,7 @@ def tokens_of(engine):
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys):
     folder = small_model(tmp_path / "model", dim=64, ffn_dim=128)
-    source = find_source(folder)
+    source = find_model(folder)
     engine = build_engine(source, CONFIG, "cpu", scheme=Scheme(scheme))
     found = tokens_of(engine)
     alone = load_quantized(folder, scheme, embeddings=True, head=True, packed=True)
@@ -39,7 +39,7 @@ def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys):
     target = tmp_path / f"model-{scheme}"
     assert run_command(APP.dispatch, ["quantize", str(folder), str(target), "--scheme", scheme]) == 0
     assert "of weights in" in capsys.readouterr().out
-    assert tokens_of(build_engine(find_source(target), CONFIG, "cpu")) == written_by(load_quantized(target))
+    assert tokens_of(build_engine(find_model(target), CONFIG, "cpu")) == written_by(load_quantized(target))
 
 
 def test_calibrated_by_text(tmp_path, capsys, monkeypatch):
@@ -48,7 +48,7 @@ def test_calibrated_by_text(tmp_path, capsys, monkeypatch):
     text, few = tmp_path / "text.txt", tmp_path / "few.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and so on. " * 40)
     few.write_text("too few")
-    source = find_source(folder)
+    source = find_model(folder)
     options = ["--scheme", "int4", "--calibration-tokens", str(3 * source.config.max_length - 1), "--calibration"]
     for name, given in (("plain", []), ("calibrated", [*options, str(text)])):
         command = ["quantize", str(folder), str(tmp_path / name), *(given or ["--scheme", "int4"])]
@@ -61,7 +61,7 @@ def test_calibrated_by_text(tmp_path, capsys, monkeypatch):
         assert torch.equal(found(ids), expected(ids))
         wanted = load_plain(folder)(ids)
         assert (found(ids) - wanted).norm() < 0.8 * (plain(ids) - wanted).norm()
-    assert tokens_of(build_engine(find_source(tmp_path / "calibrated"), CONFIG, "cpu"))
+    assert tokens_of(build_engine(find_model(tmp_path / "calibrated"), CONFIG, "cpu"))
     capsys.readouterr()
     assert (
         run_command(APP.dispatch, ["quantize", str(tmp_path / "plain"), str(tmp_path / "new"), *options, str(text)])

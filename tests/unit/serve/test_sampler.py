@@ -148,9 +148,9 @@ rows = st.tuples(samplings, st.lists(st.integers(0, 299), max_size=6), st.sample
 def case(rows):
     """(logits, sequences) of rows: some are flat, so that 256 tokens are not the mass; some are no numbers."""
     made, logits = [], torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(len(rows)))
-    for row, (sampling, written, told, kind) in enumerate(rows):
+    for row, (sampling, written, num_logprobs, kind) in enumerate(rows):
         barred = {"min_tokens": 4, "stop_ids": frozenset(range(0, 300, 2))} if kind % 3 == 0 else {}
-        made.append(sequence(Request(str(row), (1, 2, 7, 7), 9, sampling, logprobs=told, **barred), written))
+        made.append(sequence(Request(str(row), (1, 2, 7, 7), 9, sampling, logprobs=num_logprobs, **barred), written))
         made[-1].number = row
         logits[row] *= 0.01 if kind == 1 else 3
         if kind == 2:
@@ -169,7 +169,7 @@ def test_all_rows_at_once_are_each_row_alone(rows):
     assert sample(logits, made, [False] * len(made)) == wanted
     sampler = Sampler(300, HOST)
     asks = [sampler.ask(one, one.request.logprobs) for one in made]
-    way = Way(draws=True, sorts=True, adjusts=True, told=5)
+    way = Way(draws=True, sorts=True, adjusts=True, num_logprobs=5)
     results = pick(logits, numbers_of(asks), way, sampler.histories)
     assert results.shape == (len(made), way.width)
     assert results[:, 0].tolist() == [-1 if token is None else token.id for token in wanted]

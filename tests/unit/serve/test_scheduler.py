@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from apps.serve.loop import EngineLoop, Failed
 from apps.serve.metrics import Metrics
 from apps.serve.request import State
-from apps.serve.scheduler import Job, Limits, schedule
+from apps.serve.scheduler import Limits, SequenceCounts, schedule
 from core.config import UserError
 from tests.support.serving import Written, expected, greedy, random_aborts, run, stand_in_engine
 
@@ -24,18 +24,18 @@ def test_limits():
 
 
 def test_a_writer_keeps_prompts_to_a_chunk():
-    """Alone a prompt may fill the step; beside a writer it gets prefill_chunk tokens."""
-    prompt = Job(1, num_tokens=40)
+    """Alone a prompt may fill the step; beside a decoding sequence it gets prefill_chunk tokens."""
+    prompt = SequenceCounts(1, num_tokens=40)
     assert schedule([prompt], [], 100, LIMITS).parts == ((1, 16),)
-    writer = Job(0, num_tokens=9, num_computed=8, num_pages=2)
-    batch = schedule([prompt], [writer], 100, LIMITS)
+    decoding = SequenceCounts(0, num_tokens=9, num_computed=8, num_pages=2)
+    batch = schedule([prompt], [decoding], 100, LIMITS)
     assert batch.parts == ((0, 1), (1, 6))
     assert batch.admitted == (1,)
 
 
 def test_the_youngest_is_preempted():
-    jobs = [Job(n, num_tokens=9, num_computed=8, num_pages=2, returns=2) for n in range(3)]
-    batch = schedule([Job(3, num_tokens=1)], jobs, 1, LIMITS)
+    sequences = [SequenceCounts(n, num_tokens=9, num_computed=8, num_pages=2, returns=2) for n in range(3)]
+    batch = schedule([SequenceCounts(3, num_tokens=1)], sequences, 1, LIMITS)
     assert batch.preempted == (2,)
     assert batch.parts == ((0, 1), (1, 1))
     assert batch.admitted == ()
@@ -43,25 +43,25 @@ def test_the_youngest_is_preempted():
 
 def test_nobody_overtakes():
     """A large one at the head of the queue is waited for, though a small one would fit."""
-    large, small = Job(1, num_tokens=30), Job(2, num_tokens=2)
-    running = [Job(0, num_tokens=9, num_computed=8, num_pages=2)]
+    large, small = SequenceCounts(1, num_tokens=30), SequenceCounts(2, num_tokens=2)
+    running = [SequenceCounts(0, num_tokens=9, num_computed=8, num_pages=2)]
     assert schedule([large, small], running, 5, LIMITS).admitted == ()
     assert schedule([small, large], running, 5, LIMITS).admitted == (2,)
 
 
 def test_shared_pages_that_nobody_holds_are_no_room():
     """Ten tokens of which eight are found in two idle pages: the pages are taken out of the free ones."""
-    job = Job(0, num_tokens=10, num_computed=8, num_pages=2, claims=2)
-    assert schedule([job], [], 2, LIMITS).admitted == ()
-    assert schedule([job], [], 3, LIMITS).parts == ((0, 2),)
-    assert schedule([replace(job, claims=0)], [], 1, LIMITS).parts == ((0, 2),)
+    sequence = SequenceCounts(0, num_tokens=10, num_computed=8, num_pages=2, claims=2)
+    assert schedule([sequence], [], 2, LIMITS).admitted == ()
+    assert schedule([sequence], [], 3, LIMITS).parts == ((0, 2),)
+    assert schedule([replace(sequence, claims=0)], [], 1, LIMITS).parts == ((0, 2),)
 
 
 def test_what_runs_is_promised_its_pages():
     """A prompt that is half computed needs two more pages; a newcomer gets what is left."""
-    half = Job(0, num_tokens=14, num_computed=6, num_pages=2)
-    assert schedule([Job(1, num_tokens=3)], [half], 2, LIMITS).admitted == ()
-    assert schedule([Job(1, num_tokens=3)], [half], 3, LIMITS).admitted == (1,)
+    half = SequenceCounts(0, num_tokens=14, num_computed=6, num_pages=2)
+    assert schedule([SequenceCounts(1, num_tokens=3)], [half], 2, LIMITS).admitted == ()
+    assert schedule([SequenceCounts(1, num_tokens=3)], [half], 3, LIMITS).admitted == (1,)
 
 
 @st.composite
@@ -100,7 +100,7 @@ def test_random_loads(load):
                 break
             continue
         before = engine.counts.steps
-        writing = any(len(s.tokens) - s.num_computed == 1 for s in engine.running)
+        decoding = any(len(s.tokens) - s.num_computed == 1 for s in engine.running)
         written.take(engine.step())
         idle_steps = idle_steps + 1 if engine.counts.steps == before else 0
         assert idle_steps < 2, "nobody advances"
@@ -109,7 +109,7 @@ def test_random_loads(load):
             step = engine.runner.steps[-1]
             assert len(step.ids) <= limits.max_batch_tokens
             prompt_tokens = sum(b - a for a, b in zip(step.starts, step.starts[1:]) if b - a > 1)
-            assert not writing or prompt_tokens <= limits.prefill_chunk
+            assert not decoding or prompt_tokens <= limits.prefill_chunk
     else:
         raise AssertionError("somebody starves")
     assert engine.pages.num_free == num_pages
@@ -155,24 +155,24 @@ def test_requests_that_leave_at_any_time_leak_nothing():
     assert len(written.finish) + engine.counts.aborted == 800
 
 
-@pytest.mark.parametrize("state", ["sent", "queued", "prefilling", "writing"])
+@pytest.mark.parametrize("state", ["sent", "queued", "prefilling", "decoding"])
 def test_who_leaves_is_gone_within_one_tick(state):
     """Whatever the request was doing: the next step is without it, and its pages are free."""
     limits = Limits(page_size=4, max_batch_tokens=9, prefill_chunk=8, max_running=1 if state == "queued" else 4)
-    engine, told = stand_in_engine(40, limits, sharing=False), []
+    engine, events = stand_in_engine(40, limits, sharing=False), []
     loop = EngineLoop("stand-in", engine, 10, Metrics())
     if state == "queued":
         loop.submit(greedy("other", [1], 5), lambda event: None)
         loop._tick()
-    loop.submit(greedy("mine", range(30) if state == "prefilling" else [1, 2, 3], 9), told.append)
+    loop.submit(greedy("mine", range(30) if state == "prefilling" else [1, 2, 3], 9), events.append)
     if state != "sent":
         loop._tick()
     found = {s.request.id: s.state for s in (*engine.waiting, *engine.running)}.get("mine")
     assert found is {"sent": None, "queued": State.WAITING}.get(state, State.RUNNING)
-    assert (engine.running[-1].num_written > 0 if engine.running else False) == (state in ("writing", "queued"))
+    assert (engine.running[-1].num_written > 0 if engine.running else False) == (state in ("decoding", "queued"))
     loop.abort("mine")
     loop._tick()
     assert [s.request.id for s in (*engine.waiting, *engine.running)] == (["other"] if state == "queued" else [])
     assert engine.pages.num_free == 40 - (state == "queued")
     assert loop.num_open == (state == "queued")
-    assert told[-1] == Failed("aborted")
+    assert events[-1] == Failed("aborted")

@@ -13,7 +13,7 @@ from apps.serve import serve
 from apps.serve.__main__ import APP
 from apps.serve.config import EngineConfig, HttpConfig
 from apps.serve.metrics import Metrics
-from apps.serve.model import build_engine, check_vocabulary, find_source
+from apps.serve.model import build_engine, check_vocabulary, find_model
 from apps.serve.server import Server
 from apps.serve.text import load_text
 from core.config import UserError, run_command
@@ -101,11 +101,11 @@ def test_ends_of_text_that_are_none(folder: Path, content: str, said: str) -> No
     path.write_bytes(content.encode("latin-1"))
     try:
         with pytest.raises(UserError, match=said) as caught:
-            check_vocabulary(find_source(folder), load_text(folder))
+            check_vocabulary(find_model(folder), load_text(folder))
         assert "\n" not in str(caught.value)
     finally:
         path.write_bytes(before)
-    check_vocabulary(find_source(folder), load_text(folder))
+    check_vocabulary(find_model(folder), load_text(folder))
 
 
 def test_a_template_to_choose_is_asked_for_before_a_model_is_loaded(
@@ -121,17 +121,17 @@ def test_a_template_to_choose_is_asked_for_before_a_model_is_loaded(
         path.write_text(json.dumps(config | {"chat_template": templates}))
 
     bring("plain", "default")
-    found = build_engine(find_source(served), EngineConfig(cache="1MB"), "cpu")
+    found = build_engine(find_model(served), EngineConfig(cache="1MB"), "cpu")
     assert found.text.encode_chat([], 100, HANGS_S)[0] == list(b"default")
     bring("plain", "tool_use")
     monkeypatch.setattr("apps.serve.model._load", lambda *options: pytest.fail("weights were loaded"))
     said = "templates are plain, tool_use, and none is called default; rename one to default in tokenizer_config.json$"
     with pytest.raises(UserError, match=said):
-        build_engine(find_source(served), EngineConfig(), "cpu")
+        build_engine(find_model(served), EngineConfig(), "cpu")
 
 
 def test_a_run_without_a_folder_to_serve_names_the_command_that_makes_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps({"model": {}}))
     with pytest.raises(UserError, match=rf"is a run without .*llm export --model {tmp_path / 'run'}"):
-        find_source(tmp_path / "run")
+        find_model(tmp_path / "run")

@@ -7,12 +7,12 @@ import pytest
 
 from apps.serve import pages as bookkeeping
 from apps.serve.pages import Pages
-from apps.serve.scheduler import Job, Limits, schedule
+from apps.serve.scheduler import Limits, SequenceCounts, schedule
 from tests.support.serving import greedy, stand_in_engine
 
 
 @dataclass(frozen=True)
-class Counted(Job):
+class Counted(SequenceCounts):
     """Says how often the scheduler looked at it."""
 
     looks = 0
