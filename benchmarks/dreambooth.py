@@ -77,6 +77,7 @@ def measure(options: Options) -> Measured:
             rows += more_rows
             targets += more_targets
     notes = [f"what is timed: steps from the {WARM_UP}th on; resident: the whole process, with what it imports"]
+    notes.append("on a CPU both compute with one thread")
     if script is None:
         notes.append("diffusers' script is left out: --peers-source names a checkout of diffusers")
     return Measured(tuple(rows), tuple(targets), tuple(notes), versions("diffusers", "accelerate"))
@@ -151,7 +152,7 @@ def _their_options(job: DreamBoothJob, out: Path) -> list[str]:
 def watched(command: list[str], figures: Path, profile: bool = False) -> dict:
     """Run one contender and read what was seen of it.  Raises UserError with its last words where it fails."""
     python, *rest = command
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [python, "-m", "benchmarks.dreambooth_run", *["--profile"] * profile, str(figures), *rest]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode or not figures.exists():

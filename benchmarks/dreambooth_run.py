@@ -11,7 +11,6 @@ they are made of Pillow and numpy.
 
 import contextlib
 import json
-import resource
 import runpy
 import sys
 import time
@@ -24,6 +23,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from core.trace.account import resident_peak_bytes
 
 WARM_UP = 3
 """steps that are neither timed nor profiled"""
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             seen["device_bytes"] = torch.cuda.max_memory_allocated()
-        seen["rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seen["rss_bytes"] = resident_peak_bytes()
         seen["times_s"].append(time.perf_counter())
         seen["cpu_s"].append(time.process_time())
         if is_profiled and len(seen["times_s"]) == WARM_UP:

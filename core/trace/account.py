@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +41,11 @@ def peak_bytes(device: torch.device | str, account: MemoryAccount | None = None)
 
 def resident_peak_bytes() -> int:
     """The most bytes that this process had resident since it started: code, libraries and everything."""
+    if sys.platform == "linux":  # not its ru_maxrss: that begins with what the process had that started this one
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class MemoryAccount(TorchDispatchMode):

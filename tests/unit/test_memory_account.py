@@ -1,6 +1,8 @@
 """MemoryAccount against hand counts and against the profiler's own record of the CPU allocator."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core.trace.account import MemoryAccount, peak_bytes, resident_peak_bytes
+from tests.support.command import ROOT
 
 KIB = 1024
 
@@ -125,3 +128,10 @@ def test_peak_bytes_on_the_cpu_is_the_account_or_the_process():
         torch.empty(KIB, dtype=torch.uint8)
     assert peak_bytes("cpu", account) == KIB
     assert peak_bytes("cpu") == resident_peak_bytes() > 50e6
+
+
+def test_the_resident_peak_is_of_this_process_whatever_started_it() -> None:
+    held = torch.ones(2**30, dtype=torch.uint8)
+    line = "from core.trace.account import resident_peak_bytes; print(resident_peak_bytes())"
+    said = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert 50e6 < int(said) < held.numel()
