@@ -27,7 +27,7 @@ FAMILY = replace(
         "ffn_dim": Key("intermediate_size", 14336),
         "max_length": Key("max_position_embeddings", 131_072),
     },
-    fixed=LLAMA.fixed | _PLAIN,
+    fixed={**LLAMA.fixed, **_PLAIN},
     only=_PLAIN,
     refuse=_window,
     written={"sliding_window": None, "attention_dropout": 0.0},

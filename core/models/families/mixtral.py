@@ -24,7 +24,7 @@ FAMILY = replace(
         "moe.balance_weight": Key("router_aux_loss_coef", 0.001),
         "moe.jitter": Key("router_jitter_noise", 0.0),
     },
-    fixed=LLAMA.fixed | _PLAIN | {"activation": "swiglu", "moe.router": "topk", "moe.every": 1},
+    fixed={**LLAMA.fixed, **_PLAIN, "activation": "swiglu", "moe.router": "topk", "moe.every": 1},
     names=replace(
         LLAMA.names,
         modules={ours: theirs for ours, theirs in LLAMA.names.modules.items() if ".mlp." not in ours}
