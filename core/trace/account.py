@@ -90,7 +90,7 @@ class MemoryAccount(TorchDispatchMode):
 
         def noted_resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize_(self, size)
-            if self.device.type == account.device_type:
+            if self.device.type == account.device_type or id(self) in account._alive:
                 account._note(self)
             return result
 
