@@ -1,7 +1,9 @@
 """Gemini's plan of a run in its budget, before it runs: a rank's model is traced without memory and other ranks."""
 
+from functools import partial
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apps.llm.config import PretrainConfig
 from apps.llm.foreign import ForeignModel
@@ -38,11 +40,8 @@ def estimate_residency(
     if foreign is not None:
         model, loss, plan = foreign.build(), foreign.loss(rows, config.data.sequence_length), NO_PLAN
     else:
-        model, plan, batch = _decoder(config, given), decoder_plan(config.model, config.mesh), _batch(config, rows)
-
-        def loss(model: nn.Module) -> Tensor:
-            return token_loss(model, batch)
-
+        model, plan = _decoder(config, given), decoder_plan(config.model, config.mesh)
+        loss = partial(token_loss, batch=_batch(config, rows))
     return estimate_budget(model, loss, mesh, config, speed, link_bytes_per_s, plan, config.optim)
 
 

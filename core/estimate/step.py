@@ -36,6 +36,9 @@ from core.trace.account import MemoryAccount, plain_tensors
 from core.trace.machine import Speed
 from core.trace.tracer import operator_cost
 
+_Work = dict[tuple[str, str, str], float]
+"""FLOPs and seconds; calls and bytes of messages, by operation and axis."""
+
 
 @dataclass(frozen=True)
 class StepEstimate:
@@ -80,8 +83,9 @@ class StepEstimate:
     def messages(self) -> list[str]:
         """A line for each operation and axis."""
         return [
-            f"{operation} over {axis}: {self.sent.calls[operation, axis]:,} messages of {in_words(num_bytes)} together"
+            f"{operation} over {axis}: {in_words(num_bytes)} in {calls:,} message{'s' * (calls > 1)}"
             for (operation, axis), num_bytes in sorted(self.sent.bytes.items())
+            for calls in [self.sent.calls[operation, axis]]
         ]
 
 
@@ -113,13 +117,13 @@ def estimate_step(
         eager = torch.compiler.set_stance("force_eager")
         with fake, eager, count_volume(built) as sent, _Account(speed, sent) as account:
             try:
-                data = parallelize(_without_memory(model), built, parallel, plan)
-                made = build_optimizer(optimizer or OptimConfig(), data.masters)
-                for master in data.masters.values():
+                spread = parallelize(_without_memory(model), built, parallel, plan)
+                made = build_optimizer(optimizer or OptimConfig(), spread.masters)
+                for master in spread.masters.values():
                     master.grad = torch.empty_like(master)
                 made.step()  # its state comes to be
-                data.release()
-                return _run(account, data, made, loss, num_microbatches)
+                spread.release()
+                return _run(account, spread, made, loss, num_microbatches)
             except (RuntimeError, NotImplementedError) as error:
                 said = next(iter(str(error).splitlines()), "")
                 raise UserError(
@@ -130,16 +134,16 @@ def estimate_step(
 
 def _run(
     account: "_Account",
-    data: ParallelModel,
+    spread: ParallelModel,
     optimizer: torch.optim.Optimizer,
     loss: Callable[[nn.Module], Tensor],
     num_microbatches: int,
 ) -> StepEstimate:
     """The step, on a rank that has all that it keeps from step to step."""
-    parameters = _storages(data.model.parameters())
-    masters = _storages(data.masters.values())
+    parameters = _storages(spread.model.parameters())
+    masters = _storages(spread.masters.values())
     state = _storages(value for of_one in optimizer.state.values() for value in of_one.values())
-    begun: list[Counter[tuple[str, ...]]] = []
+    begun: list[_Work] = []
     activations, account.peak_bytes = 0, account.current_bytes
 
     def forward(_: int) -> Tensor:
@@ -148,28 +152,29 @@ def _run(
             account.end("backward")
         begun.append(account.work())
         before = account.current_bytes
-        value = loss(data.model)
+        value = loss(spread.model)
         account.end("forward")
         activations = account.current_bytes - before
         return value
 
     few = min(num_microbatches, 2)
-    data.run(range(few), forward)
+    spread.run(range(few), forward)
     account.end("backward")
-    data.reduce()
-    gradients = _storages(master.grad for master in data.masters.values() if master.grad is not None)
-    gradient_norm(data.masters.values(), data.mesh)
-    scale_gradients(data.masters.values(), 0.5)
-    data.update(optimizer)
+    spread.reduce()
+    gradients = _storages(master.grad for master in spread.masters.values() if master.grad is not None)
+    gradient_norm(spread.masters.values(), spread.mesh)
+    scale_gradients(spread.masters.values(), 0.5)
+    spread.update(optimizer)
     account.end("update")
-    data.release()
-    data.publish()
+    spread.release()
+    spread.publish()
     account.end("publish")
     # Those between the first microbatch and the last do what the first one does.
     after, more = account.work(), num_microbatches - few
-    work = {key: n - begun[0][key] + more * (begun[-1][key] - begun[0][key]) for key, n in after.items()}
+    first, second = begun[0], begun[-1]
+    work = {key: n - first.get(key, 0) + more * (second.get(key, 0) - first.get(key, 0)) for key, n in after.items()}
     calls, num_bytes = (
-        Counter({key[1:]: n for key, n in work.items() if key[0] == kind and n}) for kind in ("calls", "bytes")
+        Counter({key[1:]: round(n) for key, n in work.items() if key[0] == kind and n}) for kind in ("calls", "bytes")
     )
     return StepEstimate(
         parameters_bytes=sum(parameters.values()),
@@ -178,8 +183,8 @@ def _run(
         state_bytes=sum(state.values()),
         activations_bytes=activations,
         phases=account.phases,
-        flops=work["flops",],
-        compute_s=work["seconds",],
+        flops=work["flops", "", ""],
+        compute_s=work["seconds", "", ""],
         sent=Volume(calls, num_bytes, account.sent.sizes),
     )
 
@@ -214,11 +219,12 @@ class _Account(MemoryAccount):
         self.phases[phase] = max(self.phases.get(phase, 0), self.peak_bytes)
         self.peak_bytes = self.current_bytes
 
-    def work(self) -> Counter[tuple[str, ...]]:
-        """FLOPs and seconds, calls and bytes of messages by operation and axis, since the account was opened."""
-        calls, num_bytes = self.sent.calls.items(), self.sent.bytes.items()
-        found = {("calls", *key): n for key, n in calls} | {("bytes", *key): n for key, n in num_bytes}
-        return Counter(found | {("flops",): self.flops, ("seconds",): self.seconds})
+    def work(self) -> _Work:
+        """Since the account was opened."""
+        found: _Work = {("flops", "", ""): self.flops, ("seconds", "", ""): self.seconds}
+        for kind, counted in (("calls", self.sent.calls), ("bytes", self.sent.bytes)):
+            found |= {(kind, *key): n for key, n in counted.items()}
+        return found
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

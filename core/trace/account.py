@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class MemoryAccount(TorchDispatchMode):
         for tensor in tensors:
             self._note_tensor(tensor)
 
-    def __enter__(self) -> MemoryAccount:
+    def __enter__(self) -> Self:
         account, resize_ = self, self._resize_
 
         def noted_resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
