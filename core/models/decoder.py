@@ -1,4 +1,4 @@
-"""The one decoder: GPT-2, OPT, BLOOM, Llama and Mixtral are configurations of it, for training and for serving.
+"""The one decoder: the families of `core.models.families` are configurations of it, for training and for serving.
 
 A forward: ids -> embedding -> blocks -> norm -> head. What differs by execution (caches, shards, pages, rings) enters
 through the `attend` slot of attention, through styles and through `context`, never through a second forward.
@@ -14,14 +14,15 @@ Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K he
 
 import hashlib
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from core.config import UserError
 from core.layout import layout_of, local
+from core.models.families import FAMILIES, FamilyName
 from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
@@ -31,8 +32,6 @@ from core.nn.mlp import MLP, ActivationName, is_gated
 from core.nn.moe import AuxiliaryLoss, MoE
 from core.nn.norm import NormKind, build_norm
 from core.nn.routing import MoEConfig
-
-Family = Literal["gpt2", "opt", "bloom", "llama"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class DecoderConfig:
     residual_after_norm: bool = False
     moe: MoEConfig = field(default_factory=MoEConfig)
     """experts in the place of the blocks' MLPs, each of them of ffn_dim"""
-    family: Family = "gpt2"
+    family: FamilyName = "gpt2"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
@@ -115,17 +114,19 @@ class DecoderConfig:
         return {"rope_theta": why, "rope_scaling": why}
 
     def _check_family(self) -> None:
-        for name, value in FIXED_BY_FAMILY[self.family].items():
-            if getattr(self, name) != value:
-                raise UserError(f"{name} is {getattr(self, name)!r}; a model of family {self.family} has {value!r}")
-        if is_gated(self.activation) != (self.family == "llama"):
-            raise UserError(
-                f"activation {self.activation} in family {self.family}; llama's MLP is gated, others' are not"
-            )
-        if self.family == "opt" and self.attention_bias != self.mlp_bias:
-            raise UserError("attention_bias and mlp_bias differ; family opt has one switch for both, so set them alike")
-        if self.family == "bloom" and self.ffn_dim != 4 * self.dim:
-            raise UserError(f"ffn_dim is {self.ffn_dim}; family bloom has 4 * dim = {4 * self.dim}")
+        family = FAMILIES.get(self.family)
+        if family is None or family.family:
+            raise UserError(f"family is {self.family!r}; give one of {', '.join(get_args(FamilyName))}")
+        free = {*family.keys, "moe", "family", "rope_theta", *(["rope_scaling"] if family.rope_theta else [])}
+        for item in (item for item in fields(self) if item.name not in free):
+            value, fixed = getattr(self, item.name), family.fixed.get(item.name, item.default)
+            if value != fixed:
+                raise UserError(f"{item.name} is {value!r}; a model of family {self.family} has {fixed!r}")
+        if is_gated(self.activation) != family.gated:
+            kind = "gated" if family.gated else "not gated"
+            raise UserError(f"activation {self.activation} in family {self.family}, whose MLP is {kind}")
+        if why := family.check(self):
+            raise UserError(why)
 
     @property
     def kv_heads(self) -> int:
@@ -147,29 +148,6 @@ class DecoderConfig:
     def active_share(self, name: str) -> float:
         """The part of a parameter that one token is multiplied with: of experts those that it is meant for."""
         return self.moe.per_token / self.moe.num_experts if ".experts." in name else 1.0
-
-
-# What a Hugging Face family cannot express otherwise.
-FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "positions": "learned", "position_offset": 0, "norm": "layer_norm", "norm_affine": True, "norm_first": True,
-        "final_norm": True, "embedding_norm": False, "attention_bias": True, "mlp_bias": True, "embed_dim": None,
-        "residual_after_norm": False, "num_kv_heads": None, "head_dim": None, "rope_scaling": None,
-    },
-    "opt": {
-        "positions": "learned", "position_offset": 2, "norm": "layer_norm", "norm_eps": 1e-5, "embedding_norm": False,
-        "residual_after_norm": False, "num_kv_heads": None, "head_dim": None, "rope_scaling": None,
-    },
-    "bloom": {
-        "positions": "alibi", "position_offset": 0, "norm": "layer_norm", "norm_affine": True, "norm_first": True,
-        "final_norm": True, "embedding_norm": True, "activation": "gelu_tanh", "attention_bias": True,
-        "mlp_bias": True, "embed_dim": None, "num_kv_heads": None, "head_dim": None, "rope_scaling": None,
-    },
-    "llama": {
-        "positions": "rotary", "position_offset": 0, "norm": "rms_norm", "norm_affine": True, "norm_first": True,
-        "final_norm": True, "embedding_norm": False, "embed_dim": None, "residual_after_norm": False,
-    },
-}  # fmt: skip
 
 
 class Decoder(nn.Module):
@@ -264,7 +242,7 @@ class Decoder(nn.Module):
             raise UserError(
                 f"{length} tokens; this model has positions for {config.max_length}, so give it at most those"
             )
-        if mask_BL is None or config.family in ("gpt2", "llama"):
+        if mask_BL is None or not FAMILIES[config.family].mask_positions:
             return torch.arange(length, device=input_ids_BL.device)[None]
         return positions_from_mask(mask_BL)
 

@@ -1,8 +1,8 @@
 """Hugging Face's names for the decoder's parameters.
 
-The table of a family says, for each parameter of ours, which rows of which tensors of theirs it consists of. It is read
-in both directions, so import and export cannot drift apart, and a rank that holds a box of a parameter reads only those
-slices. What differs between the layouts:
+The table of a model says, for each parameter of ours, which rows of which tensors of theirs it consists of; how their
+modules are called, the family's record says. It is read in both directions, so import and export cannot drift apart,
+and a rank that holds a box of a parameter reads only those slices. What differs between the layouts:
 
 - qkv: ours groups rows by key/value head (its query heads, its key, its value). OPT and Llama keep three matrices,
   GPT-2 stacks them, BLOOM's layout is ours.
@@ -12,13 +12,14 @@ slices. What differs between the layouts:
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from core.models.decoder import Decoder, DecoderConfig
-from core.models.hf_config import model_type_of
+from core.models.family import HEAD
+from core.models.hf_config import family_of
 
 
 @dataclass(frozen=True)
@@ -102,112 +103,6 @@ class Stack:
         return {source: part.clone() for source, part in zip(self.sources, value, strict=True)}
 
 
-@dataclass(frozen=True)
-class Names:
-    """How a family names its modules. {n} stands for the block's number.
-
-    prefix     in front of all names but the head's; files of a bare model lack it, or its first part
-    modules    module of ours -> module of theirs
-    qkv        the three (or one) modules behind our qkv
-    experts    stacked module of ours -> module of theirs; {e} stands for the expert's number
-    ignored    last parts of names that old files hold beside the weights
-    """
-
-    prefix: str
-    modules: Mapping[str, str]
-    qkv: tuple[str, ...]
-    transposed: bool = False
-    ignored: tuple[str, ...] = ()
-    experts: Mapping[str, str] = field(default_factory=dict)
-
-    def full_name(self, key: str) -> str:
-        """The name of a tensor as transformers saves it, from a file that may lack the prefix or its first part."""
-        if key == HEAD or key.startswith(self.prefix):
-            return key
-        _, _, rest = self.prefix.partition(".")
-        return self.prefix + (key.removeprefix(rest) if rest else key)
-
-
-HEAD = "lm_head.weight"
-NAMES = {
-    "gpt2": Names(
-        prefix="transformer.",
-        modules={
-            "embedding.tokens": "wte",
-            "embedding.positions": "wpe",
-            "blocks.{n}.attention_norm": "h.{n}.ln_1",
-            "blocks.{n}.attention.out": "h.{n}.attn.c_proj",
-            "blocks.{n}.mlp_norm": "h.{n}.ln_2",
-            "blocks.{n}.mlp.up": "h.{n}.mlp.c_fc",
-            "blocks.{n}.mlp.down": "h.{n}.mlp.c_proj",
-            "norm": "ln_f",
-        },
-        qkv=("h.{n}.attn.c_attn",),
-        transposed=True,
-        ignored=(".attn.bias", ".attn.masked_bias"),
-    ),
-    "opt": Names(
-        prefix="model.decoder.",
-        modules={
-            "embedding.tokens": "embed_tokens",
-            "embedding.positions": "embed_positions",
-            "embedding.project_in": "project_in",
-            "blocks.{n}.attention_norm": "layers.{n}.self_attn_layer_norm",
-            "blocks.{n}.attention.out": "layers.{n}.self_attn.out_proj",
-            "blocks.{n}.mlp_norm": "layers.{n}.final_layer_norm",
-            "blocks.{n}.mlp.up": "layers.{n}.fc1",
-            "blocks.{n}.mlp.down": "layers.{n}.fc2",
-            "norm": "final_layer_norm",
-            "project_out": "project_out",
-        },
-        qkv=("layers.{n}.self_attn.q_proj", "layers.{n}.self_attn.k_proj", "layers.{n}.self_attn.v_proj"),
-    ),
-    "bloom": Names(
-        prefix="transformer.",
-        modules={
-            "embedding.tokens": "word_embeddings",
-            "embedding.norm": "word_embeddings_layernorm",
-            "blocks.{n}.attention_norm": "h.{n}.input_layernorm",
-            "blocks.{n}.attention.qkv": "h.{n}.self_attention.query_key_value",
-            "blocks.{n}.attention.out": "h.{n}.self_attention.dense",
-            "blocks.{n}.mlp_norm": "h.{n}.post_attention_layernorm",
-            "blocks.{n}.mlp.up": "h.{n}.mlp.dense_h_to_4h",
-            "blocks.{n}.mlp.down": "h.{n}.mlp.dense_4h_to_h",
-            "norm": "ln_f",
-        },
-        qkv=(),
-    ),
-    "llama": Names(
-        prefix="model.",
-        modules={
-            "embedding.tokens": "embed_tokens",
-            "blocks.{n}.attention_norm": "layers.{n}.input_layernorm",
-            "blocks.{n}.attention.out": "layers.{n}.self_attn.o_proj",
-            "blocks.{n}.mlp_norm": "layers.{n}.post_attention_layernorm",
-            "blocks.{n}.mlp.up": "layers.{n}.mlp.up_proj",
-            "blocks.{n}.mlp.gate": "layers.{n}.mlp.gate_proj",
-            "blocks.{n}.mlp.down": "layers.{n}.mlp.down_proj",
-            "norm": "norm",
-        },
-        qkv=("layers.{n}.self_attn.q_proj", "layers.{n}.self_attn.k_proj", "layers.{n}.self_attn.v_proj"),
-        ignored=(".rotary_emb.inv_freq",),
-    ),
-}
-
-
-_LLAMA = NAMES["llama"]
-NAMES["mixtral"] = replace(
-    _LLAMA,
-    modules={ours: theirs for ours, theirs in _LLAMA.modules.items() if ".mlp." not in ours}
-    | {"blocks.{n}.mlp.router": "layers.{n}.block_sparse_moe.gate"},
-    experts={
-        "blocks.{n}.mlp.experts.gate": "layers.{n}.block_sparse_moe.experts.{e}.w1",
-        "blocks.{n}.mlp.experts.down": "layers.{n}.block_sparse_moe.experts.{e}.w2",
-        "blocks.{n}.mlp.experts.up": "layers.{n}.block_sparse_moe.experts.{e}.w3",
-    },
-)
-
-
 def hf_to_ours(config: DecoderConfig) -> list[Entry | Stack]:
     """The name table: an entry for each parameter of `Decoder(config)`, with their names as transformers saves them."""
     with torch.device("meta"):
@@ -218,7 +113,7 @@ def hf_to_ours(config: DecoderConfig) -> list[Entry | Stack]:
 def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry | Stack:
     if name == "head.weight":
         return Entry(name, shape, (Rows(HEAD, 0, shape[0]),))
-    names = NAMES[model_type_of(config)]
+    names = family_of(config).names
     module, _, kind = name.rpartition(".")
     number = module.split(".")[1] if module.startswith("blocks.") else ""
     pattern = module.replace(f"blocks.{number}.", "blocks.{n}.") if number else module

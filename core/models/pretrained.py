@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.layout import layout_of, local
 from core.models.decoder import Decoder, DecoderConfig
-from core.models.hf_config import config_from_hf, config_to_hf, model_type_of
-from core.models.name_table import HEAD, NAMES, Entry, Stack, hf_to_ours
+from core.models.family import HEAD
+from core.models.hf_config import config_from_hf, config_to_hf, family_of
+from core.models.name_table import Entry, Stack, hf_to_ours
 from core.weights import Weights, read_json, save_weights, write_json
 
 
@@ -44,7 +45,7 @@ def stored_dtype(config: DecoderConfig, folder: str | Path) -> torch.dtype:
 
     Raises UserError for a folder without weights or without that embedding.
     """
-    entries, names, weights = hf_to_ours(config), NAMES[model_type_of(config)], Weights(folder, hold=False)
+    entries, names, weights = hf_to_ours(config), family_of(config).names, Weights(folder, hold=False)
     assert isinstance(entries[0], Entry)
     wanted = entries[0].rows[0].source
     for key in weights:
@@ -106,7 +107,7 @@ def _matched(
     config: DecoderConfig, folder: str | Path, hold: bool = True
 ) -> tuple[list[Entry | Stack], Mapping[str, Tensor]]:
     """The table and their tensors by its names, each tensor wanted, present once and of the right shape."""
-    entries, names, weights = hf_to_ours(config), NAMES[model_type_of(config)], Weights(folder, hold=hold)
+    entries, names, weights = hf_to_ours(config), family_of(config).names, Weights(folder, hold=hold)
     shapes = {source: shape for entry in entries for source, shape in entry.source_shapes().items()}
     keys, unknown = {}, []
     for key in weights:
@@ -153,7 +154,7 @@ def save_pretrained(
 
     Raises UserError, before anything is written, where transformers has no class that computes this decoder.
     """
-    model_type_of(config)
+    family_of(config)
     named = weights.named_parameters() if isinstance(weights, Decoder) else weights
     folder, ids = Path(folder), dict(special_ids or {})
     written: list[torch.dtype] = []

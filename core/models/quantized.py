@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from core.models.decoder import Decoder
-from core.models.name_table import NAMES
+from core.models.families import FAMILIES
 from core.models.pretrained import Parameters, load_config
 from core.quant.folder import ARCHITECTURES, Architecture
 
@@ -24,4 +24,4 @@ def parameters(model: nn.Module, folder: Path) -> Parameters:
     return Parameters(model.config, folder)
 
 
-ARCHITECTURES.update(dict.fromkeys(NAMES, Architecture(build, parameters)))
+ARCHITECTURES.update(dict.fromkeys(FAMILIES, Architecture(build, parameters)))

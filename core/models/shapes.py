@@ -8,101 +8,43 @@ Transformers (Fedus et al. 2021) place them.
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from core.models.decoder import DecoderConfig, RopeScaling
+from core.models.hf_config import config_from_hf
 from core.nn.routing import MoEConfig
 
 
-def gpt(num_layers: int, dim: int, num_heads: int, max_length: int = 1024) -> DecoderConfig:
-    """GPT-2 and, with 2048 positions, GPT-3."""
-    return DecoderConfig(
-        vocab_size=50257, dim=dim, num_layers=num_layers, num_heads=num_heads, ffn_dim=4 * dim, max_length=max_length
-    )
+def shape(
+    name: str, num_layers: int, dim: int, num_heads: int, ffn_dim: int = 0, num_kv_heads: int | None = None, **more: Any
+) -> DecoderConfig:
+    """A decoder of a family; what is not given is as transformers has it by default, and the MLP 4 * dim wide."""
+    sizes = {"num_layers": num_layers, "dim": dim, "num_heads": num_heads, "ffn_dim": ffn_dim or 4 * dim}
+    return replace(config_from_hf({"model_type": name}), **sizes, num_kv_heads=num_kv_heads, **more)
 
 
-def opt(num_layers: int, dim: int, num_heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=50272,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        ffn_dim=4 * dim,
-        max_length=2048,
-        position_offset=2,
-        activation="relu",
-        family="opt",
-    )
-
-
-def bloom(num_layers: int, dim: int, num_heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=250880,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        ffn_dim=4 * dim,
-        max_length=2048,
-        positions="alibi",
-        embedding_norm=True,
-        family="bloom",
-    )
-
-
-def llama(num_layers: int, dim: int, num_heads: int, ffn_dim: int, num_kv_heads: int | None = None) -> DecoderConfig:
-    """Llama 2. Llama 3 has another vocabulary, base and length."""
-    return DecoderConfig(
-        vocab_size=32000,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        ffn_dim=ffn_dim,
-        max_length=4096,
-        positions="rotary",
-        norm="rms_norm",
-        activation="swiglu",
-        attention_bias=False,
-        mlp_bias=False,
-        tied_head=False,
-        family="llama",
-    )
-
-
-def llama3(num_layers: int, dim: int, num_heads: int, ffn_dim: int, num_kv_heads: int = 8) -> DecoderConfig:
-    return replace(
-        llama(num_layers, dim, num_heads, ffn_dim, num_kv_heads),
-        vocab_size=128256,
-        max_length=8192,
-        rope_theta=500_000.0,
-    )
-
-
-def mixtral(num_layers: int, dim: int, num_heads: int, ffn_dim: int, num_kv_heads: int = 8) -> DecoderConfig:
-    """Llama with eight experts in every block, two of them a token."""
-    return replace(
-        llama(num_layers, dim, num_heads, ffn_dim, num_kv_heads),
-        max_length=32768,
-        rope_theta=1e6,
-        moe=MoEConfig(num_experts=8, experts_per_token=2),
-    )
-
+gpt, opt, bloom = partial(shape, "gpt2"), partial(shape, "opt"), partial(shape, "bloom")
+llama = partial(shape, "llama", max_length=4096, norm_eps=1e-5)  # Llama 2
+llama3 = partial(llama, vocab_size=128256, max_length=8192, rope_theta=500_000.0)
+mixtral = partial(shape, "mixtral", max_length=32768, moe=MoEConfig(num_experts=8, experts_per_token=2))
 
 SHAPES: dict[str, DecoderConfig] = {
     # 16 thin layers and 8 heads: cut by every mesh of up to 8 ranks, trained in seconds; bytes as tokens and one more.
     "debug": DecoderConfig(vocab_size=257, dim=64, num_layers=16, num_heads=8, ffn_dim=128, max_length=128),
-    "debug_moe": replace(mixtral(4, 64, 8, 64), vocab_size=257, max_length=128, rope_theta=1e4),
+    "debug_moe": replace(mixtral(4, 64, 8, 64, 8), vocab_size=257, max_length=128, rope_theta=1e4),
     "gpt2_124m": gpt(12, 768, 12),
     "gpt2_medium": gpt(24, 1024, 16),
     "gpt2_large": gpt(36, 1280, 20),
     "gpt2_xl": gpt(48, 1600, 25),
-    "gpt3_125m": gpt(12, 768, 12, 2048),
-    "gpt3_350m": gpt(24, 1024, 16, 2048),
-    "gpt3_760m": gpt(24, 1536, 16, 2048),
-    "gpt3_1_3b": gpt(24, 2048, 16, 2048),
-    "gpt3_2_7b": gpt(32, 2560, 32, 2048),
-    "gpt3_6_7b": gpt(32, 4096, 32, 2048),
-    "gpt3_13b": gpt(40, 5120, 40, 2048),
-    "gpt3_175b": gpt(96, 12288, 96, 2048),
+    "gpt3_125m": gpt(12, 768, 12, max_length=2048),
+    "gpt3_350m": gpt(24, 1024, 16, max_length=2048),
+    "gpt3_760m": gpt(24, 1536, 16, max_length=2048),
+    "gpt3_1_3b": gpt(24, 2048, 16, max_length=2048),
+    "gpt3_2_7b": gpt(32, 2560, 32, max_length=2048),
+    "gpt3_6_7b": gpt(32, 4096, 32, max_length=2048),
+    "gpt3_13b": gpt(40, 5120, 40, max_length=2048),
+    "gpt3_175b": gpt(96, 12288, 96, max_length=2048),
     "opt_125m": opt(12, 768, 12),
     "opt_350m": replace(opt(24, 1024, 16), embed_dim=512, norm_first=False, final_norm=False),
     "opt_1_3b": opt(24, 2048, 32),
@@ -120,13 +62,13 @@ SHAPES: dict[str, DecoderConfig] = {
     "bloom_176b": bloom(70, 14336, 112),
     "llama_7b": llama(32, 4096, 32, 11008),
     "llama_13b": llama(40, 5120, 40, 13824),
-    "llama_70b": llama(80, 8192, 64, 28672, num_kv_heads=8),
-    "llama3_8b": llama3(32, 4096, 32, 14336),
-    "llama3_70b": llama3(80, 8192, 64, 28672),
+    "llama_70b": llama(80, 8192, 64, 28672, 8),
+    "llama3_8b": llama3(32, 4096, 32, 14336, 8),
+    "llama3_70b": llama3(80, 8192, 64, 28672, 8),
     "llama3_1b": replace(
-        llama3(16, 2048, 32, 8192), max_length=131_072, tied_head=True, rope_scaling=RopeScaling(factor=32.0)
+        llama3(16, 2048, 32, 8192, 8), max_length=131_072, tied_head=True, rope_scaling=RopeScaling(factor=32.0)
     ),
-    "mixtral_8x7b": mixtral(32, 4096, 32, 14336),
-    "mixtral_8x22b": replace(mixtral(56, 6144, 48, 16384), max_length=65536),
+    "mixtral_8x7b": mixtral(32, 4096, 32, 14336, 8),
+    "mixtral_8x22b": replace(mixtral(56, 6144, 48, 16384, 8), max_length=65536),
     "switch_gpt2_124m": replace(gpt(12, 768, 12), moe=MoEConfig(num_experts=8, every=2, router="switch")),
 }

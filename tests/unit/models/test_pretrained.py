@@ -330,7 +330,8 @@ def test_foreign_folders(tmp_path):
         ("{", "cannot read"),
         ("[]", "not a JSON object"),
         ('{"model_type": "t5"}', "'t5'.*gpt2, opt, bloom, llama"),
-        ('{"model_type": "opt"}', "lacks"),
+        ('{"model_type": "opt"}', "holds no weights"),
+        ('{"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}', "lacks factor, low_freq_factor"),
         (
             json.dumps(config_to_hf(example("gpt2")) | {"scale_attn_by_inverse_layer_idx": True}),
             "scale_attn_by_inverse",
