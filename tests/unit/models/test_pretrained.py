@@ -1,4 +1,4 @@
-"""Against transformers: the same logits and gradients from the same folder, both ways, for all four families."""
+"""Against transformers: the same logits and gradients from the same folder, both ways, for families without experts."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from core.models import Decoder, DecoderConfig, RopeScaling, load_pretrained, lo
 from core.models.hf_config import config_from_hf, config_to_hf
 from core.models.name_table import hf_to_ours
 
-FAMILIES = ("gpt2", "opt", "bloom", "llama")
+FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral")
 few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
@@ -44,11 +44,12 @@ def configs(draw, family):
     if family == "bloom":
         return DecoderConfig(**shared, positions="alibi", embedding_norm=True, residual_after_norm=pick(True, False))
     num_kv_heads = pick(*[n for n in range(1, num_heads + 1) if num_heads % n == 0])
+    bias = (True, False) if family == "llama" else (False,)
     return DecoderConfig(
         **shared, num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
         head_dim=pick(None, 2 * head), rope_theta=pick(100.0, 10_000.0), norm="rms_norm", norm_eps=1e-6,
         rope_scaling=pick(None, RopeScaling(factor=4.0, original_max_length=16)),
-        activation=pick("swiglu", "geglu"), attention_bias=pick(True, False), mlp_bias=pick(True, False),
+        activation=pick("swiglu", "geglu"), attention_bias=pick(*bias), mlp_bias=pick(*bias),
     )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def casts_lifted(theirs):
             if hasattr(modeling_bloom, "_get_alibi_slopes"):  # later ones ask for the slopes alone, too
                 patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
             patch(modeling_bloom.BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
-        if theirs.config.model_type == "llama":
+        if theirs.config.model_type in ("llama", "mistral"):
             patch(torch.Tensor, "to", wide_to)
             patch(torch.Tensor, "float", lambda x: to(x, torch.float64))
             rotary, head = theirs.model.rotary_emb, theirs.config.head_dim
@@ -172,6 +173,27 @@ def test_llama_logits(config, seed, tmp_path_factory):
     check_logits(config, tmp_path_factory.mktemp("hf"), seed)
 
 
+@few
+@given(config=configs("mistral"), seed=st.integers(0, 99))
+def test_mistral_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+def test_mistral_window():
+    """A window that hides nothing of the context is none; without the key there is one, as in transformers."""
+    content = config_to_hf(example("mistral", max_length=4096))
+    whole = config_from_hf(content)
+    assert config_from_hf(content | {"sliding_window": 4096}) == whole
+    for window, length in ((4095, 4096), (4096, 32768)):
+        longer = content | {"sliding_window": window, "max_position_embeddings": length}
+        with pytest.raises(UserError, match=f"sliding_window={window}, .*max_position_embeddings={length}"):
+            config_from_hf(longer)
+    del content["sliding_window"]
+    assert config_from_hf(content) == whole
+    with pytest.raises(UserError, match="sliding_window=4096"):
+        config_from_hf(content | {"max_position_embeddings": 4097})
+
+
 def example(family, **changes):
     """One small configuration of a family with three heads, two layers and an odd vocabulary."""
     shared = {
@@ -183,13 +205,14 @@ def example(family, **changes):
         "ffn_dim": 96,
         "max_length": 24,
     }
+    rotary = {"positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "num_kv_heads": 1}
+    plain = {"attention_bias": False, "mlp_bias": False}
     return {
         "gpt2": lambda: DecoderConfig(**shared | changes),
         "opt": lambda: DecoderConfig(**shared | {"position_offset": 2, "activation": "relu"} | changes),
         "bloom": lambda: DecoderConfig(**shared | {"positions": "alibi", "embedding_norm": True} | changes),
-        "llama": lambda: DecoderConfig(
-            **shared | {"positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "num_kv_heads": 1} | changes
-        ),
+        "llama": lambda: DecoderConfig(**shared | rotary | changes),
+        "mistral": lambda: DecoderConfig(**shared | rotary | plain | changes),
     }[family]()
 
 
@@ -265,6 +288,7 @@ def rewritten(folder, change):
         ("opt", "model.decoder.", "decoder."),
         ("bloom", "transformer.", ""),
         ("llama", "model.", ""),
+        ("mistral", "model.", ""),
     ],
 )
 def test_files_without_the_prefix(family, prefix, instead, tmp_path):
