@@ -138,7 +138,8 @@ def check_logits(config, folder, seed):
     ours = random_decoder(config, seed)
     theirs = in_transformers(ours, folder)
     ids, mask = batch(config, seed)
-    bound = 1e-10 if config.family in ("gpt2", "opt") else 1e-6
+    # With their casts to fp32 a Mistral of width 4 that was drawn differs by 1.2e-6; without them the bound is 1e-10.
+    bound = {"gpt2": 1e-10, "opt": 1e-10, "mistral": 1e-5}.get(config.family, 1e-6)
     with torch.no_grad():
         plain, padded = ours(ids), ours(ids, mask)[mask.bool()]
         assert relative_error(plain, theirs(ids).logits) < bound
