@@ -112,24 +112,27 @@ def estimate_step(
     if parallel.gemini.budget is not None:
         raise UserError(f"gemini.budget={parallel.gemini.budget}: Gemini plans the step by itself; leave it out")
     with pretended(mesh_shape(mesh).size()):
-        built = build_mesh(mesh, "cpu")
+        built, chosen = build_mesh(mesh, "cpu"), optimizer or OptimConfig()
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         eager = torch.compiler.set_stance("force_eager")
         with fake, eager, count_volume(built) as sent, _Account(speed, sent) as account:
             try:
                 spread = parallelize(_without_memory(model), built, parallel, plan)
-                made = build_optimizer(optimizer or OptimConfig(), spread.masters)
+                made = build_optimizer(chosen, spread.masters)
                 for master in spread.masters.values():
                     master.grad = torch.empty_like(master)
+                account.updating = True
                 made.step()  # its state comes to be
+                account.updating = False
                 spread.release()
                 return _run(account, spread, made, loss, num_microbatches)
             except (RuntimeError, NotImplementedError) as error:
                 said = next(iter(str(error).splitlines()), "")
-                raise UserError(
-                    f"this model's step cannot be foreseen without values ({type(error).__name__}: {said}); plan one "
-                    "that does not look at them"
-                ) from error
+                why = f"cannot be foreseen without values ({type(error).__name__}: {said})"
+                if account.updating:
+                    given = f"optim.name={chosen.name} on {built.size()} ranks"
+                    raise UserError(f"{given}: its update {why}; plan one rank, or another optimizer") from error
+                raise UserError(f"this model's step {why}; plan one that does not look at them") from error
 
 
 def _run(
@@ -164,7 +167,9 @@ def _run(
     gradients = _storages(master.grad for master in spread.masters.values() if master.grad is not None)
     gradient_norm(spread.masters.values(), spread.mesh)
     scale_gradients(spread.masters.values(), 0.5)
+    account.updating = True
     spread.update(optimizer)
+    account.updating = False
     account.end("update")
     spread.release()
     spread.publish()
@@ -198,9 +203,12 @@ class _Account(MemoryAccount):
         super().__init__()
         self.speed, self.sent = speed, sent
         self.flops, self.seconds = 0.0, 0.0
+        self.updating = False
         self.phases: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.updating and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1  # an update takes the same memory whatever a norm is
         has_values = any(
             isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))
         )

@@ -1,6 +1,7 @@
 """A step that is estimated on tensors without memory is the step that is run: bytes, messages, FLOPs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig
 from core.models.decoder import Decoder, DecoderConfig
 from core.models.plan import decoder_plan
+from core.optim.build import OPTIMIZERS, OptimConfig
 from core.parallel.recompute import RecomputeConfig
 from core.runtime import start
 from core.trace.machine import Speed
@@ -100,6 +102,20 @@ def test_microbatches_between_the_first_and_the_last_are_counted_without_being_r
         assert of(three) > of(two)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_keeps_what_its_record_says(name: str) -> None:
+    """On two ranks with ZeRO 1 where its ranks need not ask each other; counters of steps are not in the record."""
+    ranks = 1 if name == "muon" else 2
+    config, mesh = replace(SMALL, num_layers=1, max_length=8), MeshConfig().resolve(ranks, 1)
+    loss, options = partial(decoder_loss, 1, 8), OptimConfig(name)
+    with torch.device("meta"):
+        model = Decoder(config)
+    run = RunShape(optimizer=options, dp_shard=ranks, zero=1, sequence_length=8)
+    form = estimate_memory(decoder_shape(config), run)
+    found = estimate_step(model, loss, mesh, ParallelConfig(zero=1), SPEED, optimizer=options)
+    assert found.state_bytes == pytest.approx(form.optimizer_bytes, rel=0.02, abs=200)
+
+
 def test_flops_are_those_of_the_closed_form() -> None:
     """Which counts four products of scores in the backward, where fused attention makes the scores once more."""
     run = RunShape(microbatch_size=2, num_microbatches=3, sequence_length=128)
@@ -124,4 +140,9 @@ def test_what_is_not_estimated_is_refused_in_a_line() -> None:
     assert "mesh.pp=2" in refused(linear, looking, ParallelConfig(), pp=2)
     assert "mesh.tp=2 without a plan" in refused(linear, looking, ParallelConfig(), tp=2)
     assert "gemini.budget=1MB" in refused(linear, looking, ParallelConfig(gemini=GeminiConfig("1MB")))
-    assert "cannot be foreseen without values" in refused(linear, looking, ParallelConfig())
+    assert "this model's step cannot be foreseen without values" in refused(linear, looking, ParallelConfig())
+    pair, muon = MeshConfig().resolve(2), OptimConfig("muon")
+    with torch.device("meta"):
+        blocks = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(UserError, match=r"optim\.name=muon on 2 ranks: its update cannot be foreseen"):
+        estimate_step(blocks, looking, pair, ParallelConfig(), SPEED, optimizer=muon)
