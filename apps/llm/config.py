@@ -48,6 +48,10 @@ class PretrainConfig(TrainConfig):
             raise UserError(f"hf_dtype={self.hf_dtype} without a folder: hf is off; leave hf_dtype out")
         if self.nproc < 1:
             raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
+        self.check_positions()
+
+    def check_positions(self) -> None:
+        """Raises UserError for sequences that the model has no positions for."""
         if self.model.positions == "learned" and self.data.sequence_length > self.model.max_length:
             raise UserError(
                 f"data.sequence_length={self.data.sequence_length} and the model has positions for "
@@ -77,11 +81,17 @@ class FinetuneConfig(PretrainConfig):
 
 def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
-    mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
+    mesh = resolved_mesh(config)
     decoder_table(config.model, mesh, config.zero)
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
     check_length(config.data.sequence_length, mesh.cp)
+    return mesh
+
+
+def resolved_mesh(config: PretrainConfig) -> MeshConfig:
+    """The same of any model.  Raises UserError for ranks that the mesh or the batch does not divide over."""
+    mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     for _, batch in config.data.batch_size.stages:
         check_divides(batch, mesh.data_ranks)
     return mesh

@@ -19,6 +19,10 @@ from core.quant import is_quantized
 from core.train import checkpoint_path
 
 
+class UnknownModel(UserError):
+    """A Hugging Face folder of a model that the decoder does not compute; another program might."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a model lies and what it is; nothing is loaded yet.
@@ -64,7 +68,7 @@ class Source:
 
 
 def find_model(folder: Path) -> Source:
-    """What lies in a folder.  Raises UserError where that is no model."""
+    """What lies in a folder.  Raises UserError where that is no model, UnknownModel where it is one of others."""
     path = folder / "config.json"
     try:
         described = json.loads(path.read_text())
@@ -78,8 +82,17 @@ def find_model(folder: Path) -> Source:
             f"serve it: megalith serve --model {folder}"
         )
     if isinstance(described, dict) and "model_type" in described:
-        return Source(folder, load_config(folder), is_run=False)
+        return Source(folder, _known_config(folder), is_run=False)
     return Source(folder, _decoder_config(described, path), is_run=True)
+
+
+def _known_config(folder: Path) -> DecoderConfig:
+    try:
+        return load_config(folder)
+    except UserError as refused:
+        if isinstance(refused.__cause__, KeyError):  # of a known family, and not whole
+            raise
+        raise UnknownModel(str(refused)) from refused
 
 
 def _decoder_config(described: Any, path: Path) -> DecoderConfig:

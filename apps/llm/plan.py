@@ -1,9 +1,9 @@
 """`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,8 +11,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from apps.llm.config import PretrainConfig, check_combination
-from apps.llm.model import find_model
+from apps.llm.config import PretrainConfig, check_combination, resolved_mesh
+from apps.llm.foreign import ForeignModel
+from apps.llm.model import UnknownModel, find_model
 from apps.llm.recipes import RECIPES
 from apps.llm.residency import estimate_residency
 from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
@@ -20,14 +21,18 @@ from core.estimate import (
     Machine,
     ModelShape,
     RunShape,
+    StepEstimate,
+    TimeEstimate,
     decoder_shape,
     draw_timelines,
     estimate_memory,
+    estimate_step,
     estimate_time,
     require_fit,
     simulated_timeline,
 )
 from core.gemini.tier import parse_bytes
+from core.mesh import MeshConfig
 from core.metrics import peak_flops
 from core.metrics.throughput import gpu_peak_flops
 from core.models.decoder import DecoderConfig
@@ -50,7 +55,8 @@ class PlanConfig(PretrainConfig):
     RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "source": "model"}
 
     source: Path | None = None
-    """a Hugging Face or run folder, of whose model the plan is; by default that of the recipe and --model.* options"""
+    """a run folder, or a Hugging Face folder of any causal model, config.json alone; by default the plan is of the
+    recipe's model and --model.* options"""
     gpu: str | None = None
     """a name such as A100 or H100, for the time of a step; by default this machine's device"""
     memory: str | None = None
@@ -58,7 +64,8 @@ class PlanConfig(PretrainConfig):
     bandwidth_gb_s: float = 25.0
     """of the links between ranks, and with --gemini.budget to the host"""
     memory_gb_s: float = 1000.0
-    """with --gemini.budget: what the device reads of its memory in a second"""
+    """with --gemini.budget, and of a --model that is no family of ours: what the device reads of its memory in a
+    second"""
     utilisation: float = 0.4
     """of the device's peak, what is reached"""
     timeline: Path | None = None
@@ -75,6 +82,11 @@ class PlanConfig(PretrainConfig):
         if self.gpu is not None and _peak_flops(self) is None:
             raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
 
+    def check_positions(self) -> None:
+        """Of the folder's model, where one is given, once it is read."""
+        if self.source is None:
+            super().check_positions()
+
     def unread(self) -> dict[str, str]:
         found = super().unread()
         if _peak_flops(self) is None:
@@ -82,7 +94,7 @@ class PlanConfig(PretrainConfig):
             found["utilisation"] = why
             if self.gemini.budget is None:
                 found["bandwidth_gb_s"] = why
-        if self.gemini.budget is None:
+        if self.gemini.budget is None and self.source is None:
             found["memory_gb_s"] = "without a budget; give --gemini.budget"
         if self.pipeline.cost != "estimated":
             found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
@@ -118,25 +130,41 @@ def main(argv: list[str]) -> int:
     config = parse(
         {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "megalith llm plan", "debug"
     )
+    foreign = None
     if config.source is not None:
-        config = replace(config, model=_shape_of(config.source, typed(argv, config)))
+        found = _model_of(config.source, typed(argv, config))
+        if isinstance(found, ForeignModel):
+            foreign = found
+        else:
+            config = replace(config, model=found)
+            PretrainConfig.check_positions(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    (_show if config.gemini.budget is None else _show_residency)(config, console)
-    if ignored := sorted(typed(argv, config) & without_effect(config)):
+    if config.gemini.budget is not None:
+        _show_residency(config, foreign, console)
+    elif foreign is not None:
+        _show_foreign(config, foreign, console)
+    else:
+        _show(config, console)
+    if ignored := sorted(typed(argv, config) & without_effect(config, foreign)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     return 0
 
 
-def _shape_of(folder: Path, given: set[str]) -> DecoderConfig:
-    """Raises UserError for a folder of no such model, and for options of another shape beside it."""
+def _model_of(folder: Path, given: set[str]) -> DecoderConfig | ForeignModel:
+    """Raises UserError for a folder of no model, and for options of another shape beside it."""
     if shaped := sorted(name for name in given if name.startswith("model.")):
         raise UserError(f"{option(shaped[0])} beside --model: the shape is that of the folder; leave it out")
-    return find_model(folder).config
+    try:
+        return find_model(folder).config
+    except UnknownModel as refused:
+        return ForeignModel(folder, refused)
 
 
-def without_effect(config: PlanConfig) -> set[str]:
+def without_effect(config: PlanConfig, foreign: ForeignModel | None = None) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
+    if foreign is None and config.gemini.budget is None:
+        found.add("memory_gb_s")
     return found - set(() if config.gemini.budget is None else WITH_GEMINI)
 
 
@@ -144,28 +172,71 @@ def _show(config: PlanConfig, console: Console) -> None:
     run = run_shape(config)
     model = decoder_shape(config.model)
     memory = estimate_memory(model, run)
-    table = Table("per rank", "bytes", title=f"{model.num_parameters():,} parameters, {_describe(config)}")
-    for row in memory.table():
-        table.add_row(*row)
-    console.print(table)
+    console.print(_table(config, check_combination(config), model.num_parameters(), memory.table()))
     if config.model.moe.num_experts:
         console.print(f"{model.num_matmul_parameters:,} parameters multiply a token")
     machine = _machine(config)
     if machine is not None:
-        time = estimate_time(model, run, machine)
-        whole_s = sum(
-            count * estimate_time(model, run_shape(config, rows), machine).step_s for count, rows in _stages(config)
-        )
-        console.print(
-            f"a step of {time.tokens:,} tokens: {time.step_s:.3g} s at {machine.utilisation:.0%} of the peak "
-            f"({time.compute_s:.3g} s computing, {time.communication_s:.3g} s communicating), "
-            f"{time.tokens_per_s:,.0f} tokens/s, {_num_steps(config):,} steps in {time_in_words(whole_s)}"
-        )
+        _show_time(config, lambda rows: estimate_time(model, run_shape(config, rows), machine), console)
     if config.timeline is not None:
         console.print(draw_step(config, model, run, machine, config.timeline))
     if config.memory is not None:
         require_fit(model, run, size_in_bytes(config.memory, "memory", "GiB"))
         console.print(f"fits {in_words(size_in_bytes(config.memory, 'memory', 'GiB'))}")
+
+
+def _show_foreign(config: PlanConfig, model: ForeignModel, console: Console) -> None:
+    """The same of a model whose step is run on tensors without memory."""
+    if config.timeline is not None:
+        raise UserError("--timeline draws the stages of our decoder's pipelines; leave it out with this --model")
+    mesh = resolved_mesh(config)
+
+    @cache
+    def step(rows: int | None = None) -> StepEstimate:
+        """Of a batch of `rows`, by default the full one."""
+        microbatches = config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
+        loss = model.loss(max(microbatches), config.data.sequence_length)
+        made = model.build(), loss, mesh, config, _speed(config)
+        return estimate_step(*made, optimizer=config.optim, num_microbatches=len(microbatches))
+
+    found, machine = step(), _machine(config)
+    console.print(_table(config, mesh, model.num_parameters, found.table()))
+    console.print("\n".join([f"{found.flops:.3g} FLOPs a rank and step", *found.messages()]))
+    if machine is not None:
+
+        def time_of(rows: int | None) -> TimeEstimate:
+            of, tokens = step(rows), (rows or config.data.global_batch) * config.data.sequence_length
+            return TimeEstimate(of.compute_s, of.sent.wire_bytes / machine.bandwidth, 0.0, tokens)
+
+        _show_time(config, time_of, console)
+    if config.memory is not None:
+        size = size_in_bytes(config.memory, "memory", "GiB")
+        if found.peak_bytes > size:
+            raise UserError(
+                f"the run needs {in_words(found.peak_bytes)} per rank, the device has {in_words(size)}; try --zero 3 "
+                "with more ranks, --recompute.mode full, --microbatch 1 or --gemini.budget"
+            )
+        console.print(f"fits {in_words(size)}")
+
+
+def _table(config: PretrainConfig, mesh: MeshConfig, num_parameters: int, rows: Iterable[tuple[str, str]]) -> Table:
+    ranks = mesh.data_ranks * mesh.tp * mesh.cp * mesh.pp
+    run = f"{ranks} ranks ({mesh.describe()}), ZeRO {config.zero}, {config.precision}"
+    table = Table("per rank", "bytes", title=f"{num_parameters:,} parameters, {run}")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _show_time(config: PlanConfig, time_of: Callable[[int | None], TimeEstimate], console: Console) -> None:
+    """time_of: rows of the global batch, None: the full one -> its step."""
+    time = time_of(None)
+    whole_s = sum(count * time_of(rows).step_s for count, rows in _stages(config))
+    console.print(
+        f"a step of {time.tokens:,} tokens: {time.step_s:.3g} s at {config.utilisation:.0%} of the peak "
+        f"({time.compute_s:.3g} s computing, {time.communication_s:.3g} s communicating), "
+        f"{time.tokens_per_s:,.0f} tokens/s, {_num_steps(config):,} steps in {time_in_words(whole_s)}"
+    )
 
 
 def _num_steps(config: PretrainConfig) -> int:
@@ -181,7 +252,7 @@ def _stages(config: PretrainConfig) -> Iterator[tuple[int, int]]:
             yield count, rows
 
 
-def _show_residency(config: PlanConfig, console: Console) -> None:
+def _show_residency(config: PlanConfig, foreign: ForeignModel | None, console: Console) -> None:
     """What Gemini makes of the run in its budget."""
     if config.timeline is not None or config.gemini.trace is not None:
         drawing = "--timeline" if config.timeline is not None else "--gemini.trace"
@@ -189,24 +260,27 @@ def _show_residency(config: PlanConfig, console: Console) -> None:
             f"{drawing} with gemini.budget={config.gemini.budget}: megalith llm plan does not draw it; leave it out"
         )
     machine = _machine(config)
-    flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
-    speed = Speed(flops_per_s, 1e9 * config.memory_gb_s)
-    found = estimate_residency(config, speed, 1e9 * config.bandwidth_gb_s)
-    parameters = decoder_shape(config.model).num_parameters()
-    table = Table("per rank", "bytes", title=f"{parameters:,} parameters, {_describe(config)}")
+    mesh = resolved_mesh(config) if foreign is not None else check_combination(config)
+    found = estimate_residency(config, mesh, _speed(config), 1e9 * config.bandwidth_gb_s, foreign)
+    parameters = decoder_shape(config.model).num_parameters() if foreign is None else foreign.num_parameters
+    rows = [
+        ("fullest moment of Gemini's plan", found.plan.device_peak_bytes),
+        ("on the device", found.device_bytes),
+        ("on the host", found.plan.host_bytes),
+    ]
     if found.messages_bytes:
-        table.add_row("messages between ranks", in_words(found.messages_bytes))
-    table.add_row("fullest moment of Gemini's plan", in_words(found.plan.device_peak_bytes))
-    table.add_row("on the device", in_words(found.device_bytes))
-    table.add_row("on the host", in_words(found.plan.host_bytes))
-    console.print(table)
+        rows.insert(0, ("messages between ranks", found.messages_bytes))
+    console.print(_table(config, mesh, parameters, ((name, in_words(num_bytes)) for name, num_bytes in rows)))
     console.print(f"{found.plan.describe()}; the smallest budget is {in_words(found.least_bytes)}")
-    most = run_shape(config).num_microbatches
+
+    def num_microbatches(rows: int) -> int:
+        return len(config.microbatch_rows(rows // mesh.data_ranks))
+
+    most = num_microbatches(config.data.global_batch)
     if machine is not None:
         each = max(seconds for what, seconds in found.plan.busy_s.items() if what != "host_update")
         whole = sum(
-            count * (found.plan.step_s + (run_shape(config, rows).num_microbatches - 1) * each)
-            for count, rows in _stages(config)
+            count * (found.plan.step_s + (num_microbatches(rows) - 1) * each) for count, rows in _stages(config)
         )
         console.print(
             f"{_num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
@@ -303,15 +377,15 @@ def _machine(config: PlanConfig) -> Machine | None:
     return None if peak is None else Machine(peak, config.bandwidth_gb_s * 1e9, config.utilisation)
 
 
+def _speed(config: PlanConfig) -> Speed:
+    machine = _machine(config)
+    flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
+    return Speed(flops_per_s, 1e9 * config.memory_gb_s)
+
+
 def _peak_flops(config: PlanConfig) -> float | None:
     """Of the device that is planned for; None where nobody knows."""
     dtype = compute_dtype(config.precision)
     if config.gpu is None:
         return peak_flops("cuda" if torch.cuda.is_available() else "cpu", dtype)
     return gpu_peak_flops(config.gpu, dtype)
-
-
-def _describe(config: PretrainConfig) -> str:
-    mesh = check_combination(config)
-    ranks = mesh.data_ranks * mesh.tp * mesh.cp * mesh.pp
-    return f"{ranks} ranks ({mesh.describe()}), ZeRO {config.zero}, {config.precision}"

@@ -1,38 +1,51 @@
 """What Gemini makes of a run in its budget, before it runs: a rank's model is traced without memory and other ranks."""
 
-import torch
-from torch import Tensor, nn
+from functools import partial
 
-from apps.llm.config import PretrainConfig, check_combination
+import torch
+from torch import Tensor
+
+from apps.llm.config import PretrainConfig
+from apps.llm.foreign import ForeignModel
 from apps.llm.loss import token_loss
-from core.compose import cut
 from core.config import UserError, in_words
-from core.estimate.residency import GeminiEstimate, estimate_gemini
-from core.gemini.tier import parse_bytes
-from core.mesh import build_mesh, gradient_axis, shard_axis
+from core.estimate.residency import GeminiEstimate, estimate_budget
+from core.mesh import MeshConfig
 from core.models.decoder import Decoder
 from core.models.plan import decoder_plan
-from core.precision import compute_dtype, master_dtype
-from core.runtime import device_bytes, pretended
-from core.trace.machine import Speed, described_bandwidth
-from core.trace.tracer import trace_step
+from core.placement.table import NO_PLAN
+from core.precision import compute_dtype
+from core.runtime import device_bytes
+from core.trace.machine import Speed
 
 
-def estimate_residency(config: PretrainConfig, speed: Speed, link_bytes_per_s: float) -> GeminiEstimate:
+def estimate_residency(
+    config: PretrainConfig, mesh: MeshConfig, speed: Speed, link_bytes_per_s: float, foreign: ForeignModel | None = None
+) -> GeminiEstimate:
     """The plan of a rank's device, for the step of its largest microbatch.
 
+    mesh              with all its sizes
     link_bytes_per_s  between a device and the host, each way
+    foreign           the model, where it is not the configuration's
 
     Raises UserError for a budget in which no step fits, and for models and meshes whose step is not foreseen here.
     """
-    assert config.gemini.budget is not None
-    mesh_config = check_combination(config)
     given = f"megalith llm plan with gemini.budget={config.gemini.budget}"
-    if mesh_config.pp > 1:
+    if mesh.pp > 1:
         raise UserError(
-            f"{given} and mesh.pp={mesh_config.pp}: a stage's step is foreseen only by the ranks that run it; plan "
+            f"{given} and mesh.pp={mesh.pp}: a stage's step is foreseen only by the ranks that run it; plan "
             "one with mesh.pp=1 and as many layers as a stage has, or start the run, which refuses what does not fit"
         )
+    rows = max(config.microbatch_rows(config.data.global_batch // mesh.data_ranks))
+    if foreign is not None:
+        model, loss, plan = foreign.build(), foreign.loss(rows, config.data.sequence_length), NO_PLAN
+    else:
+        model, plan = _decoder(config, given), decoder_plan(config.model, config.mesh)
+        loss = partial(token_loss, batch=_batch(config, rows))
+    return estimate_budget(model, loss, mesh, config, speed, link_bytes_per_s, plan, config.optim)
+
+
+def _decoder(config: PretrainConfig, given: str) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config.model)
     num_bytes = sum(p.numel() for p in model.parameters()) * compute_dtype(config.precision).itemsize
@@ -41,30 +54,11 @@ def estimate_residency(config: PretrainConfig, speed: Speed, link_bytes_per_s: f
             f"{given}: routers look at values, so the step is run on drawn ones, which take {in_words(num_bytes)}, "
             "more than this machine has to spare; plan a smaller model, or leave the budget out"
         )
-    sizes = mesh_config.sizes()
-    with pretended(int(torch.Size(sizes).numel())):
-        mesh = build_mesh(mesh_config, "cpu")
-        cut(model, mesh, config, decoder_plan(config.model, config.mesh))
-        nn.Module.to(model, compute_dtype(config.precision))
-        batch = _batch(config, mesh_config.data_ranks)
-        step = trace_step(model, lambda model: token_loss(model, batch), speed, draws=True)
-        ranks = shard_axis(mesh).size() if config.zero else 1
-        return estimate_gemini(
-            model,
-            step,
-            parse_bytes(config.gemini.budget),
-            described_bandwidth(speed, link_bytes_per_s, ranks),
-            config.optim,
-            master_dtype(config.precision),
-            ranks=ranks,
-            sends=gradient_axis(mesh).size() > 1,
-            policy=config.gemini.policy,
-        )
+    return model
 
 
-def _batch(config: PretrainConfig, data_ranks: int) -> dict[str, Tensor]:
-    """The largest microbatch of a rank, as the training loop hands it over."""
-    rows = max(config.microbatch_rows(config.data.global_batch // data_ranks))
+def _batch(config: PretrainConfig, rows: int) -> dict[str, Tensor]:
+    """A microbatch of so many rows, as the training loop hands it over."""
     ids = torch.zeros(rows, config.data.sequence_length, dtype=torch.int64)
     batch = {"input_ids": ids, "targets": ids.clone()}
     if config.data.mask_documents:

@@ -1,4 +1,9 @@
-"""Bytes and seconds of a training step before it runs, closed form. One estimator for every app.
+"""Bytes and seconds of a training step before it runs.
+
+step     estimate_step: any module under any ParallelConfig but pipelines, by running its step on tensors without memory
+residency estimate_budget: the same with Gemini, in a given device memory
+
+and of our decoder in closed form, in no time and for pipelines too:
 
 shape    what is estimated: ModelShape (weights, what a block keeps for its backward, head) and RunShape (precision,
          optimizer, mesh, ZeRO level, checkpointing, batch)
@@ -20,6 +25,7 @@ from core.estimate.shape import (
     decoder_shape,
     megatron_block,
 )
+from core.estimate.step import StepEstimate, estimate_step
 from core.estimate.time import Machine, TimeEstimate, estimate_time
 
 __all__ = [
@@ -30,12 +36,14 @@ __all__ = [
     "MemoryEstimate",
     "ModelShape",
     "RunShape",
+    "StepEstimate",
     "TimeEstimate",
     "Timeline",
     "Weight",
     "decoder_shape",
     "draw_timelines",
     "estimate_memory",
+    "estimate_step",
     "estimate_time",
     "megatron_block",
     "require_fit",

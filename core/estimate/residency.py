@@ -5,7 +5,7 @@ tensors without memory, of a machine that is only described. What differs in a r
 on a GPU the plan is corrected after its first step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,17 +13,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from core.compat import own_part
+from core.compose import ParallelConfig, cut
 from core.gemini.chunk import Member
 from core.gemini.planning import infos
 from core.gemini.residency import Policy, ResidencyPlan
 from core.gemini.search import choose_chunk_size, least_budget
+from core.gemini.tier import parse_bytes
 from core.gemini.transport import message_bytes
 from core.layout import largest_share
+from core.mesh import MeshConfig, build_mesh, gradient_axis, mesh_shape, shard_axis
 from core.optim.build import OptimConfig
 from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
-from core.trace.machine import Bandwidth
-from core.trace.tracer import StepTrace
+from core.placement.style import Plan
+from core.placement.table import NO_PLAN, ModelPlan
+from core.precision import compute_dtype, master_dtype
+from core.runtime import device_bytes, pretended
+from core.trace.machine import Bandwidth, Speed, described_bandwidth
+from core.trace.tracer import StepTrace, trace_step
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,45 @@ def estimate_gemini(
 
     chunking = choose_chunk_size(known, step, budget_bytes, bandwidth, policy, messages)
     return GeminiEstimate(chunking.plan, messages(chunking.parameters), least_budget(known, step, messages))
+
+
+def estimate_budget(
+    model: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    mesh: MeshConfig,
+    parallel: ParallelConfig,
+    speed: Speed,
+    link_bytes_per_s: float,
+    plan: ModelPlan | Plan = NO_PLAN,
+    optimizer: OptimConfig | None = None,
+) -> GeminiEstimate:
+    """The plan of the first rank's device, for a step of any module on the meta device, which is cut and cast.
+
+    loss              of a microbatch, the largest
+    mesh              resolved; of one pipeline stage
+    link_bytes_per_s  between a device and the host, each way
+
+    A model that looks at values gets memory for the while, and drawn ones.  Raises UserError where there is too little.
+    """
+    assert parallel.gemini.budget is not None
+    with pretended(mesh_shape(mesh).size()):
+        built = build_mesh(mesh, "cpu")
+        cut(model, built, parallel, plan)
+        nn.Module.to(model, compute_dtype(parallel.precision))
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        step = trace_step(model, loss, speed, draws=num_bytes <= device_bytes("cpu", 4))
+        ranks = shard_axis(built).size() if parallel.zero else 1
+        return estimate_gemini(
+            model,
+            step,
+            parse_bytes(parallel.gemini.budget),
+            described_bandwidth(speed, link_bytes_per_s, ranks),
+            optimizer or OptimConfig(),
+            master_dtype(parallel.precision),
+            ranks=ranks,
+            sends=gradient_axis(built).size() > 1,
+            policy=parallel.gemini.policy,
+        )
 
 
 def _member(name: str, parameter: nn.Parameter, ranks: int, wide: torch.dtype) -> Member:

@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -81,12 +81,12 @@ class MemoryAccount(TorchDispatchMode):
         for tensor in tensors:
             self._note_tensor(tensor)
 
-    def __enter__(self) -> MemoryAccount:
+    def __enter__(self) -> Self:
         account, resize_ = self, self._resize_
 
         def noted_resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize_(self, size)
-            if self.device.type == account.device_type:
+            if self.device.type == account.device_type or id(self) in account._alive:
                 account._note(self)
             return result
 

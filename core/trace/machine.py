@@ -30,6 +30,10 @@ class Speed:
     flops_per_s: float
     bytes_per_s: float
 
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """By FLOPs or by the bytes read and written, whichever takes longer."""
+        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
+
 
 @dataclass(frozen=True)
 class Bandwidth:

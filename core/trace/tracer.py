@@ -291,12 +291,11 @@ class _Recorder(MemoryAccount):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented:
             return result
-        inputs, outputs = _tensors_of((args, kwargs)), _tensors_of(result)
-        for tensor in inputs:
+        for tensor in _tensors_of((args, kwargs)):
             known = self.storages.get(id(tensor.untyped_storage()))
             if known is not None:
                 self._use(known[1])
-        self.seconds += _seconds(func, args, kwargs or {}, result, inputs, outputs, self.speed)
+        self.seconds += self.speed.seconds(*operator_cost(func, args, kwargs or {}, result))
         return result
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -449,15 +448,14 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     return [plain.untyped_storage() for plain in plain_tensors(tensor)]
 
 
-def _seconds(
-    func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor], speed: Speed
-) -> float:
-    """By FLOPs or by the bytes read and written, whichever takes longer; views and questions take none."""
+def operator_cost(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
+    """FLOPs of an operator, and bytes that it reads and writes; views and questions take none."""
+    outputs = _tensors_of(result)
     if not outputs or _is_view(func):
-        return 0.0
+        return 0, 0
     count = flop_registry.get(getattr(func, "_overloadpacket", None))
     flops = count(*args, **kwargs, out_val=result) if count is not None else 0
-    return max(flops / speed.flops_per_s, sum(t.nbytes for t in (*inputs, *outputs)) / speed.bytes_per_s)
+    return flops, sum(tensor.nbytes for tensor in (*_tensors_of((args, kwargs)), *outputs))
 
 
 @cache

@@ -1,6 +1,8 @@
-"""On several ranks a real step allocates what the estimator says, and each ZeRO level what its formula says."""
+"""On several ranks a real step allocates and sends what the estimators say, and each ZeRO level what its formula is."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -8,14 +10,16 @@ import torch
 import torch.distributed as dist
 
 from core.compose import ParallelConfig, parallelize
-from core.estimate import RunShape, decoder_shape, estimate_memory
+from core.estimate import RunShape, decoder_shape, estimate_memory, estimate_step
 from core.estimate.pipeline import stages_of
 from core.layout import local
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.plan import decoder_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
-from tests.support.accounted import accounted_peak_bytes
+from core.trace.machine import Speed
+from tests.support.accounted import accounted_decoder, decoder_loss
 from tests.support.covering import few_rows
 
 MODEL = DecoderConfig(vocab_size=1024, dim=128, num_layers=6, num_heads=4, ffn_dim=512, max_length=64)
@@ -23,8 +27,16 @@ STAGED = replace(MODEL, vocab_size=2048, dim=256, ffn_dim=1024)
 
 
 def peak(model: DecoderConfig, mesh: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
+    return counted(model, mesh, parallel, rows, num_microbatches)[0]
+
+
+def counted(
+    model: DecoderConfig, mesh: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches: int
+) -> tuple[int, Counter, Counter]:
+    """Most bytes alive, bytes and calls of messages."""
     built = build_mesh(mesh.resolve(dist.get_world_size(), parallel.zero), "cpu")
-    return accounted_peak_bytes(model, built, parallel, rows, model.max_length, num_microbatches)
+    most, sent = accounted_decoder(model, built, parallel, rows, model.max_length, num_microbatches)
+    return most, sent.bytes, sent.calls
 
 
 ESTIMATED = [
@@ -42,7 +54,8 @@ ROWS = {
 def test_estimate(ranks, name: str) -> None:
     precision, tp, zero, num_microbatches = ROWS[name].values()
     parallel = ParallelConfig(zero=zero, precision=precision, reduce_each=num_microbatches > 1)
-    measured = max(ranks(2 * tp).run(peak, MODEL, MeshConfig(tp=tp), parallel, 4, num_microbatches))
+    of_ranks = ranks(2 * tp).run(counted, MODEL, MeshConfig(tp=tp), parallel, 4, num_microbatches)
+    measured = max(most for most, _, _ in of_ranks)
     run = RunShape(
         precision=precision,
         dp_replicate=1 if zero else 2,
@@ -59,6 +72,17 @@ def test_estimate(ranks, name: str) -> None:
     if zero == 2:  # gloo copies a message, here all gradients, while it reduces and scatters it; NCCL does not
         expected = max(expected, estimate.phases["gradients"] + 4 * MODEL.num_parameters() // tp)
     assert expected == pytest.approx(measured, rel=0.1)
+    mesh = MeshConfig(tp=tp).resolve(2 * tp, zero)
+    with torch.device("meta"):
+        model = Decoder(MODEL)
+    loss = partial(decoder_loss, 4, MODEL.max_length)
+    plan = decoder_plan(MODEL, mesh)
+    traced = estimate_step(model, loss, mesh, parallel, Speed(1e12, 1e12), plan, num_microbatches=num_microbatches)
+    expected = traced.peak_bytes
+    if zero == 2:  # as above
+        expected = max(expected, traced.phases["update"] + 4 * MODEL.num_parameters() // tp)
+    assert expected == pytest.approx(measured, rel=0.02)
+    assert (traced.sent.bytes, traced.sent.calls) == of_ranks[0][1:]
 
 
 @pytest.mark.parametrize("schedule", get_args(ScheduleName))

@@ -1,45 +1,71 @@
-"""What a real step of a decoder allocates, tensor by tensor: what the estimator has to agree with."""
+"""What a real step allocates, tensor by tensor, and sends: what the estimator has to agree with."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.comm.volume import Volume, count_volume
 from core.compose import ParallelConfig, parallelize
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan, tensor_parallel_plan
 from core.optim.build import OptimConfig, build_optimizer
-from core.placement.table import ModelPlan
+from core.optim.clip import gradient_norm
+from core.placement.table import NO_PLAN, ModelPlan
 from core.trace.account import MemoryAccount
 
 
 def accounted_peak_bytes(
     model: DecoderConfig, mesh: DeviceMesh, parallel: ParallelConfig, rows: int, length: int, num_microbatches: int
 ) -> int:
-    """The most bytes of tensors alive at once on this rank in its second step, when the optimizer's state exists."""
+    """The most bytes of tensors alive at once on this rank in a decoder's step."""
+    return accounted_decoder(model, mesh, parallel, rows, length, num_microbatches)[0]
+
+
+def accounted_decoder(
+    model: DecoderConfig, mesh: DeviceMesh, parallel: ParallelConfig, rows: int, length: int, num_microbatches: int
+) -> tuple[int, Volume]:
+    """The same, and what is sent."""
     with torch.device("meta"):
         decoder = Decoder(model)
-    plan = tensor_parallel_plan(model)
-    data = parallelize(
-        decoder,
-        mesh,
-        parallel,
-        ModelPlan(tensor=plan, pipeline=pipeline_plan()),
-        materialise=lambda m: initialise(m, 0),
-    )
-    del decoder
+    plan = ModelPlan(tensor=tensor_parallel_plan(model), pipeline=pipeline_plan())
+    loss = partial(decoder_loss, rows, length)
+    return accounted_step(decoder, loss, mesh, parallel, num_microbatches, plan, lambda m: initialise(m, 0))
+
+
+def decoder_loss(rows: int, length: int, model: nn.Module) -> Tensor:
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    return model(ids, targets=ids)
+
+
+def accounted_step(
+    model: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    mesh: DeviceMesh,
+    parallel: ParallelConfig,
+    num_microbatches: int = 1,
+    plan: ModelPlan = NO_PLAN,
+    materialise: Callable[[nn.Module], None] = lambda model: None,
+) -> tuple[int, Volume]:
+    """Of a model's second step, when the optimizer's state exists."""
+    data = parallelize(model, mesh, parallel, plan, materialise=materialise)
+    del model
     optimizer = build_optimizer(OptimConfig(), data.masters)
-    ids = torch.randint(model.vocab_size, (rows, length))
 
     def step() -> None:
-        data.run([ids] * num_microbatches, lambda ids: data.model(ids, targets=ids))
+        data.run(range(num_microbatches), lambda _: loss(data.model))
         data.reduce()
+        gradient_norm(data.masters.values(), data.mesh)
         optimizer.step()
         data.release()
         data.publish()
 
     step()
-    with MemoryAccount() as account:
+    with count_volume(mesh) as sent, MemoryAccount() as account:
         account.add(data.model.parameters())
         account.add(data.masters.values())
         account.add(value for state in optimizer.state.values() for value in state.values())
         step()
-    return account.peak_bytes
+    return account.peak_bytes, sent

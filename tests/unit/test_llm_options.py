@@ -1,11 +1,13 @@
 """Every option of the llm commands is read by a run, or refused where a run would not read it."""
 
+import json
 import re
 from dataclasses import is_dataclass
 from unittest import mock
 
 import pytest
 import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from apps.llm import plan
 from apps.llm.__main__ import APP
@@ -197,3 +199,50 @@ def test_what_nobody_reads_is_seen():
         repr(config), config == config
     assert read == {"optim", "optim.name"}
     assert "seed" in option_names(config)
+
+
+QWEN = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FOREIGN = {
+    "qwen2": QWEN | {"num_key_value_heads": 2, "max_position_embeddings": 512},
+    "phi": QWEN | {"max_position_embeddings": 512},
+    "gpt_neox": QWEN | {"max_position_embeddings": 512},
+}
+
+
+def foreign_folder(tmp_path, family, **config):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **FOREIGN.get(family, {}), **config}))
+    return ["plan", *BASE, "--model", str(tmp_path), "--gpu", "A100", "--data.sequence-length", "64"]
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_a_plan_is_of_any_causal_model_by_its_config_alone(family, tmp_path, capsys):
+    words = foreign_folder(tmp_path, family)
+    assert APP.dispatch([*words, "--nproc", "2", "--zero", "3", "--recompute.mode", "full", "--seed", "3"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters, 2 ranks (dp_shard=2), ZeRO 3" in said
+    for line in ("activations", "peak (", "FLOPs", "all_gather over dp_shard", "at 40% of the peak", "--seed"):
+        assert line in said
+    assert APP.dispatch([*words, "--gemini.budget", "10MB"]) == 0
+    assert "on the host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "said"),
+    [
+        ("qwen2", ["--nproc", "2", "--mesh.tp", "2"], r"mesh\.tp=2 without a plan"),
+        ("qwen2", ["--nproc", "2", "--mesh.pp", "2"], r"mesh\.pp=2"),
+        ("qwen2", ["--nproc", "2", "--mesh.ep", "2"], r"mesh\.ep=2 without a plan"),
+        ("qwen2", ["--memory", "100KB"], r"the run needs .* per rank, the device has .*; try --zero 3"),
+        ("qwen2", ["--data.sequence-length", "1024"], "has positions for 512"),
+        ("t5", [], "nor do transformers build a causal model"),
+        ("strange", [], "model_type is 'strange'; this decoder loads .* nor do transformers"),
+    ],
+)
+def test_what_is_not_planned_of_a_foreign_model_is_refused_in_a_line(family, more, said, tmp_path):
+    code = tmp_path / "ran.py"
+    code.write_text("raise SystemExit('code of the folder ran')")
+    words = foreign_folder(tmp_path, family, auto_map={"AutoConfig": "ran.Config", "AutoModelForCausalLM": "ran.Model"})
+    with pytest.raises(UserError, match=said) as refused:
+        APP.dispatch([*words, *more])
+    assert "\n" not in str(refused.value)

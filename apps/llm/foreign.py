@@ -1,0 +1,49 @@
+"""Models that our decoder does not compute: built by transformers from a folder's config.json, without weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+
+
+class ForeignModel:
+    """A causal model of any family that the installed transformers know; nothing is loaded, no code of the folder run.
+
+    Raises UserError where the folder is of none; `refused` is why our decoder does not compute it.
+    """
+
+    def __init__(self, folder: Path, refused: UserError):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.folder = folder
+        self._build = AutoModelForCausalLM.from_config
+        try:
+            self.config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self.num_parameters = sum(parameter.numel() for parameter in self.build().parameters())
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"{refused}; nor do transformers build a causal model of {folder}: {said}") from error
+
+    def build(self) -> nn.Module:
+        """On the meta device, as it trains."""
+        with torch.device("meta"):
+            return self._build(self.config, dtype=torch.float32, trust_remote_code=False).train()
+
+    def loss(self, rows: int, length: int) -> Callable[[nn.Module], Tensor]:
+        """Its own, of a microbatch.  Raises UserError for sequences longer than the model is made for."""
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if longest is not None and length > longest:
+            raise UserError(
+                f"data.sequence_length={length} and the model of {self.folder} has positions for {longest}; shorten "
+                "the sequence"
+            )
+
+        def loss(model: nn.Module) -> Tensor:
+            ids = torch.zeros(rows, length, dtype=torch.int64)
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+        return loss
