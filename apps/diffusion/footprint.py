@@ -1,11 +1,10 @@
 """What sampling or a training step needs of a device, before anything is loaded: bytes and seconds.
 
-The real modules run on tensors without memory, under the tracer by which Gemini plans (`core.trace.tracer`). It says
-of each stretch of the step what is alive beside parameters (activations, what the backward keeps, temporaries), which
-gradients come, and how long the stretch computes: by its FLOPs or by the bytes that it touches, whichever takes longer.
-Attention counts as a flash kernel does it, which keeps queries, keys, values, the result and one number a row; or as
-the sliced one that `set_attention` sets. Around that is added what `core.parallel.data` holds: masters, gradients by
-buckets, the optimizer's state; or, with a budget, what Gemini's planner makes of the step.
+The real modules run on tensors without memory: drawing and Gemini's steps under the tracer (`core.trace.tracer`), of
+which Gemini's planner makes its plan; other training steps with all that a run does around them (`core.estimate.step`).
+An operator takes the time of its FLOPs or of the bytes that it touches, whichever is longer. Attention counts as a
+flash kernel does it, which keeps queries, keys, values, the result and one number a row; or as the sliced one that
+`set_attention` sets.
 
 What it leaves out of a GPU: the CUDA context (0.5 to 1 GB), the allocator's fragmentation, workspaces of convolutions.
 
@@ -18,9 +17,9 @@ up to `apps.diffusion.data.store.HELD_BYTES`), validation pictures, class images
 Shapes: B pictures, C latent channels, h x w latents, L tokens, D width of the text encoder.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, repeat
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -37,19 +36,20 @@ from apps.diffusion.pipeline import INDEX, build_meta, check_fit, check_index, r
 from apps.diffusion.plan_config import PlanConfig
 from apps.diffusion.shapes import SHAPES, Modules, Shape, meta_modules
 from core.checkpoint import staged_bytes
+from core.compose import ParallelConfig
 from core.config import UserError, in_words
+from core.estimate import estimate_step
 from core.estimate.residency import estimate_gemini
 from core.gemini.planning import probe_bytes
 from core.gemini.tier import parse_bytes
+from core.mesh import MeshConfig
 from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
-from core.parallel.data import BUCKET_BYTES
-from core.parallel.plan import blocks_of
 from core.parallel.recompute import apply_recompute
 from core.quant.choose import choose
 from core.runtime import process_holding
 from core.trace.machine import Bandwidth, bandwidth_of, described_bandwidth
-from core.trace.tracer import StepTrace, trace_step
+from core.trace.tracer import trace_step
 from core.weights import read_json
 
 
@@ -218,11 +218,13 @@ def _loading(files: Iterable[int], modules: Iterable[int]) -> int:
 def _training(config: PlanConfig, shape: Shape, modules: Modules, before: dict[str, int]) -> Footprint:
     beside = [modules["vae"]] if config.train_text_encoder else [modules["vae"], modules["text_encoder"]]
     beside_bytes = _fp32_bytes(*beside)
-    model, step = training_step(config, shape, modules)
-    found = (by_replicas if config.gemini.budget is None else by_gemini)(config, model, step)
-    data = ModelData(config, model)
+    model = trained_model(config, modules)
+    masters, saved = _saved_bytes(config, model)
+    found = (by_replicas if config.gemini.budget is None else by_gemini)(config, shape, model)
+    if config.average:
+        found = replace(found, resident=found.resident | {"moving average": masters})
     step_bytes = beside_bytes + found.peak_bytes + found.host_bytes
-    staged = staged_bytes(data.saved, 1 if config.zero else config.nproc)
+    staged = staged_bytes(saved, 1 if config.zero else config.nproc)
     after = {"training, a checkpoint staged": step_bytes + staged, "saving": before["loading"]}
     return replace(found, on_cpu=before | after)
 
@@ -243,15 +245,18 @@ def _fp32_bytes(*modules: nn.Module) -> int:
     return torch.float32.itemsize * sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def training_step(config: PlanConfig, shape: Shape, modules: Modules) -> tuple[nn.Module, StepTrace]:
-    """What is trained, and a step of it.  Who holds it, and where, does not matter to the step."""
+def trained_model(config: PlanConfig, modules: Modules) -> nn.Module:
+    """What is trained, on the meta device."""
     text_encoder = modules["text_encoder"] if config.train_text_encoder else None
     model = Denoiser(modules["unet"], text_encoder, channels_last=True).train()
     if config.method == "lora":
         add_adapters(model, config.lora, seed=0)
-    apply_recompute(model, config.recompute)
+    return model
+
+
+def _loss_of(config: PlanConfig, shape: Shape) -> Callable[[nn.Module], Tensor]:
     objective = Objective(NoiseSchedule(shape.schedule))
-    return model, trace_step(model, lambda model: objective(model, _batch(config, shape)), config.speed)
+    return lambda model: objective(model, _batch(config, shape))
 
 
 def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
@@ -266,112 +271,45 @@ def _batch(config: PlanConfig, shape: Shape) -> dict[str, Tensor]:
     return batch | {"text": torch.empty(text, dtype=config.dtype)}
 
 
-class ModelData:
-    """What a rank keeps from step to step.
-
-    learned   name -> parameter that learns
-    own       its shape on this rank
-    masters   bytes of these in the format of masters; `state` of the optimizer's state
-    resident  bytes by kind, where all is on the device
-    saved     bytes in a checkpoint
-    """
-
-    def __init__(self, config: PlanConfig, model: nn.Module) -> None:
-        wide = config.wide.itemsize
-        self.learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        ranks = config.nproc if config.zero else 1
-        self.own = {name: _own_shape(parameter, ranks) for name, parameter in self.learned.items()}
-        self.masters = wide * sum(map(prod, self.own.values()))
-        self.state = sum(
-            state_bytes(
-                config.optim, self.own[name], wide, whole=tuple(p.shape), hidden=is_hidden(name, p), ranks=config.nproc
-            )
-            for name, p in self.learned.items()
-        )
-        average = self.masters if config.average else 0
-        self.resident = {"parameters": _bytes(model), "masters": self.masters, "optimizer's state": self.state}
-        if config.zero == 3:
-            self.resident["parameters"] -= sum(parameter.nbytes for parameter in self.learned.values())
-        elif config.dtype == config.wide:
-            del self.resident["masters"]  # the parameters are their own
-        if config.average:
-            self.resident["moving average"] = average
-        self.saved = self.masters + self.state + average
+def _saved_bytes(config: PlanConfig, model: nn.Module) -> tuple[int, int]:
+    """Of a rank's part: (masters, all that a checkpoint holds, the optimizer's state and the average with them)."""
+    wide, ranks = config.wide.itemsize, config.nproc if config.zero else 1
+    masters = state = 0
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            own, is_matrix = _own_shape(p, ranks), is_hidden(name, p)
+            masters += wide * prod(own)
+            state += state_bytes(config.optim, own, wide, whole=tuple(p.shape), hidden=is_matrix, ranks=config.nproc)
+    return masters, masters + state + (masters if config.average else 0)
 
 
-def by_replicas(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
-    """Without Gemini: `core.parallel.data`."""
-    data = ModelData(config, model)
-    learned, own, masters, wide = data.learned, data.own, data.masters, config.wide.itemsize
-    [stretches] = step.microbatches
-    held = repeat(_gathered(config, model)) if config.zero == 3 else _held(config, learned, own, step)
-    peak = max(stretch.other_bytes + more for stretch, more in zip(stretches, held))
-    whole = wide * sum(map(torch.numel, learned.values()))
-    gradients = masters if config.zero >= 2 else whole
-    passed = 2 * masters + data.state + gradients
-    computing = sum(stretch.seconds for stretch in stretches)
-    seconds = {"computing": computing, "updating": passed / config.speed.bytes_per_s}
+def by_replicas(config: PlanConfig, shape: Shape, model: nn.Module) -> Footprint:
+    """Without Gemini: the run's own step, on tensors without memory."""
+    parallel = ParallelConfig(zero=config.zero, precision=config.format, recompute=config.recompute)
+    mesh = MeshConfig().resolve(config.nproc, config.zero)
+    found = estimate_step(model, _loss_of(config, shape), mesh, parallel, config.speed, optimizer=config.optim)
+    resident = {"parameters": found.parameters_bytes, "masters": found.masters_bytes}
+    resident = {name: size for name, size in resident.items() if size} | {"optimizer's state": found.state_bytes}
+    state, phases = sum(resident.values()), found.phases
+    moments = {
+        "forward and backward": max(phases["forward"], phases["backward"]) - state,
+        "update": max(phases["update"], phases["publish"]) - state,
+    }
+    seconds = {"computing": found.compute_s}
     if config.nproc > 1:
-        sent = 2 * whole * (config.nproc - 1) / config.nproc
-        seconds["gradients between devices"] = sent / (1e9 * config.bandwidth_gb_s)
-    return Footprint(data.resident, {"forward and backward": peak, "update": gradients}, seconds)
+        seconds["messages between devices"] = found.sent.wire_bytes / (1e9 * config.bandwidth_gb_s)
+    return Footprint(resident, moments, seconds)
 
 
 def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
     return (-(-parameter.shape[0] // ranks), *parameter.shape[1:]) if parameter.ndim else ()
 
 
-def _held(
-    config: PlanConfig, learned: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]], step: StepTrace
-) -> Iterator[int]:
-    """Bytes of gradients at each stretch: of all buckets that have begun, whole; of ZeRO 2 the last two, and shares.
-
-    One rank has no buckets: what has been written.
-    """
-    buckets = _buckets({name: config.wide.itemsize * p.numel() for name, p in learned.items()})
-    place = {name: index for index, names in enumerate(buckets) for name in names}
-    whole = [config.wide.itemsize * sum(learned[name].numel() for name in names) for names in buckets]
-    shares = [config.wide.itemsize * sum(prod(own[name]) for name in names) for names in buckets]
-    written: set[str] = set()
-    begun: set[int] = set()
-    for stretch in step.microbatches[0]:
-        begun.update(place[name] for name in stretch.writes)
-        written.update(stretch.writes)
-        if config.nproc == 1:
-            yield config.wide.itemsize * sum(learned[name].numel() for name in written)
-        elif config.zero < 2:
-            yield sum(whole[index] for index in begun)
-        else:
-            travelling = sorted(begun)[-2:]
-            yield sum(whole[index] + shares[index] for index in travelling) + sum(
-                shares[index] for index in begun.difference(travelling)
-            )
-
-
-def _buckets(sizes: dict[str, int]) -> list[list[str]]:
-    """Parameters as `core.parallel.data` puts their gradients into messages."""
-    buckets: list[list[str]] = []
-    room = 0
-    for name in reversed(sizes):
-        if not buckets or sizes[name] > room:
-            buckets.append([])
-            room = BUCKET_BYTES
-        buckets[-1].append(name)
-        room -= sizes[name]
-    return buckets
-
-
-def _gathered(config: PlanConfig, model: nn.Module) -> int:
-    """ZeRO 3: what is outside the blocks, two of them, the gradients of one, and shares of all."""
-    blocks = [sum(map(torch.numel, block.parameters())) for block in blocks_of(model)]
-    total, largest = sum(map(torch.numel, model.parameters())), max(blocks)
-    wide, narrow = config.wide.itemsize, config.dtype.itemsize
-    return narrow * (total - sum(blocks) + 2 * largest) + wide * (largest + -(-total // config.nproc))
-
-
-def by_gemini(config: PlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
+def by_gemini(config: PlanConfig, shape: Shape, model: nn.Module) -> Footprint:
     """On one rank's device; the budget holds parameters, gradients, states, activations and messages."""
     assert config.gemini.budget is not None
+    apply_recompute(model, config.recompute)
+    step = trace_step(model, _loss_of(config, shape), config.speed)
     ranks, budget_bytes = config.nproc if config.zero else 1, parse_bytes(config.gemini.budget)
     found = estimate_gemini(
         model,

@@ -10,26 +10,23 @@ import torch
 from apps.diffusion import finetune
 from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.footprint import (
-    _held,
     by_gemini,
     by_replicas,
     footprint,
     int8_bytes,
     modules_of,
     shape_of,
-    training_step,
+    trained_model,
 )
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.plan import main
 from apps.diffusion.plan_config import RECIPES, PlanConfig
 from core.config import UserError
 from core.gemini.config import GeminiConfig
-from core.parallel.data import BUCKET_BYTES
 from core.parallel.recompute import RecomputeConfig
 from core.quant import quantize, stored_bytes
 from core.trace.account import MemoryAccount
 from core.trace.machine import LEAST_PROBE_BYTES, Bandwidth, Speed
-from core.trace.tracer import StepTrace, Stretch
 from tests.support.diffusion import narrow_pipeline
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
 
@@ -73,56 +70,40 @@ def tiny_modules():
     return tiny_pipeline().modules.values()
 
 
-def traced(config):
+def planned(config, by):
     shape = shape_of(config)
-    return training_step(config, shape, modules_of(config, shape))
+    return by(config, shape, trained_model(config, modules_of(config, shape)))
 
 
 def test_the_plan_of_training(folder):
     count = sum(p.numel() for p in tiny_pipeline().unet.parameters())
     base = PlanConfig(task="train", model=str(folder / "tiny"), batch=8, pixels=64, precision="bf16", recompute=FULL)
-    step = traced(base)
-    whole = by_replicas(base, *step)
-    assert whole.resident == {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
-    spread = by_replicas(replace(base, nproc=4, zero=1), *step)
+    whole = planned(base, by_replicas)
+    expected = {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
+    assert whole.resident == pytest.approx(expected, rel=0.01)
+    spread = planned(replace(base, nproc=4, zero=1), by_replicas)
     assert spread.resident["optimizer's state"] == pytest.approx(2 * count, rel=0.1)
     assert spread.resident["parameters"] == 2 * count
-    assert spread.moments["update"] == whole.moments["update"]
+    assert spread.moments["update"] == pytest.approx(whole.moments["update"], rel=0.1)
     message = spread.moments["forward and backward"] - whole.moments["forward and backward"]
     assert 0 < message < 4 * count  # which one rank does not make
-    assert spread.seconds["gradients between devices"] == 2 * 4 * count * 3 / 4 / 25e9
-    sharded = by_replicas(replace(base, nproc=4, zero=3), *step)
-    assert sharded.resident["parameters"] == 0
-    assert sharded.moments["update"] == pytest.approx(count, rel=0.1)
+    # gradients scattered in fp32, parameters gathered in bf16
+    assert spread.seconds["messages between devices"] == pytest.approx((4 + 2) * count * 3 / 4 / 25e9, rel=0.02)
+    sharded = planned(replace(base, nproc=4, zero=3), by_replicas)
+    assert sharded.resident["parameters"] == pytest.approx(count, rel=0.1)
+    assert "masters" not in sharded.resident
+    assert sharded.moments["update"] == pytest.approx(count, rel=0.15)  # and norms, a step of a small model
     kept = footprint(replace(base, recompute=RecomputeConfig()))
     assert kept.moments["forward and backward"] > whole.moments["forward and backward"]
     assert kept.seconds["computing"] < 0.9 * whole.seconds["computing"]
 
 
-def test_gradients_of_buckets_are_counted_whole_of_zero_2_in_shares_and_on_one_rank_by_themselves():
-    learned = {name: torch.empty(BUCKET_BYTES // 8, device="meta") for name in "abcde"}
-    own = dict.fromkeys(learned, (BUCKET_BYTES // 32,))
-
-    def stretch(*writes):
-        return Stretch("backward", "", False, frozenset(), writes, 0, 0.0)
-
-    step = StepTrace(((stretch(), stretch("e"), stretch("d", "c"), stretch("b", "a")),), tuple(learned), {})
-    bucket = BUCKET_BYTES  # of two in fp32
-    every = list(_held(PlanConfig(task="train", nproc=4, zero=1), learned, own, step))
-    assert every == [0, bucket, 2 * bucket, 2.5 * bucket]
-    alone = list(_held(PlanConfig(task="train"), learned, own, step))
-    assert alone == [0, 0.5 * bucket, 1.5 * bucket, 2.5 * bucket]
-    shares = list(_held(PlanConfig(task="train", nproc=4, zero=2), learned, own, step))
-    assert shares == [0, 1.25 * bucket, 2.5 * bucket, 0.25 * bucket + 1.25 * bucket + 0.625 * bucket]
-
-
 def test_gemini_fits_a_step_into_its_budget(folder):
     base = PlanConfig(task="train", model=str(folder / "tiny"), batch=1, recompute=FULL)
-    step = traced(base)
     with pytest.raises(UserError, match="too small for this model and batch; give at least") as refused:
-        by_gemini(replace(base, gemini=GeminiConfig("10KiB")), *step)
+        planned(replace(base, gemini=GeminiConfig("10KiB")), by_gemini)
     [least] = re.findall(r"give at least ([\d.]+) MiB", str(refused.value))
-    tight = by_gemini(replace(base, gemini=GeminiConfig(f"{least}MiB")), *step)
+    tight = planned(replace(base, gemini=GeminiConfig(f"{least}MiB")), by_gemini)
     assert tight.least_bytes <= tight.peak_bytes <= float(least) * 2**20
     roomy = footprint(replace(base, gemini=GeminiConfig("1GB")))
     assert roomy.host_bytes == 0
@@ -138,8 +119,8 @@ def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
     assert finetune.main([str(word) for word in argv]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
     common = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", average=True)
-    planned = footprint(replace(common, train_text_encoder=True, recompute=FULL))
-    assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
+    foreseen = footprint(replace(common, train_text_encoder=True, recompute=FULL))
+    assert foreseen.peak_bytes == pytest.approx(measured, rel=0.02)
 
 
 def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
@@ -157,9 +138,9 @@ def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
     assert finetune.main([str(word) for word in [*argv, "--lora.rank", 3, "--log.no-tensorboard"]]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
     config = PlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", method="lora")
-    planned = footprint(replace(config, lora=LoraConfig(rank=3)))
-    assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
-    assert planned.resident["optimizer's state"] < 0.1 * planned.resident["parameters"]
+    foreseen = footprint(replace(config, lora=LoraConfig(rank=3)))
+    assert foreseen.peak_bytes == pytest.approx(measured, rel=0.02)
+    assert foreseen.resident["optimizer's state"] < 0.1 * foreseen.resident["parameters"]
 
 
 def test_recipes_are_planned_as_they_run():
@@ -175,7 +156,7 @@ def test_the_plan_counts_what_sampling_allocates(folder):
     from apps.diffusion.attention import set_attention
     from apps.diffusion.loading import load_pipeline
 
-    planned = footprint(
+    foreseen = footprint(
         PlanConfig(
             model=str(folder / "narrow"), precision="fp32", attention="sliced", batch=2, pixels=128, guided=False
         )
@@ -188,8 +169,8 @@ def test_the_plan_counts_what_sampling_allocates(folder):
     with torch.no_grad(), account:
         x, text = torch.randn(2, 4, 16, 16), torch.randn(2, 77, 32)
         unet(x, 500.0, text)
-    assert planned.moments["U-Net"] == pytest.approx(account.peak_bytes - before, rel=0.02)
-    assert planned.resident["U-Net"] == stored_bytes(unet)
+    assert foreseen.moments["U-Net"] == pytest.approx(account.peak_bytes - before, rel=0.02)
+    assert foreseen.resident["U-Net"] == stored_bytes(unet)
     quantize(unet)
     assert int8_bytes(narrow_pipeline(0).unet) == stored_bytes(unet)
 
