@@ -224,6 +224,13 @@ def mesh_shape(config: MeshConfig, rank: int = 0) -> MeshShape:
     return MeshShape(config.axes, config.sizes(), rank, config.cp_ulysses)
 
 
+def seen_from(mesh: DeviceMesh, rank: int) -> MeshShape:
+    """The whole mesh that this one is a part of, seen from another of its ranks."""
+    root = root_of(mesh)
+    names = root.mesh_dim_names or tuple(map(str, range(root.ndim)))
+    return MeshShape(names, tuple(root.shape), root.mesh.flatten().tolist().index(rank))
+
+
 def axis_size(mesh: AnyMesh, axis: str) -> int:
     """Ranks on an axis. "a+b" is a and b as one; axes of a mesh without names are called by their position."""
     if _is_joint(mesh, axis):

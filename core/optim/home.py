@@ -16,7 +16,7 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import Layout, tag
-from core.mesh import device_of, stage_group
+from core.mesh import device_of, seen_from, stage_group
 from core.optim.sharded import Batch, Held, Place, ShardedOptimizer, own, wide_dtype
 
 Box = tuple[tuple[int, int], ...]
@@ -104,6 +104,13 @@ def pieces_from_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> It
         yield from (Piece(matrix, home, r, held[matrix]) for r, held in enumerate(boxes) if _size(held[matrix]))
 
 
+def _box_of(layout: Layout, rank: int) -> Box:
+    """The box that a rank holds, which follows from its place in the mesh; of a matrix without a mesh this rank's."""
+    if isinstance(layout.mesh, DeviceMesh):
+        layout = replace(layout, mesh=seen_from(layout.mesh, rank))
+    return tuple((s.start, s.stop) for s in layout.box())
+
+
 def _size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
@@ -130,11 +137,10 @@ class Pool:
         return None if self.num_ranks == 1 or self.layouts[index].mesh is None else self.homes[index]
 
     def ways(self) -> tuple[list[Piece], list[Piece]]:
-        """This rank's pieces on the way home, and on the way back; the first call is a collective."""
+        """This rank's pieces on the way home, and on the way back."""
         if self._ways is None:
-            own = [tuple((s.start, s.stop) for s in layout.box()) for layout in self.layouts]
-            boxes: list[list[Box]] = [own] * self.num_ranks
-            dist.all_gather_object(boxes, own, group=self.group)
+            ranks = dist.get_process_group_ranks(self.group)
+            boxes = [[_box_of(layout, rank) for layout in self.layouts] for rank in ranks]
             both = pieces_to_home(boxes, self.homes), pieces_from_home(boxes, self.homes)
             there, back = ([p for p in way if self.rank in (p.source, p.dest)] for way in both)
             self._ways = there, back

@@ -104,16 +104,16 @@ def test_microbatches_between_the_first_and_the_last_are_counted_without_being_r
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_keeps_what_its_record_says(name: str) -> None:
-    """On two ranks with ZeRO 1 where its ranks need not ask each other; counters of steps are not in the record."""
-    ranks = 1 if name == "muon" else 2
-    config, mesh = replace(SMALL, num_layers=1, max_length=8), MeshConfig().resolve(ranks, 1)
+    """On two ranks with ZeRO 1; counters of steps are not in the record."""
+    config, mesh = replace(SMALL, num_layers=1, max_length=8), MeshConfig().resolve(2, 1)
     loss, options = partial(decoder_loss, 1, 8), OptimConfig(name)
     with torch.device("meta"):
         model = Decoder(config)
-    run = RunShape(optimizer=options, dp_shard=ranks, zero=1, sequence_length=8)
+    run = RunShape(optimizer=options, dp_shard=2, zero=1, sequence_length=8)
     form = estimate_memory(decoder_shape(config), run)
     found = estimate_step(model, loss, mesh, ParallelConfig(zero=1), SPEED, optimizer=options)
-    assert found.state_bytes == pytest.approx(form.optimizer_bytes, rel=0.02, abs=200)
+    within = 0.08 if name == "muon" else 0.02  # four matrices at two homes, dealt out by cost and not by bytes
+    assert found.state_bytes == pytest.approx(form.optimizer_bytes, rel=within, abs=200)
 
 
 def test_flops_are_those_of_the_closed_form() -> None:
@@ -141,8 +141,3 @@ def test_what_is_not_estimated_is_refused_in_a_line() -> None:
     assert "mesh.tp=2 without a plan" in refused(linear, looking, ParallelConfig(), tp=2)
     assert "gemini.budget=1MB" in refused(linear, looking, ParallelConfig(gemini=GeminiConfig("1MB")))
     assert "this model's step cannot be foreseen without values" in refused(linear, looking, ParallelConfig())
-    pair, muon = MeshConfig().resolve(2), OptimConfig("muon")
-    with torch.device("meta"):
-        blocks = nn.Sequential(nn.Linear(3, 3))
-    with pytest.raises(UserError, match=r"optim\.name=muon on 2 ranks: its update cannot be foreseen"):
-        estimate_step(blocks, looking, pair, ParallelConfig(), SPEED, optimizer=muon)
