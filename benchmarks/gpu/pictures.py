@@ -16,7 +16,7 @@ from apps.diffusion.generate import PictureJob as Picture
 from apps.diffusion.generate import Sampling, generate
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.shapes import SD_V1, Shape
-from benchmarks.dreambooth import Job, narrow_job, numbers_of, our_command, watched, write_inputs
+from benchmarks.dreambooth import DreamBoothJob, narrow_job, numbers_of, our_command, watched, write_inputs
 from benchmarks.dreambooth_run import WARM_UP
 from benchmarks.gpu.protocol import Entry, Phase, Where
 from benchmarks.result import Number, Row
@@ -38,7 +38,7 @@ def run(where: Where) -> Iterator[Row]:
         yield from _sampled(job, title, where)
 
 
-def _job(folder: Path, where: Where) -> tuple[Shape, Job, str]:
+def _job(folder: Path, where: Where) -> tuple[Shape, DreamBoothJob, str]:
     shape, job, title, _ = narrow_job(folder, quick=True)
     if where.quick:
         return shape, job, title
@@ -46,7 +46,7 @@ def _job(folder: Path, where: Where) -> tuple[Shape, Job, str]:
 
 
 @torch.no_grad()
-def _sampled(job: Job, title: str, where: Where) -> Iterator[Row]:
+def _sampled(job: DreamBoothJob, title: str, where: Where) -> Iterator[Row]:
     pipeline = load_pipeline(job.weights)
     for module in pipeline.modules.values():
         module.to(where.device, torch.bfloat16 if where.on_gpu else torch.float32)
