@@ -16,7 +16,7 @@ ranks make and others do not is waited for without end, by it or by the next.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -224,11 +224,12 @@ def mesh_shape(config: MeshConfig, rank: int = 0) -> MeshShape:
     return MeshShape(config.axes, config.sizes(), rank, config.cp_ulysses)
 
 
-def seen_from(mesh: DeviceMesh, rank: int) -> MeshShape:
-    """The whole mesh that this one is a part of, seen from another of its ranks."""
+def seen_from(mesh: DeviceMesh, ranks: Sequence[int]) -> list[MeshShape]:
+    """The whole mesh that this one is a part of, seen from each of some of its ranks."""
     root = root_of(mesh)
-    names = root.mesh_dim_names or tuple(map(str, range(root.ndim)))
-    return MeshShape(names, tuple(root.shape), root.mesh.flatten().tolist().index(rank))
+    whole = MeshShape(root.mesh_dim_names or tuple(map(str, range(root.ndim))), tuple(root.shape))
+    places = {rank: place for place, rank in enumerate(root.mesh.flatten().tolist())}
+    return [whole.at(places[rank]) for rank in ranks]
 
 
 def axis_size(mesh: AnyMesh, axis: str) -> int:

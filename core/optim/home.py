@@ -104,11 +104,16 @@ def pieces_from_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> It
         yield from (Piece(matrix, home, r, held[matrix]) for r, held in enumerate(boxes) if _size(held[matrix]))
 
 
-def _box_of(layout: Layout, rank: int) -> Box:
-    """The box that a rank holds, which follows from its place in the mesh; of a matrix without a mesh this rank's."""
-    if isinstance(layout.mesh, DeviceMesh):
-        layout = replace(layout, mesh=seen_from(layout.mesh, rank))
-    return tuple((s.start, s.stop) for s in layout.box())
+def _boxes(layouts: Sequence[Layout], ranks: Sequence[int]) -> list[list[Box]]:
+    """[rank][matrix]: what each rank holds, by its place in the mesh; without a mesh what this one holds."""
+    meshes = {id(layout.mesh): layout.mesh for layout in layouts if isinstance(layout.mesh, DeviceMesh)}
+    seen = {key: seen_from(mesh, ranks) for key, mesh in meshes.items()}
+
+    def box(layout: Layout, at: int) -> Box:
+        view = replace(layout, mesh=seen[id(layout.mesh)][at]) if id(layout.mesh) in seen else layout
+        return tuple((s.start, s.stop) for s in view.box())
+
+    return [[box(layout, at) for layout in layouts] for at in range(len(ranks))]
 
 
 def _size(box: Box) -> int:
@@ -139,8 +144,7 @@ class Pool:
     def ways(self) -> tuple[list[Piece], list[Piece]]:
         """This rank's pieces on the way home, and on the way back."""
         if self._ways is None:
-            ranks = dist.get_process_group_ranks(self.group)
-            boxes = [[_box_of(layout, rank) for layout in self.layouts] for rank in ranks]
+            boxes = _boxes(self.layouts, dist.get_process_group_ranks(self.group))
             both = pieces_to_home(boxes, self.homes), pieces_from_home(boxes, self.homes)
             there, back = ([p for p in way if self.rank in (p.source, p.dest)] for way in both)
             self._ways = there, back

@@ -1,33 +1,28 @@
-"""Mixtral (Jiang et al. 2024): Llama with experts in every block, which are a tensor each."""
+"""Mixtral (Jiang et al. 2024): Mistral with experts in every block, which are a tensor each."""
 
 from dataclasses import replace
 
-from core.models.families.llama import FAMILY as LLAMA
+from core.models.families.mistral import FAMILY as MISTRAL
 from core.models.family import Key
 
-_PLAIN = {"attention_bias": False, "mlp_bias": False}
-
 FAMILY = replace(
-    LLAMA,
+    MISTRAL,
     name="mixtral",
     architecture="MixtralForCausalLM",
     family="llama",
     needs="family llama, swiglu, no biases, router topk, experts in every block",
-    keys={ours: key for ours, key in LLAMA.keys.items() if ours not in _PLAIN}
-    | {
-        "num_kv_heads": replace(LLAMA.keys["num_kv_heads"], default=8),
-        "ffn_dim": Key("intermediate_size", 14336),
-        "max_length": Key("max_position_embeddings", 131_072),
+    keys={
+        **MISTRAL.keys,
         "norm_eps": Key("rms_norm_eps", 1e-5),
         "moe.num_experts": Key("num_local_experts", 8),
         "moe.experts_per_token": Key("num_experts_per_tok", 2, write=lambda config: config.moe.per_token),
         "moe.balance_weight": Key("router_aux_loss_coef", 0.001),
         "moe.jitter": Key("router_jitter_noise", 0.0),
     },
-    fixed={**LLAMA.fixed, **_PLAIN, "activation": "swiglu", "moe.router": "topk", "moe.every": 1},
+    fixed={**MISTRAL.fixed, "activation": "swiglu", "moe.router": "topk", "moe.every": 1},
     names=replace(
-        LLAMA.names,
-        modules={ours: theirs for ours, theirs in LLAMA.names.modules.items() if ".mlp." not in ours}
+        MISTRAL.names,
+        modules={ours: theirs for ours, theirs in MISTRAL.names.modules.items() if ".mlp." not in ours}
         | {"blocks.{n}.mlp.router": "layers.{n}.block_sparse_moe.gate"},
         experts={
             "blocks.{n}.mlp.experts.gate": "layers.{n}.block_sparse_moe.experts.{e}.w1",
@@ -36,7 +31,7 @@ FAMILY = replace(
         },
     ),
     aliases={"num_experts": "num_local_experts"},
-    only=_PLAIN | {"hidden_act": "silu", "sliding_window": None},
-    written={"sliding_window": None, "attention_dropout": 0.0},
+    only={**MISTRAL.only, "hidden_act": "silu", "sliding_window": None},
+    refuse=lambda hf, fields: "",  # no window where config.json names none
     rope_theta=1e6,
 )
