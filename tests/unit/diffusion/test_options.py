@@ -43,7 +43,9 @@ ALSO = {
     "sample --sampler ddim --guidance 1": ["negative", "guidance_rescale"],
     "plan --task train --method lora --nproc 2 --gpu H100": ["lora.start"],
 }
-_TRAIN = [*WITHOUT_EFFECT, "optim.betas", "optim.eps", "optim.weight_decay"]
+VALUES_ALONE = ["optim.lr", "optim.betas", "optim.eps", "optim.weight_decay"]
+"""Options that a plan of training hands to the optimizer that it runs, and that its figures are the same without."""
+_TRAIN = [*WITHOUT_EFFECT, *(name for name in VALUES_ALONE if name not in WITHOUT_EFFECT)]
 TOLD = {
     "plan --task train --device cpu": ["steps", *(name for name in _TRAIN if not name.startswith("lora."))],
     "plan --task train --method lora --nproc 2 --gpu H100": _TRAIN,
@@ -82,4 +84,18 @@ def test_an_option_is_obeyed_or_refused(command, mode, folder, tmp_path, monkeyp
     }.get(command, [])
     argv = [command, *words] if command in ("convert", "quantize") else [command, *given, *words]
     also = ALSO.get(f"{command} {mode}", ALSO.get(command, ()))
-    Probe(APP.dispatch, argv, VALUES, also, TOLD.get(f"{command} {mode}", ()), notes=["settings_of"]).check()
+    told = TOLD.get(f"{command} {mode}", ())
+    Probe(APP.dispatch, argv, VALUES, also, told, VALUES_ALONE if told else (), notes=["settings_of"]).check()
+
+
+def test_a_plan_is_the_same_without_the_optimizer_s_values(folder, capsys):
+    words = ["plan", "--task", "train", "--model", str(folder / "weights"), "--pixels", "64", "--device", "cpu"]
+    others = ["--optim.lr", "0.5", "--optim.betas", "0.1", "0.2", "--optim.eps", "0.1", "--optim.weight-decay", "0.3"]
+
+    def printed(*more):
+        assert APP.dispatch([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    plain = printed()
+    said = "the plan is the same without --optim.betas, --optim.eps, --optim.lr, --optim.weight-decay\n"
+    assert printed(*others) == plain + said

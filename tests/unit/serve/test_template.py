@@ -76,9 +76,12 @@ def test_rendered_as_transformers_does(folder: Path, name: str) -> None:
         assert ours.render(said, 10_000, HANGS_S) == wanted
 
 
-def test_limits(quick: None) -> None:
+def test_a_limit_of_time(quick: None) -> None:
     with pytest.raises(UserError, match="takes more than 1 s"):
         ChatTemplate(ENDLESS, {}).render(SAID, 100, HANGS_S)
+
+
+def test_limits() -> None:
     with pytest.raises(UserError, match="needs more than 512 MiB"):
         ChatTemplate(HUGE, {}).render(SAID, 10**10, HANGS_S)
     with pytest.raises(TooLarge):
