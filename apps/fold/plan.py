@@ -1,4 +1,7 @@
-"""`fold plan`: whether a prediction fits before it is run, how it would be cut, and how long a sequence may be."""
+"""`fold plan`: whether a prediction fits before it is run, how it would be cut, and how long a sequence may be.
+
+With a recipe of `fold train`, a training step instead: `apps.fold.training.plan`.
+"""
 
 import math
 import sys
@@ -13,9 +16,10 @@ from apps.fold.model.config import PRESETS, ESMFoldConfig, ModelConfig, preset
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import Absent, plan_shares, rank_bytes
 from apps.fold.subbatch import FoldJob, Plan, free_bytes, least_bytes, longest, plan_subbatches
+from apps.fold.training import plan as training
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.source import read_weights
-from core.config import UserError, parse, size_in_bytes
+from core.config import UserError, parse, size_in_bytes, typed
 from core.precision import Precision, compute_dtype
 from core.runtime import device_kind, process_holding, tensors_within
 
@@ -65,7 +69,12 @@ class FoldPlanConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": FoldPlanConfig}, argv, "megalith fold plan", default="default")
+    recipes = {"default": FoldPlanConfig, **training.recipes()}
+    config = parse(recipes, argv, "megalith fold plan", default="default")
+    if isinstance(config, training.FoldTrainPlanConfig):
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        training.show(config, typed(argv, config), console)
+        return 0
     job, budget = _job(config, config.length or 1), _budget(config)
     of_ranks = "" if config.nproc == 1 else f" for each of {config.nproc} ranks"
     print(

@@ -7,7 +7,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from core.config import UserError, in_words, option, parse, size_in_bytes, time_
 from core.estimate import (
     Machine,
     ModelShape,
+    PlannedRun,
     RunShape,
     StepEstimate,
     TimeEstimate,
@@ -33,16 +33,12 @@ from core.estimate import (
 )
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
-from core.metrics import peak_flops
-from core.metrics.throughput import gpu_peak_flops
 from core.models.decoder import DecoderConfig
 from core.optim.build import without_size
-from core.precision import compute_dtype
-from core.trace.machine import UNKNOWN_FLOPS, Speed
 
 
 @dataclass(frozen=True)
-class LLMPlanConfig(PretrainConfig):
+class LLMPlanConfig(PlannedRun, PretrainConfig):
     """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
@@ -57,30 +53,8 @@ class LLMPlanConfig(PretrainConfig):
     source: Path | None = None
     """a run folder, or a Hugging Face folder of any causal model, config.json alone; by default the plan is of the
     recipe's model and --model.* options"""
-    gpu: str | None = None
-    """a name such as A100 or H100, for the time of a step; by default this machine's device"""
-    memory: str | None = None
-    """say whether the run fits a device of that size, such as 24GiB (24 alone is GiB), and what would"""
-    bandwidth_gb_s: float = 25.0
-    """of the links between ranks, and with --gemini.budget to the host"""
-    memory_gb_s: float = 1000.0
-    """with --gemini.budget, and of a --model that is no family of ours: what the device reads of its memory in a
-    second"""
-    utilisation: float = 0.4
-    """of the device's peak, what is reached"""
     timeline: Path | None = None
     """with --mesh.pp: draw the stages' step to this PNG, with its bubble beside the published one"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("bandwidth_gb_s", "memory_gb_s", "utilisation"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name}={value}; give a positive number")
-        if self.memory is not None:
-            size_in_bytes(self.memory, "memory", "GiB")
-        if self.gpu is not None and _peak_flops(self) is None:
-            raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
 
     def check_positions(self) -> None:
         """Of the folder's model, where one is given, once it is read."""
@@ -89,7 +63,7 @@ class LLMPlanConfig(PretrainConfig):
 
     def unread(self) -> dict[str, str]:
         found = super().unread()
-        if _peak_flops(self) is None:
+        if self.peak_flops is None:
             why = "and what this machine's device computes in a second is not known; give --gpu, such as A100"
             found["utilisation"] = why
             if self.gemini.budget is None:
@@ -175,7 +149,7 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
     console.print(_table(config, check_combination(config), model.num_parameters(), memory.table()))
     if config.model.moe.num_experts:
         console.print(f"{model.num_matmul_parameters:,} parameters multiply a token")
-    machine = _machine(config)
+    machine = config.machine
     if machine is not None:
         _show_time(config, lambda rows: estimate_time(model, run_shape(config, rows), machine), console)
     if config.timeline is not None:
@@ -196,10 +170,10 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
         """Of a batch of `rows`, by default the full one."""
         microbatches = config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
         loss = model.loss(max(microbatches), config.data.sequence_length)
-        made = model.build(), loss, mesh, config, _speed(config)
+        made = model.build(), loss, mesh, config, config.speed
         return estimate_step(*made, optimizer=config.optim, num_microbatches=len(microbatches))
 
-    found, machine = step(), _machine(config)
+    found, machine = step(), config.machine
     console.print(_table(config, mesh, model.num_parameters, found.table()))
     console.print("\n".join([f"{found.flops:.3g} FLOPs a rank and step", *found.messages()]))
     if machine is not None:
@@ -209,14 +183,9 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
             return TimeEstimate(of.compute_s, of.sent.wire_bytes / machine.bandwidth, 0.0, tokens)
 
         _show_time(config, time_of, console)
-    if config.memory is not None:
-        size = size_in_bytes(config.memory, "memory", "GiB")
-        if found.peak_bytes > size:
-            raise UserError(
-                f"the run needs {in_words(found.peak_bytes)} per rank, the device has {in_words(size)}; try --zero 3 "
-                "with more ranks, --recompute.mode full, --microbatch 1 or --gemini.budget"
-            )
-        console.print(f"fits {in_words(size)}")
+    advice = "try --zero 3 with more ranks, --recompute.mode full, --microbatch 1 or --gemini.budget"
+    if (line := config.fits(found.peak_bytes, advice)) is not None:
+        console.print(line)
 
 
 def _table(config: PretrainConfig, mesh: MeshConfig, num_parameters: int, rows: Iterable[tuple[str, str]]) -> Table:
@@ -259,9 +228,9 @@ def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console
         raise UserError(
             f"{drawing} with gemini.budget={config.gemini.budget}: megalith llm plan does not draw it; leave it out"
         )
-    machine = _machine(config)
+    machine = config.machine
     mesh = resolved_mesh(config) if foreign is not None else check_combination(config)
-    found = estimate_residency(config, mesh, _speed(config), 1e9 * config.bandwidth_gb_s, foreign)
+    found = estimate_residency(config, mesh, config.speed, 1e9 * config.bandwidth_gb_s, foreign)
     parameters = decoder_shape(config.model).num_parameters() if foreign is None else foreign.num_parameters
     rows = [
         ("fullest moment of Gemini's plan", found.plan.device_peak_bytes),
@@ -286,15 +255,8 @@ def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console
             f"{_num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
             f"{time_in_words(whole)}, messages between ranks left out"
         )
-    if config.memory is not None:
-        size = size_in_bytes(config.memory, "memory", "GiB")
-        words = in_words(size)
-        if found.device_bytes > size:
-            raise UserError(
-                f"the run needs {in_words(found.device_bytes)} per rank, the device has {words}; "
-                f"try --gemini.budget {words.replace(' ', '')}"
-            )
-        console.print(f"fits {words}")
+    if (line := config.fits(found.device_bytes, "try --gemini.budget {memory}")) is not None:
+        console.print(line)
 
 
 def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine: Machine | None, png: Path) -> str:
@@ -370,22 +332,3 @@ def warning(config: PretrainConfig, kind: str, device_bytes: int, host_bytes: in
             f"{in_words(host_bytes)}; take more ranks with --zero 3, --optim.name adafactor, or a smaller model"
         )
     return None
-
-
-def _machine(config: LLMPlanConfig) -> Machine | None:
-    peak = _peak_flops(config)
-    return None if peak is None else Machine(peak, config.bandwidth_gb_s * 1e9, config.utilisation)
-
-
-def _speed(config: LLMPlanConfig) -> Speed:
-    machine = _machine(config)
-    flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
-    return Speed(flops_per_s, 1e9 * config.memory_gb_s)
-
-
-def _peak_flops(config: LLMPlanConfig) -> float | None:
-    """The peak of the device that is planned for; None where it is unknown."""
-    dtype = compute_dtype(config.precision)
-    if config.gpu is None:
-        return peak_flops("cuda" if torch.cuda.is_available() else "cpu", dtype)
-    return gpu_peak_flops(config.gpu, dtype)

@@ -2,6 +2,7 @@
 
 step     estimate_step: any module under any ParallelConfig but pipelines, by running its step on tensors without memory
 residency estimate_budget: the same with Gemini, in a given device memory
+options  PlannedRun: a run's configuration with the machine that it is planned for
 
 and of our decoder in closed form, in no time and for pipelines too:
 
@@ -14,6 +15,7 @@ pipeline stage_costs, which balance the stages; simulated_timeline: the step of 
 
 from core.estimate.draw import draw_timelines
 from core.estimate.memory import MemoryEstimate, estimate_memory, require_fit
+from core.estimate.options import PlannedRun
 from core.estimate.pipeline import Timeline, simulated_timeline, stage_costs, timeline_of
 from core.estimate.shape import (
     BlockShape,
@@ -35,6 +37,7 @@ __all__ = [
     "Machine",
     "MemoryEstimate",
     "ModelShape",
+    "PlannedRun",
     "RunShape",
     "StepEstimate",
     "TimeEstimate",

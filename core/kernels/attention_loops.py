@@ -21,6 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from core.compat import FakeTensor
 from core.kernels.llvm import Code, Kernel, Value, bits_of, num_workers, on_all_threads
 from core.kernels.operator import launches, operator
 
@@ -39,7 +40,7 @@ def offered(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling():
         return False  # inductor fuses what stands around the products itself
-    plain = q.device.type == "cpu" and q.dtype in _KINDS and all(type(t) is Tensor for t in (q, k, v))
+    plain = q.device.type == "cpu" and q.dtype in _KINDS and all(type(t) in (Tensor, FakeTensor) for t in (q, k, v))
     fits = k.shape[2] == q.shape[2] and q.numel() > 0 and k.numel() > 0
     small = bias.requires_grad if bias is not None else k.shape[1] <= 3 * k.shape[3]
     return plain and fits and small and on_all_threads()

@@ -20,6 +20,7 @@ whose parameters are sharded have to run it equally often.
 Shapes: B rows, R iterations, S rows of the MSA, E extra rows, T templates, N residues.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -183,6 +184,12 @@ def cropped(row: dict[str, Tensor], start: int, length: int) -> dict[str, Tensor
     """The residues from `start` on, at most `length`."""
     most = max(0, min(length, len(row["aatype"]) - start))
     return {n: t.narrow(_RESIDUE_DIM[n], start, most) if n in _RESIDUE_DIM else t for n, t in row.items()}
+
+
+def cropped_shape(name: str, shape: Sequence[int], length: int) -> tuple[int, ...]:
+    """The shape of a row's tensor, of any chain, once it is cropped to `length` residues."""
+    dim = _RESIDUE_DIM.get(name)
+    return tuple(length if place == dim else size for place, size in enumerate(shape))
 
 
 def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

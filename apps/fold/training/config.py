@@ -142,6 +142,11 @@ def check_combination(config: FoldTrainConfig) -> MeshConfig:
         raise UserError(
             "megalith fold train needs --data.structures FOLDER of mmCIF files (--recipe tiny brings its own)"
         )
+    return resolved_mesh(config)
+
+
+def resolved_mesh(config: FoldTrainConfig) -> MeshConfig:
+    """The mesh with all its sizes.  Raises UserError for a batch or a model that it does not divide."""
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     batch, ranks = config.data.global_batch, mesh.data_ranks
     if batch % ranks:

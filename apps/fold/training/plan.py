@@ -1,0 +1,189 @@
+"""`fold plan --recipe RECIPE`: bytes and seconds of a step of `fold train` with the same options, before it runs.
+
+The step is the run's own, on tensors without memory and ranks that do not exist (`core.estimate`): crops and alignments
+of full size, templates as many as the model takes. Recycling iterations before the last keep nothing, so two stand for
+any number. A step has 1 to num_recycles + 1 of them, each equally often: seconds are of their mean.
+
+Left out: the moving average's update, validation, and the heads' part where only confidence learns.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import ClassVar
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from apps.fold.features.alignment import Alignment
+from apps.fold.features.entries import Entry
+from apps.fold.features.msa import draw
+from apps.fold.model import residues
+from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.config import ModelConfig
+from apps.fold.training.batches import cropped_shape, row_of
+from apps.fold.training.config import FoldTrainConfig, model_config, resolved_mesh
+from apps.fold.training.dataset import Example
+from apps.fold.training.objective import Objective, confidence_alone
+from apps.fold.training.recipes import RECIPES
+from apps.fold.weights.source import read_weights
+from core.config import UserError, in_words, option, time_in_words
+from core.estimate import PlannedRun, StepEstimate, estimate_step
+from core.estimate.residency import estimate_budget
+from core.mesh import MeshConfig
+from core.optim.build import without_size
+from core.precision import compute_dtype
+
+_DRAWN = 8  # residues for which features are made, to see their shapes
+
+
+@dataclass(frozen=True)
+class FoldTrainPlanConfig(PlannedRun, FoldTrainConfig):
+    """Plan a training run: the options of `megalith fold train`, and the device that it is planned for."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("model", "gpu", "memory", "data.crop", "data.global_batch", "max_msa", "max_extra_msa", "steps", "precision"),
+        *("microbatch", "optim.name", "recompute.mode", "zero", "gemini.budget", "nproc"),
+    )
+
+    def unread(self) -> dict[str, str]:
+        found = super().unread()
+        if self.machine is None:
+            found["utilisation"] = "and what this machine computes in a second is not known; give --gpu, such as A100"
+        if self.gemini.figure is not None:
+            found["gemini.figure"] = "in a plan, which does not draw it; leave it out"
+        return found
+
+
+WITHOUT_EFFECT = (
+    *("seed", "out", "resume", "device", "compile", "hang_after", "evaluate_every", "matmul_precision", "note"),
+    *("stop_after", "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard"),
+    *("log.wandb_project", "data.structures", "data.alignments", "data.max_template_date", "data.validation"),
+    *("data.min_residues", "data.max_resolution", "data.cache", "data.decoys", "optim.lr", "optim.clip_norm"),
+    *("optim.schedule.shape", "optim.schedule.final", "optim.schedule.warmup_steps", "optim.schedule.scaling"),
+)
+"""Options of the run that its plan is the same without."""
+
+
+def without_effect(config: FoldTrainPlanConfig) -> set[str]:
+    """Dotted names of the options that this plan does not depend on."""
+    return {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
+
+
+def recipes() -> dict[str, Callable[[], FoldTrainPlanConfig]]:
+    """The recipes of `fold train`, to plan."""
+    return {name: partial(_planned, recipe) for name, recipe in RECIPES.items()}
+
+
+def _planned(recipe: Callable[[], FoldTrainConfig]) -> FoldTrainPlanConfig:
+    config = recipe()
+    return FoldTrainPlanConfig(**{item.name: getattr(config, item.name) for item in fields(config)})
+
+
+def show(config: FoldTrainPlanConfig, typed: set[str], console: Console) -> None:
+    """Print the plan.  Raises UserError for what the run would refuse, and where it does not fit --memory."""
+    mesh = resolved_mesh(config)
+    of_weights = None if config.weights is None else read_weights(config.weights)[0]
+    model = model_config(config, of_weights)
+    if not isinstance(model, ModelConfig):
+        raise UserError(f"model={config.model} is not of the AlphaFold kind, which alone is trained")
+    (_show_budget if config.gemini.budget is not None else _show_step)(config, mesh, model, console)
+    if ignored := sorted(typed & without_effect(config)):
+        console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
+
+
+def _show_step(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, console: Console) -> None:
+    sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
+
+    @cache
+    def step(iterations: int) -> StepEstimate:
+        loss = _loss(config, model, max(sizes), iterations)
+        made = _network(config, model), loss, mesh, config, config.speed
+        return estimate_step(*made, optimizer=config.optim, num_microbatches=len(sizes))
+
+    most = min(2, model.num_recycles + 1)
+    found, machine = step(most), config.machine
+    console.print(_table(config, mesh, model, found.table()))
+    if config.average is not None:
+        average = found.masters_bytes or found.parameters_bytes
+        console.print(f"and the moving average: {in_words(average)}, counted in what --memory must hold")
+    else:
+        average = 0
+    console.print("\n".join([f"{found.flops:.3g} FLOPs a rank and step of {most} iterations", *found.messages()]))
+    if machine is not None:
+        once, more = step(1).compute_s, found.compute_s - step(1).compute_s
+        computing, sending = once + model.num_recycles / 2 * more, found.sent.wire_bytes / machine.bandwidth
+        step_s, chains = computing + sending, config.data.global_batch
+        console.print(
+            f"a step of {chains} chains: {step_s:.3g} s at {config.utilisation:.0%} of the peak ({computing:.3g} s "
+            f"computing, {sending:.3g} s communicating), {config.steps:,} steps in "
+            f"{time_in_words(config.steps * step_s)}"
+        )
+    advice = "try --recompute.mode full, --microbatch 1, --zero 3 with more ranks, or --gemini.budget"
+    if (line := config.fits(found.peak_bytes + average, advice)) is not None:
+        console.print(line)
+
+
+def _show_budget(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, console: Console) -> None:
+    rows = max(config.microbatch_rows(config.data.global_batch // mesh.data_ranks))
+    loss = _loss(config, model, rows, min(2, model.num_recycles + 1))
+    made = _network(config, model), loss, mesh, config, config.speed, 1e9 * config.bandwidth_gb_s
+    found = estimate_budget(*made, optimizer=config.optim)
+    kinds = {
+        "messages between ranks": found.messages_bytes,
+        "fullest moment of Gemini's plan": found.plan.device_peak_bytes,
+        "on the host": found.plan.host_bytes,
+    }
+    console.print(_table(config, mesh, model, [(name, in_words(size)) for name, size in kinds.items() if size]))
+    console.print(f"{found.plan.describe()}; the smallest budget is {in_words(found.least_bytes)}")
+    if (line := config.fits(found.device_bytes, "try --gemini.budget {memory}")) is not None:
+        console.print(line)
+
+
+def _table(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, rows: list[tuple[str, str]]) -> Table:
+    run = f"{mesh.data_ranks} ranks ({mesh.describe()}), ZeRO {config.zero}, {config.precision}"
+    sizes = f"{config.data.crop} residues, {model.max_msa} + {model.max_extra_msa} rows"
+    table = Table("per rank", "bytes", title=f"{config.model}, {sizes}, {run}")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _network(config: FoldTrainPlanConfig, model: ModelConfig) -> nn.Module:
+    with torch.device("meta"):
+        network = AlphaFold(model)
+    return confidence_alone(network) if config.learns == "confidence" else network.train()
+
+
+def _loss(config: FoldTrainPlanConfig, model: ModelConfig, rows: int, iterations: int) -> Callable[[nn.Module], Tensor]:
+    """The run's loss of a microbatch, whose tensors are without memory, but those of which it looks at the values."""
+    generator, dtype = np.random.default_rng(0), compute_dtype(config.precision)
+    alignment = _alignment(model.max_msa + model.max_extra_msa, generator)
+    example = Example(_chain(alignment), alignment)
+    row = row_of(example, [draw(alignment, model, generator) for _ in range(iterations)], model)
+    shapes = {name: (rows, *cropped_shape(name, tensor.shape, config.data.crop)) for name, tensor in row.items()}
+    formats = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in row.items()}
+    types = generator.integers(20, size=shapes["aatype"])
+    seen = {"aatype": torch.from_numpy(types), "atom_mask": torch.from_numpy(residues.ATOM37_MASK[types] > 0)}
+    objective = Objective(config.loss, config.learns)
+
+    def loss(network: nn.Module) -> Tensor:
+        batch = {name: torch.zeros(shape, dtype=formats[name]) for name, shape in shapes.items()}
+        return objective(network, batch | seen)
+
+    return loss
+
+
+def _alignment(rows: int, generator: np.random.Generator) -> Alignment:
+    letters = generator.integers(20, size=(rows, _DRAWN)).astype(np.uint8)
+    return Alignment(letters, np.zeros_like(letters), tuple(map(str, range(rows))))
+
+
+def _chain(alignment: Alignment) -> Entry:
+    """A chain without coordinates."""
+    sequence = "".join(residues.RESTYPES[letter] for letter in alignment.letters[0])
+    atoms = np.zeros((_DRAWN, residues.NUM_ATOM37, 3), np.float32)
+    return Entry("plan", sequence, np.arange(_DRAWN), atoms, atoms[..., 0], 0.0)

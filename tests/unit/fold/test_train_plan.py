@@ -1,0 +1,61 @@
+"""The plan of a training run: the bytes that the run's own step takes, before it runs."""
+
+import json
+import re
+
+import pytest
+
+from apps.fold import plan
+from apps.fold.train import main as train
+from apps.fold.training.plan import FoldTrainPlanConfig, recipes
+from apps.fold.training.recipes import RECIPES
+from core.config import UserError
+
+TINY = ("--recipe", "debug", "--max-msa", "1", "--max-extra-msa", "1", "--data.crop", "20", "--average", "None")
+TINY += ("--num-recycles", "0")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--precision", "bf16", "--optim.name", "adafactor", "--data.global-batch", "1"),
+        ("--recompute.mode", "full", "--microbatch", "1"),
+    ],
+)
+def test_a_plan_says_what_a_run_takes(more: tuple[str, ...], tmp_path, capsys) -> None:
+    """Of chains without alignments, of which the crop is shorter than each."""
+    words = [*TINY, *more, "--optim.schedule.warmup-steps", "0"]
+    assert train([*words, "--steps", "2", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
+    capsys.readouterr()
+    assert plan.main([*words, "--memory", f"{1.02 * measured / 2**20}MiB"]) == 0
+    said = capsys.readouterr().out
+    [peak] = re.findall(r"peak \(\w+\) +│ +([\d.]+) MiB", said)
+    assert float(peak) * 2**20 == pytest.approx(measured, rel=0.02)
+    assert "the plan is the same without --optim.schedule.warmup-steps" in said
+
+
+def test_every_recipe_is_planned_as_it_trains() -> None:
+    assert recipes().keys() == RECIPES.keys()
+    for name, recipe in recipes().items():
+        planned, config = recipe(), RECIPES[name]()
+        assert isinstance(planned, FoldTrainPlanConfig)
+        assert all(getattr(planned, field) == value for field, value in vars(config).items())
+
+
+def test_ranks_a_machine_and_a_budget(capsys) -> None:
+    words = [*TINY, "--nproc", "2", "--gpu", "A100", "--steps", "1000", "--optim.lr", "0.5"]
+    assert plan.main([*words, "--zero", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "2 ranks" in said
+    assert "all_gather over dp_shard" in said
+    assert "1,000 steps in" in said
+    assert "the plan is the same without --optim.lr" in said
+    with pytest.raises(UserError, match=r"the run needs .* per rank, the device has 1 MiB; try --recompute.mode full"):
+        plan.main([*words, "--memory", "1MiB"])
+    assert plan.main([*words, "--gemini.budget", "40MB"]) == 0
+    assert "the smallest budget is" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"does not divide over 2 data-parallel ranks"):
+        plan.main([*words, "--data.global-batch", "3"])
+    with pytest.raises(UserError, match=r"has templates; give --data\.templates"):
+        plan.main([*words, "--model", "model_1"])
