@@ -13,7 +13,7 @@ every rank knows its shard, so no rank ever holds a model that was not meant for
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ from core.compat import allow_graphs
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
-from core.mesh import Zero, pipeline_ranks, sub_mesh
+from core.mesh import Zero, axis_size, pipeline_ranks, sub_mesh, tensor_names
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
@@ -111,7 +111,7 @@ def cut(
 
     The model may lie on the meta device, and the mesh may be of ranks that do not exist (`core.runtime.pretended`).
     """
-    plan = model_plan(plan)
+    plan = _inferred(model_plan(plan), model, mesh)
     steps, pp = list(plan.steps(mesh)), pipeline_ranks(mesh)
     config.check_pipeline(pp)
     split = None
@@ -132,6 +132,17 @@ def cut(
     if config.compile:
         compile_blocks(blocks_of(model))
     return table, stages, draws
+
+
+def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh) -> ModelPlan:
+    """The plan with tensor parallelism that the model's forward shows, where it says nothing of it."""
+    axes = tensor_names(mesh)
+    if plan.tensor is not None or axes != ("tp",) or axis_size(mesh, "tp") == 1:
+        return plan
+    from core.parallel.infer import infer_plan, sample_of
+
+    found = infer_plan(model, axis_size(mesh, "tp"), sample_of(model))
+    return replace(plan, tensor=found.plan)
 
 
 def transform(model: nn.Module, transforms: Transforms) -> None:

@@ -79,6 +79,11 @@ class _ToLocal(torch.autograd.Function):
         return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def to_local(parameter: Tensor) -> Tensor:
+    """The local tensor of a DTensor parameter, for a forward; gradients go back to the parameter."""
+    return _ToLocal.apply(parameter)  # pyright: ignore[reportReturnType]
+
+
 def on_local_parameters(
     module: nn.Module,
     before: Callable[[Tensor], Tensor] = lambda x: x,
@@ -101,7 +106,7 @@ def on_local_parameters(
             if name in hide:
                 module.__dict__[name] = None
             elif isinstance(parameter, DTensor):
-                module.__dict__[name] = _ToLocal.apply(parameter)
+                module.__dict__[name] = to_local(parameter)
         try:
             out = inner(x, *args, **kwargs)
         finally:

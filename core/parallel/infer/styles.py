@@ -1,0 +1,242 @@
+"""The style of one module of a plan that was found: what it does before, in and after its forward.
+
+enter   arguments whose gradients are sums over the ranks                          (backward: all-reduce)
+narrow  arguments that every rank has whole, and of which it works on its part
+parts   parameters that are not cut, since a rank's part of them is no stretch: taken when they are used
+leave   sum: its result is one over the ranks, and what is added to it is added once
+        gather: its result is put together along the last dim
+        copy: the gradient of its result is a sum over the ranks
+        lookup: rows of other ranks are zeros in a sum
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from core.comm.collectives import all_gather, copy_to, reduce_from
+from core.layout import is_dtensor, largest_share, shares
+from core.parallel.draws import Part
+from core.parallel.infer.axes import Dims, size_of
+from core.parallel.infer.local import Cuts, around, carries, indices
+from core.parallel.plan import to_local
+from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
+
+Place = int | str
+"""Of an argument: its position, or its keyword."""
+
+between: ContextVar[bool] = ContextVar("between", default=False)
+"""True while a style moves tensors, which is no operation of the model."""
+
+
+class Trial:
+    """An axis over which nothing is sent: results have their shapes."""
+
+
+@contextmanager
+def moving() -> Iterator[None]:
+    token = between.set(True)
+    try:
+        yield
+    finally:
+        between.reset(token)
+
+
+@dataclass
+class Role:
+    """What a module does with its part of a model; see the module's docstring.
+
+    cuts     parameters of which a rank has a stretch: name -> dim
+    partial  parameters whose gradients are sums over the ranks
+    added    parameters that the module adds to its result: before the sum they are zeros
+    sizes    attributes that the module's own code counts with -> their values for a rank's part
+    enter    arguments -> their features
+    features of the result
+    rows     of the whole vocabulary, of lookups and of what is gathered
+    ids      of a lookup, the argument that says which rows
+    drops    of a module that draws masks of dropout: (dim, size) of what they are parts of; None: they are whole
+    """
+
+    cuts: dict[str, int] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    enter: dict[Place, int] = field(default_factory=dict)
+    narrow: dict[Place, Dims] = field(default_factory=dict)
+    parts: dict[str, Dims] = field(default_factory=dict)
+    leave: Literal["", "sum", "gather", "copy", "lookup"] = ""
+    added: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    features: int = 0
+    rows: int = 0
+    ids: Place = 0
+    drops: tuple[int, int] | Literal["unknown"] | None = "unknown"
+
+    def style(self, cuts: Cuts) -> Style:
+        forward, backward = [], []
+        if self.leave:
+            operation, moments = _MESSAGES[self.leave]
+            (forward if moments == "forward" else backward).append(Message(operation, _elements(self.features)))
+        backward += [Message("all_reduce", _elements(features)) for features in self.enter.values()]
+        return Style(
+            cuts={name: Cut(dim) for name, dim in self.cuts.items()},
+            partial=dict.fromkeys(sorted({*self.partial, *self.parts}), (AXIS,)),
+            messages=Messages(tuple(forward), tuple(backward)),
+            wrap=lambda module, axis: self.wrap(module, axis, cuts),
+        )
+
+    def wrap(self, module: Any, axis: Any, cuts: Cuts) -> Any:
+        """The module, whose parameters are cut already, with a forward that does so."""
+        for name, size in self.sizes.items():
+            setattr(module, name, size)
+        if self.drops != "unknown":
+            part_of_draws = None
+            if self.drops is not None:
+                dim, size = self.drops
+                part_of_draws = Part(dim, axis.get_local_rank(), axis.size(), size)
+            module.part_of_draws = part_of_draws
+        inner = _looking_up(module, axis, self.rows, self.ids) if self.leave == "lookup" else module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with moving():
+                args, kwargs = self._given(args, kwargs, axis, cuts)
+                seen = self._seen(module, axis, cuts)
+            # A module's parameter slot takes only parameters, so what the forward sees shadows it in the instance …
+            module.__dict__.update(seen)
+            try:
+                result = inner(*args, **kwargs)
+            finally:
+                for name in seen:  # … and leaves again, so that names and state stay.
+                    module.__dict__.pop(name, None)
+            with moving():
+                return self._left(result, module, axis)
+
+        module.forward = forward
+        return module
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: Any, cuts: Cuts) -> tuple[Any, Any]:
+        listed, named = list(args), dict(kwargs)
+
+        def change(place: Place, by: Callable[[Tensor], Tensor]) -> None:
+            where: Any = listed if isinstance(place, int) else named
+            if isinstance(place, str) or place < len(listed):
+                given = where.get(place) if isinstance(place, str) else where[place]
+                if isinstance(given, Tensor):
+                    where[place] = by(given)
+
+        for place, dims in self.narrow.items():
+            change(place, lambda x, dims=dims: part(_copy_to(x, axis) if x.requires_grad else x, dims, axis, cuts))
+        for place in self.enter:
+            change(place, lambda x: _copy_to(x, axis))
+        return tuple(listed), named
+
+    def _seen(self, module: Any, axis: Any, cuts: Cuts) -> dict[str, Any]:
+        """The parameters that the forward sees."""
+        seen: dict[str, Any] = {}
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if name in self.parts:
+                seen[name] = part(parameter, self.parts[name], axis, cuts)
+            elif is_dtensor(parameter):
+                seen[name] = to_local(parameter)
+            if name in self.added:
+                seen[name] = torch.zeros_like(seen.get(name, parameter))
+        return seen
+
+    def _left(self, result: Any, module: Any, axis: Any) -> Any:
+        if self.leave == "copy":
+            return _copy_to(result, axis)
+        if self.leave == "gather":
+            return _gather(result, self.rows, axis)
+        if self.leave in ("sum", "lookup"):
+            result = _sum(result, axis)
+        for name in sorted(self.added):
+            added = module._parameters[name]
+            result = result + (to_local(added) if is_dtensor(added) else added)
+        return result
+
+
+def _copy_to(x: Tensor, axis: Any) -> Tensor:
+    return x if isinstance(axis, Trial) else copy_to(x, axis)
+
+
+def _sum(x: Tensor, axis: Any) -> Tensor:
+    return x if isinstance(axis, Trial) else reduce_from(x, axis)
+
+
+def _gather(x: Tensor, rows: int, axis: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows) if isinstance(axis, Trial) else _Gather.apply(x, rows, axis)
+
+
+_MESSAGES = {
+    "sum": ("all_reduce", "forward"),
+    "lookup": ("all_reduce", "forward"),
+    "gather": ("all_gather", "forward"),
+    "copy": ("all_reduce", "backward"),
+}
+"""The message of each way to leave, and when it is sent."""
+
+
+def _elements(features: int) -> Callable[[Site], float]:
+    return lambda site: site.batch * site.length * features
+
+
+def part(x: Tensor, dims: Dims, axis: Any, cuts: Cuts) -> Tensor:
+    """This rank's part of a whole tensor."""
+    for place, dim in enumerate(dims):
+        if carries(dim, cuts):
+            outer, inner = around(dim, cuts)
+            own = indices(inner, cuts, axis.size(), axis.get_local_rank()).to(x.device)
+            if not outer:
+                x = x.index_select(place, own)
+            else:  # rows of a batch, of which there may be any number
+                apart = x.unflatten(place, (-1, size_of(inner)))
+                x = apart.index_select(place + 1, own).flatten(place, place + 1)
+    return x
+
+
+def _looking_up(module: Any, axis: Any, rows: int, place: Place) -> Callable[..., Tensor]:
+    """The forward of an embedding that has some of the rows; a row of padding learns nothing, wherever it is."""
+    inner, padding = module.forward, getattr(module, "padding_idx", None)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        ids = args[place] if isinstance(place, int) else kwargs[place]
+        with moving():
+            weight = module.weight
+            if weight.shape[0] == 0:
+                return weight.new_zeros(*ids.shape, weight.shape[1])
+            own = shares(rows, axis.size())[axis.get_local_rank()]
+            elsewhere = (ids < own.start) | (ids >= own.stop)
+            if padding is not None:
+                module.padding_idx = padding - own.start if own.start <= padding < own.stop else None
+            try:
+                here = (ids - own.start).masked_fill(elsewhere, 0)
+                if isinstance(place, int):
+                    args = (*args[:place], here, *args[place + 1 :])
+                else:
+                    kwargs = kwargs | {place: here}
+                found = inner(*args, **kwargs)
+            finally:
+                if padding is not None:
+                    module.padding_idx = padding
+            return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    return forward
+
+
+class _Gather(Function):
+    """x[.., V_tp], ragged -> [.., V] on every rank, who go on alike; the gradient is this rank's part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, axis: Any) -> Tensor:
+        ctx.own = shares(rows, axis.size())[axis.get_local_rank()]
+        padded = nn.functional.pad(x, (0, largest_share(rows, axis.size()) - x.shape[-1]))
+        return all_gather(padded, x.ndim - 1, axis)[..., :rows]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0][..., ctx.own].contiguous(), None, None

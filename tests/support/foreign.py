@@ -1,0 +1,152 @@
+"""Transformers' own models, tiny, as it has them, and their losses: what tensor parallelism is inferred for.
+
+No dropout, sizes that do not divide alike: n ranks learn from the same rows what one rank does.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+ROWS, LENGTH, VOCABULARY = 4, 6, 98
+Batch = dict[str, Tensor]
+_ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_BLOCKS = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, **_BLOCKS}
+    return BertForMaskedLM(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **_ENDS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def opt() -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 16, "word_embed_proj_dim": 24}
+    return OPTForCausalLM(OPTConfig(**sizes, dropout=0.0))
+
+
+def bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 4}
+    return BloomForCausalLM(BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {**_BLOCKS, "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {**_BLOCKS, "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 10, "d_ff": 80, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(**_BLOCKS, image_size=16, patch_size=4, num_labels=5, attention_probs_dropout_prob=0.0)
+    return ViTForImageClassification(config)
+
+
+def clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {**_BLOCKS, **_ENDS, "vocab_size": VOCABULARY, "max_position_embeddings": 8}
+    return CLIPModel(
+        CLIPConfig(text_config=text, vision_config={**_BLOCKS, "image_size": 16, "patch_size": 4}, projection_dim=24)
+    )
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 48, "num_mel_bins": 8, "max_source_positions": 10}
+    sizes |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _WHISPER.items()}
+    config = WhisperConfig(**sizes, **_ENDS, max_target_positions=16, decoder_start_token_id=1, dropout=0.0)
+    return WhisperForConditionalGeneration(config)
+
+
+_WHISPER = {"layers": 2, "attention_heads": 4, "ffn_dim": 80}
+
+
+def batch_of(step: int) -> Batch:
+    """A batch of all kinds of inputs, of float64."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(ROWS, *shape, dtype=torch.float64, generator=generator)
+
+    return {
+        "input_ids": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "pixel_values": drawn(3, 16, 16),
+        "input_features": drawn(8, 20),
+        "classes": ids[:, 0] % 5,
+    }
+
+
+def _tokens(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def _translation(name: str) -> Callable[[nn.Module, Batch], Tensor]:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(**{name: batch[name]}, decoder_input_ids=batch["labels"].flip(1)).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    return loss
+
+
+def _classes(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["classes"])
+
+
+def _captions(model: nn.Module, batch: Batch) -> Tensor:
+    """Each row by itself, so that ranks may have different rows."""
+    found = model(input_ids=batch["input_ids"], pixel_values=batch["pixel_values"])
+    return -(found.text_embeds * found.image_embeds).sum(-1).mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], Tensor]
+
+
+CASES = {
+    **{make.__name__: Case(make, _tokens) for make in (bert, gpt2, opt, bloom, llama, mixtral)},
+    "t5": Case(t5, _translation("input_ids")),
+    "whisper": Case(whisper, _translation("input_features")),
+    "vit": Case(vit, _classes),
+    "clip": Case(clip, _captions),
+}

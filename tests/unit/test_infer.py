@@ -1,0 +1,198 @@
+"""Tensor parallelism that is inferred: what is cut, what is refused and why, and that the trial sees what is wrong."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.parallel.infer import axes, find, infer_plan, sample_of
+from core.parallel.infer.axes import Axis
+from tests.support.foreign import CASES, gpt2, llama, t5
+
+DIM, HEADS = 24, 4
+
+
+class Attention(nn.Module):
+    """With what a test changes."""
+
+    def __init__(self, heads: int = HEADS, kv_heads: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads or heads, DIM // heads
+        self.query = nn.Linear(DIM, DIM)
+        self.key, self.value = (nn.Linear(DIM, self.kv_heads * self.size) for _ in range(2))
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query(x).view(*x.shape[:2], self.heads, self.size).transpose(1, 2)
+        k, v = (f(x).view(*x.shape[:2], self.kv_heads, self.size).transpose(1, 2) for f in (self.key, self.value))
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
+        scores = q @ k.transpose(-2, -1) / self.size**0.5
+        return self.out(self.mixed(scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def mixed(self, o: Tensor) -> Tensor:
+        return o
+
+
+class Model(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.norm, self.attention = nn.Embedding(3, DIM), nn.LayerNorm(DIM), attention
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        return self.norm(x + self.attention(self.norm(x)))
+
+
+def inferred(model: nn.Module, ranks: int = 2) -> find.Found:
+    return infer_plan(model, ranks, sample_of(model))
+
+
+def cut(model: nn.Module) -> set[str]:
+    found = inferred(model)
+    return {f"{name}.{leaf}" for name, style in found.plan.items() for leaf in style.cuts_of(model.get_submodule(name))}
+
+
+def test_columns_rows_and_a_sum_of_gradients_for_three_projections() -> None:
+    plan = inferred(Model(Attention())).plan
+    projections = {f"attention.{name}" for name in ("query", "key", "value")}
+    cuts = {name: {leaf: cut.dim for leaf, cut in style.cuts.items()} for name, style in plan.items() if style.cuts}
+    assert cuts == {name: {"weight": 0, "bias": 0} for name in projections} | {"attention.out": {"weight": 1}}
+    assert [m.operation for m in plan["attention"].messages.backward] == ["all_reduce"]
+    assert all(not plan[name].messages.backward for name in projections)
+    assert [m.operation for m in plan["attention.out"].messages.forward] == ["all_reduce"]
+
+
+def test_one_head_of_keys_for_all_stays_whole_and_its_gradient_is_summed() -> None:
+    model = Model(Attention(kv_heads=1))
+    found = inferred(model)
+    assert "attention.query.weight" in cut(model)
+    assert "attention.key.weight" not in cut(model)
+    assert {"attention.key.weight", "attention.value.weight"} <= found.left.keys()
+    assert found.plan["attention.key"].messages.backward
+
+
+class MixesHeads(Attention):
+    def mixed(self, o: Tensor) -> Tensor:
+        return o - o.mean(1, keepdim=True)
+
+
+class Norms(Attention):
+    def mixed(self, o: Tensor) -> Tensor:
+        return F.layer_norm(o.transpose(1, 2), (self.heads, self.size)).transpose(1, 2)
+
+
+class Numbers(Attention):
+    def mixed(self, o: Tensor) -> Tensor:
+        """A rank has other heads than these."""
+        return o * torch.arange(self.heads, dtype=o.dtype)[:, None, None]
+
+
+class AddsInside(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return F.linear(y, self.out.weight)
+
+
+class Looks(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool((x > 0).any()) else x
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (MixesHeads, "mean works along it"),
+        (Norms, "it is normalised"),
+        (Numbers, "meets it in a value that is made whole there"),
+        (AddsInside, "two activations are multiplied along it"),
+        (Looks, "looks at values"),
+    ],
+)
+def test_what_is_not_sure_is_refused_with_the_reason(make: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        inferred(Model(make()))
+
+
+def test_heads_that_do_not_divide_are_refused_by_the_module_s_name() -> None:
+    with pytest.raises(
+        UserError, match=r"attention\.\w+: its 4 parts .* do not divide over tp=3; use a tp that divides 4"
+    ):
+        inferred(Model(Attention()), 3)
+
+
+def test_a_model_of_unknown_inputs_is_refused() -> None:
+    class Strange(nn.Module):
+        def forward(self, wishes: Tensor) -> Tensor:
+            return wishes
+
+    with pytest.raises(UserError, match="Strange takes wishes, of which nothing is known; give a plan, or a sample"):
+        sample_of(Strange())
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = gpt2()
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    inferred(model)
+    assert all(
+        model.get_parameter(n) is p and torch.equal(p, v)
+        for n, (p, v) in before.items()
+        if n in dict(model.named_parameters())
+    )
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == attributes
+
+
+def test_transformers_own_plan_cuts_alike() -> None:
+    """colwise and rowwise of LlamaConfig.base_model_tp_plan; an embedding that it keeps whole we cut, too."""
+    model = llama()
+    theirs = {f"model.{pattern}".replace("*", "0"): how for pattern, how in model.config.base_model_tp_plan.items()}
+    theirs = {name: {"colwise": 0, "rowwise": 1}[how] for name, how in theirs.items() if how in ("colwise", "rowwise")}
+    ours = {n: s.cuts["weight"].dim for n, s in inferred(model).plan.items() if "weight" in s.cuts and ".0." in n}
+    assert ours == {name: dim for name, dim in theirs.items() if ".0." in name}
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda role: role.cuts.update(weight=1 - role.cuts["weight"]) if "weight" in role.cuts else None,
+        lambda role: role.sizes.clear(),
+        lambda role: role.narrow.clear(),
+    ],
+    ids=["columns for rows", "no sizes", "no part of an argument"],
+)
+def test_the_trial_sees_a_wrong_role(break_it, monkeypatch) -> None:
+    """Each of the roles of T5 and BLOOM in turn is broken; those that it changes anything of are seen."""
+    seen = 0
+    for make in (t5, CASES["bloom"].make):
+        model = make()
+        sample = sample_of(model)
+        with find.FakeTensorMode(allow_non_fake_inputs=True), find.quiet():
+            whole = find.without_values(model)
+            inputs = {name: find.without_value(value) for name, value in sample.items()}
+            _, roles, _ = find.fitted(whole, 2, inputs)
+            assert find.tried(whole, inputs, roles, 2) is None
+            for role in roles.roles.values():
+                before = {name: copy.copy(value) for name, value in vars(role).items()}
+                break_it(role)
+                if vars(role) != before and role.leave not in ("gather", "lookup"):
+                    seen += find.tried(whole, inputs, roles, 2) is not None
+                vars(role).update(before)
+    assert seen >= 2
+
+
+def test_axes_are_taken_apart_and_made_one() -> None:
+    whole, heads, size = Axis(12), Axis(3), Axis(4)
+    axes.unify((whole,), (heads, size))
+    assert list(whole.leaves()) == [heads.root, size.root]
+    first, second = (axes.part_of((size,), start, 2, "") for start in (0, 2))
+    axes.unify(first, second)
+    assert len(set(whole.leaves())) == 2
+    axes.freeze(first, "why")
+    assert [leaf.frozen for leaf in whole.leaves()] == ["", "why", "why"]
+    assert axes.grouped((whole,), (3, 4), "") == ((heads.root,), (size.root,))
+    assert axes.grouped((whole,), (4, 3), "odd")[0][0].frozen == "odd"
+    assert heads.root.frozen == "odd"
