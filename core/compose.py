@@ -135,13 +135,20 @@ def cut(
 
 
 def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh) -> ModelPlan:
-    """The plan with tensor parallelism that the model's forward shows, where it says nothing of it."""
+    """The plan with tensor parallelism that the model's forward shows, where it says nothing of it.
+
+    Raises UserError where the forward shows none.
+    """
     axes = tensor_names(mesh)
     if plan.tensor is not None or axes != ("tp",) or axis_size(mesh, "tp") == 1:
         return plan
     from core.parallel.infer import infer_plan, sample_of
 
-    found = infer_plan(model, axis_size(mesh, "tp"), sample_of(model))
+    ranks = axis_size(mesh, "tp")
+    try:
+        found = infer_plan(model, ranks, sample_of(model))
+    except UserError as refused:
+        raise UserError(f"mesh.tp={ranks} without a plan: {refused}") from refused
     return replace(plan, tensor=found.plan)
 
 

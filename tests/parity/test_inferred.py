@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from core.compose import ParallelConfig, parallelize
+from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
-from tests.support.foreign import CASES, ROWS, batch_of
+from tests.support.foreign import CASES, ROWS, UNSEEN, batch_of
 from tests.support.zoo import in_fp64
 
 LR, STEPS = 1e-2, 10
@@ -20,7 +21,7 @@ LR, STEPS = 1e-2, 10
 
 def trained(name: str, tp: int, zero: Zero) -> dict[str, Any]:
     """Losses, and where the parameters began and ended, whole."""
-    case = CASES[name]
+    case = (CASES | UNSEEN)[name]
     torch.manual_seed(0)
     with in_fp64():
         model = case.make().double().train()
@@ -75,3 +76,23 @@ def test_four_ranks_equal_one(ranks, name: str, tp: int, zero: Zero) -> None:
     expected = ranks(1).run(trained, name, 1, 0)[0]
     for found in ranks(4).run(trained, name, tp, zero):
         check_equal(found, expected)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", UNSEEN)
+def test_models_that_the_inference_was_not_written_with(ranks, name: str) -> None:
+    """Right, or refused in a line: what runs equals one rank."""
+    expected = ranks(1).run(trained, name, 1, 0)[0]
+    found = ranks(2).run(tried, name)
+    if isinstance(found[0], str):
+        assert found[0].startswith("mesh.tp=2 without a plan: ")
+        pytest.skip(found[0])
+    for each in found:
+        check_equal(each, expected)
+
+
+def tried(name: str) -> dict[str, Any] | str:
+    try:
+        return trained(name, 2, 0)
+    except UserError as refused:
+        return str(refused)

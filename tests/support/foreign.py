@@ -150,3 +150,45 @@ CASES = {
     "vit": Case(vit, _classes),
     "clip": Case(clip, _captions),
 }
+
+
+def _auto(kind: str, family: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """A model of a family, by transformers' automatic classes, of which every dropout is 0."""
+
+    def make() -> nn.Module:
+        import transformers
+
+        config = transformers.AutoConfig.for_model(family, **sizes, architectures=[])
+        for name, value in vars(config).items():
+            if ("drop" in name or "pdrop" in name) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        return getattr(transformers, f"AutoModelFor{kind}").from_config(config)
+
+    return make
+
+
+_TEXT = {**_BLOCKS, **_ENDS, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
+_GROUPED = {**_TEXT, "num_attention_heads": 8, "num_key_value_heads": 4}
+_SEEN = {**_BLOCKS, "image_size": 16, "patch_size": 4, "num_labels": 5}
+_BART = {"vocab_size": VOCABULARY, "d_model": 48, "max_position_embeddings": 16, **_ENDS, "decoder_start_token_id": 1}
+_BART |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _WHISPER.items()}
+_SWIN = {"embed_dim": 24, "depths": [2], "num_heads": [4], "window_size": 2, "image_size": 16, "patch_size": 4}
+_GPT = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 4, **_ENDS}
+_FALCON = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_DISTIL = {"vocab_size": VOCABULARY, "dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 80}
+UNSEEN = {
+    "distilbert": Case(_auto("MaskedLM", "distilbert", **_DISTIL), _tokens),
+    "albert": Case(_auto("MaskedLM", "albert", **_TEXT, embedding_size=24), _tokens),
+    "electra": Case(_auto("MaskedLM", "electra", **_TEXT, embedding_size=24), _tokens),
+    "gpt_neox": Case(_auto("CausalLM", "gpt_neox", **_TEXT), _tokens),
+    "gptj": Case(_auto("CausalLM", "gptj", **_GPT, rotary_dim=4), _tokens),
+    "gpt_bigcode": Case(_auto("CausalLM", "gpt_bigcode", **_GPT), _tokens),
+    "phi3": Case(_auto("CausalLM", "phi3", **_GROUPED), _tokens),
+    "gemma2": Case(_auto("CausalLM", "gemma2", **_GROUPED, head_dim=6), _tokens),
+    "qwen3": Case(_auto("CausalLM", "qwen3", **_GROUPED, head_dim=6), _tokens),
+    "falcon": Case(_auto("CausalLM", "falcon", **_FALCON), _tokens),
+    "bart": Case(_auto("Seq2SeqLM", "bart", **_BART), _translation("input_ids")),
+    "deit": Case(_auto("ImageClassification", "deit", **_SEEN), _classes),
+    "swin": Case(_auto("ImageClassification", "swin", **_SWIN, num_labels=5), _classes),
+}
+"""Models that the inference was not written with."""

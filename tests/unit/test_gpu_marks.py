@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.gpu.suite import files
 from tests.support.command import ENVIRONMENT, ROOT
 
@@ -23,8 +21,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "--no-header", "-p", "no:cacheprov
 OF_A_CPU = ("compile", "vnni", "paged_loops", "matmul", "attention_on_cpu", "references_on_cpu", "traffic", "far_apart")
 
 
-@pytest.fixture(scope="module")
-def collected() -> dict[str, tuple[bool, bool]]:
+def _collected() -> dict[str, tuple[bool, bool]]:
     """Test without its parameters -> (it asks for `device`, it is marked gpu), on a machine without a GPU."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if _may_be_marked(path)]
     command = [sys.executable, "-c", COLLECT, *map(str, files)]
@@ -40,22 +37,18 @@ def _may_be_marked(path: Path) -> bool:
     return any("gpu" in file.read_text() for file in (path, path.parent / "conftest.py") if file.exists())
 
 
-def test_every_test_that_is_marked_gpu_asks_for_the_device(collected: dict[str, tuple[bool, bool]]) -> None:
+def test_what_is_marked_gpu() -> None:
+    """It asks for the device; `make gpu` looks into every file that has one; none of a CPU's own paths is among it.
+
+    `make gpu` looks into no other file: they would be imported, with what they need.
+    """
+    collected = _collected()
     marked = {name: asks for name, (asks, is_marked) in collected.items() if is_marked}
     assert len(marked) > 60
     assert [name for name, asks in marked.items() if not asks] == []
-
-
-def test_make_gpu_looks_into_every_file_that_has_one(collected: dict[str, tuple[bool, bool]]) -> None:
-    """And into no other: they would be imported, with what they need."""
-    assert {name.split("::")[0] for name, (_, marked) in collected.items() if marked} == {*files()}
-
-
-def test_every_test_of_kernels_is_one_of_a_gpu_and_none_of_a_cpus_own_paths_is(
-    collected: dict[str, tuple[bool, bool]],
-) -> None:
+    assert {name.split("::")[0] for name in marked} == {*files()}
     for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py")):
-        of_file = {marked for name, (_, marked) in collected.items() if name.startswith(f"tests/kernels/{path.name}::")}
+        of_file = {is_marked for name, (_, is_marked) in collected.items() if f"kernels/{path.name}::" in name}
         name = path.stem.removeprefix("test_")
         if "forced()" in path.read_text() and name not in OF_A_CPU:
             assert of_file == {True}, path.name

@@ -129,7 +129,9 @@ def test_a_model_of_unknown_inputs_is_refused() -> None:
         def forward(self, wishes: Tensor) -> Tensor:
             return wishes
 
-    with pytest.raises(UserError, match="Strange takes wishes, of which nothing is known; give a plan, or a sample"):
+    with pytest.raises(
+        UserError, match="Strange takes wishes, of which nothing is known; say how the model's modules are cut"
+    ):
         sample_of(Strange())
 
 

@@ -230,7 +230,7 @@ def test_a_plan_is_of_any_causal_model_by_its_config_alone(family, tmp_path, cap
 @pytest.mark.parametrize(
     ("family", "more", "said"),
     [
-        ("qwen2", ["--nproc", "2", "--mesh.tp", "2"], r"mesh\.tp=2 without a plan"),
+        ("qwen2", ["--nproc", "7", "--mesh.tp", "7"], r"mesh\.tp=7 without a plan: .* do not divide over tp=7"),
         ("qwen2", ["--nproc", "2", "--mesh.pp", "2"], r"mesh\.pp=2"),
         ("qwen2", ["--nproc", "2", "--mesh.ep", "2"], r"mesh\.ep=2 without a plan"),
         ("qwen2", ["--memory", "100KB"], r"the run needs .* per rank, the device has .*; try --zero 3"),

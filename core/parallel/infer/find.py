@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from math import prod
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,8 @@ from core.placement.style import Plan
 
 SMALL_TABLE = 64
 """A table of rows that are only looked up is cut where it is more than this part of the parameters."""
+MOST_SIZES = 4
+"""Attributes of one module that are changed together at most."""
 _COUNTS = {"view", "_unsafe_view", "reshape", "expand", "slice", "split", "split_with_sizes", "narrow", "new_zeros"}
 _COUNTS |= {"new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange", "repeat", "as_strided"}
 
@@ -139,10 +142,10 @@ def _traced(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
         except (RuntimeError, NotImplementedError) as error:
             running = [call.name for call in attempt.running]
             if not running or not running[-1] or running[-1] in opaque:
-                raise UserError(f"{_cannot_run(opaque, error)}; give a plan") from error
+                raise UserError(f"{_cannot_run(opaque, error)}; say how its modules are cut") from error
             opaque[running[-1]] = next(iter(str(error).splitlines()), type(error).__name__)
         except (AttributeError, TypeError, ValueError, KeyError) as error:  # of what was put in a module's place
-            raise UserError(f"{_cannot_run(opaque, error)}; give a plan") from error
+            raise UserError(f"{_cannot_run(opaque, error)}; say how its modules are cut") from error
 
 
 def _cannot_run(opaque: Mapping[str, str], error: Exception) -> str:
@@ -204,7 +207,9 @@ def _choose(found: Trace, ranks: int, refused: Mapping[Axis, str]) -> _Chosen:
         for reasons in (refused.values(), (axis.frozen for axis in weights if axis.frozen)):
             why += [reason for reason, _ in Counter(reasons).most_common(3)]
         said = "; ".join(dict.fromkeys(why))
-        raise UserError(f"no axis of this model can be cut over tp={ranks} for sure ({said}); give a plan, or use tp=1")
+        raise UserError(
+            f"no axis of this model can be cut over tp={ranks} for sure ({said}); use tp=1, or say how modules are cut"
+        )
     return chosen
 
 
@@ -629,10 +634,11 @@ def _fit(whole: nn.Module, inputs: Mapping[str, Any], roles: _Roles, ranks: int)
         module = whole.get_submodule(name)
         candidates = _candidates(module, sizes)
         first = known.get(type(module), ())
-        options = [first, *(o for n in range(len(candidates) + 1) for o in combinations(candidates, n) if o != first)]
+        counts = range(min(len(candidates), MOST_SIZES) + 1)
+        options = [first, *(o for n in counts for o in combinations(candidates, n) if o != first)]
         best: tuple[tuple[str, ...], _Differs] | None = None
         for option in options:
-            roles.role(name).sizes = {attribute: sizes[getattr(module, attribute)] for attribute in option}
+            roles.role(name).sizes = _sized(module, option, sizes)
             found = tried(whole, inputs, roles, ranks)
             if found is None or (found.at > differs.at and name not in found.modules):
                 best = None if found is None else (option, found)
@@ -641,7 +647,7 @@ def _fit(whole: nn.Module, inputs: Mapping[str, Any], roles: _Roles, ranks: int)
                 best = option, found
         else:
             assert best is not None
-            roles.role(name).sizes = {attribute: sizes[getattr(module, attribute)] for attribute in best[0]}
+            roles.role(name).sizes = _sized(module, best[0], sizes)
         if best is None:
             return
         if best[1].at <= differs.at:
@@ -676,11 +682,16 @@ def _sizes(roles: _Roles, ranks: int) -> dict[int, int]:
 
 
 def _candidates(module: nn.Module, sizes: Mapping[int, int]) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if type(value) is int and value in sizes and not name.startswith("_")
-    ]
+    """Attributes of a module, and of the configuration that it has, which its code may count with."""
+    config = getattr(module, "config", None)
+    named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    named |= {f"config.{name}": value for name, value in (vars(config) if config is not None else {}).items()}
+    return [name for name, value in named.items() if type(value) is int and value in sizes]
+
+
+def _sized(module: nn.Module, option: Iterable[str], sizes: Mapping[int, int]) -> dict[str, int]:
+    """The attributes with the rank's counts."""
+    return {name: sizes[attrgetter(name)(module)] for name in option}
 
 
 def tried(whole: nn.Module, inputs: Mapping[str, Any], roles: _Roles, ranks: int) -> _Differs | None:

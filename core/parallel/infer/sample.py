@@ -29,8 +29,8 @@ def sample_of(model: nn.Module) -> dict[str, Any]:
             continue
         if name not in _MAKERS:
             raise UserError(
-                f"{type(model).__name__} takes {name}, of which nothing is known; give a plan, or a sample of what its "
-                "forward takes: core.parallel.infer.infer_plan(model, ranks, sample)"
+                f"{type(model).__name__} takes {name}, of which nothing is known; say how the model's modules are cut, "
+                "or find it from a sample of what its forward takes: core.parallel.infer.infer_plan"
             )
         try:
             found[name] = _MAKERS[name](sizes)
@@ -39,7 +39,7 @@ def sample_of(model: nn.Module) -> dict[str, Any]:
                 f"{type(model).__name__}'s configuration does not say how large {name} is ({error})"
             ) from error
     if not found:
-        raise UserError(f"{type(model).__name__} takes no input that is known; give a plan, or a sample")
+        raise UserError(f"{type(model).__name__} takes no input that is known; say how its modules are cut")
     return found | {name: value for name, value in _SWITCHES.items() if name in accepted}
 
 

@@ -9,6 +9,7 @@ leave   sum: its result is one over the ranks, and what is added to it is added 
         lookup: rows of other ranks are zeros in a sum
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,7 +55,7 @@ class Role:
     cuts     parameters of which a rank has a stretch: name -> dim
     partial  parameters whose gradients are sums over the ranks
     added    parameters that the module adds to its result: before the sum they are zeros
-    sizes    attributes that the module's own code counts with -> their values for a rank's part
+    sizes    attributes that the module's own code counts with, of the module or its config -> their values for a part
     enter    arguments -> their features
     features of the result
     rows     of the whole vocabulary, of lookups and of what is gathered
@@ -91,7 +92,10 @@ class Role:
     def wrap(self, module: Any, axis: Any, cuts: Cuts) -> Any:
         """The module, whose parameters are cut already, with a forward that does so."""
         for name, size in self.sizes.items():
-            setattr(module, name, size)
+            owner, _, leaf = name.rpartition(".")
+            if owner and owner in vars(module):
+                setattr(module, owner, copy.copy(getattr(module, owner)))  # other modules have it, too
+            setattr(getattr(module, owner) if owner else module, leaf, size)
         if self.drops != "unknown":
             part_of_draws = None
             if self.drops is not None:

@@ -91,10 +91,6 @@ def test_the_plan_of_training(folder):
     assert 0 < message < 4 * count  # which one rank does not make
     # gradients scattered in fp32, parameters gathered in bf16
     assert spread.seconds["messages between devices"] == pytest.approx((4 + 2) * count * 3 / 4 / 25e9, rel=0.02)
-    sharded = planned(replace(base, nproc=4, zero=3), by_replicas)
-    assert sharded.resident["parameters"] == pytest.approx(count, rel=0.1)
-    assert "masters" not in sharded.resident
-    assert sharded.moments["update"] == pytest.approx(count, rel=0.15)  # and norms, a step of a small model
     kept = footprint(replace(base, recompute=RecomputeConfig()))
     assert kept.moments["forward and backward"] > whole.moments["forward and backward"]
     assert kept.seconds["computing"] < 0.9 * whole.seconds["computing"]
