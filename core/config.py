@@ -193,7 +193,7 @@ def _called(config: Any) -> Mapping[str, str]:
 
 
 def _as_called(text: str, config: Any) -> str:
-    """What the parser printed, with the options' own names, the right border of its box where it was."""
+    """The parser's output, with the options' own names, the right border of its box where it was."""
     for name, called in _called(config).items():
         lines = [re.sub(rf"--{name}(?=[ '])", f"--{called}", line) for line in text.split("\n")]
         widths = map(len, text.split("\n"))
@@ -399,7 +399,7 @@ def _nearest(name: str, known: Any) -> str:
 
 
 def _one_line(complaint: str, command: str) -> str:
-    """What the parser says, out of its box (drawn with dashes where stdout has no lines) and without its title."""
+    """The parser's message, out of its box (drawn with dashes where stdout has no lines) and without its title."""
     paragraphs: list[list[str]] = [[]]
     for line in complaint.splitlines():
         text = line.strip(" │╭╮╰╯─")

@@ -191,7 +191,7 @@ class HangWatch:
         return Standing(step, seconds, overdue, *where_it_stands(self._main or 0))
 
     def _decide(self, question: int, asked_at: float) -> None:
-        """What the answers come to, once they are there."""
+        """The verdict that the answers come to, once they are there."""
         found: dict[int, Standing | None] = {}
         for rank in range(self._num_ranks):
             key = self._key("answer", question, rank)

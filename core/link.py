@@ -130,7 +130,7 @@ class Copy(NamedTuple):
 
 
 class _Stopovers:
-    """What stops over in pinned places on its way in one direction, the earliest first."""
+    """Tensors that stop over in pinned places on its way in one direction, the earliest first."""
 
     def __init__(self, streams: DeviceStreams):
         self.streams = streams

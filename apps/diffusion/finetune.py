@@ -19,7 +19,7 @@ def main(argv: list[str], command: str = "finetune", method: str = "full") -> in
 
 
 def _method(argv: list[str]) -> str | None:
-    """What --method says: it decides which defaults the other options change."""
+    """The method that --method names: it decides which defaults the other options change."""
     for option, after in zip(argv, [*argv[1:], ""]):
         name, equals, value = option.removeprefix("--").partition("=")
         if name == "method":

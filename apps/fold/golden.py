@@ -112,7 +112,7 @@ def compare(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float3
 
 
 class _Run:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     def __init__(self, folder: Path):
         self.batch, self.expected = _arrays(folder / "batch.npz"), _arrays(folder / "out.npz")
@@ -128,7 +128,7 @@ class _Run:
             raise UserError(f"{folder}/out.npz holds none of {', '.join(OUTPUTS)}")
 
     def outputs(self, device: str, dtype: torch.dtype) -> dict[str, np.ndarray | None]:
-        """What our model computes, by the names of out.npz, without the batch's dim, in fp64."""
+        """The results of our model, by the names of out.npz, without the batch's dim, in fp64."""
         model = build(self.config, self.parameters, dtype, device)
         drawn = []
         for i in range(self.rounds):

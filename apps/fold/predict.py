@@ -442,7 +442,7 @@ def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype,
 
 
 def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device: str) -> FoldJob:
-    """What `job_of` will say of the target's features: mostly the same, so that its plan is known by then."""
+    """The job that `job_of` will make of the target's features: mostly the same, so that its plan is known by then."""
     sizes = target.sizes(model)
     hidden = sizes[1] == len(target.alignment) or sizes[3] > 0  # no extra row, or templates with unknown angles
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
@@ -450,7 +450,7 @@ def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device
 
 
 def _masks(features: Features) -> list[Tensor]:
-    """What attention may hide: rows that are not there, and rows of templates where an angle is not known."""
+    """The rows that attention may hide: those that are not there, and rows of templates where an angle is not known."""
     templates = [] if features.templates is None else [features.templates.torsion_mask_BTNA[..., 2]]
     return [features.mask_BN, features.msa_mask_BSN, features.extra_mask_BEN, *templates]
 
@@ -466,7 +466,7 @@ def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, 
 
 
 def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str, Any]:
-    """What a record's folder depends on, and its files on request; see `lacking` for which folder is taken for done."""
+    """The options that a record's folder and its files on request depend on; `lacking` says which folder is done."""
     exact = config.matmul_precision == "highest"
     return {
         "input": target.digest(),

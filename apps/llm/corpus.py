@@ -248,7 +248,7 @@ def _open(folder: Path) -> Corpus:
 
 
 def _checked_report(folder: Path) -> dict[str, Any]:
-    """What stands in report.json, once it and the tokenizer's files are what was written.
+    """The contents of report.json, once it and the tokenizer's files are what was written.
 
     Those of the version before have no checksums of them. Raises Damaged, and OSError.
     """

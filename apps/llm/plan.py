@@ -57,7 +57,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     """with --mesh.pp: draw the stages' step to this PNG, with its bubble beside the published one"""
 
     def check_positions(self) -> None:
-        """Of the folder's model, where one is given, once it is read."""
+        """Check those of the folder's model, where one is given, once it is read."""
         if self.source is None:
             super().check_positions()
 
@@ -167,7 +167,7 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
 
     @cache
     def step(rows: int | None = None) -> StepEstimate:
-        """Of a batch of `rows`, by default the full one."""
+        """The step of a batch of `rows`, by default the full one."""
         microbatches = config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
         loss = model.loss(max(microbatches), config.data.sequence_length)
         made = model.build(), loss, mesh, config, config.speed
@@ -222,7 +222,7 @@ def _stages(config: PretrainConfig) -> Iterator[tuple[int, int]]:
 
 
 def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console: Console) -> None:
-    """What Gemini makes of the run in its budget."""
+    """Print what Gemini makes of the run in its budget."""
     if config.timeline is not None or config.gemini.figure is not None:
         drawing = "--timeline" if config.timeline is not None else "--gemini.figure"
         raise UserError(

@@ -105,7 +105,7 @@ def _eos_id(hf: Any) -> int:
 
 
 def _begin_ids(whole: list[int], own: list[int]) -> list[int]:
-    """What stands in front of a text's own tokens, where special ones are added."""
+    """The tokens in front of a text's own, where special ones are added."""
     places = (place for place in range(len(whole)) if whole[place : place + len(own)] == own)
     return whole[: next(places, 0)]
 

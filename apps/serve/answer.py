@@ -70,7 +70,7 @@ class Answer:
         return pieces
 
     def _beginning(self, place: int, index: int, choice: Choice) -> list[dict[str, Any]]:
-        """What stands in front of a text: the role in a chat, the prompt where it is echoed."""
+        """The beginning of a text: the role in a chat, the prompt where it is echoed."""
         if self.call.is_chat:
             return [self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})]
         if self.call.echoes is None:

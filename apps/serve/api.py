@@ -201,7 +201,7 @@ def _prompts(given: list[str | list[int]], engine: Engine) -> tuple[list[str | N
 
 
 def _max_characters(engine: Engine) -> int:
-    """What is longer has more tokens than the model takes."""
+    """The characters beyond which a text has more tokens than the model takes."""
     return engine.max_length * engine.text.longest_token
 
 

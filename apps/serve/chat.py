@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read() -> str | None:
-    """What the user says; None at the end."""
+    """The user's next line; None at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip() or None
     except EOFError:

@@ -53,7 +53,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the operator needs to know of the step that this thread computes."""
+    """The operator's knowledge of the step that this thread computes."""
 
     attends: Sequence[PagedAttend]
     context: PagedContext
@@ -90,7 +90,7 @@ class CompiledDecoder:
     def __call__(
         self, ids_1T: Tensor, positions_1T: Tensor, context: PagedContext, attends: Sequence[PagedAttend]
     ) -> Tensor:
-        """What the head is given, [1, T, D]; `attends` of all layers, which keep the keys and values."""
+        """The head's input, [1, T, D]; `attends` of all layers, which keep the keys and values."""
         _STEP.step = _Step(attends, context)
         try:
             return self._compute(ids_1T, positions_1T)[0]

@@ -105,7 +105,7 @@ class Decode:
         return graphs
 
     def _step(self, bucket: int, way: Way, results: Tensor) -> Callable[[], None]:
-        """What is captured: see the module's docstring, 2."""
+        """The captured step: see the module's docstring, 2."""
         layout, runner = self._layouts[bucket], self.runner
 
         def of(name: str) -> Tensor:

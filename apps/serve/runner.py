@@ -343,7 +343,7 @@ def _filled(tables: list[list[int]], width: int) -> Iterable[list[int]]:
 
 
 def _unpacked(words: Tensor) -> Step:
-    """What another rank needs to know of a step."""
+    """The tensors of a step that another rank needs to know."""
     *sizes, _ = words[2 : 2 + len(_SIZES)].tolist()
     layout, width = _layout(*sizes), sizes[3]
 

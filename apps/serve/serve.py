@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def _sources(config: ServeConfig) -> list[ModelFolder]:
-    """What is to be served.  Raises UserError before minutes are spent."""
+    """The models that are to be served.  Raises UserError before minutes are spent."""
     if not config.model:
         raise UserError(
             "no model is given; megalith serve --model DIR, a Hugging Face folder or a run of megalith llm pretrain"

@@ -284,7 +284,7 @@ def _add_api(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def models() -> Any:
-        """What is served; max_model_len is what prompt and text may have together, chat_template whether it has one."""
+        """The models that are served; max_model_len is of prompt and text, chat_template whether it has one."""
         return _json({"object": "list", "data": [_described(loop) for loop in server.loops.values()]})
 
     @app.get("/v1/models/{name}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
@@ -309,13 +309,13 @@ def _add_health(app: FastAPI, server: Server) -> None:
 
     @app.get("/health", responses=unwell)
     async def health() -> Any:
-        """Whether the engines work."""
+        """Say whether the engines work."""
         failed = server.failure is not None
         return _json({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
     @app.get("/ready", responses=unwell)
     async def ready() -> Any:
-        """Whether new requests are taken."""
+        """Say whether new requests are taken."""
         fine = server.failure is None and not server.draining
         return _json({"status": "ready" if fine else "draining" if server.draining else "failed"}, 200 if fine else 503)
 
@@ -364,7 +364,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _no_such_path(request: Request) -> str:
-    """What clients of other parts of OpenAI's API read, such as those of /v1/embeddings."""
+    """The answer that clients of other parts of OpenAI's API read, such as those of /v1/embeddings."""
     answered = (one for one in request.app.routes if isinstance(one, APIRoute) and one.include_in_schema)
     known = ", ".join(f"{method} {one.path}" for one in answered for method in sorted(one.methods or ()))
     return f"this server has no {request.method} {request.url.path[:100]}; it answers {known}"

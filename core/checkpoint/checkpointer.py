@@ -102,7 +102,7 @@ class _Save:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank has put on the disk: where its chunks lie, and sizes and checksums of its other files."""
+    """A rank's files on the disk: where its chunks lie, and sizes and checksums of its other files."""
 
     chunks: dict[MetadataIndex, Chunk]
     files: dict[str, dict[str, Any]]

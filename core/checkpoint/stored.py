@@ -217,7 +217,7 @@ def inspect(path: Path) -> Stored:
 
 
 def _inspect(path: Path) -> Stored:
-    """What the JSON files of a step's folder say.  Raises Damaged."""
+    """The contents of the JSON files of a step's folder.  Raises Damaged."""
     if not path.is_dir():
         raise Damaged("there is no such folder")
     if not (path / COMPLETE).is_file():

@@ -293,7 +293,7 @@ def _gathered_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
 
 
 def _kernel_scratch(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
-    """What the optimizer's kernel needs beside its state."""
+    """Bytes that the optimizer's kernel needs beside its state."""
     sizes = [run.wide_bytes * _num_local(model, [w], run, updated=True) for w in weights]
     return {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
 
@@ -338,7 +338,7 @@ def _block_activations(model: ModelShape, run: RunShape, stages: StageSplit, ran
 
 
 def _waiting_heads(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> float:
-    """What heads keep for backwards that do not follow at once: of gpipe, a gradient of the weight each."""
+    """Bytes that heads keep for backwards that do not follow at once: of gpipe, a gradient of the weight each."""
     if stages.owners[-1] != rank or model.head is None:
         return 0.0
     last, waiting, most = len(stages.ranges) - 1, 0, 0

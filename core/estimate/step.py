@@ -42,7 +42,7 @@ _Work = dict[tuple[str, str, str], float]
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Of the first rank, who has the largest shards.
+    """The estimate of the first rank, who has the largest shards.
 
     gradients_bytes    what the optimizer reads
     masters_bytes      those that are not the parameters themselves

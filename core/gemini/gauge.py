@@ -103,7 +103,7 @@ class _CountedPeak(MemoryAccount):
 
 
 class _AllocatedPeak(ExitStack):
-    """What the CUDA allocator had beyond what it has now, and beyond the buffers that come and go."""
+    """Bytes that the CUDA allocator had beyond what it has now, and beyond the buffers that come and go."""
 
     def __init__(self, chunks: Sequence[Chunk]):
         super().__init__()

@@ -29,7 +29,7 @@ def corrected(trace: Trace, measured: Sequence[tuple[int, float]]) -> Trace:
 
 
 def _from_first_beginning(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
-    """What comes before the first module begins is counted with it."""
+    """Moments before the first module begins are counted with it."""
     first = next((i for i, stretch in enumerate(stretches) if stretch.begins), 0)
     before, begins = stretches[:first], stretches[first]
     other_bytes = max([begins.other_bytes, *(stretch.other_bytes for stretch in before)])

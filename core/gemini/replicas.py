@@ -417,7 +417,7 @@ class GeminiReplicas(DataParallel):
 
 
 def _agreed(failure: Exception | None) -> Exception | None:
-    """What went wrong on any rank, alike on all: causes before refusals before what follows from another rank's."""
+    """The errors of all ranks, alike on each: causes before refusals before what follows from another rank's."""
     said: list[tuple[int, str] | None] = [None] * dist.get_world_size()
     if failure is None:
         own = None

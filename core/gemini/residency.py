@@ -217,7 +217,7 @@ class _Search:
         return min((best, *tried), key=lambda choice: self._cost(*choice))
 
     def _cost(self, resident: frozenset[int], slack: int) -> tuple[float, ...]:
-        """What the host cannot hold; then the time, in steps too small to matter; then bytes."""
+        """Bytes that the host cannot hold; then the time, in steps too small to matter; then bytes."""
         timeline = self.walk(resident, slack)
         if timeline is None:
             return (float("inf"),)

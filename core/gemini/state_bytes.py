@@ -62,7 +62,7 @@ def _probed(optimizer: torch.optim.Optimizer, index: int) -> int:
 
 
 def _of_probe(value: Any, like: Tensor, probe: Tensor) -> Any:
-    """What an optimizer keeps of a parameter, as it would keep it of the probe."""
+    """Bytes that an optimizer keeps of a parameter, as it would of the probe."""
     if not isinstance(value, Tensor):
         return value
     return (

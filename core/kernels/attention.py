@@ -205,7 +205,7 @@ def _fused(q_BHLK: Tensor, k_BJSK: Tensor, v_BJSK: Tensor, added: Tensor | None,
 def _is_shared(
     bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, slopes: Tensor | None
 ) -> bool:
-    """Whether several sequences share a bias that, joined with the mask, need not be there once for each of them."""
+    """Return whether several sequences share a bias that, joined with the mask, need not be there for each of them."""
     if bias is None or slopes is not None or (left, right) != (None, None) or k.shape[1] == 0:
         return False
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
@@ -286,7 +286,7 @@ def _added(
     shape: tuple[int, ...], left: int | None, right: int | None, offset: int, bias: Tensor | None, mask: Tensor | None,
     slopes: Tensor | None, dtype: torch.dtype, device: torch.device,
 ) -> Tensor | None:  # fmt: skip
-    """What is added to scores of `shape` [B, H, L, S], broadcastable to it; None: nothing."""
+    """The term that is added to scores of `shape` [B, H, L, S], broadcastable to it; None: nothing."""
     B, H, L, S = shape
     distance_LS = torch.arange(S, device=device) - torch.arange(offset, offset + L, device=device)[:, None]
     visible = torch.ones((), dtype=torch.bool, device=device)
@@ -388,7 +388,7 @@ def _put(base, tile, start, rows, strides, K: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit
 def _span(first, own, length, offset, left, right, OWN: tl.constexpr, BLOCK: tl.constexpr):
-    """What the rows first..first + OWN of `own` ones see of `length` columns, in blocks.
+    """The blocks that the rows first..first + OWN of `own` ones see of `length` columns, in blocks.
 
     Row r sees column c where -left <= c - (r + offset) <= right. Returns (begin, inner, outer, end): blocks of
     begin..inner and outer..end have to be compared with the band and the edges, those of inner..outer are seen whole.

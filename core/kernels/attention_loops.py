@@ -147,7 +147,7 @@ def _padded(bias: Tensor, num_heads: int, width: int) -> Tensor:
 
 
 def _hidden(mask: Tensor | None, count: int, num_keys: int, width: int) -> Tensor:
-    """What is added to the scores of a key: 0, or -inf where it is hidden, as what lies behind the last one is."""
+    """The term added to the scores of a key: 0, or -inf where it is hidden, as what lies behind the last one is."""
     hidden = torch.full((count, width), -torch.inf, dtype=torch.float32, device="cpu")
     hidden[:, :num_keys] = 0.0 if mask is None else torch.where(mask != 0, 0.0, -torch.inf)
     return hidden
@@ -180,7 +180,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class _Work:
-    """What both loops do: for each sequence, head and some rows of queries, products of those with all columns.
+    """The work of both loops: for each sequence, head and some rows of queries, products of those with all columns.
 
     rows[N, L, H, K] (queries, or the output's gradient) and columns[N, S, H, K] (keys, or values) lie with strides. A
     worker's items, rows of heads, are within the loop over sequences, so that a head's columns are put in order once.
@@ -229,7 +229,7 @@ class _Work:
                 b.store(b.fmul(value, by) if by is not None else value, place)
 
     def products(self, column: Value) -> list[list[Value]]:
-        """Of the rows with a tile of columns."""
+        """The products of the rows with a tile of columns."""
         code, b, number = self.code, self.code.build, self.code.number
         zeros = code.filled(code.f32, _LANES, 0)
         with code.loop(number(0), number(self.head_size), number(1), [zeros] * (_ROWS * _WIDE)) as turn:
@@ -251,7 +251,7 @@ class _Work:
         return self.code.first_of(self.code.build.sub(self.keys, column), _LANES) if self.ragged else None
 
     def load_half(self, address: Value, line: Value, column: Value) -> Value:
-        """Of p, in fp32; 0 behind the last one."""
+        """Half a vector of p, in fp32; 0 behind the last one."""
         code, b = self.code, self.code.build
         value = code.load(address, code.i16, _LANES, b.mul(line, self.keys), column, mask=self.there(column))
         if self.kind == "bf16":
@@ -282,7 +282,7 @@ class _Work:
             yield outer.at, head, [code.smaller(b.add(begin, number(r)), final) for r in range(_ROWS)], begin
 
     def line(self, sequence: Value, head: Value, query: Value) -> Value:
-        """Of p and ds."""
+        """The line of p and ds."""
         b = self.code.build
         return b.add(b.mul(b.add(b.mul(sequence, self.heads), head), self.length), query)
 

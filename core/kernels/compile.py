@@ -65,7 +65,7 @@ class Binary:
 
 
 class _NamesAChip:
-    """What Triton asks of a driver until it launches."""
+    """The answers that Triton asks of a driver until it launches."""
 
     def __init__(self, target: GPUTarget):
         self.target = target
@@ -148,7 +148,7 @@ def resources(kernel: Any, target: GPUTarget) -> tuple[int, int, int]:
 
 
 def _used(cubin: bytes) -> str:
-    """What the binary says that it needs."""
+    """The registers and memory that the binary says it needs."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -157,7 +157,7 @@ def _used(cubin: bytes) -> str:
 
 
 def _spilled(kernel: Any, target: GPUTarget) -> int:
-    """What ptxas says of spills when Triton assembles the kernel once more, with the options that it took before."""
+    """The spills that ptxas tells when Triton assembles the kernel once more, with the options that it took before."""
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as said:
         knobs.nvidia.dump_ptxas_log = True
         backend: Any = make_backend(target)  # NVIDIA's

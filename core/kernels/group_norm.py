@@ -420,7 +420,7 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
 
 
 def _traffic(case: Case, dtype: torch.dtype) -> Traffic:
-    """What is larger than a program's registers has to be read twice."""
+    """A group that is larger than a program's registers has to be read twice."""
     x = _inputs(case, dtype, "meta", torch.Generator())["x"]
     again, both = (_whole_blocks(_flat(x), case["G"], backward) is None for backward in (False, True))
     bytes_ = x.numel() * dtype.itemsize

@@ -376,7 +376,7 @@ def _compiled(name: str, num_arguments: int, least: int, build: Build) -> tuple[
 
 
 def _team(module: Any, function: Any, num_arguments: int, least: int) -> None:
-    """What each thread of a team calls: its part of the items, at least `least`. Not there without OpenMP."""
+    """The function of each thread of a team: its part of the items, at least `least`. Not there without OpenMP."""
     import llvmlite.ir as ir
 
     if openmp() is None:

@@ -39,7 +39,7 @@ _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 
 
 def _has_fast_blas() -> bool:
-    """Whether torch's BLAS is MKL on an Intel CPU: by the maker's name, so that all ranks and every resume agree."""
+    """Return whether torch's BLAS is MKL on an Intel CPU: by the maker's name, so that all ranks and resumes agree."""
     info = Path("/proc/cpuinfo")
     maker = info.read_text(errors="replace") if info.exists() else platform.processor()
     return torch.backends.mkl.is_available() and "GenuineIntel" in maker
@@ -86,7 +86,7 @@ def _form(x: Tensor, weight: Tensor) -> Tensor | None:
 
 @cache
 def _is_offered(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies in this format here: bf16 wants AVX-512."""
+    """Return whether oneDNN multiplies in this format here: bf16 wants AVX-512."""
     try:
         _packed(torch.ones(1, 1, dtype=dtype, device="cpu"))
     except RuntimeError:

@@ -408,7 +408,7 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """What stands in for an argument that the kernel will not look at."""
+    """The stand-in for an argument that the kernel will not look at."""
     return other if tensor is None else tensor
 
 

@@ -424,7 +424,7 @@ def _unwritable(x: Tensor, k_pages: Tensor, v_pages: Tensor) -> str | None:
 
 
 def _dot_dtype(q: Tensor, pages: Tensor) -> torch.dtype:
-    """What products are taken in: the dtype that holds both; int8 fits all."""
+    """The dtype of products: that that holds both; int8 fits all."""
     return torch.promote_types(q.dtype, pages.dtype)
 
 
@@ -859,7 +859,7 @@ def _written_reference(
 
 
 def _copies(write, cache: tuple[Tensor | None, ...], new: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """What `write` makes of a copy of the cache."""
+    """The copies that `write` makes of the cache."""
     k_pages, v_pages, k_scales, v_scales = copies = [None if x is None else x.clone() for x in cache]
     write(**new, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
     return tuple(x for x in copies if x is not None)

@@ -326,7 +326,7 @@ def _write(head_size: int, given_as: str, pages: str) -> Kernel:
 
 
 def _scale_of(code: Code, parts: Sequence[Value]) -> Value:
-    """What a step of int8 is worth: a 127th of the largest of a head."""
+    """The worth of a step of int8: a 127th of the largest of a head."""
     b = code.build
     largest = code.filled(code.f32, _LANES, 0)
     for part in parts:

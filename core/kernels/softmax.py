@@ -239,7 +239,7 @@ def _placed(x: Tensor, dims: list[int]) -> Place | None:
 
 
 def _sums_in_kernel(y: Tensor, bias_shape: list[int]) -> bool:
-    """Whether the bias' gradient is summed while dx is made: rows that fit a tile, of few leading dims."""
+    """Return whether the bias' gradient is summed while dx is made: rows that fit a tile, of few leading dims."""
     whole_rows = len(bias_shape) > 0 and bias_shape[-1] == y.shape[-1] <= LONGEST_TILE
     return whole_rows and all(_placed(y, dims) is not None for dims in _dims(y, bias_shape))
 

@@ -260,7 +260,7 @@ def _largest_of(code: Code, x: Value, start: Value, columns: Value) -> Value:
 
 
 def _larger(code: Code, p: Value, q: Value) -> Value:
-    """What is no number stays none."""
+    """The larger one; a NaN stays one."""
     return code.call(f"llvm.maximum.v{p.type.count}f32", p.type, p, q)
 
 

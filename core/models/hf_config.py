@@ -86,7 +86,7 @@ def _found(config: DecoderConfig) -> Family | None:
 
 
 def has_architecture(config: DecoderConfig) -> bool:
-    """Whether transformers has a class that computes this decoder."""
+    """Return whether transformers has a class that computes this decoder."""
     return _found(config) is not None
 
 

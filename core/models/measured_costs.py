@@ -1,4 +1,4 @@
-"""What a decoder's parts cost on this machine, measured: for stages balanced by time, not by FLOPs."""
+"""Measured costs of a decoder's parts on this machine: for stages balanced by time, not by FLOPs."""
 
 import time
 from collections.abc import Callable

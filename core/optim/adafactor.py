@@ -210,7 +210,7 @@ def _unpacked(h: Held) -> Tensor:
 
 
 class _Vectors(_Part):
-    """What is not factored keeps V itself."""
+    """Statistics of parameters that are not factored: V itself."""
 
     def meanwhile(self) -> None:
         self.variances = [h.own("variance") for h in self.held]
@@ -254,7 +254,7 @@ class _Matrices(_Part):
 
 
 def _in_order(found: list[dict[int, Parts]]) -> Parts:
-    """What a message carries, parameter by parameter: ranks part them differently where one holds nothing of some."""
+    """The parts of a message, parameter by parameter: ranks part them differently where one holds nothing of some."""
     by_index = {index: parts for one in found for index, parts in one.items()}
     return [part for index in sorted(by_index) for part in by_index[index]]
 

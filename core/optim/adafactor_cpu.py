@@ -127,7 +127,7 @@ BLOCKED = Phases(_row_col_sums, TORCH.update_factors, _factored_squares, _varian
 
 
 def _alike(*lists: Sequence[Tensor]) -> bool:
-    """Whether one operator takes them all as lists: they share one wide dtype."""
+    """Return whether one operator takes them all as lists: they share one wide dtype."""
     dtypes = {t.dtype for tensors in lists for t in tensors}
     return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
 
@@ -143,7 +143,7 @@ def _unfactored(params, grads, variances, eps1: float | None) -> list[Tensor]:
 
 
 def _blocks_well(*tensors: Tensor) -> bool:
-    """Whether the loops over blocks take these tensors of one shape, and win by it."""
+    """Return whether the loops over blocks take these tensors of one shape, and win by it."""
     first = tensors[0]
     many_small = first.ndim > 2 and first.shape[-2:].numel() < BLOCK_ELEMENTS // 16
     fine = all(t.is_contiguous() and _wide_dtype(t) == _wide_dtype(first) for t in tensors)

@@ -144,7 +144,7 @@ def transpose_(x: Tensor, length: int, axis: DeviceMesh) -> Tensor:
 
 
 def _exchanged(sent: Tensor, shape: torch.Size, other: int, axis: DeviceMesh) -> Tensor:
-    """What the other rank sends, of that shape, while it is sent this."""
+    """The tensor that the other rank sends, of that shape, while it is sent this."""
     received = sent.new_empty(shape)
     if not sent.is_meta:
         group = axis.get_group()

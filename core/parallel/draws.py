@@ -22,7 +22,8 @@ Activations have the batch in dim 0, or what each of its rows has, flattened int
 
 Not covered, and said once by name: attention that is given a dropout (scaled_dot_product_attention,
 MultiheadAttention), and all other random functions that a model calls. They draw from the rank's generator, which is
-alike on ranks of tensor parallelism and not on others.
+alike on ranks of tensor parallelism and not on others. Under tensor parallelism scaled_dot_product_attention is worked
+out here, by place, where the plan says which heads a rank has: alike on any number of such ranks, not on one.
 
 SplitMix64's finaliser (Steele, Lea and Flood 2014) mixes; in integers, so that every device has the same masks.
 """
@@ -133,7 +134,7 @@ def kept(key: int, places: list[Tensor], p: float, device: torch.device) -> Tens
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Of a tensor that nobody else has."""
+    """Mix the bits in place of a tensor that nobody else has."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         x *= factor
@@ -154,7 +155,7 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call of a dropout was, for when it is made again in the backward."""
+    """The record of a dropout's call, for when it is made again in the backward."""
 
     moment: _Moment
     index: int
@@ -302,6 +303,36 @@ class Draws:
     def functional(self, owner: nn.Module, function: str, x: Tensor, p: float) -> Tensor:
         return self.dropped(owner, f"{self._names[id(owner)]}.{function}", function, x, p)
 
+    def attends(self, owner: nn.Module) -> bool:
+        """Return whether a module's attention draws by place: where its plan says which heads a rank has."""
+        return self._tensor_ranks > 1 and hasattr(owner, "part_of_draws")
+
+    def attention(
+        self,
+        owner: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """torch.nn.functional.scaled_dot_product_attention, with all scores in memory, its dropout by place."""
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
+        if is_causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self.functional(owner, "dropout", scores.softmax(-1), dropout_p) @ value
+
     def owner(self) -> nn.Module | None:
         """The innermost module of the model in whose forward this is called."""
         frame = sys._getframe(2)
@@ -351,6 +382,11 @@ class _Functional(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in _FUNCTIONS:
             return self._dropout(func, name, *args, **kwargs)
+        if func is F.scaled_dot_product_attention and _draws(name, args, kwargs):
+            owner = self.draws.owner()
+            if owner is not None and self.draws.attends(owner):
+                self.draws.adopt(owner)
+                return self.draws.attention(owner, *args, **kwargs)
         if self.watches and _draws(name, args, kwargs) and (owner := self.draws.owner()) is not None:
             self.draws.say(owner, name)
         return func(*args, **kwargs)

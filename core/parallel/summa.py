@@ -112,7 +112,7 @@ def _w_along_column(grid: Grid, w: Tensor, t: int, flipped: bool) -> Moving:
 
 
 def _collected(sums: list[Moving], mine: int) -> Tensor:
-    """What was summed to this rank, when all have been sent."""
+    """The sum on this rank, when all have been sent."""
     return [message.wait() for message in sums][mine]
 
 

@@ -43,7 +43,7 @@ _DEPTH = {"weight": ("tp_depth",)}
 
 
 def _by_inputs(shape: Sequence[int]) -> bool:
-    """Whether a weight [O, I] is multiplied by `ab`, with K = I: that of the two products that sends less."""
+    """Return whether a weight [O, I] is multiplied by `ab`, with K = I: that of the two products that sends less."""
     num_out, num_in = shape
     return num_in <= num_out
 

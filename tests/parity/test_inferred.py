@@ -6,14 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.comm.volume import count_volume
 from core.compose import ParallelConfig, parallelize
 from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.infer import infer_plan, sample_of
+from core.placement.messages import microbatch_bytes, partial_sum_bytes
+from core.placement.table import placement
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
-from tests.support.foreign import CASES, ROWS, UNSEEN, batch_of
+from tests.support.foreign import CASES, DROPPING, LENGTH, ROWS, UNSEEN, batch_of
 from tests.support.zoo import in_fp64
 
 LR, STEPS = 1e-2, 10
@@ -21,7 +25,7 @@ LR, STEPS = 1e-2, 10
 
 def trained(name: str, tp: int, zero: Zero) -> dict[str, Any]:
     """Losses, and where the parameters began and ended, whole."""
-    case = (CASES | UNSEEN)[name]
+    case = (CASES | DROPPING | UNSEEN)[name]
     torch.manual_seed(0)
     with in_fp64():
         model = case.make().double().train()
@@ -76,6 +80,39 @@ def test_four_ranks_equal_one(ranks, name: str, tp: int, zero: Zero) -> None:
     expected = ranks(1).run(trained, name, 1, 0)[0]
     for found in ranks(4).run(trained, name, tp, zero):
         check_equal(found, expected)
+
+
+def test_dropout_drops_what_one_rank_drops(ranks) -> None:
+    """Where attention is written out; torch's own operator on one rank draws for itself."""
+    expected = ranks(1).run(trained, "gpt2 with dropout", 1, 0)[0]
+    for found in ranks(2).run(trained, "gpt2 with dropout", 2, 0):
+        check_equal(found, expected)
+
+
+def test_dropout_of_fused_attention_is_alike_on_any_ranks_of_tensor_parallelism(ranks) -> None:
+    expected = ranks(2).run(trained, "gpt2 with fused dropout", 2, 0)[0]
+    for found in ranks(4).run(trained, "gpt2 with fused dropout", 4, 0):
+        check_equal(found, expected)
+
+
+def sent_and_said(name: str) -> tuple[dict[Any, int], dict[Any, int]]:
+    """Bytes of a microbatch and of the sums of partial gradients: counted, and by the plan's closed forms."""
+    model = CASES[name].make().train()
+    found = infer_plan(model, 2, sample_of(model)).plan
+    mesh = MeshConfig(tp=2).resolve(2, 0)
+    said = microbatch_bytes(model, found, mesh, ROWS, LENGTH) + partial_sum_bytes(placement(model, found, mesh))
+    parallel = parallelize(model, build_mesh(mesh, "cpu"), ParallelConfig(), found)
+    with count_volume(parallel.mesh) as volume:
+        with parallel.microbatch(last=True):
+            CASES[name].loss(parallel.model, batch_of(0)).backward()
+        parallel.reduce()
+    return {key: n for key, n in volume.bytes.items() if key[1] == "tp" and n}, dict(said)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "bloom", "llama"])
+def test_messages_are_those_of_the_closed_forms(ranks, name: str) -> None:
+    for counted, said in ranks(2).run(sent_and_said, name):
+        assert counted == said
 
 
 @pytest.mark.soak

@@ -152,6 +152,23 @@ CASES = {
 }
 
 
+def _dropping_gpt2(attention: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 4}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **_ENDS, attn_implementation=attention))
+
+    return make
+
+
+DROPPING = {
+    "gpt2 with dropout": Case(_dropping_gpt2("eager"), _tokens),
+    "gpt2 with fused dropout": Case(_dropping_gpt2("sdpa"), _tokens),
+}
+"""Models with a dropout of a tenth wherever they have one."""
+
+
 def _auto(kind: str, family: str, **sizes: Any) -> Callable[[], nn.Module]:
     """A model of a family, by transformers' automatic classes, of which every dropout is 0."""
 

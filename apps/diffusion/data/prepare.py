@@ -73,7 +73,7 @@ def _side(pipeline: Pipeline) -> int:
 
 
 def _folders(config: DiffusionConfig, share: tuple[int, int]) -> tuple[ImageFolder, ImageFolder | None]:
-    """What is learned from, and the class images of prior preservation."""
+    """The folders that are learned from, and the class images of prior preservation."""
     if isinstance(config, FinetuneConfig) and config.instance_dir is not None:
         instance = read_folder(config.instance_dir, config.instance_prompt, share)
         if config.class_dir is None:

@@ -148,7 +148,7 @@ def look(pipeline: Pipeline, config: DemoConfig, detector: Detector) -> tuple[Su
 
 
 def _as_seen(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """What a viewer would call the pictures; the subject is right where colour and outline both are."""
+    """The names that a viewer would give the pictures; the subject is right where colour and outline both are."""
     table = Table("as a viewer sees it", "before", "after", "called after")
     for ground, seen in after["subject_seen"].items():
         shares = (f"{figures['subject_seen'][ground]['all_three']:.0%}" for figures in (before, after))

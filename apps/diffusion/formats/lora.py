@@ -256,7 +256,7 @@ def _in_diffusers(lora: Lora) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _peft_settings(pairs: Mapping[str, Pair]) -> dict[str, Any]:
-    """What PEFT's LoraConfig takes.  Module names end the paths, with and without `text_model.`"""
+    """The fields that PEFT's LoraConfig takes.  Module names end the paths, with and without `text_model.`"""
     ranks = {module: len(pair.down) for module, pair in pairs.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(pair.alpha for pair in pairs.values()).most_common(1)[0][0]

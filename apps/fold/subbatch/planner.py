@@ -208,7 +208,7 @@ class _Turn:
 
 
 class _Survey:
-    """What is alive when each operation has its turn, and, asked for, what the operation allocates done some way."""
+    """Bytes alive when each operation has its turn, and, asked for, those that it allocates done some way."""
 
     def __init__(self, job: FoldJob, offload: bool):
         config = job.config
@@ -479,7 +479,7 @@ def _ways(module: nn.Module, length: int) -> list[list[How]]:
 
 @dataclass(frozen=True)
 class _Blank:
-    """What a tensor on the meta device was like, without keeping it alive."""
+    """The likeness of a tensor on the meta device, without keeping it alive."""
 
     shape: torch.Size
     strides: tuple[int, ...]

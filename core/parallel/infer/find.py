@@ -267,7 +267,7 @@ class _Roles:
         return _leaves(value.dims) & self.axes
 
     def is_own(self, value: Value, op: Operation) -> bool:
-        """Whether an operation meets this rank's part of it."""
+        """Return whether an operation meets this rank's part of it."""
         return self._state(value, op) == "own"
 
     def find(self) -> None:
@@ -520,7 +520,7 @@ class _Roles:
             self.role(path).partial.add(leaf)
 
     def _is_sum(self, value: Value, seen: set[Value]) -> bool:
-        """Whether the gradient of a value is a sum over the ranks, along all ways that it is used."""
+        """Return whether the gradient of a value is a sum over the ranks, along all ways that it is used."""
         if value in self.found.outputs:
             return False
         seen.add(value)
@@ -665,7 +665,7 @@ def _axes_at(roles: _Roles, at: int) -> set[Axis]:
 
 
 def _sizes(roles: _Roles, ranks: int) -> dict[int, int]:
-    """What code counts, of a dim that is cut -> of a rank's part."""
+    """The sizes of dims that are cut -> those of a rank's part, which code may count with."""
     found: dict[int, int] = {}
     values = chain(roles.found.parameters.values(), (v for op in roles.found.operations for v in op.made))
     for value in values:
@@ -768,7 +768,7 @@ class _Compared(TorchDispatchMode):
         return value.shape
 
     def _same_slice(self, op: Operation, args: Any, kwargs: Any) -> bool:
-        """Whether it begins where the rank's part of the foreseen slice does."""
+        """Return whether it begins where the rank's part of the foreseen slice does."""
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         given, before = args[0].shape[dim], op.given[0].shape[dim]
         start, start_before = (

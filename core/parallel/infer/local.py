@@ -65,7 +65,7 @@ def around(dim: Sequence[Axis], cuts: Cuts) -> tuple[list[Axis], list[Axis]]:
 
 
 def is_stretch(dim: Sequence[Axis], cuts: Cuts) -> bool:
-    """Whether every rank has one stretch of the dim: the axis that is cut is the outermost."""
+    """Return whether every rank has one stretch of the dim: the axis that is cut is the outermost."""
     first, *rest = flat(dim)
     return first in cuts and not carries(tuple(rest), cuts)
 

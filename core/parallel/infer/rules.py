@@ -1,4 +1,4 @@
-"""What operators do to axes: aten's, as a forward on the meta device calls them.
+"""The effect of operators on axes: aten's, as a forward without values calls them.
 
 A rule takes the operator's arguments, values in the place of tensors, and returns the axes of each result. It says on
 the way which axes are one (`unify`), and which are never cut (`freeze`): those that are summed over, normalised,
@@ -38,7 +38,7 @@ class Operator:
 
     @property
     def is_view(self) -> bool:
-        """Whether the result has its only operand's elements, in another order at most."""
+        """True where the result has its only operand's elements, in another order at most."""
         return self.name in _VIEWS
 
     def arg(self, place: int, name: str = "", default: Any = None) -> Any:
@@ -294,7 +294,7 @@ def _convolution(op: Operator, given: Sequence[Any], shapes: Sequence[Shape]) ->
 
 
 def _padded(op: Operator, given: Sequence[Any], shapes: Sequence[Shape]) -> list[Dims]:
-    """What keeps the dims whose size stays, and changes the others (padding)."""
+    """Operators that keep the dims whose size stays, and change the others (padding)."""
     (shape,) = shapes
     dims, why = [()] * (len(shape) - len(given[0].dims)) + list(given[0].dims), f"{op.name} changes it"
     for dim, size in zip(dims, shape, strict=True):

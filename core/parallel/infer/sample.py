@@ -1,4 +1,4 @@
-"""What a model's forward is given in a trace, of which only the shapes matter: by the names of its arguments.
+"""Arguments of a model's forward in a trace, of which only the shapes matter, by their names.
 
 The names are those of transformers and diffusers, and their sizes those of the model's configuration. Two rows, and
 lengths that no other size is likely to have.
@@ -44,7 +44,7 @@ def sample_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _usual(accepted: Mapping[str, Any]) -> set[str]:
-    """Of arguments with defaults, those that a model cannot do without."""
+    """The arguments with defaults that a model cannot do without."""
     inputs = [n for n in ("input_ids", "pixel_values", "input_features", "input_values") if n in accepted]
     decoder = ["decoder_input_ids"] if "decoder_input_ids" in accepted else []
     return {*inputs, *decoder, "encoder_hidden_states"} if "sample" in accepted else {*inputs, *decoder}

@@ -50,7 +50,7 @@ def moving() -> Iterator[None]:
 
 @dataclass
 class Role:
-    """What a module does with its part of a model; see the module's docstring.
+    """A module's way with its part of a model; see the module's docstring.
 
     cuts     parameters of which a rank has a stretch: name -> dim
     partial  parameters whose gradients are sums over the ranks

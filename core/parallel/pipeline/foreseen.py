@@ -51,7 +51,7 @@ class PlacedPipeline(Protocol):
 
 @dataclass
 class _Held:
-    """What the backward of a microbatch on a stage needs of its forward; its parcel, but on the last stage."""
+    """A forward's results that the backward of a microbatch on a stage needs; its parcel, but on the last stage."""
 
     output: Tensor
     carried: Carried | None
@@ -142,7 +142,7 @@ class ForeseenStep:
             return [] if work is None else [work]
 
     def _heard(self, action: Action, forms: dict[tuple[int, int], Form | None]) -> Form | None:
-        """What the stage before hands on of this microbatch; None on the first, and where nobody knows."""
+        """The parcel that the stage before hands on of this microbatch; None on the first, and where nobody knows."""
         stage = action.stage - 1
         if stage < 0 or self.stages.owners[stage] == self.pipeline.rank:
             return forms.get((stage, action.microbatch))

@@ -56,7 +56,7 @@ Key = tuple[bool, int, int]
 
 @dataclass
 class _Held:
-    """What the backward of a microbatch on a stage needs of its forward."""
+    """A forward's results that the backward of a microbatch on a stage needs."""
 
     output: Tensor
     entrance: Tensor | None
@@ -299,7 +299,7 @@ class _Step:
         return held
 
     def _gradient(self, action: Action, held: _Held) -> Tensor | None:
-        """What the next stage has sent of this one's output; None on the last, whose output is the loss."""
+        """The gradient that the next stage sent of this one's output; None on the last, whose output is the loss."""
         if action.stage == self.of.num_stages - 1:
             return None
         gradient, *of_loss = self._take((False, action.stage, action.microbatch))
@@ -430,7 +430,7 @@ class _Step:
 
 
 def _added(carried: Carried | None, device: torch.device) -> Parcel:
-    """What a stage says beside its activations of what blocks have added to the loss so far."""
+    """The number that a stage hands on beside its activations: what blocks have added to the loss so far."""
     return () if carried is None else (_number(carried.value, device),)
 
 
