@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "FAKE_TENSOR_LOG",
     "Convolution",
     "FakeTensor",
     "FakeTensorMode",
@@ -43,6 +44,9 @@ __all__ = [
     "without_modes",
     "without_torch_function",
 ]
+
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+"""The name of the log in which torch tells of operators that cannot run without values."""
 
 OUTSIDE = -1
 """`backward_number()`, torch's number of the running backward, where none runs."""

@@ -51,6 +51,8 @@ from core.mesh import pipeline_ranks, tensor_axes
 from core.placement.style import AXIS, Style
 
 _ALPHA = 1.7580993408473766  # -(SELU's lower bound), what alpha dropout puts in the place of zero
+UNCALLED = "uncalled"
+"""The mark of a dropout that was not called where a plan was found: the part that it is given is unknown."""
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
 _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 15, 1 << 22
@@ -203,7 +205,7 @@ class Draws:
                     f"{names[0]} and {names[1]} are one dropout, and a stage of a pipeline cannot tell the number of "
                     "its calls; give each place a module of its own, or use mesh.pp=1"
                 )
-            if drops:
+            if drops and getattr(module, "part_of_draws", None) != UNCALLED:
                 self._part_of(module, names[0])
             module.forward = partial(self._forward, module, names[0], function)
 
@@ -285,6 +287,11 @@ class Draws:
 
     def _part_of(self, module: nn.Module, name: str) -> Part | None:
         """The part that the plan gives.  Raises UserError where it must give one and does not."""
+        if getattr(module, "part_of_draws", None) == UNCALLED:
+            raise UserError(
+                f"{name} is a dropout that was not called where the model's plan was found, and it is not known what "
+                "part of the whole it is given; set its p to 0, or give a plan"
+            )
         if hasattr(module, "part_of_draws"):
             return module.part_of_draws  # pyright: ignore[reportReturnType]
         if self._is_grid and self._tensor_ranks > 1:

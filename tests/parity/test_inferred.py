@@ -1,6 +1,7 @@
 """Tensor parallelism that was inferred: n ranks train transformers' own models as one rank does."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.data import Completion
 from core.parallel.infer import infer_plan, sample_of
 from core.placement.messages import microbatch_bytes, partial_sum_bytes
 from core.placement.table import placement
@@ -102,7 +104,9 @@ def sent_and_said(name: str) -> tuple[dict[Any, int], dict[Any, int]]:
     mesh = MeshConfig(tp=2).resolve(2, 0)
     said = microbatch_bytes(model, found, mesh, ROWS, LENGTH) + partial_sum_bytes(placement(model, found, mesh))
     parallel = parallelize(model, build_mesh(mesh, "cpu"), ParallelConfig(), found)
-    with count_volume(parallel.mesh) as volume:
+    # What data parallelism sends is counted in tests/unit/test_volume.py.
+    used = patch.object(Completion, "used_anywhere", lambda _, masters, together: set(masters))
+    with used, count_volume(parallel.mesh) as volume:
         with parallel.microbatch(last=True):
             CASES[name].loss(parallel.model, batch_of(0)).backward()
         parallel.reduce()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import UserError
-from core.parallel.infer import axes, find, infer_plan, sample_of
+from core.parallel.infer import axes, find, infer_plan, sample_of, trial
 from core.parallel.infer.axes import Axis
 from tests.support.foreign import CASES, gpt2, llama, t5
 
@@ -176,12 +176,12 @@ def test_the_trial_sees_a_wrong_role(break_it, monkeypatch) -> None:
             whole = find.without_values(model)
             inputs = {name: find.without_value(value) for name, value in sample.items()}
             _, roles, _ = find.fitted(whole, 2, inputs)
-            assert find.tried(whole, inputs, roles, 2) is None
+            assert trial.tried(whole, inputs, roles, 2) is None
             for role in roles.roles.values():
                 before = {name: copy.copy(value) for name, value in vars(role).items()}
                 break_it(role)
                 if vars(role) != before and role.leave not in ("gather", "lookup"):
-                    seen += find.tried(whole, inputs, roles, 2) is not None
+                    seen += trial.tried(whole, inputs, roles, 2) is not None
                 vars(role).update(before)
     assert seen >= 2
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.compat import tree_leaves, tree_map
+from core.compat import TorchDispatchMode, tree_leaves, tree_map
 from core.parallel.infer.axes import Axis, Dims, freeze, leaves_of, new_dim
 from core.parallel.infer.rules import Operator, axes_made
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from core.config import UserError
 
-ROWS, LENGTH, OTHER_LENGTH = 2, 6, 5
+ROWS, LENGTH, OTHER_LENGTH = 2, 24, 12
 _SWITCHES = {"use_cache": False, "return_dict": True}
 
 
@@ -68,8 +68,14 @@ class _Sizes:
         return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _ids(length: int) -> Callable[[_Sizes], Tensor]:
-    return lambda sizes: torch.zeros(ROWS, length, dtype=torch.int64)
+def _ids(wanted: int) -> Callable[[_Sizes], Tensor]:
+    def make(sizes: _Sizes) -> Tensor:
+        names = ("max_position_embeddings", "n_positions", "max_target_positions")
+        longest = next((getattr(sizes, name) for name in names if hasattr(sizes, name)), wanted)
+        length = next((n for n in (wanted, 12, 6) if n <= longest), longest)
+        return torch.zeros(ROWS, length, dtype=torch.int64)
+
+    return make
 
 
 def _channels(sizes: _Sizes) -> int:

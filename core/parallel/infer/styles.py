@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from core.comm.collectives import all_gather, copy_to, reduce_from
+from core.comm.collectives import all_gather, copy_to, gather_from, join_from, reduce_from, scatter_to, split_to
 from core.layout import is_dtensor, largest_share, shares
 from core.parallel.draws import Part
 from core.parallel.infer.axes import Dims, size_of
@@ -35,8 +35,17 @@ between: ContextVar[bool] = ContextVar("between", default=False)
 """True while a style moves tensors, which is no operation of the model."""
 
 
+@dataclass(frozen=True)
 class Trial:
     """An axis over which nothing is sent: results have their shapes."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return 0
 
 
 @contextmanager
@@ -49,6 +58,13 @@ def moving() -> Iterator[None]:
 
 
 @dataclass
+class Rows:
+    """The sequence of which ranks have rows, in the forward that runs."""
+
+    length: int = 0
+
+
+@dataclass
 class Role:
     """A module's way with its part of a model; see the module's docstring.
 
@@ -58,9 +74,11 @@ class Role:
     sizes    attributes that the module's own code counts with, of the module or its config -> their values for a part
     enter    arguments -> their features
     features of the result
+    each_row of a batch has a result of its own; positions have one for all
     rows     of the whole vocabulary, of lookups and of what is gathered
     ids      of a lookup, the argument that says which rows
-    drops    of a module that draws masks of dropout: (dim, size) of what they are parts of; None: they are whole
+    drops    of a module that draws masks of dropout: (dim, size) of what they are parts of; None: they are whole;
+             UNCALLED: it was not called
     """
 
     cuts: dict[str, int] = field(default_factory=dict)
@@ -72,16 +90,35 @@ class Role:
     added: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
     features: int = 0
+    each_row: bool = True
     rows: int = 0
     ids: Place = 0
-    drops: tuple[int, int] | Literal["unknown"] | None = "unknown"
+    drops: tuple[int, int | None] | Literal["unknown", "uncalled"] | None = "unknown"
+    splits: dict[Place, int] = field(default_factory=dict)
+    gathers: set[Place] = field(default_factory=set)
+    scatters: bool = False
+    joins: int = 0
+    sequence: Rows = field(default_factory=Rows)
 
     def style(self, cuts: Cuts) -> Style:
-        forward, backward = [], []
-        if self.leave:
+        forward: list[Message] = []
+        backward: list[Message] = []
+        if self.scatters:
+            forward.append(Message("reduce_scatter", _elements(self.features)))
+            backward.append(Message("all_gather", _elements(self.features)))
+        elif self.leave:
             operation, moments = _MESSAGES[self.leave]
-            (forward if moments == "forward" else backward).append(Message(operation, _elements(self.features)))
-        backward += [Message("all_reduce", _elements(features)) for features in self.enter.values()]
+            elements = _elements(self.features, self.each_row)
+            (forward if moments == "forward" else backward).append(Message(operation, elements))
+        for place, features in self.enter.items():
+            if place in self.gathers:
+                forward.append(Message("all_gather", _elements(features)))
+                backward.append(Message("reduce_scatter", _elements(features)))
+            else:
+                backward.append(Message("all_reduce", _elements(features)))
+        backward += [Message("all_gather", _elements(features)) for features in self.splits.values()]
+        if self.joins:
+            forward.append(Message("all_gather", _elements(self.joins)))
         return Style(
             cuts={name: Cut(dim) for name, dim in self.cuts.items()},
             partial=dict.fromkeys(sorted({*self.partial, *self.parts}), (AXIS,)),
@@ -96,12 +133,11 @@ class Role:
             if owner and owner in vars(module):
                 setattr(module, owner, copy.copy(getattr(module, owner)))  # other modules have it, too
             setattr(getattr(module, owner) if owner else module, leaf, size)
-        if self.drops != "unknown":
-            part_of_draws = None
-            if self.drops is not None:
-                dim, size = self.drops
-                part_of_draws = Part(dim, axis.get_local_rank(), axis.size(), size)
-            module.part_of_draws = part_of_draws
+        if isinstance(self.drops, tuple):
+            dim, size = self.drops
+            module.part_of_draws = Part(dim, axis.get_local_rank(), axis.size(), size)
+        elif self.drops != "unknown":
+            module.part_of_draws = self.drops
         inner = _looking_up(module, axis, self.rows, self.ids) if self.leave == "lookup" else module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +170,12 @@ class Role:
         for place, dims in self.narrow.items():
             change(place, lambda x, dims=dims: part(_copy_to(x, axis) if x.requires_grad else x, dims, axis, cuts))
         for place in self.enter:
-            change(place, lambda x: _copy_to(x, axis))
+            if place in self.gathers:
+                change(place, lambda x: _rows_gathered(x, axis, self.sequence))
+            else:
+                change(place, lambda x: _copy_to(x, axis))
+        for place in self.splits:
+            change(place, lambda x: _rows_taken(x, axis, self.sequence))
         return tuple(listed), named
 
     def _seen(self, module: Any, axis: Any, cuts: Cuts) -> dict[str, Any]:
@@ -156,8 +197,12 @@ class Role:
             return _copy_to(result, axis)
         if self.leave == "gather":
             return _gather(result, self.rows, axis)
+        if self.joins:
+            first, *rest = result if isinstance(result, tuple) else (result,)
+            first = _rows_joined(first, axis, self.sequence)
+            return (first, *rest) if isinstance(result, tuple) else first
         if self.leave in ("sum", "lookup"):
-            result = _sum(result, axis)
+            result = _rows_scattered(result, axis) if self.scatters else _sum(result, axis)
         for name in sorted(self.added):
             added = module._parameters[name]
             result = result + (to_local(added) if is_dtensor(added) else added)
@@ -176,6 +221,30 @@ def _gather(x: Tensor, rows: int, axis: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows) if isinstance(axis, Trial) else _Gather.apply(x, rows, axis)
 
 
+def _rows_taken(x: Tensor, axis: Any, rows: Rows) -> Tensor:
+    """x[B, L, D] -> this rank's [B, ceil(L / tp), D], the last ones filled with zeros."""
+    rows.length = x.shape[1]
+    return x[:, : largest_share(rows.length, axis.size())] if isinstance(axis, Trial) else split_to(x, 1, axis)
+
+
+def _rows_joined(x: Tensor, axis: Any, rows: Rows) -> Tensor:
+    whole = _longer(x, axis) if isinstance(axis, Trial) else join_from(x, 1, axis)
+    return whole[:, : rows.length].contiguous()
+
+
+def _rows_gathered(x: Tensor, axis: Any, rows: Rows) -> Tensor:
+    whole = _longer(x, axis) if isinstance(axis, Trial) else gather_from(x, 1, axis)
+    return whole[:, : rows.length].contiguous()
+
+
+def _rows_scattered(x: Tensor, axis: Any) -> Tensor:
+    return x[:, : largest_share(x.shape[1], axis.size())] if isinstance(axis, Trial) else scatter_to(x, 1, axis)
+
+
+def _longer(x: Tensor, axis: Any) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * axis.size(), *x.shape[2:])
+
+
 _MESSAGES = {
     "sum": ("all_reduce", "forward"),
     "lookup": ("all_reduce", "forward"),
@@ -185,8 +254,8 @@ _MESSAGES = {
 """The message of each way to leave, and when it is sent."""
 
 
-def _elements(features: int) -> Callable[[Site], float]:
-    return lambda site: site.batch * site.length * features
+def _elements(features: int, each_row: bool = True) -> Callable[[Site], float]:
+    return lambda site: (site.batch if each_row else 1) * site.length * features
 
 
 def part(x: Tensor, dims: Dims, axis: Any, cuts: Cuts) -> Tensor:
