@@ -3,9 +3,9 @@
 `counted`: the planner's count on the meta device (apps/fold/subbatch): every tensor of a forward of the released model,
 as a GPU would allocate it. Seconds are predicted from FLOPs and bytes at the rates that the planner assumes.
 
-`swept`: 30 lengths, depths and cards. The plan is carried out on the meta device, every slice of it, with the whole
-model's weights, and what is allocated is counted: an account of its own, not the planner's sums. Where a card is too
-small the plan is that of the least, which the refusal names.
+`swept`: 18 lengths, depths and cards, 30 with --full. The plan is carried out on the meta device, every slice of it,
+with the whole model's weights, and what is allocated is counted: an account of its own, not the planner's sums. Where a
+card is too small the plan is that of the least, which the refusal names.
 
 `measured`: predictions that are run. On a GPU the released model, one recycling iteration, by CUDA's allocator; on a
 CPU one block of each stack on few rows, by the tensors that operators allocate. Random weights and features.
@@ -40,7 +40,9 @@ PRODUCT = "blocks.*.pair.outgoing"
 HALVED = (1000, 2000, 4000, 8000)
 """lengths at which a plan is compared with that of half of what it would like to have"""
 SHARED = ((10_000, 2), (10_000, 4), (10_000, 8), (16_000, 8))
-SWEPT = tuple((r, s, gb) for r in (1000, 2000, 4000, 8000, 12_000) for s in (128, 512) for gb in (16, 40, 80))
+SWEPT = tuple((r, s, gb) for r in (1000, 2000, 4000) for s in (128, 512) for gb in (16, 40, 80))
+LONG = tuple((r, s, gb) for r in (8000, 12_000) for s in (128, 512) for gb in (16, 40, 80))
+"""swept with --full: a small card cuts them into so many slices that one takes up to an hour"""
 UNBOUNDED = 10**15
 ON_CPU = (256, 512)
 ON_GPU = (1000, 2000, 4000, 6000, 8000, 10_000)
@@ -71,7 +73,8 @@ def measure(options: Options) -> Measured:
     fit = [_longest(budget) for budget in budgets]
     halved = [_halved(residues) for residues in ((256,) if options.quick else HALVED)]
     slower = max(row.numbers["slower"].value for row in halved)
-    swept = [_swept(*point) for point in (((300, 128, 16),) if options.quick else SWEPT)]
+    points = ((300, 128, 16),) if options.quick else (*SWEPT, *LONG) if options.full else SWEPT
+    swept = [_swept(*point) for point in points]
     shared = [_shared(*case) for case in (((300, 2),) if options.quick else SHARED)]
     targets = () if options.quick else _targets(slowest, slower, swept)
     return Measured((*rows, *fit, *halved, *shared, *swept, *_run(options)), targets, _notes())
