@@ -17,7 +17,8 @@ TINY += ("--num-recycles", "0")
 
 def test_a_plan_says_what_a_run_takes(tmp_path, capsys) -> None:
     """Of chains without alignments, of which the crop is shorter than each."""
-    more = ("--precision", "bf16", "--optim.name", "adafactor", "--recompute.mode", "full", "--microbatch", "1")
+    more = ("--precision", "bf16", "--optim.name", "adafactor", "--recompute.mode", "full")
+    more += ("--data.global-batch", "1", "--data.validation", "None")
     words = [*TINY, *more, "--optim.schedule.warmup-steps", "0"]
     assert train([*words, "--steps", "2", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
