@@ -6,6 +6,7 @@ No dropout, sizes that do not divide alike: n ranks learn from the same rows wha
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -137,6 +138,24 @@ def _captions(model: nn.Module, batch: Batch) -> Tensor:
     return -(found.text_embeds * found.image_embeds).sum(-1).mean()
 
 
+class Twice(nn.Module):
+    """One head of keys for all, whose gradient is a sum over the ranks, and which columns take, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(VOCABULARY, 24), nn.LayerNorm(24), nn.Linear(24, VOCABULARY)
+        self.query, self.key, self.out = nn.Linear(24, 24), nn.Linear(24, 6), nn.Linear(24, 24)
+        self.up, self.down = nn.Linear(6, 40), nn.Linear(40, 24)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        key = self.key(self.norm(x))
+        query = self.query(self.norm(x)).unflatten(-1, (-1, 6)).transpose(1, 2)
+        seen = (query @ key.transpose(1, 2)[:, None]).softmax(-1) @ key[:, None]
+        x = x + self.out(seen.transpose(1, 2).flatten(2)) + self.down(self.up(key).relu())
+        return SimpleNamespace(logits=self.head(self.norm(x)))
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
@@ -149,6 +168,7 @@ CASES = {
     "whisper": Case(whisper, _translation("input_features")),
     "vit": Case(vit, _classes),
     "clip": Case(clip, _captions),
+    "twice": Case(Twice, _tokens),
 }
 
 

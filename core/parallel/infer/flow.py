@@ -121,8 +121,22 @@ def trace(model: nn.Module, sample: Mapping[str, Any], found: Trace) -> Trace:
         found.parameters[name] = value
     with watched(model, found), torch.no_grad(), _Flow(found):
         result = model(**sample)
-    found.outputs = [found.value(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    found.outputs = [found.value(tensor) for tensor in tensors_in(result)]
     return found
+
+
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """Those in what a forward returns, whatever it returns."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        for value in result.values():
+            yield from tensors_in(value)
+    elif isinstance(result, list | tuple | set):
+        for value in result:
+            yield from tensors_in(value)
+    elif hasattr(result, "__dict__") and not isinstance(result, type | nn.Module):
+        yield from tensors_in(vars(result))
 
 
 @contextmanager

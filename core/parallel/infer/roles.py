@@ -68,6 +68,7 @@ class Roles:
             pass
         self._own_parameters()
         self._enter_together()
+        self._check_entries()
         self._mark_draws()
         for op in self.found.operations:
             self._check_gradients(op)
@@ -259,15 +260,22 @@ class Roles:
                 inside = [op for op in self._uses[value] if outer.first <= op.number < outer.last]
                 if place is None or not outer.name or times[outer.name] > 1 or outer.name in into:
                     continue
-                if (
-                    {op.calls[-1].name for op in inside}
-                    == into
-                    == {op.calls[-1].name for op in self._uses[value]} & into
-                ):
+                if {op.calls[-1].name for op in inside} == into:
                     for call, entry in entries:
                         del self.role(call.name).enter[entry]
                     self.role(outer.name).enter[place] = value.shape[-1]
+                    self._entered[value] = [(outer, place)]
                     break
+
+    def _check_entries(self) -> None:
+        """Raises Unsure for arguments of which a module also makes what every rank has."""
+        for value, entries in self._entered.items():
+            for call, _ in entries:
+                for op in self._uses[value]:
+                    for made in op.made if call.first <= op.number < call.last else ():
+                        if self._states.get(made, "whole") == "whole" and not self._is_sum(made, set()):
+                            axes = self._about.get(made) or self.axes
+                            raise Unsure(axes, f"{call.name} uses an argument for a rank's part and for the whole")
 
     def _mark_draws(self) -> None:
         """Say of modules that draw masks of dropout what they are parts of."""
@@ -317,12 +325,16 @@ class Roles:
             self.role(path).partial.add(leaf)
 
     def _is_sum(self, value: Value, seen: set[Value]) -> bool:
-        """Return whether the gradient of a value is a sum over the ranks, along all ways that it is used."""
+        """Return whether the gradient of a value is a sum over the ranks, along all ways that it is used.
+
+        It is none where a module that is given the value adds it up itself.
+        """
         if value in self.found.outputs:
             return False
         seen.add(value)
+        adding = {call.name for call, _ in self._entered.get(value, [])} | self.narrowed.get(value, set())
         for op in self._uses.get(value, []):
-            if op.summed & self.axes:
+            if op.summed & self.axes or adding & set(op.modules):
                 return False
             for made in op.made:
                 whole = self._states.get(made, "whole") == "whole"
