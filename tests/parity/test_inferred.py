@@ -125,17 +125,24 @@ def test_messages_are_those_of_the_closed_forms(ranks, name: str) -> None:
         assert counted == said
 
 
+REFUSED = {"gpt_bigcode": "transformer.h.0.attn"}
+"""Models that are refused -> the module that the line names: one head of keys stands in a matrix with the queries."""
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", UNSEEN)
 def test_models_that_the_inference_was_not_written_with(ranks, name: str) -> None:
     """Right, or refused in a line: what runs equals one rank."""
     expected = ranks(1).run(trained, name, 1, 0)[0]
     found = ranks(2).run(tried, name)
-    if isinstance(found[0], str):
-        assert found[0].startswith("mesh.tp=2 without a plan: ")
-        pytest.skip(found[0])
     for each in found:
-        check_equal(each, expected)
+        if name in REFUSED:
+            assert isinstance(each, str)
+            assert each.startswith("mesh.tp=2 without a plan: ")
+            assert REFUSED[name] in each
+        else:
+            assert isinstance(each, dict), each
+            check_equal(each, expected)
 
 
 def tried(name: str) -> dict[str, Any] | str:

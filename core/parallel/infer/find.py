@@ -134,7 +134,7 @@ def _traced(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
         attempt = Trace(opaque=dict(opaque))
         try:
             return trace(model, inputs, attempt)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:  # torch's, or below it: a value that is not there, an operator without shapes
             running = [call.name for call in attempt.running]
             if not running or not running[-1] or running[-1] in opaque:
                 raise UserError(f"{_cannot_run(opaque, error)}; say how its modules are cut") from error

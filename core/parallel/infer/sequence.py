@@ -14,11 +14,12 @@ A list in which anything else meets the rows of a sequence keeps them whole.
 """
 
 from collections import Counter
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from core.parallel.infer.axes import Axis
+from core.parallel.infer.axes import Axis, leaves_of
 from core.parallel.infer.choose import axes_of
 from core.parallel.infer.flow import Call, Operation, Value
 from core.parallel.infer.roles import DROPS, Roles
@@ -33,20 +34,17 @@ class _Not(Exception):
     """A list of blocks keeps its sequences whole, and why."""
 
 
-def shard_rows(roles: Roles) -> dict[str, str]:
-    """Give modules the roles of sequence parallelism.  Returns lists of blocks that keep their rows whole -> why."""
-    kept, done, times = {}, set[str](), Counter(call.name for call in roles.found.calls)
+def shard_rows(roles: Roles) -> None:
+    """Give modules the roles of sequence parallelism, in the outermost lists of blocks for which that is sure."""
+    seen, times = set[str](), Counter(call.name for call in roles.found.calls)
     for name, module in roles.model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{other}.") for other in (*kept, *done)):
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{other}.") for other in seen):
             continue
         calls = [call for call in roles.found.calls if call.name.rpartition(".")[0] == name]
         if len(calls) == len(module) and calls:
-            try:
+            seen.add(name)
+            with suppress(_Not):
                 _List(roles, calls, times).shard()
-                done.add(name)
-            except _Not as reason:
-                kept[name] = str(reason)
-    return kept
 
 
 class _List:
@@ -81,14 +79,14 @@ class _List:
         raise _Not(f"{call.name} is given no activations [B, L, D]")
 
     def _rows(self, value: Value) -> tuple[Axis, ...]:
-        found = tuple(axes_of((value.dims[1],)))
+        found = tuple(leaves_of((value.dims[1],)))
         if not found or set(found) & set(axes_of((value.dims[0], value.dims[2]))):
             raise _Not("its rows are no axis of their own")
         return found
 
     def _has_rows(self, value: Value) -> bool:
         """Return whether dim 1 of a value is the sequence."""
-        return len(value.dims) > 1 and tuple(axes_of((value.dims[1],))) == self.rows
+        return len(value.dims) > 1 and tuple(leaves_of((value.dims[1],))) == self.rows
 
     def _result(self, call: Call) -> Value:
         """The result that goes on; of several the first.  Raises _Not where others are of this rank's rows."""

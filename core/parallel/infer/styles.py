@@ -1,12 +1,20 @@
 """The style of one module of a plan that was found: what it does before, in and after its forward.
 
-enter   arguments whose gradients are sums over the ranks                          (backward: all-reduce)
+enter   arguments whose gradients are sums over the ranks
 narrow  arguments that every rank has whole, and of which it works on its part
 parts   parameters that are not cut, since a rank's part of them is no stretch: taken when they are used
 leave   sum: its result is one over the ranks, and what is added to it is added once
         gather: its result is put together along the last dim
         copy: the gradient of its result is a sum over the ranks
         lookup: rows of other ranks are zeros in a sum
+
+and with sequence parallelism (`core.parallel.infer.sequence`), of activations [B, L, D]:
+
+splits    arguments of which a rank takes its rows
+gathers   those of `enter` that are gathered, their gradients scattered
+scatters  the sum leaves this rank's rows
+joins     the result's rows are joined; how many features they have
+sequence  how long the sequence is, for all modules of a list of blocks
 """
 
 import copy
@@ -59,7 +67,10 @@ def moving() -> Iterator[None]:
 
 @dataclass
 class Rows:
-    """The sequence of which ranks have rows, in the forward that runs."""
+    """The sequence of which ranks have rows, in the forward that runs.
+
+    What is recomputed in a backward must be of the forward that ran last, or of one of an equal length.
+    """
 
     length: int = 0
 
@@ -107,9 +118,9 @@ class Role:
             forward.append(Message("reduce_scatter", _elements(self.features)))
             backward.append(Message("all_gather", _elements(self.features)))
         elif self.leave:
-            operation, moments = _MESSAGES[self.leave]
+            operation, moment = _MESSAGES[self.leave]
             elements = _elements(self.features, self.each_row)
-            (forward if moments == "forward" else backward).append(Message(operation, elements))
+            (forward if moment == "forward" else backward).append(Message(operation, elements))
         for place, features in self.enter.items():
             if place in self.gathers:
                 forward.append(Message("all_gather", _elements(features)))
@@ -169,13 +180,13 @@ class Role:
 
         for place, dims in self.narrow.items():
             change(place, lambda x, dims=dims: part(_copy_to(x, axis) if x.requires_grad else x, dims, axis, cuts))
+        for place in self.splits:  # before they may be gathered, where the first block hands them on to columns
+            change(place, lambda x: _rows_taken(x, axis, self.sequence))
         for place in self.enter:
             if place in self.gathers:
                 change(place, lambda x: _rows_gathered(x, axis, self.sequence))
             else:
                 change(place, lambda x: _copy_to(x, axis))
-        for place in self.splits:
-            change(place, lambda x: _rows_taken(x, axis, self.sequence))
         return tuple(listed), named
 
     def _seen(self, module: Any, axis: Any, cuts: Cuts) -> dict[str, Any]:
