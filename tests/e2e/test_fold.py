@@ -367,14 +367,14 @@ def test_a_prediction_that_is_not_finite_is_a_failure_and_leaves_nothing(tmp_pat
 
 def test_plan(capsys) -> None:
     model = ("--model", "model_5_ptm", "--device", "cuda", "--precision", "bf16")
-    code, said, _ = fold(capsys, "plan", "--length", 3000, *model, "--memory", "40GiB")
+    code, said, _ = fold(capsys, "plan", "--length", 1000, *model, "--memory", "40GiB")
     assert code == 0
     found = re.search(r"longest sequence: ([0-9,]+) residues", said)
     assert found
     assert 10_000 < int(found[1].replace(",", "")) < 12_000  # whose pairs alone are 24 to 34 GiB of the 40
     assert "predicted peak" in said
     assert "blocks.*.pair.outgoing" in said
-    options = ("--length", 2000, *model, "--nproc", 4, "--memory")
+    options = ("--length", 1000, *model, "--nproc", 4, "--memory")
     code, said, _ = fold(capsys, "plan", *options, 3)
     assert code == 0
     peak = re.search(r"predicted peak of a rank: ([0-9.]+) GiB, ([0-9.]+) of these", said)

@@ -18,7 +18,7 @@ COMMANDS = {
     "llm pretrain": (LLM, "pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4),
     "diffusion finetune": (DIFFUSION, "finetune", "--data.global-batch", 2),
     "diffusion pretrain": (DIFFUSION, "pretrain", "--data.global-batch", 2, "--precision", "fp32"),
-    "fold train": (FOLD, "train", "--recipe", "debug"),
+    "fold train": (FOLD, "train", "--recipe", "debug", "--data.crop", 20, "--num-recycles", 0),
 }
 
 
@@ -33,7 +33,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
     return {"llm": cache, "diffusion": pictures, "fold": cache}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=pytest.mark.soak) if name == "diffusion pretrain" else name for name in COMMANDS],
+)
 def test_a_budget_is_all_that_is_said(command: str, given, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app, *words = COMMANDS[command]
     out, drawing = tmp_path / "run", tmp_path / "memory.png"

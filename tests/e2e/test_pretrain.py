@@ -55,17 +55,16 @@ def test_debug_learns_and_leaves_a_run_folder(one_rank: Path) -> None:
     assert (one_rank / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_adafactor_learns_on_shards_what_one_rank_learns_and_goes_on_elsewhere(pretrain, tmp_path: Path) -> None:
+def test_adafactor_learns_on_shards_what_one_rank_learns(pretrain, tmp_path: Path) -> None:
     """On a batch that grows after two steps."""
-    options = ("--steps", 6, "--optim.name", "adafactor", "--optim.lr", 1e-2, "--data.ramp.start", 12)
+    options = ("--steps", 4, "--optim.name", "adafactor", "--optim.lr", 1e-2, "--data.ramp.start", 12)
     options = (*options, "--data.ramp.steps", 2)
     one = pretrain(tmp_path / "one", *options)
-    moving = pretrain(tmp_path / "moving", *options, "--nproc", 2, "--zero", 3, "--stop-after", 3)
-    pretrain(moving, *options, "--nproc", 2, "--mesh.tp", 2, "--resume")
-    assert losses(moving) == pytest.approx(losses(one), rel=1e-9)
+    shards = pretrain(tmp_path / "shards", *options, "--nproc", 2, "--zero", 3)
+    assert losses(shards) == pytest.approx(losses(one), rel=1e-9)
     assert losses(one)[-1] < losses(one)[0]
     tokens = [round(row["tokens_per_s"] * row["step_s"]) for row in metrics(one)]
-    assert tokens == [tokens[-1] // 2] * 2 + [tokens[-1]] * 4
+    assert tokens == [tokens[-1] // 2] * 2 + [tokens[-1]] * 2
 
 
 def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:
@@ -85,7 +84,9 @@ def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:
     [
         ("--nproc", 3),
         ("--nproc", 4, "--mesh.tp", 2, "--zero", 3, "--microbatch", 5),
-        ("--nproc", 4, "--mesh.dp-replicate", 2, "--zero", 2, "--recompute.mode", "full"),
+        pytest.param(
+            ("--nproc", 4, "--mesh.dp-replicate", 2, "--zero", 2, "--recompute.mode", "full"), marks=pytest.mark.soak
+        ),
     ],
     ids=lambda options: " ".join(map(str, options)),
 )
@@ -96,10 +97,10 @@ def test_any_mesh_sees_what_one_rank_sees(one_rank: Path, pretrain, tmp_path: Pa
 
 
 def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_rank: Path, pretrain, tmp_path: Path):
-    """A ring of three, whose parts of 32 tokens are ragged; then heads exchanged by two, each of them two of tp."""
+    """A ring of three, whose parts of 32 tokens are ragged; then heads exchanged by two."""
     out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 3, "--nproc", 3, "--mesh.cp", 3, "--zero", 2)
-    exchange = ("--mesh.cp", 2, "--mesh.cp-mode", "ulysses", "--mesh.tp", 2)
-    pretrain(out, "--steps", STEPS, "--resume", "--nproc", 4, "--zero", 3, *exchange)
+    exchange = ("--mesh.cp", 2, "--mesh.cp-mode", "ulysses")
+    pretrain(out, "--steps", STEPS, "--resume", "--nproc", 2, "--zero", 3, *exchange)
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
 
@@ -115,20 +116,16 @@ def test_stages_learn_what_one_rank_learns_and_go_on_as_others(one_rank: Path, p
 
 
 def test_gemini_learns_the_same_and_its_checkpoints_go_on_without_it(one_rank: Path, pretrain, tmp_path: Path) -> None:
-    """Three steps in a tight budget, three without one; and the other way round, on two ranks."""
+    """Two steps in a tight budget, two without one, and two in one again, on two ranks."""
     budget = ("--gemini.budget", "5MB", "--microbatch", 4, "--recompute.mode", "full")
-    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 3, *budget)
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, *budget)
     figures = summary(out)
     assert figures["device_peak_bytes"] <= 5_000_000
     assert figures["gemini_moved_bytes"] > 0
-    pretrain(out, "--steps", STEPS, "--resume")
+    pretrain(out, "--steps", STEPS, "--stop-after", 4, "--resume")
+    pretrain(out, "--steps", STEPS, "--resume", "--nproc", 2, "--zero", 3, *budget)
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
-    other = pretrain(tmp_path / "other", "--steps", STEPS, "--stop-after", 3)
-    pretrain(other, "--steps", STEPS, "--resume", "--nproc", 2, "--zero", 3, *budget)
-    assert losses(other) == pytest.approx(losses(one_rank), rel=1e-9)
-    assert summary(other)["heldout_bits_per_byte"] == pytest.approx(
-        summary(one_rank)["heldout_bits_per_byte"], rel=1e-9
-    )
+    assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
 
 
 def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path: Path) -> None:
@@ -142,9 +139,8 @@ def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path:
 
 
 def test_resume_on_the_same_mesh_is_exact_and_on_others_close(one_rank: Path, pretrain, tmp_path: Path) -> None:
-    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, "--nproc", 4, "--mesh.tp", 2, "--zero", 2)
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, "--nproc", 2, "--mesh.tp", 2)
     assert [row["step"] for row in metrics(out)] == [1, 2]
-    pretrain(out, "--steps", STEPS, "--stop-after", 4, "--resume", "--nproc", 4, "--mesh.tp", 4)
     pretrain(out, "--steps", STEPS, "--resume")
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-6)
 
@@ -154,12 +150,16 @@ def test_resume_on_the_same_mesh_is_exact_and_on_others_close(one_rank: Path, pr
     assert summary(again)["heldout_bits_per_byte"] == summary(one_rank)["heldout_bits_per_byte"]
 
 
-def test_every_form_of_tensor_parallelism_goes_on_where_another_stopped(pretrain, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_3d", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_every_form_of_tensor_parallelism_goes_on_where_another_stopped(
+    pretrain, tmp_path: Path, with_3d: bool
+) -> None:
     """2D on 2 x 2, then 3D on 2 x 2 x 2, then 2.5D on 1 x 1 x 2; evaluated and exported."""
     short = ("--steps", 4, "--model.num-layers", 2)
     one = pretrain(tmp_path / "one", *short)
     out = pretrain(tmp_path / "run", *short, "--stop-after", 2, "--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d")
-    pretrain(out, *short, "--stop-after", 3, "--resume", "--nproc", 8, "--mesh.tp", 8, "--mesh.tp-mode", "3d")
+    if with_3d:
+        pretrain(out, *short, "--stop-after", 3, "--resume", "--nproc", 8, "--mesh.tp", 8, "--mesh.tp-mode", "3d")
     tesseract = ("--mesh.tp", 2, "--mesh.tp-mode", "2.5d", "--mesh.tp-depth", 2)
     pretrain(out, *short, "--resume", "--nproc", 2, *tesseract)
     assert losses(out) == pytest.approx(losses(one), rel=1e-9)
@@ -167,14 +167,14 @@ def test_every_form_of_tensor_parallelism_goes_on_where_another_stopped(pretrain
     assert (out / "hf" / "model.safetensors").exists()
 
 
+SHORT = ("pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4, "--steps", 100000)
+
+
 def _started(corpora: Path, out: Path, *options: object) -> subprocess.Popen:
-    """A long run, once it has written some steps."""
-    process = start(
-        *("-m", "apps.llm", "pretrain", "--recipe", "debug", "--model.num-layers", 5, "--steps", 100000),
-        *("--data.cache", corpora, "--out", out, *options),
-    )
+    """A long run of short steps, once it has written some."""
+    process = start("-m", "apps.llm", *SHORT, "--data.cache", corpora, "--out", out, *options)
     deadline = time.monotonic() + 240
-    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 7:
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 5:
         assert process.poll() is None, process.stderr and process.stderr.read().decode()
         if time.monotonic() > deadline:
             hang(process, "no steps within 240 s")
@@ -209,10 +209,7 @@ def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_pa
     process.wait(30)
     last = max(complete_steps(out / "checkpoints"))
     steps = last + 3
-    llm(
-        *("pretrain", "--recipe", "debug", "--model.num-layers", 5, "--steps", 100000, "--stop-after", steps),
-        *("--resume", "--data.cache", corpora, "--out", out),
-    )
+    llm(*SHORT, "--stop-after", steps, "--resume", "--data.cache", corpora, "--out", out)
     assert [row["step"] for row in metrics(out)] == list(range(1, steps + 1))
 
 
@@ -246,7 +243,7 @@ def test_evaluate_generate_export_and_finetune(one_rank: Path, tmp_path: Path) -
         tuned = tmp_path / f"tuned-{source.name}"
         llm(
             *("finetune", "--model", source, "--data.path", pairs, "--data.pairs", "--data.sequence-length", 32),
-            *("--steps", 8, "--optim.lr", 3e-3, "--nproc", 2, "--zero", 3, "--out", tuned),
+            *("--steps", 5, "--optim.lr", 5e-3, "--nproc", 2, "--zero", 3, "--out", tuned),
         )
         assert losses(tuned)[-1] < 0.9 * losses(tuned)[0]
     assert losses(tmp_path / "tuned-run") == pytest.approx(losses(tmp_path / "tuned-hf"), rel=1e-3)

@@ -32,6 +32,8 @@ from tests.support.diffusion_training import tiny_pipeline, write_pictures
 
 UNET, VAE, TEXT = 859_520_964, 83_653_863, 123_060_480
 FULL = RecomputeConfig("full")
+by_depth = pytest.mark.parametrize("name", ["tiny", pytest.param("narrow", marks=pytest.mark.soak)])
+"""Two levels with a block each, and Stable Diffusion's depth."""
 
 
 @pytest.fixture(scope="module")
@@ -110,32 +112,25 @@ def test_gemini_fits_a_step_into_its_budget(folder):
     assert "the smallest budget is" in tight.said
 
 
-def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path):
-    argv = ["--model", folder / "narrow", "--data.images", folder / "pictures", "--data.global-batch", 4]
+@by_depth
+def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path, name):
+    argv = ["--model", folder / name, "--data.images", folder / "pictures", "--data.global-batch", 4]
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--steps", 2, "--checkpoint.every", 0, "--average", 0.9]
     argv += ["--train-text-encoder", "--recompute.mode", "full", "--log.no-tensorboard"]
     assert finetune.main([str(word) for word in argv]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
-    common = DiffusionPlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", average=True)
+    common = DiffusionPlanConfig(task="train", model=str(folder / name), batch=4, precision="fp32", average=True)
     foreseen = footprint(replace(common, train_text_encoder=True, recompute=FULL))
     assert foreseen.peak_bytes == pytest.approx(measured, rel=0.02)
 
 
-def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path):
-    argv = [
-        "--model",
-        folder / "narrow",
-        "--data.images",
-        folder / "pictures",
-        "--data.global-batch",
-        4,
-        "--steps",
-        2,
-    ]
+@by_depth
+def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path, name):
+    argv = ["--model", folder / name, "--data.images", folder / "pictures", "--data.global-batch", 4, "--steps", 2]
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--checkpoint.every", 0, "--method", "lora"]
     assert finetune.main([str(word) for word in [*argv, "--lora.rank", 3, "--log.no-tensorboard"]]) == 0
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())["device_peak_bytes"]
-    config = DiffusionPlanConfig(task="train", model=str(folder / "narrow"), batch=4, precision="fp32", method="lora")
+    config = DiffusionPlanConfig(task="train", model=str(folder / name), batch=4, precision="fp32", method="lora")
     foreseen = footprint(replace(config, lora=LoraConfig(rank=3)))
     assert foreseen.peak_bytes == pytest.approx(measured, rel=0.02)
     assert foreseen.resident["optimizer's state"] < 0.1 * foreseen.resident["parameters"]

@@ -16,6 +16,7 @@ from core.config import UserError
 from core.quant import QuantizedWeight, quantize, stored_bytes
 from core.quant.choose import choose
 from tests.support.diffusion import narrow_pipeline
+from tests.support.diffusion_training import tiny_pipeline
 
 JOBS = [PictureJob("a red circle", 1), PictureJob("a photo of a dog", 2)]
 
@@ -82,9 +83,9 @@ def test_out_and_in_again(folder, tmp_path, capsys):
     assert (tmp_path / "pictures" / "00000-0.png").is_file()
 
 
-def test_half_precision_beside_the_integers(folder, tmp_path):
+def test_half_precision_beside_the_integers(tmp_path):
     out = tmp_path / "int8"
-    command.main([str(folder), str(out)])
+    command.main([str(save_pipeline(tiny_pipeline(), tmp_path / "tiny")), str(out)])
     pipeline = load_pipeline(out, torch.bfloat16)
     assert pipeline.unet.conv_in.weight.dtype == pipeline.unet.conv_in.bias.dtype == torch.bfloat16
     assert isinstance(pipeline.unet.conv_in.weight, QuantizedWeight)

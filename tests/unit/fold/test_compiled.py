@@ -44,14 +44,14 @@ def test_graphs_serve_any_length_any_slices_and_all_blocks() -> None:
         return graph
 
     torch._dynamo.reset()
-    for blocks, sizes in ((1, (24, 40, 26)), (3, (34,))):
+    for blocks, sizes in ((1, (12, 20)), (2, (17,))):
         model = _model(blocks)
         expected = {n: [_folded(model, model.config, n, share) for share in (1.5, 100)] for n in sizes}
         compile_operations(model, backend)
         for n in sizes:
             for share, want in zip((1.5, 100), expected[n], strict=True):
                 assert torch.equal(_folded(model, model.config, n, share), want)
-            if n in (24, 40):
+            if n == 12 or n == 20:
                 first = len(made)  # whole operations, and the first in slices
     assert first > 5
     assert len(made) <= first + 2, "slices of one row may have graphs of their own, but no length, slice or block"
