@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.conv import _ConvTransposeNd as TransposedConvolution
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.utils import _DistWrapper as CheckpointRanks
@@ -37,9 +37,11 @@ __all__ = [
     "TransposedConvolution",
     "backward_number",
     "symbolic_shapes",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
     "uncompiled",
     "without_modes",
     "without_torch_function",

@@ -12,7 +12,8 @@ compiled is the block as it then stands; data parallelism shards and hooks what 
 every rank knows its shard, so no rank ever holds a model that was not meant for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -135,21 +136,31 @@ def cut(
 
 
 def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh) -> ModelPlan:
-    """The plan with tensor parallelism that the model's forward shows, where it says nothing of it.
+    """The plan, and what it does not say of tensor parallelism and stages as the model's forward shows it.
 
     Raises UserError where the forward shows none.
     """
-    axes = tensor_names(mesh)
-    if plan.tensor is not None or axes != ("tp",) or axis_size(mesh, "tp") == 1:
-        return plan
-    from core.parallel.infer import infer_plan, sample_of
+    tp, pp = axis_size(mesh, "tp") if tensor_names(mesh) == ("tp",) else 1, pipeline_ranks(mesh)
+    if tp > 1 and plan.tensor is None:
+        from core.parallel.infer import infer_plan, sample_of
 
-    ranks = axis_size(mesh, "tp")
+        with _of_option("tp", tp):  # the length of sharded sequences is known to the first stage alone
+            plan = replace(plan, tensor=infer_plan(model, tp, sample_of(model), sequence=pp == 1).plan)
+    if pp > 1 and plan.pipeline is None:
+        from core.parallel.infer import infer_stages, sample_of
+
+        with _of_option("pp", pp):
+            plan = replace(plan, pipeline=infer_stages(model, sample_of(model)))
+    return plan
+
+
+@contextmanager
+def _of_option(name: str, ranks: int) -> Iterator[None]:
+    """What is refused inside is refused of the mesh's option."""
     try:
-        found = infer_plan(model, ranks, sample_of(model))
+        yield
     except UserError as refused:
-        raise UserError(f"mesh.tp={ranks} without a plan: {refused}") from refused
-    return replace(plan, tensor=found.plan)
+        raise UserError(f"mesh.{name}={ranks} without a plan: {refused}") from refused
 
 
 def transform(model: nn.Module, transforms: Transforms) -> None:

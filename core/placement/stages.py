@@ -26,15 +26,18 @@ ALIKE = Costs()
 class PipelinePlan:
     """A pipeline's view of a model whose blocks hand on one tensor.
 
-    blocks  name of the module list
-    before  names of the modules that come before it; they belong to the first stage. All that is neither belongs to the
-            last, but for parameters that modules share: every stage that has one of those modules has the parameter
-    costs   what stages are balanced by
+    blocks      name of the module list
+    before      names of the modules that come before it; they belong to the first stage. All that is neither belongs to
+                the last, but for parameters that modules share: every stage that has one of those modules has the
+                parameter
+    costs       what stages are balanced by
+    tuple_size  of the tuple that blocks return, whose first tensor alone is handed on; 0: they return the tensor
     """
 
     blocks: str = "blocks"
     before: tuple[str, ...] = ()
     costs: Costs = ALIKE
+    tuple_size: int = 0
 
 
 def split_by_cost(num_blocks: int, num_stages: int, costs: Costs = ALIKE) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.comm.volume import count_volume
 from core.compose import ParallelConfig, parallelize
@@ -14,41 +15,63 @@ from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.data import Completion
-from core.parallel.infer import infer_plan, sample_of
+from core.parallel.infer import infer_plan, infer_stages, sample_of
+from core.parallel.pipeline.schedule import PipelineConfig
 from core.placement.messages import microbatch_bytes, partial_sum_bytes
 from core.placement.table import placement
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
-from tests.support.foreign import CASES, DROPPING, LENGTH, ROWS, UNSEEN, batch_of
+from tests.support.foreign import CASES, DROPPING, LENGTH, ROWS, UNSEEN, Case, batch_of
 from tests.support.zoo import in_fp64
 
 LR, STEPS = 1e-2, 10
+ONE_AFTER_ONE = PipelineConfig("1f1b")
 
 
-def trained(name: str, tp: int, zero: Zero) -> dict[str, Any]:
-    """Losses, and where the parameters began and ended, whole."""
+def trained(
+    name: str, tp: int, zero: Zero, pp: int = 1, pipeline: PipelineConfig = ONE_AFTER_ONE, steps: int = STEPS
+) -> dict[str, Any]:
+    """Losses, and where the parameters began and ended, whole; and a loss afterwards."""
     case = (CASES | DROPPING | UNSEEN)[name]
     torch.manual_seed(0)
     with in_fp64():
         model = case.make().double().train()
-        config = TrainConfig(zero=zero, precision="fp64", steps=STEPS, optim=OptimConfig(lr=LR, clip_norm=0.5))
-        mesh = build_mesh(MeshConfig(tp=tp).resolve(dist.get_world_size(), zero), "cpu")
-        parallel = parallelize(model, mesh, ParallelConfig(zero=zero, precision="fp64"))
+        config = TrainConfig(
+            zero=zero,
+            precision="fp64",
+            steps=steps,
+            optim=OptimConfig(lr=LR, clip_norm=0.5),
+            mesh=MeshConfig(tp=tp, pp=pp),
+            pipeline=pipeline,
+        )
+        mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), zero), "cpu")
+        parallel = parallelize(model, mesh, ParallelConfig(zero=zero, precision="fp64", pipeline=pipeline))
         state = TrainState(parallel, build_optimizer(config.optim, parallel.masters), LossScale("fp64"), {})
         start = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
         losses = []
-        data_ranks, data_rank = dist.get_world_size() // tp, dist.get_rank() // tp
+        data_ranks = dist.get_world_size() // (tp * pp)
+        data_rank = dist.get_rank() // tp if pp == 1 else 0
         rows = slice(data_rank * ROWS // data_ranks, (data_rank + 1) * ROWS // data_ranks)
-        for step in range(STEPS):
+        for step in range(steps):
             batch = {k: v[rows] for k, v in batch_of(step).items()}
             losses.append(train_step(state, batch, case.loss, num_rows, config, step)["loss"])
         end = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
+        loss = evaluated(case, parallel.model)
     cut = sum(m.numel() for m in parallel.masters.values()) / sum(m.numel() for m in end.values())
-    return {"losses": losses, "start": start, "end": end, "cut": cut}
+    return {"losses": losses, "start": start, "end": end, "cut": cut, "evaluated": loss}
+
+
+@torch.no_grad()
+def evaluated(case: Case, model: nn.Module) -> float:
+    """The loss of the first batch, of what each rank is returned."""
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # stages do not hand it on
+    return float(case.loss(model.eval(), batch_of(0)))
 
 
 def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    for losses in ("losses", "evaluated"):
+        assert found[losses] == pytest.approx(expected[losses], rel=1e-10)
     assert found["end"].keys() == expected["end"].keys()
     for name, end in expected["end"].items():
         assert torch.equal(found["start"][name], expected["start"][name]), name
@@ -86,6 +109,56 @@ def test_four_ranks_equal_one(ranks, name: str, tp: int, zero: Zero) -> None:
     expected = ranks(1).run(trained, name, 1, 0)[0]
     for found in ranks(4).run(trained, name, tp, zero):
         check_equal(found, expected)
+
+
+STAGED = {
+    "gpt2": ONE_AFTER_ONE,
+    "bloom": PipelineConfig("zb-h1"),
+    "vit": PipelineConfig("gpipe", microbatches=3),
+}
+"""Models of every run: a tied head, blocks that return tuples, a weight whose format is asked for before the blocks."""
+IN_ONE_PIECE = {
+    "t5": "uses what was made in front of the blocks",
+    "whisper": "uses what was made in front of the blocks",
+    "bart": "uses what was made in front of the blocks",
+    "albert": "called once each",
+    "twice": "called once each",
+    "swin": "swin.embeddings, in front of the blocks, returns a tuple",
+}
+"""Models without stages -> why."""
+IN_STAGES = [name for name in CASES | UNSEEN if name not in IN_ONE_PIECE]
+
+
+@pytest.mark.parametrize("name", IN_ONE_PIECE)
+def test_encoders_with_decoders_and_blocks_called_again_have_no_stages(name: str) -> None:
+    model = (CASES | UNSEEN)[name].make()
+    with pytest.raises(UserError, match=IN_ONE_PIECE[name]):
+        infer_stages(model, sample_of(model))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in STAGED else pytest.param(name, marks=pytest.mark.soak) for name in IN_STAGES]
+)
+def test_stages_equal_one_rank(ranks, name: str) -> None:
+    expected = ranks(1).run(trained, name, 1, 0)[0]
+    check_stages(ranks(2).run(trained, name, 1, 0, 2, STAGED.get(name, ONE_AFTER_ONE)), expected)
+
+
+def check_stages(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Each rank has its stages' parameters, and all have the losses."""
+    together: dict[str, Any] = {"start": {}, "end": {}}
+    for each in found:
+        assert (each["losses"], each["evaluated"]) == (found[0]["losses"], found[0]["evaluated"])
+        assert len(each["end"]) < len(expected["end"])
+        together["start"] |= each["start"]
+        together["end"] |= each["end"]
+    check_equal(found[0] | together, expected)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_stages_of_inferred_tensor_parallelism_equal_one_rank(ranks, zero: Zero) -> None:
+    expected = ranks(1).run(trained, "llama", 1, 0)[0]
+    check_stages(ranks(4).run(trained, "llama", 2, zero, 2), expected)
 
 
 def test_dropout_drops_what_one_rank_drops(ranks) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import UserError
-from core.parallel.infer import axes, find, infer_plan, sample_of, trial
+from core.parallel.infer import axes, find, infer_plan, infer_stages, sample_of, trial
 from core.parallel.infer.axes import Axis
+from core.placement.stages import Costs
 from tests.support.foreign import CASES, gpt2, llama, t5
 
 DIM, HEADS = 24, 4
@@ -198,3 +200,105 @@ def test_axes_are_taken_apart_and_made_one() -> None:
     assert axes.grouped((whole,), (3, 4), "") == ((heads.root,), (size.root,))
     assert axes.grouped((whole,), (4, 3), "odd")[0][0].frozen == "odd"
     assert heads.root.frozen == "odd"
+
+
+class Chain(nn.Module):
+    """Three blocks, with what a test changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(3, DIM), nn.Parameter(torch.ones(DIM))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = start = self.embed(input_ids)
+        mask = torch.ones_like(start[..., 0])
+        for number, block in enumerate(self.blocks):
+            x = block(self.between(x, start, number), mask)
+        return self.head(x)
+
+    def between(self, x: Tensor, start: Tensor, number: int) -> Any:
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu()) * mask[..., None]
+
+
+class AddsTheStart(Chain):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = start = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, torch.ones_like(input_ids))
+        return self.head(x + start)
+
+
+class Doubles(Chain):
+    def between(self, x: Tensor, start: Tensor, number: int) -> Tensor:
+        return 2 * x if number == 1 else x
+
+
+class Scales(Chain):
+    def between(self, x: Tensor, start: Tensor, number: int) -> Tensor:
+        return x * self.scale if number == 0 else x
+
+
+class SharesInside(Chain):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.linear(super().forward(input_ids), self.blocks[0].up.weight[:DIM, :3])
+
+
+class ReturnsTheStart(Chain):
+    def forward(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids), self.embed(input_ids)
+
+
+class TakesTurns(Chain):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in reversed(self.blocks):
+            x = block(x, x[..., 0])
+        return self.head(x)
+
+
+class CountsCalls(Chain):
+    """Each stage makes it by itself, and another one."""
+
+    def between(self, x: Tensor, start: Tensor, number: int) -> Tensor:
+        made = [name for name, _ in self.blocks[0].named_parameters()]
+        return x if made else x.clone().reshape(-1, DIM)
+
+
+def test_a_chain_of_blocks_is_cut_by_its_costs() -> None:
+    model = Chain()
+    plan = infer_stages(model, sample_of(model))
+    assert (plan.blocks, plan.before, plan.tuple_size) == ("blocks", ("embed",), 0)
+    rows = sample_of(model)["input_ids"].numel()
+    assert plan.costs == Costs((2.0 * rows * DIM * 2 * DIM,) * 3, 0.0, float(rows * DIM * 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (AddsTheStart, r"blocks: the model .add. uses what was made in front of the blocks"),
+        (Doubles, "blocks: blocks.1 is given another tensor than blocks.0 returns"),
+        (Scales, "blocks: the model .mul. uses a parameter by itself in front of the blocks"),
+        (SharesInside, "blocks: blocks.0.up.weight is used behind, and belongs to another stage"),
+        (ReturnsTheStart, "blocks: embed.weight is used behind, and belongs to another stage"),
+        (TakesTurns, "it has no list of modules that are called once each, in their order"),
+        (CountsCalls, "blocks: stage 1 of 3 cannot run by itself"),
+        (t5, "decoder.block: .* uses what was made in front of the blocks"),
+    ],
+)
+def test_blocks_that_are_no_stages_for_sure_are_refused_with_the_reason(
+    make: Callable[[], nn.Module], why: str
+) -> None:
+    model = make()
+    with pytest.raises(UserError, match=f"no list of blocks can be cut into stages for sure .{why}"):
+        infer_stages(model, sample_of(model))

@@ -56,14 +56,23 @@ def infer_plan(model: nn.Module, ranks: int, sample: Mapping[str, Any], *, seque
 
     Raises UserError where no axis can be cut, and where one that could be has a size that the ranks do not divide.
     """
+    with on_tensors_without_values(model, sample) as (whole, inputs):
+        found, roles, refused = fitted(whole, ranks, inputs, sequence)
+    plan = {name: role.style(roles.axes) for name, role in roles.roles.items()}
+    return Found(plan, left_whole(found, roles.chosen, refused))
+
+
+@contextmanager
+def on_tensors_without_values(
+    model: nn.Module, sample: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """A copy of the model and of its arguments, in its format, for forwards on tensors without values."""
     with FakeTensorMode(allow_non_fake_inputs=True), quiet():
         formats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         dtype = next(formats, torch.get_default_dtype())
         inputs = {name: without_value(value) for name, value in sample.items()}
         floating = {n: x.to(dtype) for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
-        found, roles, refused = fitted(without_values(model), ranks, inputs | floating, sequence)
-    plan = {name: role.style(roles.axes) for name, role in roles.roles.items()}
-    return Found(plan, left_whole(found, roles.chosen, refused))
+        yield without_values(model), inputs | floating
 
 
 @contextmanager
@@ -81,7 +90,7 @@ def fitted(
     whole: nn.Module, ranks: int, inputs: Mapping[str, Any], sequence: bool = True
 ) -> tuple[Trace, Roles, dict[Axis, str]]:
     """The roles of a model's modules, tried; and the axes that were given up, and why."""
-    found, refused = _traced(whole, inputs), dict[Axis, str]()
+    found, refused = traced(whole, inputs), dict[Axis, str]()
     while True:
         chosen = choose(found, ranks, refused)
         try:
@@ -127,7 +136,7 @@ def without_value(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
-def _traced(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
+def traced(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
     """The trace, around modules that cannot run without values."""
     opaque: dict[str, str] = {}
     while True:

@@ -24,9 +24,9 @@ MOST_SIZES = 4
 _COUNTS = {"view", "_unsafe_view", "reshape", "expand", "slice", "split", "split_with_sizes", "narrow", "new_zeros"}
 _COUNTS |= {"new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange", "repeat", "as_strided"}
 
-_NOTHING = ("detach", "alias", "lift_fresh", "clone", "contiguous")
+NOTHING = ("detach", "alias", "lift_fresh", "clone", "contiguous")
 """Operators that hand their tensor on, and are called or not as tensors happen to lie in memory."""
-_VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
+VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 """Operators of which it depends on how a tensor lies in memory which one is called."""
 
 
@@ -131,7 +131,7 @@ def tried(whole: nn.Module, inputs: Mapping[str, Any], roles: Roles, ranks: int)
     axis = Trial(ranks)
     for name, role in roles.roles.items():
         role.wrap(model.get_submodule(name), axis, roles.axes)
-    expected = [op for op in roles.found.operations if op.name not in _NOTHING and not roles.apart & set(op.modules)]
+    expected = [op for op in roles.found.operations if op.name not in NOTHING and not roles.apart & set(op.modules)]
     attempt = Trace(opaque=roles.found.opaque)
     compared = _Compared(expected, roles, ranks, attempt)
     try:
@@ -160,14 +160,14 @@ class _Compared(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name, running = func._schema.name.removeprefix("aten::"), {call.name for call in self.attempt.running}
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not tensors or name in _NOTHING or between.get() or self.attempt.paused or running & self.roles.apart:
+        if not tensors or name in NOTHING or between.get() or self.attempt.paused or running & self.roles.apart:
             return result
         modules = [call.name for call in self.attempt.running]
         if self.at >= len(self.expected):
             raise _Differs(self.at, modules, f"{name} is called beyond the end")
         op = self.expected[self.at]
         where = modules[-1] if modules else "the model"
-        same = name == op.name or (name in _VIEWS and op.name in _VIEWS)
+        same = name == op.name or (name in VIEWS and op.name in VIEWS)
         if not same or tuple(modules) != op.modules:
             raise _Differs(self.at, modules, f"{where} calls {name} and not {op.name}")
         for tensor, value in zip(tensors, op.made, strict=True):

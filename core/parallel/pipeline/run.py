@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.compat import tree_leaves
+from core.compat import tree_flatten, tree_leaves, tree_unflatten
+from core.config import UserError
 from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.backward import SplitBackward
@@ -196,53 +197,84 @@ class Pipeline(ParallelModel):
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The whole model's forward, without gradients: the ranks take their stages in turn, and all get its result."""
         assert not torch.is_grad_enabled(), "a pipelined model is called by itself only without gradients"
         owners = self.stages.owners
         parcel: Parcel = ()
+        result: Any = None
         for stage, owner in enumerate(owners):
             if owner != self.rank:
                 continue
             if stage > 0 and owners[stage - 1] != self.rank:
                 parcel = self._receive(self.ranks[owners[stage - 1]])
             with self.stages.computing(stage, *(parcel or (None,))):
-                out = check_activation(self.stages.compute(*args, **kwargs))
-                parcel = (out, *_added(self.stages.carried, out.device))
+                result = self.stages.compute(*args, **kwargs)
+                if stage < len(owners) - 1:
+                    parcel = (check_activation(result), *_added(self.stages.carried, result.device))
             if stage < len(owners) - 1 and owners[stage + 1] != self.rank:
                 self._send(parcel, self.ranks[owners[stage + 1]])
-        return self._broadcast(parcel[0] if parcel else None, owners[-1])
+        return self._broadcast(result, owners[-1])
 
     def _send(self, parcel: Parcel, peer: int) -> None:
         dist.send(description_of(form_of(parcel), parcel[0].device), peer, self.group)
         for tensor in parcel:
             dist.send(tensor.contiguous(), peer, self.group)
 
+    def _broadcast(self, result: Any, owner: int) -> Any:
+        """The owner's result: a tensor, or tensors and plain values in containers."""
+        told: list[Any] = [None]
+        leaves: list[Any] = []
+        if self.rank == owner:
+            leaves, container = tree_flatten(result)
+            told = [(container, [_form_or_value(leaf) for leaf in leaves])]
+        dist.broadcast_object_list(told, self.ranks[owner], self.group)
+        container, forms = told[0]
+        unknown = next((form for form in forms if isinstance(form, _Unknown)), None)
+        if unknown is not None:
+            raise UserError(
+                f"the model returns a {unknown.kind}, which the last stage cannot hand to the others; let it return "
+                "tensors alone (transformers: use_cache=False)"
+            )
+        for place, form in enumerate(forms):
+            if isinstance(form, _TensorForm):
+                leaf = (
+                    leaves[place].contiguous()
+                    if leaves
+                    else torch.empty(form.shape, dtype=form.dtype, device=self.device)
+                )
+                dist.broadcast(leaf, self.ranks[owner], self.group)
+                forms[place] = leaf
+        return tree_unflatten(forms, container)
+
     def _receive(self, peer: int) -> Parcel:
-        parcel = self._described(lambda description: dist.recv(description, peer, self.group))
+        description = no_description(self.mesh.device_type)
+        dist.recv(description, peer, self.group)
+        parcel = empty_parcel(_form_in(description), self.mesh.device_type)
         for tensor in parcel:
             dist.recv(tensor, peer, self.group)
         return parcel
 
-    def _broadcast(self, x: Tensor | None, owner: int) -> Tensor:
-        def describe(description: Tensor) -> None:
-            if self.rank == owner:
-                assert x is not None
-                description.copy_(description_of(form_of((x,)), x.device))
-            dist.broadcast(description, self.ranks[owner], self.group)
 
-        (whole,) = self._described(describe)
-        if self.rank == owner:
-            assert x is not None
-            whole.copy_(x)
-        dist.broadcast(whole, self.ranks[owner], self.group)
-        return whole
+@dataclass(frozen=True)
+class _TensorForm:
+    """A tensor of a model's result."""
 
-    def _described(self, fill: Callable[[Tensor], Any]) -> Parcel:
-        """Empty tensors of the form that `fill` writes into a description."""
-        description = no_description(self.mesh.device_type)
-        fill(description)
-        return empty_parcel(_form_in(description), self.mesh.device_type)
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """A value of a model's result that is not handed on."""
+
+    kind: str
+
+
+def _form_or_value(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _TensorForm(leaf.dtype, tuple(leaf.shape))
+    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else _Unknown(type(leaf).__name__)
 
 
 class _Step:

@@ -13,6 +13,7 @@ in turn, and all get what the last one returns.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -84,33 +85,66 @@ def _find_carried(*arguments: Any) -> Carried | None:
     return next((carried for carried in found if carried is not None), None)
 
 
-class _Received(nn.Module):
-    """In the place of what comes before a stage."""
+@dataclass
+class _Input:
+    """The activations that the computing stage goes on from, and what the stages before have added to the loss."""
 
-    def __init__(self) -> None:
+    activation: Tensor | None = None
+    added: Tensor | None = None
+    carried: Carried | None = None
+
+
+class _StandIn(nn.Module):
+    """In the place of a module that does not compute; code around it still finds that module's attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.activation: Tensor | None = None
-        self.added: Tensor | None = None
-        self.carried: Carried | None = None
+        self.__dict__["replaced"] = module  # not a child
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        if self.carried is None and (carried := _find_carried(*args, *kwargs.values())) is not None:
-            self.carried, carried.value = carried, None if self.added is None else self.added.view(())
-        return self.activation
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["replaced"], name)
 
 
-class _End(nn.Module):
+class _Received(_StandIn):
+    """In the place of what comes before a stage. A block's returns a tuple where blocks do, otherwise empty."""
+
+    def __init__(self, module: nn.Module, given: _Input, tuple_size: int) -> None:
+        super().__init__(module)
+        self.given, self.tuple_size = given, tuple_size
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.given
+        if given.carried is None and (carried := _find_carried(*args, *kwargs.values())) is not None:
+            given.carried, carried.value = carried, None if given.added is None else given.added.view(())
+        return (given.activation, *[None] * (self.tuple_size - 1)) if self.tuple_size else given.activation
+
+
+class _End(_StandIn):
     """In the place of the block behind a stage."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.carried: Carried | None = None
+    def __init__(self, module: nn.Module, given: _Input) -> None:
+        super().__init__(module)
+        self.given = given
 
     def forward(self, activation: Any, *args: Any, **kwargs: Any) -> Any:
-        self.carried = _find_carried(*args, *kwargs.values())
-        if self.carried is not None:
-            self.carried.open = False
+        carried = _find_carried(*args, *kwargs.values())
+        if carried is not None:
+            self.given.carried, carried.open = self.given.carried or carried, False
         raise StageEnd(activation)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A module that comes before the blocks, or a block, and what stands in its place while a stage computes."""
+
+    parent: nn.Module
+    leaf: str
+    module: nn.Module
+    received: _Received
+    end: _End
+
+    def put(self, module: nn.Module) -> None:
+        self.parent._modules[self.leaf] = module
 
 
 class Stages:
@@ -132,7 +166,7 @@ class Stages:
         self.current: int | None = None
         self.entrance: Tensor | None = None
         self.exit: tuple[Tensor, Tensor] | None = None
-        self._received, self._end = _Received(), _End()
+        self._given = _Input()
         self._slots = self._find_slots()
         self.shared: dict[str, list[int]] = {}
         self._drop_what_others_have()
@@ -144,15 +178,16 @@ class Stages:
     def num_stages(self) -> int:
         return len(self.owners)
 
-    def _find_slots(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """(parent, name in it, module) of what comes before the blocks, and of the blocks."""
-        found = []
-        for name in [
-            *self.split.plan.before,
-            *(f"{self.split.plan.blocks}.{index}" for index in range(len(self.blocks))),
-        ]:
+    def _find_slots(self) -> list[_Slot]:
+        """Those before the blocks, and the blocks."""
+        plan, found = self.split.plan, []
+        blocks = [f"{plan.blocks}.{index}" for index in range(len(self.blocks))]
+        for name in (*plan.before, *blocks):
             parent, _, leaf = name.rpartition(".")
-            found.append((self.model.get_submodule(parent), leaf, self.model.get_submodule(name)))
+            module = self.model.get_submodule(name)
+            received = _Received(module, self._given, plan.tuple_size if name in blocks else 0)
+            end = _End(module, self._given)
+            found.append(_Slot(self.model.get_submodule(parent), leaf, module, received, end))
         return found
 
     def _drop_what_others_have(self) -> None:
@@ -163,8 +198,15 @@ class Stages:
                 self.shared[names[0]] = holders
             if self.rank not in holders:
                 for name in names:
-                    set_parameter(self.model, name, None)
-                    self.model.get_submodule(name.rpartition(".")[0])._buffers.clear()
+                    self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Take a parameter away; a tensor of its shape and format, without its memory, stays for who asks for those."""
+        path, _, leaf = name.rpartition(".")
+        module, parameter = self.model.get_submodule(path), self.model.get_parameter(name)
+        set_parameter(self.model, name, None)
+        module.__dict__[leaf] = parameter.detach().new_empty(()).expand(parameter.shape)
+        module._buffers.clear()
 
     def note_ends(self) -> None:
         """Note, for a backward in two parts, the ends of the graph on the first and the last stage.
@@ -181,8 +223,9 @@ class Stages:
         def leave(_: nn.Module, __: Any, out: Any) -> Any:
             if self.current != self.num_stages - 1 or not torch.is_grad_enabled():
                 return out
-            self.exit = check_activation(out), out.detach().requires_grad_()
-            return self.exit[1]
+            first, *rest = out if self.split.plan.tuple_size else (out,)
+            self.exit = check_activation(first), first.detach().requires_grad_()
+            return (self.exit[1], *rest) if self.split.plan.tuple_size else self.exit[1]
 
         self.blocks[0].register_forward_pre_hook(enter)
         self.blocks[-1].register_forward_hook(leave)
@@ -196,24 +239,24 @@ class Stages:
         assert self.current is None, f"stage {self.current} is computing"
         blocks, first_block = self.ranges[stage], len(self.split.plan.before)
         self.current, self.entrance = stage, received
-        self._received.activation, self._received.added = received, added
-        for index, (parent, leaf, _) in enumerate(self._slots):
+        self._given.activation, self._given.added = received, added
+        for index, slot in enumerate(self._slots):
             if stage > 0 and index < first_block + blocks.start:
-                parent._modules[leaf] = self._received
+                slot.put(slot.received)
             elif index == first_block + blocks.stop:
-                parent._modules[leaf] = self._end
+                slot.put(slot.end)
         try:
             yield
         finally:
-            for parent, leaf, module in self._slots:
-                parent._modules[leaf] = module
+            for slot in self._slots:
+                slot.put(slot.module)
             self.current = self.entrance = self.exit = None
-            self._received.activation = self._received.added = self._received.carried = self._end.carried = None
+            self._given.activation = self._given.added = self._given.carried = None
 
     @property
     def carried(self) -> Carried | None:
         """The sum that the computing stage's blocks added to, once its forward is over."""
-        return self._received.carried or self._end.carried
+        return self._given.carried
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.current is None:
