@@ -3,7 +3,8 @@
 A `Layout` says which box of the full tensor a rank holds: the full shape, and the mesh axes that cut it, in the order
 in which they cut. One cut of a dim of n rows over an axis of size s follows `torch.chunk` and DTensor: every rank gets
 ceil(n / s) rows until the rows run out, so shards may be uneven or empty. Axes that do not cut replicate. Rows that
-belong together (those of an attention head) are a unit: ceil(units / s) units go to every rank.
+belong together (those of an attention head) are a unit: ceil(units / s) units go to every rank. Of a cut that is even
+(experts, of which every rank needs one) the first n mod s ranks get a row more than the others.
 
 Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
 """
@@ -11,6 +12,7 @@ Optimizers, clipping and checkpoints need no more than this, so they know neithe
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
@@ -35,6 +37,7 @@ class Layout:
     cuts   (axis, dim) in the order of application: tensor parallelism first, then the data-parallel shard of the rest;
            axes of a mesh without names are called by their position, "0", "1", …
     units  (axis, rows that its cut keeps together); 1 where an axis is not named
+    even   axes whose cuts are even
     absent the whole lies on one other rank, and nothing of it here
     """
 
@@ -43,6 +46,7 @@ class Layout:
     cuts: tuple[tuple[str, int], ...] = ()
     units: tuple[tuple[str, int], ...] = ()
     absent: bool = False
+    even: tuple[str, ...] = ()
 
     def box(self, coordinate: dict[str, int] | None = None) -> tuple[slice, ...]:
         """The slices of the full tensor held at `coordinate` (axis -> index on it); by default those of this rank."""
@@ -50,9 +54,13 @@ class Layout:
         units = dict(self.units)
         for axis, dim in self.cuts:
             index = self.axis_index(axis) if coordinate is None else coordinate[axis]
-            share = shares(stop[dim] - start[dim], self.axis_size(axis), units.get(axis, 1))[index]
+            share = self._shares(stop[dim] - start[dim], axis, units.get(axis, 1))[index]
             start[dim], stop[dim] = start[dim] + share.start, start[dim] + share.stop
         return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+
+    def _shares(self, rows: int, axis: str, unit: int) -> list[slice]:
+        size = self.axis_size(axis)
+        return even_shares(rows, size) if axis in self.even else shares(rows, size, unit)
 
     def local(self, full: Tensor) -> Tensor:
         """The view of `full` that this rank holds."""
@@ -97,18 +105,27 @@ class Layout:
         """The layout of a statistic that has size 1 along `dims`: whole there, cut as before along the others."""
         gone = tuple(dims)
         shape = tuple(1 if dim in gone else n for dim, n in enumerate(self.shape))
-        return Layout(shape, self.mesh, tuple((axis, dim) for axis, dim in self.cuts if dim not in gone), self.units)
+        cuts = tuple((axis, dim) for axis, dim in self.cuts if dim not in gone)
+        return Layout(shape, self.mesh, cuts, self.units, even=self.even)
 
-    def cut(self, mesh: AnyMesh, axis: str, dim: int = 0, unit: int = 1) -> "Layout":
-        """This layout with one more cut, of what is local now."""
+    def cut(self, mesh: AnyMesh, axis: str, dim: int = 0, unit: int = 1, even: bool = False) -> "Layout":
+        """This layout with one more cut, of what is local now; an even one has units of one row."""
         units = self.units if unit == 1 else (*self.units, (axis, unit))
-        return Layout(self.shape, mesh, (*self.cuts, (axis, dim)), units)
+        return Layout(
+            self.shape, mesh, (*self.cuts, (axis, dim)), units, even=(*self.even, axis) if even else self.even
+        )
 
 
 def shares(rows: int, size: int, unit: int = 1) -> list[slice]:
     """The shares of `rows` rows cut over `size` ranks, in units of `unit` rows: the last may be shorter or empty."""
     most = largest_share(rows, size, unit)
     return [slice(min(index * most, rows), min((index + 1) * most, rows)) for index in range(size)]
+
+
+def even_shares(rows: int, size: int) -> list[slice]:
+    """The shares of `rows` rows over `size` ranks that differ by one row at most, the longer ones first."""
+    starts = [index * (rows // size) + min(index, rows % size) for index in range(size + 1)]
+    return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 def largest_share(rows: int, size: int, unit: int = 1) -> int:

@@ -38,7 +38,7 @@ from torch.distributed.tensor import Shard
 
 from core.comm.collectives import all_gather, all_reduce, exchange_rows
 from core.config import UserError
-from core.layout import shares
+from core.layout import even_shares
 from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, sub_mesh
 from core.parallel.context import ShardedContext
 from core.parallel.sequence import GATHER, SCATTER
@@ -49,17 +49,15 @@ from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 def _refuse(moe: Any, mesh: AnyMesh, axis: str) -> None:
     """Raises UserError where a rank of the ep axis would hold no expert."""
     num_experts, ep = moe.experts.num_experts, axis_size(mesh, EXPERT_AXIS)
-    if any(share.start == share.stop for share in shares(num_experts, ep)):
-        fine = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+    if num_experts < ep:
         raise UserError(
-            f"{num_experts} experts leave a rank of mesh.ep={ep} without any; use mesh.ep in "
-            f"{{{', '.join(map(str, fine))}}}"
+            f"{num_experts} experts leave a rank of mesh.ep={ep} without any; use a mesh.ep of at most {num_experts}"
         )
 
 
 def _exchanged(moe: Any, mesh: DeviceMesh) -> nn.Module:
     axis, experts = sub_mesh(mesh, EXPERT_AXIS), moe.experts
-    held = [share.stop - share.start for share in shares(experts.num_experts, axis.size())]
+    held = [share.stop - share.start for share in even_shares(experts.num_experts, axis.size())]
     inner = experts.forward
 
     def forward(x_AD: Tensor, rows_E: Tensor) -> Tensor:
@@ -113,7 +111,7 @@ _ROWS = Message("all_to_all", _both_ways, EXPERT_AXIS)
 _COUNTS = Message("all_to_all", lambda site: site.module.experts.num_experts, EXPERT_AXIS, width=8)
 
 expert_parallel = Style(
-    cuts={"experts.**": Cut(0, EXPERT_AXIS)},
+    cuts={"experts.**": Cut(0, EXPERT_AXIS, even=True)},
     messages=Messages((_ROWS, _COUNTS), (_ROWS,)),
     refuse=_refuse,
     wrap=_exchanged,

@@ -35,11 +35,13 @@ class Cut:
     """A dim of a parameter, cut over an axis.
 
     unit  rows that its cut keeps together, those of an attention head
+    even  ranks' rows differ by one at most
     """
 
     dim: int
     axis: str = AXIS
     unit: int = 1
+    even: bool = False
 
 
 Cuts = Mapping[str, "Cut | tuple[Cut, ...]"]

@@ -177,7 +177,7 @@ def cut_by(table: Table, model: nn.Module, plan: Plan, mesh: AnyMesh, axes: tupl
                 row = table[prefix + leaf]
                 layout = row.layout
                 for cut in cuts:
-                    layout = layout.cut(mesh, cut.axis or axis, cut.dim, cut.unit)
+                    layout = layout.cut(mesh, cut.axis or axis, cut.dim, cut.unit, cut.even)
                 table[prefix + leaf] = replace(row, layout=layout, is_local=row.is_local or style.is_local)
             for leaf, over in style.partial_of(module).items():
                 row = table[prefix + leaf]
@@ -192,7 +192,7 @@ def checked(table: Table) -> Table:
     found: Table = {}
     for name, row in table.items():
         first = table[row.names[0]]
-        if (row.layout.cuts, row.layout.units) != (first.layout.cuts, first.layout.units):
+        if _cuts_of(row) != _cuts_of(first):
             raise UserError(
                 f"{row.names[0]} and {name} are one parameter, and the plan cuts them differently; "
                 "give both modules styles that cut alike, or untie them"
@@ -200,6 +200,10 @@ def checked(table: Table) -> Table:
         partial = dict.fromkeys(axis for other in row.names for axis in table[other].partial)
         found[name] = replace(first, partial=tuple(partial))
     return found
+
+
+def _cuts_of(row: Placed) -> tuple[Any, ...]:
+    return row.layout.cuts, row.layout.units, row.layout.even
 
 
 # --- data parallelism -------------------------------------------------------------------------------------------------

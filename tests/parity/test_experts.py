@@ -74,6 +74,7 @@ OTHERS = (
     (replace(TOPK, num_kv_heads=None), 3, MeshConfig(tp=3), 0, None),
     (SWITCH, 4, MeshConfig(ep=4), 2, 2),
     (TOPK, 4, MeshConfig(ep=2), 2, 2),
+    (TOPK, 4, MeshConfig(ep=4), 3, None),
     (TOPK, 4, MeshConfig(ep=2, dp_replicate=2, dp_shard=2), 3, None),
     (SWITCH, 4, MeshConfig(ep=2, dp_replicate=2, dp_shard=2), 1, None),
     (PAIR, 4, MeshConfig(ep=2), 2, None),
@@ -93,7 +94,7 @@ CASES = table(
         *OTHERS,
     )
 )
-LONG = ["topk of 5 on 2 ep=2 zero 0"]
+LONG = ["topk of 5 on 2 ep=2 zero 0", "topk of 5 on 4 ep=4 zero 3"]
 
 
 @pytest.mark.parametrize(("name", "steps"), few_cases(CASES, "router", "beside", "zero", many=LONG))

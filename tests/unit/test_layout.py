@@ -26,6 +26,15 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, dict[str, int]]:
     return layout, {axis: sizes[axis] for axis in axes}
 
 
+def test_an_even_cut_gives_some_a_row_more() -> None:
+    for rows, size, expected in ((6, 4, (2, 2, 1, 1)), (5, 4, (2, 1, 1, 1)), (8, 3, (3, 3, 2)), (2, 3, (1, 1, 0))):
+        layout = Layout((rows, 3)).cut(MeshShape(("ep",), (size,)), "ep", even=True)
+        boxes = [layout.box({"ep": index})[0] for index in range(size)]
+        assert tuple(box.stop - box.start for box in boxes) == expected
+        assert [box.start for box in boxes] == [0, *(box.stop for box in boxes[:-1])]
+        assert layout.largest_shape() == (expected[0], 3)
+
+
 @given(layouts())
 def test_boxes_tile_the_whole_exactly_once(drawn: tuple[Layout, dict[str, int]]) -> None:
     layout, sizes = drawn
