@@ -54,7 +54,7 @@ MEMORY_SHARE, FORWARD_SHARE, BACKWARD_SHARE = 0.85, 0.60, 0.45
 WITH_BIAS = 1.3  # times as long as without, at most
 PEAK_SHARE = 0.10  # of the unfused loss' working memory
 ADAFACTOR_MS = 0.12  # of a 4096 x 4096 step in fp32
-PRODUCTS = ("linear_cross_entropy", "triangle_multiply", "gated_output")
+PRODUCTS = ("linear_cross_entropy", "triangle_multiply", "gated_output", "grouped_matmul")
 """Of which most time is that of torch's matrix products."""
 TOGETHER = ("linear_cross_entropy",)
 """Whose gradients are made in the forward, and once."""
@@ -75,6 +75,7 @@ ON_CPU: dict[str, Case] = {
     "int8_matmul": {"M": 1, "N": 1024, "K": 1024, "bias": True},
     "int8_dynamic_matmul": {"M": 64, "N": 1024, "K": 1024},
     "int4_matmul": {"M": 1, "N": 1024, "K": 1024, "group": 128, "bias": True},
+    "grouped_matmul": {"rows": (128,) * 8, "I": 256, "O": 512},
     "adamw": {"shapes": ((1024, 2048),)},
     "adamw_8bit": {"shapes": ((1024, 2048),)},
     "adafactor": {"shapes": ((1024, 2048),)},
