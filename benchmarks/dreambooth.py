@@ -152,7 +152,8 @@ def _their_options(job: DreamBoothJob, out: Path) -> list[str]:
 def watched(command: list[str], figures: Path, profile: bool = False) -> dict:
     """Run one contender and read what was seen of it.  Raises UserError with its last words where it fails."""
     python, *rest = command
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found_in = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # .gpu-pack may be in it
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": found_in, "OMP_NUM_THREADS": "1"}
     line = [python, "-m", "benchmarks.dreambooth_run", *["--profile"] * profile, str(figures), *rest]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode or not figures.exists():

@@ -12,9 +12,9 @@
    in it, "working" has not: those any loss hands back, and what is left are logits, their gradient and sums.
 
 On a machine without a GPU our public functions are their references (which is what runs there), so only those, SDPA and
-with --full torch.compile are timed; Liger needs a GPU. --family NAME measures that family alone, --no-compile leaves
-torch.compile out. Every family's first case comes before any second one; --quick
-takes the first on a GPU, and on a CPU the first of the tests.
+with --full torch.compile are timed. Liger's kernels (benchmarks/liger.py) need a GPU; a note says where they are not
+installed. --family NAME measures that family alone, --no-compile leaves torch.compile out. Every family's first case
+comes before any second one; --quick takes the first on a GPU, and on a CPU the first of the tests.
 """
 
 import math
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import liger
 from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
@@ -53,7 +54,7 @@ MEMORY_SHARE, FORWARD_SHARE, BACKWARD_SHARE = 0.85, 0.60, 0.45
 WITH_BIAS = 1.3  # times as long as without, at most
 PEAK_SHARE = 0.10  # of the unfused loss' working memory
 ADAFACTOR_MS = 0.12  # of a 4096 x 4096 step in fp32
-PRODUCTS = ("linear_cross_entropy", "triangle_multiply", "gated_output")
+PRODUCTS = ("linear_cross_entropy", "triangle_multiply", "gated_output", "grouped_matmul")
 """Of which most time is that of torch's matrix products."""
 TOGETHER = ("linear_cross_entropy",)
 """Whose gradients are made in the forward, and once."""
@@ -74,6 +75,7 @@ ON_CPU: dict[str, Case] = {
     "int8_matmul": {"M": 1, "N": 1024, "K": 1024, "bias": True},
     "int8_dynamic_matmul": {"M": 64, "N": 1024, "K": 1024},
     "int4_matmul": {"M": 1, "N": 1024, "K": 1024, "group": 128, "bias": True},
+    "grouped_matmul": {"rows": (128,) * 8, "I": 256, "O": 512},
     "adamw": {"shapes": ((1024, 2048),)},
     "adamw_8bit": {"shapes": ((1024, 2048),)},
     "adafactor": {"shapes": ((1024, 2048),)},
@@ -186,15 +188,14 @@ def peers_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> dict[str, Callable[
         found["SDPA, cuDNN"] = partial(_sdpa_by, SDPBackend.CUDNN_ATTENTION)
         found["SDPA, flash"] = partial(_sdpa_by, SDPBackend.FLASH_ATTENTION)
     found |= _fused_by_torch(spec, inputs)
-    try:
-        import liger_kernel.ops as liger  # pyright: ignore
-    except ImportError:
-        return found
-    if spec.name == "rms_norm" and inputs.get("residual") is None:
-        found["Liger"] = lambda x, weight, eps=1e-6, **_: liger.LigerRMSNormFunction.apply(x, weight, eps)
-    if spec.name == "layer_norm" and inputs.get("residual") is None and inputs.get("bias") is not None:
-        found["Liger"] = lambda x, weight, bias, eps=1e-5, **_: liger.LigerLayerNormFunction.apply(x, weight, bias, eps)
-    return found
+    ops = liger.operators()
+    theirs = None if ops is None else liger.liger(ops, spec.name, inputs)
+    return found if theirs is None else found | {"Liger": theirs}
+
+
+def absent_peers() -> list[str]:
+    """Peers of a GPU's kernels that are not installed, each with what to do."""
+    return [liger.ABSENT] if device().type == "cuda" and liger.operators() is None else []
 
 
 def _sdpa_by(backend: SDPBackend, /, **inputs: Any) -> Tensor:
@@ -210,12 +211,15 @@ def _fused_by_torch(spec: KernelSpec, inputs: Mapping[str, Any]) -> dict[str, Ca
     if spec.name == "layer_norm" and alone:
         return {"torch fused": lambda x, weight, bias, eps=1e-5, **_: F.layer_norm(x, x.shape[-1:], weight, bias, eps)}
     if spec.name == "group_norm" and inputs.get("weight") is not None:
-        return {
-            "torch fused": lambda x, num_groups, weight, bias, eps=1e-5, **_: F.group_norm(
-                x, num_groups, weight, bias, eps
-            )
-        }
+        return {"torch fused": _group_norm_of_torch}
     return {}
+
+
+def _group_norm_of_torch(
+    x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5, silu: bool = False
+) -> Tensor:
+    y = F.group_norm(x, num_groups, weight, bias, eps)
+    return F.silu(y) if silu else y
 
 
 def contenders(spec: KernelSpec, inputs: Mapping[str, Any], compiled: bool) -> dict[str, Callable[..., Any]]:
@@ -413,7 +417,7 @@ def _measure(options: Options) -> Measured:
     for spec in families.values():
         check_green(spec, tuple(d for d in dtypes if d in spec.dtypes))
     figures = peak_rows(torch.bfloat16) if "linear_cross_entropy" in families else []
-    notes: list[str] = []
+    notes = absent_peers()
     compiled = options.compiled and (options.full or (on_gpu and not options.quick))
     for spec, case in _in_turn(on_gpu, options.quick):
         for dtype in dtypes if spec.name in families else ():

@@ -161,7 +161,7 @@ def _build(
 
 
 def captures(config: EngineConfig, model: DecoderConfig, device: str) -> bool:
-    """Return whether a model's steps are captured. One with experts is not: the host finds out which rows go where."""
+    """Return whether a model's steps are captured. One with experts is not: that was never tried."""
     asked = config.graphs == "on" or (config.graphs == "auto" and torch.device(device).type == "cuda")
     return asked and not model.moe.num_experts
 

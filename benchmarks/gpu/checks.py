@@ -1,7 +1,7 @@
 """Command A, first: every kernel against its reference in all formats, forward and backward.
 
 A figure is the largest error of a family's cases in a format, as a share of what its SPEC allows. On a CPU kernels run
-by Triton's interpreter, in fp32 alone, whose products of bf16 are wrong.
+by Triton's interpreter, in fp32 alone; tests/kernels has the other formats.
 """
 
 from collections.abc import Iterator

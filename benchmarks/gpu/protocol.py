@@ -52,14 +52,14 @@ class Where:
 
 @dataclass(frozen=True)
 class Entry:
-    """Something to be measured: `run(where)` yields figures as they come.
+    """Something to be measured: `run(where)` yields figures as they come, and notes.
 
     least_s  of the budget that has to be left for it to begin
     most_s   after which it is stopped
     """
 
     name: str
-    run: Callable[[Where], Iterator[Row]]
+    run: Callable[[Where], Iterator[Row | str]]
     least_s: float = 5.0
     most_s: float = 240.0
 

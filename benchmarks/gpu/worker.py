@@ -15,12 +15,16 @@ import torch
 from benchmarks.gpu.entries import phases
 from benchmarks.gpu.protocol import Entry, Where, as_json
 from tests.support.chosen import choose_in_a_moment
+from tests.support.device import INTERPRETED
+from tests.support.interpreter import take_interpreter
 
 
 def main(argv: list[str]) -> None:
     where = Where(argv[1], "--quick" in argv)
     if where.quick:
         choose_in_a_moment()
+    if INTERPRETED:
+        take_interpreter()
     entries = {entry.name: entry for phase in phases(argv[0], where) for entry in phase.entries}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

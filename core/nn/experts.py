@@ -1,10 +1,10 @@
 """Many MLPs of one shape, their weights stacked: each row of the input goes through the one that it is sorted under.
 
 A stack of linear layers is one parameter [E, O, I], so an optimizer sees E matrices, and a cut of dim 0 deals out whole
-experts. The products of all experts are one call of torch's grouped matrix product on a GPU of compute capability 8.0
-or above, in bf16; elsewhere, and as the reference, one product an expert. An expert without rows makes an empty product
-all the same: its weights get a gradient of zero, and its output hangs in the graph, so the collectives of the backward
-are called on every rank.
+experts. On a GPU the products of all experts are one call, so that the host need not wait to know how many rows each
+has: `core.kernels.grouped_matmul`, or torch's grouped product, where that does not loop on the host, in bf16 on compute
+capability 9 and 10. On a CPU there is one product an expert. An expert without rows has a gradient of zero, and its
+output hangs in the graph, so the collectives of the backward are called on every rank.
 
 Shapes: A rows, E experts, I in_features, O out_features, D model, F hidden.
 """
@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.kernels.matmul import linear
+from core.kernels.grouped_matmul import grouped_matmul
 from core.nn.mlp import ActivationName, activation_function, is_gated
 
 _ALIGNMENT_BYTES = 16
+_WITHOUT_WAITING = (9, 10)
+"""major compute capabilities on which torch's grouped product does not read the groups' ends on the host"""
 
 
 class GroupedLinear(nn.Module):
@@ -39,11 +41,11 @@ class GroupedLinear(nn.Module):
 
         Rows behind those that are counted fill up: the last expert takes them, too.
         """
-        y_AO = grouped_linear(x_AI, self.weight, rows_E)
+        ends_E = _ends(rows_E, x_AI.shape[0])
+        y_AO = grouped_linear(x_AI, self.weight, ends_E)
         if self.bias is None:
             return y_AO
         bias = self.bias if self.bias_share == 1.0 else self.bias * self.bias_share
-        ends_E = _ends(rows_E, x_AI.shape[0])
         rows_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         return y_AO + bias.repeat_interleave(rows_E, dim=0, output_size=x_AI.shape[0])
 
@@ -66,29 +68,23 @@ class Experts(nn.Module):
         return self.down(hidden_AF, rows_E)
 
 
-def grouped_linear(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
-    """The rows of expert e times weight[e] transposed, for all e."""
-    if takes_grouped_product(x_AI, weight_EOI):
-        return by_grouped_product(x_AI, weight_EOI, rows_E)
-    return by_loop(x_AI, weight_EOI, rows_E)
+def grouped_linear(x_AI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """The rows of expert e times weight[e] transposed, for all e; ends_E int64: where the rows of each end."""
+    if takes_torchs_product(x_AI, weight_EOI):
+        return by_torchs_product(x_AI, weight_EOI, ends_E)
+    return grouped_matmul(x_AI, weight_EOI, ends_E)
 
 
-def takes_grouped_product(x_AI: Tensor, weight_EOI: Tensor) -> bool:
-    """Return whether torch's kernel for GPUs computes this: bf16, rows of whole 16 bytes."""
+def takes_torchs_product(x_AI: Tensor, weight_EOI: Tensor) -> bool:
+    """Return whether torch's kernel for GPUs computes this without a wait: bf16, rows of whole 16 bytes."""
     aligned = all(n * x_AI.element_size() % _ALIGNMENT_BYTES == 0 for n in weight_EOI.shape[1:])
     if not (x_AI.is_cuda and x_AI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned and weight_EOI.numel()):
         return False
-    return torch.cuda.get_device_capability(x_AI.device) >= (8, 0)
+    return torch.cuda.get_device_capability(x_AI.device)[0] in _WITHOUT_WAITING
 
 
-def by_grouped_product(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
-    return F.grouped_mm(x_AI, weight_EOI.transpose(-2, -1), offs=_ends(rows_E, x_AI.shape[0]).to(torch.int32))
-
-
-def by_loop(x_AI: Tensor, weight_EOI: Tensor, rows_E: Tensor) -> Tensor:
-    *rows, _ = rows_E.tolist()
-    groups = x_AI.split([*rows, x_AI.shape[0] - sum(rows)])
-    return torch.cat([linear(x, weight) for x, weight in zip(groups, weight_EOI.unbind(), strict=True)])
+def by_torchs_product(x_AI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    return F.grouped_mm(x_AI, weight_EOI.transpose(-2, -1), offs=ends_E.to(torch.int32))
 
 
 def _ends(rows_E: Tensor, num_rows: int) -> Tensor:

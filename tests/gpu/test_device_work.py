@@ -43,10 +43,11 @@ def waits(how: str = "error") -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("router", ["topk", "switch", "gshard", "expert_choice"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.cuda
-def test_experts_wait_for_nobody(router: str, device: torch.device) -> None:
-    moe = MoE(64, 128, "swiglu", True, MoEConfig(4, router=router)).to(device, torch.bfloat16)  # pyright: ignore
-    x = torch.randn(2, 32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+def test_experts_wait_for_nobody(router: str, dtype: torch.dtype, device: torch.device) -> None:
+    moe = MoE(64, 128, "swiglu", True, MoEConfig(4, router=router)).to(device, dtype)  # pyright: ignore
+    x = torch.randn(2, 32, 64, device=device, dtype=dtype, requires_grad=True)
     moe(x).sum().backward()  # libraries begin
     with waits():
         moe(x).float().square().sum().backward()

@@ -96,6 +96,15 @@ MUTATIONS = {
         ("_gated_residual_forward", "value *= tl.sigmoid(g)", "value *= g"),
         ("_gated_residual_backward", "s * (1.0 - s)", "s"),
     ),
+    "grouped_matmul": of(
+        "grouped_matmul",
+        ("_tile_of_group", "until <= program", "until < program"),
+        ("_tile_of_group", "start + (program - until + tiles) * BM", "start"),
+        ("_group_rows", "group.to(tl.int64) * we", "0 * we"),
+        ("_group_rows", "range(0, K, BK)", "range(0, BK, BK)"),
+        ("_group_weights", "range(first, last, BK)", "range(0, last, BK)"),
+        ("_group_weights", "mask=group > 0", "mask=group < 0"),
+    ),
     "group_norm": of(
         "group_norm",
         ("_slope", "1.0 + z", "z"),

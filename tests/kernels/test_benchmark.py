@@ -1,13 +1,15 @@
 """The kernel benchmark refuses to report on a family that computes something else."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import kernels
+from benchmarks import kernels, liger
 from core.config import UserError
 from core.kernels import specs
+from core.kernels.spec import outputs_of
 
 SPEC = specs()["softmax"]
 
@@ -164,3 +166,81 @@ def test_every_family_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     passes = {r.case["pass"] for r in rows if r.case["contender"] == "ours"}
     assert passes == ({"both"} if name in kernels.TOGETHER else {"forward", "backward"} if spec.grads else {"forward"})
     assert ("SDPA" in {r.case["contender"] for r in rows}) == (name == "attention")
+
+
+class LigerStandIn:
+    """Liger's operators by torch: as they are called, with as many arguments as they take."""
+
+    def __getattr__(self, name: str) -> type:
+        return type(name, (), {"apply": staticmethod(getattr(self, f"_{name.removesuffix('Function')}"))})
+
+    @staticmethod
+    def _LigerRMSNorm(x, weight, eps, offset, casting_mode, in_place, row_mode=None):
+        assert (offset, in_place) == (0.0, False)
+        return specs()["rms_norm"].reference(x, weight, eps=eps)
+
+    @staticmethod
+    def _LigerFusedAddRMSNorm(x, residual, weight, eps, offset=0.0, casting_mode="llama", in_place=False):
+        return specs()["rms_norm"].reference(x, weight, eps=eps, residual=residual)
+
+    @staticmethod
+    def _LigerLayerNorm(x, weight, bias, eps):
+        return specs()["layer_norm"].reference(x, weight, bias, eps)
+
+    @staticmethod
+    def _LigerGroupNorm(x, weight, bias, num_channels, num_groups, eps):
+        assert num_channels == x.shape[1]
+        return specs()["group_norm"].reference(x, num_groups, weight, bias, eps=eps)
+
+    @staticmethod
+    def _LigerSoftmax(x):
+        return x.softmax(-1)
+
+    @staticmethod
+    def _LigerSiLUMul(gate, up, gate_multiplier=1.0, down_multiplier=1.0):
+        return specs()["swiglu"].reference(gate, up)
+
+    @staticmethod
+    def _LigerRope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+        assert (position_ids, unsqueeze_dim, rotary_dim) == (None, 1, 2 * cos.shape[-1])
+        found = specs()["rope"].reference(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return tuple(x.transpose(1, 2) for x in found)
+
+    @staticmethod
+    def _LigerFusedLinearCrossEntropy(
+        x, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction
+    ):
+        assert (bias, ce_weight, reduction) == (None, None, "sum")
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": lse_square_scale}
+        return specs()["linear_cross_entropy"].reference(x, weight, target, **options), None
+
+
+@pytest.mark.parametrize("name", sorted(liger._MAKERS))
+def test_liger_is_asked_for_the_same(name: str) -> None:
+    """Of the cases that are timed at least one; of the tests' each that Liger is asked for gives the reference's."""
+    spec, asked = specs()[name], 0
+    for case in spec.cases:
+        inputs = spec.inputs(case, torch.float32, "cpu", torch.Generator().manual_seed(0))
+        function = liger.liger(LigerStandIn(), name, inputs)
+        if function is not None:
+            asked += 1
+            wanted, found = (outputs_of(f(**inputs)) for f in (spec.reference, function))
+            for a, b in zip(wanted, found, strict=True):
+                torch.testing.assert_close(a, b)
+    assert asked > 0
+    timed = [spec.inputs(case, torch.bfloat16, "meta", torch.Generator()) for case in spec.timed]
+    assert any(liger.liger(LigerStandIn(), name, inputs) for inputs in timed)
+
+
+def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = specs()["rms_norm"]
+    inputs = spec.inputs({"B": 1, "L": 2, "N": 8, "weight": True}, torch.float32, "cpu", torch.Generator())
+    assert kernels.absent_peers() == [], "on a CPU none is asked"
+    monkeypatch.setattr(kernels, "device", lambda: torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    assert kernels.absent_peers() == [liger.ABSENT]
+    assert "Liger" not in kernels.peers_of(spec, inputs)
+    monkeypatch.setattr(liger, "operators", LigerStandIn)
+    assert kernels.absent_peers() == []
+    assert "Liger" in kernels.peers_of(spec, inputs)
+    assert "Liger" not in kernels.peers_of(specs()["attention"], {"q": torch.empty(1)})

@@ -25,7 +25,7 @@ from tests.kernels.test_specs import SPECS
 DTYPE = torch.bfloat16
 MOST = 1 / 0.85  # times the SPEC's count: what the share of the bandwidth that is aimed at leaves
 LEAST = 0.97
-COMPUTE_BOUND = ("attention", "attention_varlen", "linear_cross_entropy")
+COMPUTE_BOUND = ("attention", "attention_varlen", "linear_cross_entropy", "grouped_matmul")
 OTHERWISE = {
     "write_pages": "of the pages, only where tokens are written is touched",
     "layer_norm-3": "rows over 8192 elements: the sums of a backward need a second read",

@@ -1,8 +1,10 @@
 """The comparison with diffusers' script: both are given the same, and are watched alike."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -100,3 +102,19 @@ def test_a_folder_without_the_script_is_named(tmp_path: Path) -> None:
     figures = tmp_path / "none.json"
     with pytest.raises(UserError, match="failed: "):
         dreambooth.watched([sys.executable, str(tmp_path / "nothing.py")], figures)
+
+
+def test_a_run_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of a pack are on PYTHONPATH, behind this checkout."""
+    given: list[str] = []
+
+    def run(line: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        given.append(options["env"]["PYTHONPATH"])
+        return subprocess.CompletedProcess(line, 1, "", "")
+
+    monkeypatch.setattr(dreambooth.subprocess, "run", run)
+    for before in ("", "pack"):
+        monkeypatch.setenv("PYTHONPATH", before)
+        with pytest.raises(UserError, match="failed"):
+            dreambooth.watched([sys.executable, "ours"], tmp_path / "none.json")
+    assert given == [str(dreambooth.ROOT), f"{dreambooth.ROOT}:pack"]

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.kernels.grouped_matmul import reference
+from core.kernels.operator import forced
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.nn.attention import StepContext
-from core.nn.experts import Experts, by_grouped_product, by_loop
+from core.nn.experts import Experts, by_torchs_product
 from core.nn.mlp import MLP
 from core.nn.moe import AuxiliaryLoss, MoE, load_figures, take_load
 from core.nn.routing import MoEConfig, Routing, WholeRows, by_expert, choose, most_rows
 from core.parallel.recompute import RecomputeConfig, apply_recompute
-from tests.support.fake_gpu import fake_gpu, on_fake_gpu
+from tests.support.fake_gpu import Operators, fake_gpu, on_fake_gpu
 
 examples = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 E, L, D = 5, 9, 6
@@ -103,10 +105,10 @@ def test_torchs_grouped_product_and_the_loop_agree(dtype: torch.dtype) -> None:
     """On the CPU too, where the loop is taken; an expert without rows has a gradient of zero."""
     torch.manual_seed(2)
     x, w = (torch.randn(n, dtype=dtype, requires_grad=True) for n in ((9, 8), (4, 16, 8)))
-    rows = torch.tensor([5, 0, 4, 0])
+    ends = torch.tensor([5, 5, 9, 9])
     grads = []
-    for product in (by_loop, by_grouped_product):
-        y = product(x, w, rows)
+    for product in (reference, by_torchs_product):
+        y = product(x, w, ends)
         assert y.shape == (9, 16)
         grads.append((y, *torch.autograd.grad(y.float().sin().sum(), (x, w))))
     for a, b in zip(*grads, strict=True):
@@ -321,13 +323,40 @@ def test_no_more_rows_are_kept_than_are_made(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_on_a_gpu_nobody_waits_for_the_router(name: str, masked: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "capability", "product"),
+    [
+        (torch.bfloat16, (9, 0), "_grouped_mm"),
+        (torch.bfloat16, (8, 0), "grouped_matmul"),  # torch's own reads the ends on the host there
+        (torch.bfloat16, (12, 0), "grouped_matmul"),
+        (torch.float16, (9, 0), "grouped_matmul"),
+        (torch.float32, (9, 0), "grouped_matmul"),
+    ],
+)
+def test_on_a_gpu_nobody_waits(
+    name: str, masked: bool, dtype: torch.dtype, capability: tuple[int, int], product: str
+) -> None:
     moe = MoE(16, 32, "swiglu", True, CONFIGS[name])
-    with fake_gpu() as counted, patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)):
-        on_fake_gpu(moe, torch.bfloat16)
-        x = torch.empty(2, L, 16, dtype=torch.bfloat16, device="cuda")
+    with fake_gpu() as counted, patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
+        on_fake_gpu(moe, dtype)
+        x = torch.empty(2, L, 16, dtype=dtype, device="cuda")
         mask = torch.empty(2, L, dtype=torch.long, device="cuda") if masked else None
         assert moe(x, mask=mask).device.type == "cuda"
-    assert counted.counts["_grouped_mm"] == 3
+    assert counted.counts[product] == 3
     assert not counted.waits
     assert not counted.copies
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_backward_waits_for_nothing_either(name: str, dtype: torch.dtype) -> None:
+    """On the meta device, where reading a number is an error, along the path of a GPU."""
+    moe = MoE(16, 32, "swiglu", True, CONFIGS[name]).to("meta", dtype)
+    x, context = torch.empty(2, L, 16, dtype=dtype, device="meta", requires_grad=True), StepContext()
+    context.auxiliary = AuxiliaryLoss(torch.empty(2, device="meta"))
+    with Operators() as counted, forced(), patch("core.nn.moe.COUNTS_ROWS", ()):
+        context.auxiliary.added_to(moe(x, context=context).sum()).backward()
+    assert all(p.grad is not None for p in (x, *moe.parameters()))
+    assert counted.counts["grouped_matmul"] == 3 + 3
+    assert counted.counts["grouped_matmul_weights"] == 3
+    assert not counted.waits
