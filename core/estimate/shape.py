@@ -332,6 +332,7 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
 
     norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep
     attention  the fused q, k, v; turned copies of q and k where positions are rotary; o and its log-sum-exp
+    its norms  the queries apart from the keys and values that they lie between, where a group has several
     MLP        what the activation keeps of `up`, and `down`'s input (ReLU keeps only its output, which is that input)
     """
     queries = config.num_heads * config.head_size
@@ -342,11 +343,22 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     mlp = {"relu": hidden}.get(config.activation, 2 * products)
     statistics = config.num_heads + (4 if config.norm == "layer_norm" else 2)
     composed = 2 * config.dim if composed_norms else 0
+    normed = queries + keys if config.qk_norm else 0
+    apart = queries if config.qk_norm and queries > keys else 0
+    composed_heads = normed if composed_norms else 0
+    if config.qk_norm:
+        statistics += config.num_heads + config.kv_heads
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(
         input=Kept(replicated=config.dim),
-        everything=Kept(config.dim + composed, qkv + turned + queries + mlp, 2 * config.dim, statistics, composed),
+        everything=Kept(
+            config.dim + composed,
+            qkv + apart + composed_heads + turned + queries + mlp,
+            2 * config.dim,
+            statistics,
+            composed + composed_heads,
+        ),
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         scores_dim=queries,

@@ -53,6 +53,7 @@ class DecoderConfig:
     norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
     embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
     residual_after_norm  the residual branches off after the norm (BLOOM's option)
+    qk_norm              a norm of each head's query and key, before positions turn them
     """
 
     vocab_size: int
@@ -79,6 +80,7 @@ class DecoderConfig:
     tied_head: bool = True
     embed_dim: int | None = None
     residual_after_norm: bool = False
+    qk_norm: bool = False
     moe: MoEConfig = field(default_factory=MoEConfig)
     """experts in the place of the blocks' MLPs, each of them of ffn_dim"""
     family: FamilyName = "gpt2"
@@ -171,13 +173,20 @@ class Decoder(nn.Module):
         tied = self.embedding.tokens.weight if config.tied_head else None
         self.head = Head(config.vocab_size, width, weight=tied)
 
-    def _norm(self) -> nn.Module:
-        return build_norm(self.config.norm, self.config.dim, self.config.norm_eps, self.config.norm_affine)
+    def _norm(self, size: int | None = None) -> nn.Module:
+        c = self.config
+        return build_norm(c.norm, size or c.dim, c.norm_eps, c.norm_affine)
 
     def _block(self, index: int) -> Block:
         c = self.config
         attention = Attention(
-            c.dim, c.num_heads, c.kv_heads, c.head_size, bias=c.attention_bias, alibi=c.positions == "alibi"
+            c.dim,
+            c.num_heads,
+            c.kv_heads,
+            c.head_size,
+            bias=c.attention_bias,
+            alibi=c.positions == "alibi",
+            norm=self._norm if c.qk_norm else None,
         )
         shape = (c.dim, c.ffn_dim, c.activation, c.mlp_bias)
         return Block(

@@ -2,11 +2,13 @@
 
 1. qkv(x): rows of the weight are grouped by key/value head: its G query heads, then its key, then its value. A plain
    row shard of the weight is therefore a shard over heads, and the forward never asks how many heads it holds.
-2. `turn`, a slot: rotary positions turn queries and keys, where the model has them (Su et al., "RoFormer", 2021; the
+2. A norm over the features of each query head, and one of each key head, where the model has them (Dehghani et al.,
+   "Scaling Vision Transformers to 22 Billion Parameters", 2023): one weight[K] each for all heads.
+3. `turn`, a slot: rotary positions turn queries and keys, where the model has them (Su et al., "RoFormer", 2021; the
    half-rotation convention of Llama).
-3. `attend`, the slot: softmax(q k^T / sqrt(K) + bias) v. The default is torch's scaled_dot_product_attention. Caches,
+4. `attend`, the slot: softmax(q k^T / sqrt(K) + bias) v. The default is torch's scaled_dot_product_attention. Caches,
    ring attention, pages and the like are other functions put into the slot from outside.
-4. out(o).
+5. out(o).
 
 The default `attend` takes the causal fast path unless there is padding, ALiBi (Press et al., "Train Short, Test Long",
 2021) or a document boundary to respect. Their bias is built once a step and shared by the layers (`StepContext.once`).
@@ -240,12 +242,24 @@ class Attention(nn.Module):
 
     slopes: Tensor | None
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, alibi: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        alibi: bool = False,
+        norm: Callable[[int], nn.Module] | None = None,
+    ):
+        """norm: makes the norm of a head's features, once for queries and once for keys; None: there is none."""
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.group = num_heads // num_kv_heads
         self.head_dim = head_dim
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
+        self.query_norm, self.key_norm = (norm(head_dim), norm(head_dim)) if norm else (None, None)
         self.out = Linear(num_heads * head_dim, dim, bias=bias)
         self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self.attend: Attend = attend
@@ -264,6 +278,8 @@ class Attention(nn.Module):
         B, L = qkv.shape[:2]
         q_BLJGK, k_BLJ1K, v_BLJ1K = qkv.view(B, L, -1, self.group + 2, self.head_dim).split([self.group, 1, 1], dim=3)
         q, k, v = q_BLJGK.flatten(2, 3), k_BLJ1K.squeeze(3), v_BLJ1K.squeeze(3)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
             q, k = self.turn(q, k, *rotary)
         o_BLHK = self.attend(q, k, v, slopes=self.slopes, mask=mask, positions=positions_BL, context=context)

@@ -13,6 +13,7 @@ leave the grid. Features are not padded: their shares are those of `core.layout`
 
     norm          its statistics are sums over the columns' axis; weight[D_cols]
     attention     the heads of the columns, the sequences of the rows
+    norm_of_heads weight[K], x[B_rows, L, H_cols, K] -> the same
     from_whole    a module whose callers hold x[B, L, D] and y[B, L, O] whole, on every rank
     drop_padding  logits[B, L, V] without the sequences of the padding
 
@@ -241,6 +242,12 @@ def attention_at(side: Side) -> Style:
 
 
 attention = attention_at(FIRST)
+
+
+def norm_of_heads_at(side: Side) -> Style:
+    """A norm over the features of each head: replicated; a rank has of its gradient the sum over its heads and rows."""
+    lies = {**side.lies(), side.cols: Shard(2)}
+    return Style(partial={"**": (*side.rows, side.cols)}, inputs=lies, outputs=lies)
 
 
 def check_grid_heads(num_kv_heads: int, side: int, what: str = "tp_col") -> None:

@@ -90,3 +90,34 @@ def test_rotate_turns_by_the_distance():
     scores = [float((turned(q, p + 3) * turned(k, p)).sum()) for p in (0, 5, 1000)]
     assert scores == pytest.approx([scores[0]] * 3, rel=1e-10)
     assert not math.isclose(scores[0], float((q * k).sum()), rel_tol=1e-3)
+
+
+def test_norms_of_queries_and_keys():
+    """Each head is normed before it is turned, so the scale of the weight's rows that make it does not matter."""
+    build = lambda size: torch.nn.RMSNorm(size, eps=0.0)  # noqa: E731
+    attention = Attention(8, 4, 2, 6, bias=False, norm=build).double()
+    x, positions = torch.randn(2, 5, 8, dtype=torch.float64), torch.arange(5)[None]
+    angle = torch.randn(1, 5, 3, dtype=torch.float64)
+    seen = {}
+
+    def note(q, k, v, **_rest):
+        seen["q"], seen["k"] = q, k
+        return attend(q, k, v, **_rest)
+
+    attention.attend = note
+    with torch.no_grad():
+        attention.query_norm.weight.normal_()
+        attention.key_norm.weight.normal_()
+        out = attention(x, positions, (angle.cos(), angle.sin()))
+        q_BLJGK, k_BLJ1K, _ = attention.qkv(x).view(2, 5, 2, 4, 6).split([2, 1, 1], dim=3)
+        for name, heads, norm in (
+            ("q", q_BLJGK.reshape(2, 5, 4, 6), attention.query_norm),
+            ("k", k_BLJ1K.squeeze(3), attention.key_norm),
+        ):
+            normed = heads / heads.square().mean(-1, keepdim=True).sqrt() * norm.weight
+            torch.testing.assert_close(seen[name], rotate(normed, angle.cos(), angle.sin()), rtol=1e-12, atol=1e-12)
+        attention.qkv.weight.view(2, 4, 6, 8)[:, :3] *= torch.tensor([2.0, 3.0, 0.5], dtype=torch.float64)[
+            :, None, None
+        ]
+        again = attention(x, positions, (angle.cos(), angle.sin()))
+    torch.testing.assert_close(again, out, rtol=1e-12, atol=1e-12)
