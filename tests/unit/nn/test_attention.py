@@ -6,7 +6,7 @@ import torch
 from core.nn.attention import Attention, StepContext, alibi_slopes, attend, rotate
 
 
-def naive(q, k, v, slopes, mask, positions, documents):
+def naive(q, k, v, slopes, mask, positions, documents, window=None):
     """One query and head at a time."""
     B, L, H, K = q.shape
     group = H // k.shape[2]
@@ -16,7 +16,8 @@ def naive(q, k, v, slopes, mask, positions, documents):
             for i in range(L):
                 token = lambda j: mask is None or mask[b, j]  # noqa: B023, E731
                 together = lambda j: documents is None or documents[b, i] == documents[b, j]  # noqa: B023, E731
-                seen = [j for j in range(i + 1) if j == i or (token(j) and together(j))]
+                oldest = 0 if window is None else max(0, i - window + 1)
+                seen = [j for j in range(oldest, i + 1) if j == i or (token(j) and together(j))]
                 scores = torch.stack([q[b, i, h] @ k[b, j, h // group] / math.sqrt(K) for j in seen])
                 if slopes is not None:
                     row = positions[b if len(positions) > 1 else 0]
@@ -28,8 +29,9 @@ def naive(q, k, v, slopes, mask, positions, documents):
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 6])
-def test_attend(alibi, padded, packed, num_kv_heads):
+def test_attend(alibi, padded, packed, window, num_kv_heads):
     B, L, H, K = 2, 6, 6, 5
     q = torch.randn(B, L, H, K, dtype=torch.float64)
     k, v = torch.randn(2, B, L, num_kv_heads, K, dtype=torch.float64)
@@ -37,9 +39,9 @@ def test_attend(alibi, padded, packed, num_kv_heads):
     documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6]) if packed else None
     positions = torch.arange(L)[None]
     slopes = alibi_slopes(H) if alibi else None
-    expected = naive(q, k, v, slopes, mask, positions, documents)
+    expected = naive(q, k, v, slopes, mask, positions, documents, window)
     for context in (StepContext(documents), *([None] if documents is None else [])):
-        out = attend(q, k, v, slopes=slopes, mask=mask, positions=positions, context=context)
+        out = attend(q, k, v, slopes=slopes, window=window, mask=mask, positions=positions, context=context)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
