@@ -137,7 +137,9 @@ def _norm(module: Any, mesh: DeviceMesh) -> nn.Module:
 
     def forward(x: Tensor) -> Tensor:
         eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
-        return _Norm.apply(x, module.weight, module.bias if centered else None, eps, size, at.col_axis, centered)  # pyright: ignore[reportReturnType]
+        bias = module.bias if centered else None
+        weight = module.gain() if hasattr(module, "gain") else module.weight
+        return _Norm.apply(x, weight, bias, eps, size, at.col_axis, centered)  # pyright: ignore[reportReturnType]
 
     module.forward = forward
     return module
@@ -195,7 +197,8 @@ norm = Style(
     wrap=_norm,
     is_local=True,
 )
-"""nn.LayerNorm or nn.RMSNorm over one dim.  x[B_rows, .., D_cols] -> the same.
+"""nn.LayerNorm or nn.RMSNorm over one dim.  x[B_rows, .., D_cols] -> the same. `gain()`, where a norm has it, is what
+it multiplies with in the place of its weight.
 
 Two all-reduces of a number a token over the columns' axis (of RMSNorm one), and one on the way back.
 """
