@@ -164,7 +164,8 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
     head = model.vocab_size * model.embedding_size
     active = sum(p.numel() * model.active_share(name) for name, p in decoder.named_parameters())
     multiplied = round(active) - looked_up + (head if model.tied_head else 0)
-    return transformer_flops_per_token(multiplied, model.num_layers, model.num_heads * model.head_size, sequence_length)
+    seen = sum(min(model.layer_window(n) or sequence_length, sequence_length) for n in range(model.num_layers))
+    return transformer_flops_per_token(multiplied, 1, model.num_heads * model.head_size, seen)
 
 
 def report(config: PretrainConfig, summary: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def warm_up(runner: Runner, max_tokens: int, max_length: int) -> None:
     They are written to the first pages, which nobody has yet. All ranks call it: it sends nothing.
     """
     size, count = runner.page_size, 1
-    while count <= min(max_tokens, max_length):
+    while count <= min(max_tokens, max_length, size * len(runner.pages[0].k)):
         places = list(range(count))
         table = list(range(-(-count // size)))
         runner.compute(Step([0] * count, places, places, [table], [count], [0, count], [count - 1]))

@@ -55,9 +55,11 @@ class Counts:
     aborted: int = 0
 
 
-def length_within(max_length: int, num_pages: int, page_size: int) -> int:
+def length_within(max_length: int, num_pages: int, limits: Limits) -> int:
     """Tokens that a sequence may have: in all pages but one, for a page is held while its copy is made."""
-    return min(max_length, (num_pages - 1) * page_size)
+    if limits.held_pages(max_length) < num_pages:
+        return max_length
+    return min(max_length, (num_pages - 1) * limits.page_size)
 
 
 @dataclass
@@ -115,8 +117,8 @@ class Engine:
         self._settled_at = 0.0
         self.runner, self.text, self.limits = runner, text, limits
         self.vocab_size = vocab_size
-        self.pages = Pages(num_pages, limits.page_size, sharing)
-        self.max_length = length_within(max_length, num_pages, limits.page_size)
+        self.pages = Pages(num_pages, limits.page_size, sharing, limits.window)
+        self.max_length = length_within(max_length, num_pages, limits)
         if self.max_length < 2:
             raise UserError(
                 f"{num_pages} pages of {limits.page_size} tokens hold no sequence; give more by --engine.cache"
@@ -288,6 +290,7 @@ class Engine:
         for (sequence, _), until in zip(flight.parts, flight.until, strict=True):
             if sequence.held is not None:
                 self.pages.commit(sequence.held, sequence.tokens, until)
+                self.pages.drop(sequence.held, until)
         return self._read(flight, sampled, scored)
 
     # --- what the scheduler sees --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from apps.serve.sampler import DRAW_BYTES, slab_rows
 from core.config import UserError, in_words
 from core.mesh import MeshConfig
 from core.models import Decoder, DecoderConfig, stored_dtype
+from core.nn.mlp import is_gated
 from core.quant import Scheme, is_quantized
 from core.quant.choose import choose
 from core.quant.folder import described_weights, parameter_dtype, weight_bytes
@@ -87,17 +88,30 @@ class Load:
     sequences     that run at once
     length        tokens of each at most, prompt and text
     batch_tokens  of a step at most
+    window        of all layers of the model, where they have one
     """
 
     sequences: int
     length: int
     batch_tokens: int
     page_size: int = 16
+    window: int | None = None
 
     @property
     def pages(self) -> int:
-        """Pages that all of the sequences fill."""
-        return self.sequences * -(-self.length // self.page_size)
+        """Pages that all of the sequences hold: with a window those that it lies on, and those of a step's tokens."""
+        whole = self.sequences * self._pages(self.length)
+        if self.window is None:
+            return whole
+        return min(whole, self.sequences * (self._pages(self.window) + 1) + self._pages(self.batch_tokens))
+
+    @property
+    def seen(self) -> int:
+        """Keys that the queries of a sequence see in one step."""
+        return self.length if self.window is None else min(self.length, self.window + self.batch_tokens)
+
+    def _pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
 
 
 @dataclass(frozen=True)
@@ -167,8 +181,7 @@ def _work(model: DecoderConfig, format: Format, load: Load, ranks: int, kind: st
     product     with the quantized weight that takes most: some of it widened, or what stands for x in 8 bits
     """
     hidden, width = model.ffn_dim // ranks, format.dtype.itemsize
-    gated = model.activation in ("swiglu", "geglu")
-    mlp = (3 if gated else 2) * hidden
+    mlp = (3 if is_gated(model.activation) else 2) * hidden
     if model.moe.num_experts:
         mlp = math.ceil(model.moe.per_token * (mlp + model.dim))
     token = width * (4 * model.dim + max(mlp, (model.num_heads + 2 * model.kv_heads) * model.head_size // ranks))
@@ -208,9 +221,9 @@ def _rows_multiplied(name: str, load: Load) -> int:
 
 
 def _attention_on_cpu(model: DecoderConfig, load: Load, ranks: int) -> int:
-    keys = 2 * load.length * (model.kv_heads // ranks) * model.head_size * 8
+    keys = 2 * load.seen * (model.kv_heads // ranks) * model.head_size * 8
     alibi = model.positions == "alibi"
-    scores = min(load.batch_tokens, load.length) * load.length
+    scores = min(load.batch_tokens, load.length) * load.seen
     return keys + (4 * model.num_heads // ranks * scores + 9 * scores if alibi else 9 * scores)
 
 

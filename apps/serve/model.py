@@ -105,7 +105,9 @@ def _plan(
         check_compilable(device, ranks, source.config.moe.num_experts)
     if config.graphs == "on" and source.config.moe.num_experts:
         raise UserError(f"{source.name} has experts, whose steps are not captured; leave --engine.graphs out")
-    limits = Limits(config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running)
+    limits = Limits(
+        config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running, source.config.every_window
+    )
     max_length = config.max_length or source.config.max_length
     if source.config.positions == "learned" and max_length > source.config.max_length:
         raise UserError(
@@ -115,11 +117,11 @@ def _plan(
     dtype = None if config.precision == "auto" else compute_dtype(config.precision)
     pages = None if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
     format = folder_format(source.config, source.folder, dtype, pages, scheme)
-    load = Load(config.max_running, max_length, config.max_batch_tokens, config.page_size)
+    load = Load(config.max_running, max_length, config.max_batch_tokens, config.page_size, limits.window)
     needed = need(source.config, format, load, ranks, device)
     if is_quantized(source.folder) and ranks == 1:
         needed = replace(needed, forms=0)  # the first form is the mapped file, and leaves memory
-    usable = config.max_running * (limits.pages(max_length) + 1)
+    usable = load.pages + config.max_running
     kv_bytes = None if config.cache is None else size_in_bytes(config.cache, "engine.cache", "GiB")
     return _Plan(format, limits, max_length, Asked(source.name, needed, usable, limits.least_pages, kv_bytes))
 
@@ -144,7 +146,7 @@ def _build(
         from apps.serve.compiled import compile_runner
 
         compile_runner(runner)
-    max_length = length_within(plan.max_length, room.num_pages, config.page_size)
+    max_length = length_within(plan.max_length, room.num_pages, plan.limits)
     sampler = _capture(runner, config, source.config, max_length, axis)
     return Engine(
         runner,

@@ -11,7 +11,7 @@ Shapes: T tokens of the step, R rows whose logits are wanted, B sequences, H que
 size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -90,20 +90,30 @@ def _layout(ids: int, sources: int, lengths: int, width: int, rows: int, copies:
 
 @dataclass
 class PagedContext(StepContext):
-    """A step's tensors for `PagedAttend`: those of `paged_attention` and `write_pages`."""
+    """A step's tensors for `PagedAttend`: those of `paged_attention` and `write_pages`.
+
+    spans  window of layers -> what `paged_attention` has `prepared`; None on a GPU
+    """
 
     tables_BP: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
     lengths_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     starts_B: Tensor | None = None
     slots_T: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     max_length: int = 0
-    spans: Spans | None = None
+    spans: Mapping[int | None, Spans] | None = None
 
 
 class PagedAttend:
-    """`Attend` of one layer over its pages[P, page_size, J, K]; int8 pages have scales[P, page_size, J]."""
+    """`Attend` of one layer over its pages[P, page_size, J, K]; int8 pages have scales[P, page_size, J].
 
-    def __init__(self, num_pages: int, page_size: int, num_heads: int, head_size: int, dtype: torch.dtype, device: Any):
+    window  the layer's
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, num_heads: int, head_size: int, dtype: torch.dtype, device: Any,
+        window: int | None = None,
+    ):  # fmt: skip
+        self.window = window
         shape = (num_pages, page_size, num_heads, head_size)
         self.k, self.v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         scaled = dtype == torch.int8
@@ -119,10 +129,12 @@ class PagedAttend:
         /,
         *,
         slopes: Tensor | None,
+        window: int | None,
         mask: Tensor | None,
         positions: Tensor,
         context: PagedContext,
     ) -> Tensor:
+        assert window == self.window
         return self.attend(q_1THK[0], k_1TJK[0], v_1TJK[0], slopes, context)[None]
 
     def attend(
@@ -130,9 +142,11 @@ class PagedAttend:
     ) -> Tensor:
         """Keep the new keys and values; o[T, H, K]."""
         scales: dict[str, Any] = {"k_scales": self.k_scales, "v_scales": self.v_scales}
-        if context.spans is not None and offered(q_THK, self.k):
+        seen: dict[str, Any] = {"slopes": slopes, "window": self.window}
+        found = None if context.spans is None else context.spans[self.window]
+        if found is not None and offered(q_THK, self.k):
             write(k_TJK, v_TJK, self.k, self.v, context.slots_T, **scales)
-            return attention_on_cpu(q_THK, self.k, self.v, context.tables_BP, context.spans, slopes=slopes, **scales)
+            return attention_on_cpu(q_THK, self.k, self.v, context.tables_BP, found, **seen, **scales)
         write_pages(k_TJK, v_TJK, self.k, self.v, context.slots_T, **scales)
         return paged_attention(
             q_THK,
@@ -141,9 +155,9 @@ class PagedAttend:
             context.tables_BP,
             context.lengths_B,
             cu_query_lens=context.starts_B,
-            slopes=slopes,
             max_length=context.max_length,
-            prepared=context.spans,
+            prepared=found,
+            **seen,
             **scales,
         )
 
@@ -185,7 +199,9 @@ class Runner:
         ranks = 1 if axis is None else axis.size()
         try:
             self.pages = [
-                PagedAttend(num_pages, page_size, a.num_kv_heads // ranks, a.head_dim, page_dtype, self.device)
+                PagedAttend(
+                    num_pages, page_size, a.num_kv_heads // ranks, a.head_dim, page_dtype, self.device, a.window
+                )
                 for a in attentions
             ]
         except (RuntimeError, MemoryError) as error:
@@ -330,8 +346,9 @@ class Runner:
             return x_1TD.new_empty(0, self.model.config.vocab_size)
         return _at_least_fp32(self.model.head(x_1TD, rows_R=rows_R)[0])
 
-    def _spans(self, step: Step) -> Spans:
-        return spans(step.tables, step.lengths, step.starts, self.page_size, longest_apart(self.pages[0].k))
+    def _spans(self, step: Step) -> dict[int | None, Spans]:
+        given = step.tables, step.lengths, step.starts, self.page_size, longest_apart(self.pages[0].k)
+        return {window: spans(*given, window) for window in {pages.window for pages in self.pages}}
 
 
 def _at_least_fp32(logits_RV: Tensor) -> Tensor:

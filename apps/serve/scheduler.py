@@ -10,6 +10,9 @@ Continuous batching: Yu et al., "Orca" (2022). Pages: Kwon et al. (2023), sectio
 
 The oldest sequence always advances: all pages but its own can be taken from others, and `Limits` demands that a
 sequence fits the pool.
+
+Where all layers have a window, what a sequence holds does not grow with its text (`apps.serve.pages` drops the rest):
+it is admitted when there are pages for its window and a chunk, however long its prompt is.
 """
 
 from collections.abc import Iterable
@@ -25,12 +28,14 @@ class Limits:
     max_batch_tokens  tokens of all sequences in one step
     prefill_chunk     of them of prompts, while sequences decode
     max_running       sequences at once
+    window            of all layers of the model, where they have one
     """
 
     page_size: int = 16
     max_batch_tokens: int = 2048
     prefill_chunk: int = 512
     max_running: int = 64
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "prefill_chunk", "max_running"):
@@ -54,6 +59,12 @@ class Limits:
         """
         return self.pages(2) + 1
 
+    def held_pages(self, num_tokens: int) -> int:
+        """Pages that a sequence of so many tokens needs at once: all of them, or what its window and a chunk lie on."""
+        if self.window is None:
+            return self.pages(num_tokens)
+        return min(self.pages(num_tokens), self.pages(self.window) + self.pages(self.prefill_chunk) + 1)
+
     def most_new_pages(self, num_running: int) -> int:
         """Pages that a step of so many sequences can take: each may begin one, and fill others."""
         return min(num_running, self.max_batch_tokens) + self.pages(self.max_batch_tokens)
@@ -65,7 +76,7 @@ class SequenceCounts:
 
     num_tokens    known: the prompt and what was written
     num_computed  of them with keys and values in pages; for a waiting one those that it would share
-    num_pages     held; for a waiting one those that it would share
+    num_pages     held, those too that a window has let it drop; for a waiting one those that it would share
     claims        waiting: how many free pages its shared ones are, which admission takes out of the free ones
     returns       running: pages that are free for certain once it is preempted; not asked for where the free ones are
                   `Limits.most_new_pages`
@@ -152,7 +163,10 @@ class _Step:
         if num_running >= self.limits.max_running:
             return
         for sequence in waiting:
-            whole = self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages + sequence.claims
+            whole = min(
+                self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages + sequence.claims,
+                self.limits.held_pages(sequence.num_tokens + 1) + 1,  # and one that is copied
+            )
             wanted = self._wanted(sequence)
             if wanted == 0 or whole > self.free - self.promised:
                 return
@@ -173,7 +187,8 @@ class _Step:
 
     def _grant(self, sequence: SequenceCounts, num_tokens: int) -> None:
         new_pages = max(0, self.limits.pages(sequence.num_computed + num_tokens) - sequence.num_pages)
-        self.promised += max(0, self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages - new_pages)
+        later = self.limits.pages(sequence.num_tokens + 1) - sequence.num_pages - new_pages
+        self.promised += max(0, min(later, self.limits.held_pages(sequence.num_tokens + 1)))
         if num_tokens <= 0:
             return
         self.free -= new_pages

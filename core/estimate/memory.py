@@ -138,6 +138,7 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int
     bias = 0  # a ring makes it for a tile of scores at a time
     if run.cp == run.cp_exchange:
         bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp_side / run.cp_exchange) * run.sequence_length**2
+        bias += run.width_bytes * model.masks(run.sequence_length) * run.sequence_length**2
     gathered, kernel, sent = (
         _gathered_bytes(model, weights, run),
         _kernel_scratch(model, weights, run),

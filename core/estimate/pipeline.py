@@ -35,8 +35,8 @@ def stage_costs(model: ModelShape, run: RunShape) -> Costs:
     head = model.head.vocab_size * model.head.width if model.head is not None else 0
     multiplied = max(model.num_matmul_parameters - head, 0)
     blocks = tuple(
-        transformer_flops_per_token(round(multiplied * share), 1, model.block.scores_dim, run.sequence_length)
-        for share in _shares(model)
+        transformer_flops_per_token(round(multiplied * share), 1, model.block.scores_dim, num_keys)
+        for share, num_keys in zip(_shares(model), model.keys_seen(run.sequence_length), strict=True)
     )
     if not all(blocks):  # of a model whose products are not given
         return Costs((1.0,) * model.num_blocks)

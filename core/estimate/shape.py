@@ -115,6 +115,8 @@ class ModelShape:
     num_matmul_parameters  weights that multiply every token (not embedding tables, but a tied head)
     tp_parts               equal parts (key/value heads) that tensor parallelism may deal out
     bias_heads             heads with a bias [heads, L, L] on the scores (ALiBi), kept for the step; 0: none
+    windows                tokens that a token of each block sees at most, None: all; empty: no block has a window
+    masks_windows          a window that hides something is a bias [L, L], kept for the step (on a CPU)
     table                  where its weights lie on a mesh, by their names; without one only ZeRO cuts them
     sent                   bytes of a microbatch that its plan sends on a rank of a run; None: by the published forms
     """
@@ -127,6 +129,8 @@ class ModelShape:
     num_matmul_parameters: int = 0
     tp_parts: int = 1
     bias_heads: int = 0
+    windows: tuple[int | None, ...] = ()
+    masks_windows: bool = False
     expert_block: BlockShape | None = None
     expert_every: int = 1
     expert_rows: float = 0
@@ -150,6 +154,14 @@ class ModelShape:
     def num_parameters(self, *, experts: bool | None = None) -> int:
         """Elements of all weights; of experts' alone, or without them."""
         return sum(math.prod(weight.shape) for weight in self.weights if experts in (None, weight.experts))
+
+    def keys_seen(self, length: int) -> list[int]:
+        """Keys of so many that each block's scores are taken of, counted without the causal half."""
+        return [min(window or length, length) for window in self.windows or [None] * self.num_blocks]
+
+    def masks(self, length: int) -> bool:
+        """Return whether windows are kept as a bias."""
+        return self.masks_windows and min(self.keys_seen(length), default=length) < length
 
     @property
     def num_experts(self) -> int:
@@ -290,7 +302,7 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         weights.append(Weight(shape, block, experts=".experts." in name, name=name))
         if parameter.ndim >= 2 and name.endswith(".weight") and name not in looked_up:
             num_matmul += round(parameter.numel() * config.active_share(name))
-    composed = config.norm == "rms_norm" and device_type == "cpu"
+    composed = config.norm != "layer_norm" and device_type == "cpu"
     if config.tied_head:
         num_matmul += config.vocab_size * config.embedding_size
     return ModelShape(
@@ -308,6 +320,8 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         num_matmul_parameters=num_matmul,
         tp_parts=config.kv_heads,
         bias_heads=config.num_heads if config.positions == "alibi" else 0,
+        windows=tuple(config.layer_window(index) for index in range(config.num_layers)),
+        masks_windows=device_type == "cpu",
         expert_block=_with_experts(_decoder_block(config, composed), config) if config.moe.num_experts else None,
         expert_every=config.moe.every,
         expert_rows=_expert_rows(config),
@@ -330,8 +344,10 @@ def _block_index(name: str, num_blocks: int) -> int:
 def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     """Tensors that autograd keeps, by operator.
 
-    norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep
+    norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep; of norms
+               behind attention and MLP the inputs alone
     attention  the fused q, k, v; turned copies of q and k where positions are rotary; o and its log-sum-exp
+    its norms  the queries apart from the keys and values that they lie between, where a group has several
     MLP        what the activation keeps of `up`, and `down`'s input (ReLU keeps only its output, which is that input)
     """
     queries = config.num_heads * config.head_size
@@ -341,12 +357,25 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     products = 2 * hidden if is_gated(config.activation) else hidden
     mlp = {"relu": hidden}.get(config.activation, 2 * products)
     statistics = config.num_heads + (4 if config.norm == "layer_norm" else 2)
-    composed = 2 * config.dim if composed_norms else 0
+    behind = 2 * config.dim if config.out_norms else 0
+    statistics += 2 if config.out_norms else 0
+    composed = 2 * config.dim + behind if composed_norms else 0
+    normed = queries + keys if config.qk_norm else 0
+    apart = queries if config.qk_norm and queries > keys else 0
+    composed_heads = normed if composed_norms else 0
+    if config.qk_norm:
+        statistics += config.num_heads + config.kv_heads
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(
         input=Kept(replicated=config.dim),
-        everything=Kept(config.dim + composed, qkv + turned + queries + mlp, 2 * config.dim, statistics, composed),
+        everything=Kept(
+            config.dim + behind + composed,
+            qkv + apart + composed_heads + turned + queries + mlp,
+            2 * config.dim,
+            statistics,
+            composed + composed_heads,
+        ),
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         scores_dim=queries,

@@ -57,7 +57,7 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
 
 def step_flops(model: ModelShape, run: RunShape) -> float:
     """FLOPs of one rank in one step, what checkpointing computes again included."""
-    scores = (model.num_blocks, model.block.scores_dim, run.sequence_length)
+    scores = (1, model.block.scores_dim, sum(model.keys_seen(run.sequence_length)))
     flops = transformer_flops_per_token(model.num_matmul_parameters, *scores)
     # Selective checkpointing keeps the products, so what it repeats costs next to nothing.
     if run.recompute == "full":

@@ -5,6 +5,8 @@ Management for Large Language Model Serving with PagedAttention", 2023). Query i
 
     s[u] = scale q . k[u] + slope (u - t),   u <= t;     o = sum_u softmax(s)[u] v[u]
 
+With a window t - window < u, too, and pages that no query of a sequence sees are not read.
+
 1. Sequences with one query: a program takes the query's heads that share a key/value head, and a part of the sequence.
    It leaves o and the log-sum-exp of its part; a second kernel merges the parts (Dao et al., "Flash-Decoding", 2023):
 
@@ -43,6 +45,8 @@ from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_HEAD_SIZE = 256
 _SHORTEST_PART = 256
+_EVERYTHING = 1 << 30
+"""A window of more places hides none; places and distances have 32 bits in the kernels."""
 _LOG2E = tl.constexpr(math.log2(math.e))
 _PER_STEP = tl.constexpr(1 / 127)  # of the largest element
 _SMALLEST_SCALED = tl.constexpr(1e-30)  # rows without a larger element become zeros: their scale would be subnormal
@@ -52,12 +56,20 @@ _DOT_TYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence of a batch on a CPU: its queries `start … stop - 1`, its length, and the pages that hold it."""
+    """One sequence of a batch on a CPU: its queries `start … stop - 1`, its length, and the pages of what they see.
+
+    first  the oldest place that the first query sees
+    """
 
     start: int
     stop: int
     length: int
     table: Sequence[int]
+    first: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        return self.length - self.first
 
     @cached_property
     def pages(self) -> int | Tensor:
@@ -68,10 +80,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Spans:
-    """The sequences of a batch that have queries and keys. Layers that share a page table can share this, too.
+    """The sequences of a batch that have queries and keys. Layers that share a page table and a window share this, too.
 
-    alone   those with one query, and the queries of those that are taken apart; int64[N, 3] in `queries`: of each its
-            row, its sequence in the page table, its number of keys
+    alone   those with one query, and the queries of those that are taken apart; int64[N, 4] in `queries`: of each its
+            row, its sequence in the page table, its number of places, the first of them that it sees
     longer  the others
     """
 
@@ -82,23 +94,28 @@ class Spans:
 
 
 def spans(
-    tables: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int], page_size: int, apart: int = 0
-) -> Spans:
+    tables: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int], page_size: int, apart: int = 0,
+    window: int | None = None,
+) -> Spans:  # fmt: skip
     """apart  sequences of at most so many tokens are taken query by query (`paged_loops.longest_apart`)"""
+
+    def span(start: int, stop: int, length: int, table: Sequence[int]) -> Span:
+        first = 0 if window is None else max(0, length - (stop - start) + 1 - window)
+        return Span(start, stop, length, table[first // page_size : -(-length // page_size)], first)
+
     alone, longer, queries = [], [], []
     for sequence, (table, length, start, stop) in enumerate(zip(tables, lengths, starts, starts[1:])):
         if length <= 0 or start >= stop:
             continue
-        table = table[: -(-length // page_size)]
         if stop > start + 1 and length > apart:
-            longer.append(Span(start, stop, length, table))
+            longer.append(span(start, stop, length, table))
             continue
         for row in range(start, stop):
-            keys = length - (stop - row - 1)
-            alone.append(Span(row, row + 1, keys, table[: -(-keys // page_size)]))
-            queries.append((row, sequence, keys))
-    longest = max((keys for _, _, keys in queries), default=0)
-    return Spans(alone, longer, torch.tensor(queries, dtype=torch.int64, device="cpu").view(-1, 3), longest)
+            one = span(row, row + 1, length - (stop - row - 1), table)
+            alone.append(one)
+            queries.append((row, sequence, one.length, one.first))
+    longest = max((one.num_keys for one in alone), default=0)
+    return Spans(alone, longer, torch.tensor(queries, dtype=torch.int64, device="cpu").view(-1, 4), longest)
 
 
 def paged_attention(
@@ -113,6 +130,7 @@ def paged_attention(
     v_scales: Tensor | None = None,
     slopes: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
     max_length: int | None = None,
     prepared: Spans | None = None,
 ) -> Tensor:
@@ -120,45 +138,49 @@ def paged_attention(
 
     q                 [T, H, K] queries of sequence 0, then of sequence 1, …; the last n positions of each
     k_pages, v_pages  [P, page_size, J, K] in fp32, bf16, fp16, or int8 with scales
-    page_table        int[B, max_pages]: number of the page that holds tokens page_size i …; unused entries are not read
+    page_table        int[B, max_pages]: number of the page that holds tokens page_size i …; unused entries are not
+                      read, nor are those of pages that a window hides from all queries of the sequence
     lengths           int[B]: tokens of each sequence, queries included; 0 (a row that fills up a batch) gives zeros
     cu_query_lens     int[B + 1]: sequence b has queries cu[b] … cu[b + 1] - 1, none or any number up to its length;
                       None: one each
     k_scales, v_scales  fp32[P, page_size, J], with int8 pages
     slopes            [H] of ALiBi
     scale             1 / sqrt(K) when None
+    window            keys `window` and more places before the query are hidden; None: none are
     max_length        no sequence is longer (the caller knows; reading `lengths` would wait for the GPU); None: what the
                       page table can hold. Less than that saves programs and memory, and changes no result.
-    prepared          what `spans` says of this batch, for calls on a CPU that share it; None: found out each time
+    prepared          what `spans` says of this batch and window, for calls on a CPU that share it; None: found out each
+                      time
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
-    _check(q, k_pages, v_pages, page_table, lengths, cu_query_lens, k_scales, v_scales, slopes)
+    _check(q, k_pages, v_pages, page_table, lengths, cu_query_lens, k_scales, v_scales, slopes, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     tensors = (q, k_pages, v_pages, page_table, lengths, cu_query_lens, k_scales, v_scales, slopes)
     if runs_kernel("paged_attention", q, unless=_unsupported(q, k_pages, v_pages)):
         capacity = page_table.shape[1] * k_pages.shape[1]
-        return _forward(*tensors, scale, capacity if max_length is None else min(max_length, capacity))
+        return _forward(*tensors, scale, window, capacity if max_length is None else min(max_length, capacity))
     if paged_loops.offered(q, k_pages):
-        prepared = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
+        prepared = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1], window)
         return attention_on_cpu(
-            q, k_pages, v_pages, page_table, prepared, k_scales=k_scales, v_scales=v_scales, slopes=slopes, scale=scale
-        )
+            q, k_pages, v_pages, page_table, prepared, k_scales=k_scales, v_scales=v_scales, slopes=slopes, scale=scale,
+            window=window,
+        )  # fmt: skip
     return reference(
         q, k_pages, v_pages, page_table, lengths, cu_query_lens=cu_query_lens, k_scales=k_scales, v_scales=v_scales,
-        slopes=slopes, scale=scale, prepared=prepared,
+        slopes=slopes, scale=scale, window=window, prepared=prepared,
     )  # fmt: skip
 
 
 def attention_on_cpu(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, prepared: Spans, *, k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None, slopes: Tensor | None = None, scale: float | None = None,
+    v_scales: Tensor | None = None, slopes: Tensor | None = None, scale: float | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`paged_attention` of what `paged_loops.offered` takes, unchecked. Lone queries all at once, others by torch."""
     scale, o_THK = 1 / math.sqrt(q.shape[-1]) if scale is None else scale, None
     if prepared.longer or not prepared.alone:
         rest = Spans([], prepared.longer, prepared.queries[:0], 0)
-        o_THK = _by_torch(q, k_pages, v_pages, rest, k_scales, v_scales, slopes, scale)
+        o_THK = _by_torch(q, k_pages, v_pages, rest, k_scales, v_scales, slopes, scale, window)
     if prepared.alone:
         wide = None if o_THK is None else o_THK.float()
         if wide is None and len(prepared.alone) < len(q):
@@ -173,9 +195,11 @@ def attention_on_cpu(
     return o_THK
 
 
-def _spans(page_table: Tensor, lengths: Tensor, cu_query_lens: Tensor | None, page_size: int) -> Spans:
+def _spans(
+    page_table: Tensor, lengths: Tensor, cu_query_lens: Tensor | None, page_size: int, window: int | None
+) -> Spans:
     starts = range(len(lengths) + 1) if cu_query_lens is None else cu_query_lens.tolist()
-    return spans(page_table.tolist(), lengths.tolist(), starts, page_size)
+    return spans(page_table.tolist(), lengths.tolist(), starts, page_size, window=window)
 
 
 def reference(
@@ -190,6 +214,7 @@ def reference(
     v_scales: Tensor | None = None,
     slopes: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
     max_length: int | None = None,
     prepared: Spans | None = None,
 ) -> Tensor:
@@ -198,22 +223,23 @@ def reference(
     A batch of all sequences at once would be no faster: keys and values would be gathered through memory, where those
     of one sequence stay in the processor's cache or need no gathering, and a result would depend on the longest.
     """
-    found = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1])
-    return _by_torch(q, k_pages, v_pages, found, k_scales, v_scales, slopes, scale)
+    found = prepared or _spans(page_table, lengths, cu_query_lens, k_pages.shape[1], window)
+    return _by_torch(q, k_pages, v_pages, found, k_scales, v_scales, slopes, scale, window)
 
 
 def _by_torch(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, found: Spans, k_scales: Tensor | None, v_scales: Tensor | None,
-    slopes: Tensor | None, scale: float | None,
+    slopes: Tensor | None, scale: float | None, window: int | None,
 ) -> Tensor:  # fmt: skip
     dtype = _dot_dtype(q, k_pages)
     # torch's attention of one query in 16 bits widens number by number, which is slower than all at once.
     wide = torch.promote_types(dtype, torch.float32) if q.device.type == "cpu" else dtype
     every = sorted((*found.alone, *found.longer), key=lambda span: span.start)
-    longest = max((span.length for span in every), default=0)
+    longest = max((span.num_keys for span in every), default=0)
+    most_pages = max((len(span.table) for span in every), default=0)
     kept = ((k_pages, k_scales), (v_pages, v_scales))
-    k_of, v_of = (_Gather(pages, scales, dtype, longest) for pages, scales in kept)
-    k_alone_of, v_alone_of = (_Gather(pages, scales, wide, longest) for pages, scales in kept)
+    k_of, v_of = (_Gather(pages, scales, dtype, most_pages) for pages, scales in kept)
+    k_alone_of, v_alone_of = (_Gather(pages, scales, wide, most_pages) for pages, scales in kept)
     J, K = k_pages.shape[2:]
     q_TJGK = q.reshape(len(q), J, -1, K).to(dtype)
     # ALiBi of one query over the longest sequence: a shorter one's is the end of it.
@@ -224,11 +250,11 @@ def _by_torch(
     pieces = []
     for span in every:
         if span.stop == span.start + 1:  # heads that share keys become the queries of one head: no key is repeated
-            mine = None if bias is None else bias[..., longest - span.length :]
+            mine = None if bias is None else bias[..., longest - span.num_keys :]
             q_1JGK = q_TJGK[span.start : span.stop].to(wide) if alone is None else alone[span.start]
             o = _one_query(q_1JGK, k_alone_of(span), v_alone_of(span), mine, scale)
         else:
-            o = _attention(q_TJGK[span.start : span.stop], k_of(span), v_of(span), slopes, scale)
+            o = _attention(q_TJGK[span.start : span.stop], k_of(span), v_of(span), slopes, scale, window)
         if o_TJGK is None:
             pieces.append(o)
         else:
@@ -238,31 +264,31 @@ def _by_torch(
 
 
 class _Gather:
-    """A sequence's keys or values [1, J, S, K] out of the pages: where those follow each other no copy, else one.
+    """A span's keys or values [1, J, S, K] out of the pages: where those follow each other no copy, else one.
 
     All sequences of a call are gathered into the same room, so that it stays in the processor's cache.
     """
 
-    def __init__(self, pages: Tensor, scales: Tensor | None, dtype: torch.dtype, longest: int):
-        self.pages, self.scales, self.dtype = pages, scales, dtype
+    def __init__(self, pages: Tensor, scales: Tensor | None, dtype: torch.dtype, most_pages: int):
+        self.pages, self.scales, self.dtype, self.most_pages = pages, scales, dtype, most_pages
         self.page_size, (J, K) = pages.shape[1], pages.shape[2:]
-        self.most_pages = -(-longest // self.page_size)
         self.room: Tensor | None = None
         self.plain = scales is None and dtype == pages.dtype and pages.is_contiguous()
         self.shape, self.strides = (J, K), (0, K, J * K, 1)
 
     def __call__(self, span: Span) -> Tensor:
-        J, K = self.shape
+        (J, K), skipped = self.shape, span.first % self.page_size
         if isinstance(span.pages, int) and self.plain:
-            first = self.pages.storage_offset() + span.pages * self.page_size * J * K
-            return self.pages.as_strided((1, J, span.length, K), self.strides, first)
-        x_SJK = self._taken(self.pages, span)[: span.length].to(self.dtype)
+            first = self.pages.storage_offset() + (span.pages * self.page_size + skipped) * J * K
+            return self.pages.as_strided((1, J, span.num_keys, K), self.strides, first)
+        places = slice(skipped, skipped + span.num_keys)
+        x_SJK = self._taken(self.pages, span)[places].to(self.dtype)
         if self.scales is not None:
-            x_SJK = x_SJK * self._taken(self.scales, span)[: span.length, :, None]
+            x_SJK = x_SJK * self._taken(self.scales, span)[places, :, None]
         return x_SJK.transpose(0, 1)[None]
 
     def _taken(self, pages: Tensor, span: Span) -> Tensor:
-        num_pages = -(-span.length // self.page_size)
+        num_pages = len(span.table)
         if isinstance(span.pages, int):
             return pages[span.pages : span.pages + num_pages].flatten(0, 1)
         if pages is not self.pages:
@@ -282,12 +308,15 @@ def _one_query(q_1JGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, bias: Tensor | No
     return F.scaled_dot_product_attention(q_1JGK, k_1JSK, v_1JSK, attn_mask=bias, scale=scale)
 
 
-def _attention(q_NJGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, slopes_H: Tensor | None, scale: float | None) -> Tensor:
-    """The last N positions of a sequence of length S over all of it: [N, J, G, K]."""
+def _attention(
+    q_NJGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, slopes_H: Tensor | None, scale: float | None, window: int | None
+) -> Tensor:
+    """The last N positions of a sequence of which S places are there: [N, J, G, K]."""
     (N, J, G, _), S = q_NJGK.shape, k_1JSK.shape[2]
-    bias = None if slopes_H is None else _alibi(slopes_H, N, S, q_NJGK.dtype)
-    if bias is None and N != S:
-        bias = q_NJGK.new_ones(N, S, dtype=torch.bool).tril_(S - N)
+    window = S if window is None else window
+    bias = None if slopes_H is None else _alibi(slopes_H, N, S, q_NJGK.dtype, window)
+    if bias is None and (N != S or window < S):
+        bias = q_NJGK.new_ones(N, S, dtype=torch.bool).tril_(S - N).triu_(S - N - window + 1)
     causal, q_1HNK = bias is None, q_NJGK.flatten(1, 2).transpose(0, 1)[None]
     o_1HNK = F.scaled_dot_product_attention(
         q_1HNK, k_1JSK, v_1JSK, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=G > 1
@@ -295,13 +324,17 @@ def _attention(q_NJGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, slopes_H: Tensor 
     return o_1HNK[0].transpose(0, 1).unflatten(1, (J, G))
 
 
-def _alibi(slopes_H: Tensor, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """[1, H, N, S]: slope (u - t), and -inf for later keys; fp32 or wider, for positions have more digits than bf16."""
+def _alibi(slopes_H: Tensor, num_queries: int, num_keys: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """[1, H, N, S]: slope (u - t), and -inf for later keys and those that a window hides.
+
+    In fp32 or wider, for positions have more digits than bf16.
+    """
     dtype = torch.promote_types(dtype, torch.float32)
     u_S = torch.arange(num_keys, device=slopes_H.device, dtype=dtype)
     distance_NS = u_S - u_S[num_keys - num_queries :, None]
     bias_HNS = slopes_H.to(dtype)[:, None, None] * distance_NS
-    return bias_HNS.masked_fill_(distance_NS > 0, -math.inf)[None]
+    hidden_NS = distance_NS > 0 if window is None else (distance_NS > 0) | (distance_NS <= -window)
+    return bias_HNS.masked_fill_(hidden_NS, -math.inf)[None]
 
 
 def write_pages(
@@ -375,7 +408,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, cu_query_lens: Tensor | None,
-    k_scales: Tensor | None, v_scales: Tensor | None, slopes: Tensor | None,
+    k_scales: Tensor | None, v_scales: Tensor | None, slopes: Tensor | None, window: int | None,
 ) -> None:  # fmt: skip
     _check_pages("paged_attention", k_pages, v_pages, k_scales, v_scales)
     J, K = k_pages.shape[2:]
@@ -397,6 +430,8 @@ def _check(
         raise ValueError(f"paged_attention: cu_query_lens {given} for {B} sequences; it is [{B + 1}]")
     if slopes is not None and slopes.shape != q.shape[1:2]:
         raise ValueError(f"paged_attention: slopes {list(slopes.shape)} for {q.shape[1]} heads")
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: a window of {window} shows nothing; it counts the query's own place, too")
 
 
 def _check_pages(name: str, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None) -> None:
@@ -441,12 +476,14 @@ def _as(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, position, slope, first, last, table, k_pages, v_pages, k_scales, v_scales, K: tl.constexpr, scale, t1,
-    k0, k1, k3, v0, v1, v3, ks0, ks1, vs0, vs1,
+    q, position, slope, first, oldest, last, window, table, k_pages, v_pages, k_scales, v_scales, K: tl.constexpr,
+    scale, t1, k0, k1, k3, v0, v1, v3, ks0, ks1, vs0, vs1,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAGE: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows q[M, K] over keys first … last - 1: (softmax(s) v, log2 of the sum of 2^s); zeros and -inf without keys.
+    """Rows q[M, K] over keys oldest … last - 1: (softmax(s) v, log2 of the sum of 2^s); zeros and -inf without keys.
+
+    first   where their first block begins; what is before `oldest` is not read
 
     Scores are in base 2: `scale` and `slope` hold a factor log2(e).
     """
@@ -457,6 +494,8 @@ def _attend(
     for start in range(first, last, BLOCK_N):
         u = start + tl.arange(0, BLOCK_N)
         seen = u < last
+        if HAS_WINDOW:
+            seen = seen & (u >= oldest)
         page = tl.load(table + (u // PAGE).to(tl.int64) * t1, mask=seen, other=0).to(tl.int64)
         place = (u % PAGE).to(tl.int64)
         at = (page * k0 + place * k1)[None, :] + column[:, None] * k3
@@ -466,7 +505,10 @@ def _attend(
             s *= tl.load(k_scales + page * ks0 + place * ks1, mask=seen, other=0.0)[None, :]
         if HAS_SLOPES:
             s += slope[:, None] * (u[None, :] - position[:, None])
-        s = tl.where(seen[None, :] & (u[None, :] <= position[:, None]), s, float("-inf"))
+        visible = seen[None, :] & (u[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (u[None, :] > position[:, None] - window)
+        s = tl.where(visible, s, float("-inf"))
         new = tl.maximum(greatest, tl.max(s, 1))
         new_or_0 = tl.where(new == float("-inf"), 0.0, new)  # rows of nobody see nothing
         p = tl.exp2(s - new_or_0[:, None])
@@ -491,11 +533,11 @@ def _part(length, SHORTEST: tl.constexpr, MOST: tl.constexpr):
 @triton.jit(do_not_specialize=["num_parts", "t0", "t1"])
 def _decode(
     q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, parts, lse, G, K: tl.constexpr, scale,
-    num_parts, q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
+    window, num_parts, q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
     SHORTEST: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_RAGGED: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAGE: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(2).to(tl.int64)
     tiles = tl.cdiv(G, HEADS)
@@ -505,9 +547,11 @@ def _decode(
     if IS_RAGGED:
         token = tl.load(cu + b).to(tl.int64)
         length = tl.where(tl.load(cu + b + 1) - token == 1, length, -1)
-    first = tl.program_id(0) * _part(length, SHORTEST, MOST)
+    num_keys = tl.minimum(length, window)
+    part = _part(num_keys, SHORTEST, MOST)
+    first = length - num_keys + tl.program_id(0) * part
     if (first < length) | ((length == 0) & (not IS_SPLIT)):
-        last = tl.minimum(length, first + _part(length, SHORTEST, MOST))
+        last = tl.minimum(length, first + part)
         row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K).to(tl.int64)
         g = (tl.program_id(1) % tiles) * HEADS + row
         head = j * G + g
@@ -520,9 +564,9 @@ def _decode(
             slope = tl.load(slopes + head, mask=mine, other=0.0) * _LOG2E
         position = tl.zeros([BLOCK_M], tl.int32) + (length - 1).to(tl.int32)
         found, found_lse = _attend(
-            rows, position, slope, first, last, table + b * t0, k_pages + j * k2, v_pages + j * v2,
+            rows, position, slope, first, first, last, window, table + b * t0, k_pages + j * k2, v_pages + j * v2,
             k_scales + j * ks2, v_scales + j * vs2, K, scale, t1, k0, k1, k3, v0, v1, v3, ks0, ks1, vs0, vs1,
-            BLOCK_M, BLOCK_N, BLOCK_K, PAGE, HAS_SLOPES, HAS_SCALES, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K, PAGE, HAS_SLOPES, HAS_SCALES, False, PRECISION,
         )  # fmt: skip
         num_heads = tl.num_programs(1) // tiles * G
         if IS_SPLIT:
@@ -535,7 +579,7 @@ def _decode(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _merge(
-    parts, lse, lengths, cu, o, K, num_parts,
+    parts, lse, lengths, cu, o, K, window, num_parts,
     SHORTEST: tl.constexpr, MOST: tl.constexpr, IS_RAGGED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -548,7 +592,8 @@ def _merge(
         token = tl.load(cu + b).to(tl.int64)
         num_queries = (tl.load(cu + b + 1) - token).to(tl.int32)
     if num_queries == 1:
-        used = tl.cdiv(length, tl.maximum(_part(length, SHORTEST, MOST), 1))
+        num_keys = tl.minimum(length, window)
+        used = tl.cdiv(num_keys, tl.maximum(_part(num_keys, SHORTEST, MOST), 1))
         column = tl.arange(0, BLOCK_K)
         every = tl.arange(0, BLOCK_S)
         every = tl.load(lse + (b * num_parts + every) * num_heads + head, mask=every < used, other=float("-inf"))
@@ -575,11 +620,11 @@ def _first_tile(cu, b, BLOCK_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_sequences", "num_halvings", "t0", "t1"])
 def _prefill(
-    q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, G, K: tl.constexpr, scale,
+    q, k_pages, v_pages, table, lengths, cu, k_scales, v_scales, slopes, o, G, K: tl.constexpr, scale, window,
     num_sequences, num_halvings, q0, q1, q2, k0, k1, k2, k3, v0, v1, v2, v3, t0, t1, ks0, ks1, ks2, vs0, vs1, vs2,
     HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAGE: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     b, high = tile * 0, tile * 0 + num_sequences - 1
@@ -608,10 +653,14 @@ def _prefill(
             slope = tl.load(slopes + head, mask=mine, other=0.0) * _LOG2E
         position = tl.where(mine, length - num_queries + query, -1)
         last = tl.minimum(length, length - num_queries + first_query + BLOCK_Q)
+        oldest = tl.maximum(length - num_queries + first_query - window + 1, 0)
+        # Blocks begin where they would without a window, so that a result does not depend on how a prompt is cut.
+        first = oldest // BLOCK_N * BLOCK_N
         found, _lse = _attend(
-            rows, position, slope, 0, last, table + b.to(tl.int64) * t0, k_pages + j * k2, v_pages + j * v2,
-            k_scales + j * ks2, v_scales + j * vs2, K, scale, t1, k0, k1, k3, v0, v1, v3, ks0, ks1, vs0, vs1,
-            BLOCK_M, BLOCK_N, BLOCK_K, PAGE, HAS_SLOPES, HAS_SCALES, PRECISION,
+            rows, position, slope, first, oldest, last, window, table + b.to(tl.int64) * t0,
+            k_pages + j * k2, v_pages + j * v2, k_scales + j * ks2, v_scales + j * vs2, K, scale, t1,
+            k0, k1, k3, v0, v1, v3, ks0, ks1, vs0, vs1,
+            BLOCK_M, BLOCK_N, BLOCK_K, PAGE, HAS_SLOPES, HAS_SCALES, HAS_WINDOW, PRECISION,
         )  # fmt: skip
         num_heads = tl.num_programs(1) // tiles * G
         at = ((token + query)[:, None] * num_heads + head[:, None]) * K + column[None, :]
@@ -657,13 +706,15 @@ def _write_rows(
 @operator("paged_attention")
 def _forward(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, cu_query_lens: Tensor | None,
-    k_scales: Tensor | None, v_scales: Tensor | None, slopes: Tensor | None, scale: float, max_length: int,
+    k_scales: Tensor | None, v_scales: Tensor | None, slopes: Tensor | None, scale: float, window: int | None,
+    max_length: int,
 ) -> Tensor:  # fmt: skip
     (T, H, K), (_, page_size, J, _) = q.shape, k_pages.shape
     B, G = lengths.shape[0], H // J
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dot, most = _dot_dtype(q, k_pages), _most_parts(J)
-    num_parts = max(1, min(most, triton.cdiv(max_length, _SHORTEST_PART)))
+    seen = _EVERYTHING if window is None else min(window, _EVERYTHING)
+    num_parts = max(1, min(most, triton.cdiv(min(max_length, seen), _SHORTEST_PART)))
     parts = torch.empty((B, num_parts, H, K) if num_parts > 1 else 0, dtype=torch.float32, device=q.device)
     lse = torch.empty((B, num_parts, H) if num_parts > 1 else 0, dtype=torch.float32, device=q.device)
     if not launches(q):
@@ -677,7 +728,8 @@ def _forward(
     )  # fmt: skip
     constants = {
         "DOT": _DOT_TYPE[dot], "PAGE": page_size, "BLOCK_K": max(16, triton.next_power_of_2(K)),
-        "HAS_SLOPES": slopes is not None, "HAS_SCALES": k_scales is not None, "PRECISION": _precision(),
+        "HAS_SLOPES": slopes is not None, "HAS_SCALES": k_scales is not None,
+        "HAS_WINDOW": window is not None, "PRECISION": _precision(),
     }  # fmt: skip
     scale2 = scale * _LOG2E.value
     blocks = _decode_blocks(K, dot, k_scales is not None)
@@ -690,18 +742,20 @@ def _forward(
         dot,
         k_pages.dtype,
         slopes is not None,
+        window is not None,
     )  # of the model alone: bits are to be those of any batch
 
     def decode(blocks: Blocks) -> None:
         _decode[(num_parts, J * triton.cdiv(G, heads), B)](
-            q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, parts, lse, G, K, scale2, num_parts,
+            q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, parts, lse, G, K, scale2, seen,
+            num_parts,
             *strides, HEADS=heads, IS_SPLIT=num_parts > 1, **split, **constants, **blocks,
         )  # fmt: skip
 
     tuned("paged_decode", key, blocks, decode, num_stages=(2, 3, 4), num_warps=(2, 4, 8))
     if num_parts > 1:
         _merge[(H, B)](
-            parts, lse, lengths, cu, o, K, num_parts, **split, BLOCK_S=triton.next_power_of_2(most),
+            parts, lse, lengths, cu, o, K, seen, num_parts, **split, BLOCK_S=triton.next_power_of_2(most),
             BLOCK_K=triton.next_power_of_2(K), CHUNK=8, num_warps=2,
         )  # fmt: skip
     if cu_query_lens is not None:
@@ -711,8 +765,8 @@ def _forward(
 
         def prefill(blocks: Blocks) -> None:
             _prefill[(T // num_queries + B, J * triton.cdiv(G, heads))](
-                q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, G, K, scale2, B, B.bit_length(),
-                *strides, HEADS=heads, BLOCK_Q=num_queries, **constants, **blocks,
+                q, k_pages, v_pages, page_table, lengths, cu, ks, vs, alibi, o, G, K, scale2, seen, B,
+                B.bit_length(), *strides, HEADS=heads, BLOCK_Q=num_queries, **constants, **blocks,
             )  # fmt: skip
 
         tuned("paged_prefill", key, blocks, prefill, num_stages=(1, 2, 3), num_warps=(4, 8))
@@ -781,7 +835,8 @@ def _prefill_blocks(head_size: int, dot: torch.dtype, has_scales: bool) -> Block
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
     """Sequence 0 has L tokens and Q queries, the others random numbers of both, or with `even` the same.
 
-    What is not to be read is poison: pages of nobody, places behind a sequence's end, unused entries of the table.
+    What is not to be read is poison: pages of nobody, places behind a sequence's end, what a window hides from all of
+    its queries, unused entries of the table.
     """
     B, L, Q, J, G, K, page_size = (case[name] for name in ("B", "L", "Q", "J", "G", "K", "page"))
     lengths = torch.randint(1, max(L, 1) + 1, (B,), generator=generator)
@@ -798,6 +853,10 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
     for b, count in enumerate(num_pages.tolist()):
         table[b, :count] = order[taken : taken + count]
         taken += count
+    firsts = lengths - (1 if cu is None else queries)
+    oldest = (firsts + 1 - (case.get("window") or L + 1)).clamp(min=0).tolist()
+    for b, first in enumerate(oldest):
+        table[b, : first // page_size] = -1
 
     draw = drawing(torch.float32, device, generator)
     k, v = draw(P, page_size, J, K), draw(P, page_size, J, K)
@@ -807,11 +866,12 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
         "lengths": lengths.to(device, torch.int32),
         "cu_query_lens": None if cu is None else cu.to(device, torch.int32),
         "slopes": torch.rand(J * G, generator=generator).to(device) if case.get("slopes") else None,
+        "window": case.get("window"),
         "max_length": L if case.get("bounded") else None,
     }
     nobody = torch.ones(P * page_size, dtype=torch.bool)
-    for b, length in enumerate(lengths.tolist()):
-        at = torch.arange(length)
+    for b, (length, first) in enumerate(zip(lengths.tolist(), oldest)):
+        at = torch.arange(first, length)
         nobody[table[b, at // page_size] * page_size + at % page_size] = False
     nobody = nobody.view(P, page_size).to(k.device)
     for name, x in (("k", k), ("v", v)):
@@ -827,8 +887,10 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generato
 def _traffic(case: Case, dtype: torch.dtype) -> Traffic:
     B, L, Q, J, G, K = (case[name] for name in "BLQJGK")
     a_head = K + 4 if case.get("int8") else dtype.itemsize * K
-    visible = Q * L - Q * (Q - 1) // 2
-    return Traffic(2 * B * L * J * a_head + 2 * B * Q * J * G * K * dtype.itemsize, 0, 4 * B * visible * J * G * K)
+    window = min(L, case.get("window") or L)
+    visible = sum(min(L - Q + n + 1, window) for n in range(Q))
+    read = min(L, window + Q - 1)
+    return Traffic(2 * B * read * J * a_head + 2 * B * Q * J * G * K * dtype.itemsize, 0, 4 * B * visible * J * G * K)
 
 
 def _write_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> dict:
@@ -883,17 +945,20 @@ SPECS = (
             {"B": 2, "L": 300, "Q": 1, "J": 1, "G": 18, "K": 32, "page": 7, "int8": True, "empty": True},
             {"B": 2, "L": 1000, "Q": 1, "J": 1, "G": 1, "K": 3, "page": 1000},
             {"B": 3, "L": 20, "Q": 2, "J": 1, "G": 2, "K": 8, "page": 16, "bounded": True, "empty": True},
+            {"B": 3, "L": 900, "Q": 1, "J": 2, "G": 2, "K": 32, "page": 16, "window": 600},
+            {"B": 3, "L": 90, "Q": 40, "J": 1, "G": 3, "K": 16, "page": 7, "window": 20, "slopes": True, "int8": True},
             {"B": 1, "L": 1, "Q": 1, "J": 1, "G": 1, "K": 1, "page": 1},
             {"B": 1, "L": 0, "Q": 0, "J": 2, "G": 2, "K": 8, "page": 16},
         ),
         space={"B": range(1, 4), "L": range(1, 80), "Q": range(1, 20), "J": range(1, 3), "G": range(1, 4),
                "K": range(1, 40), "page": range(1, 40), "slopes": (False, True), "int8": (False, True),
-               "bounded": (False, True)},
+               "bounded": (False, True), "window": (None, 1, 5, 30)},
         timed=(
             {"B": 1, "L": 8192, "Q": 1, "J": 8, "G": 4, "K": 128, "page": 16, "even": True},
             {"B": 32, "L": 2048, "Q": 1, "J": 16, "G": 1, "K": 64, "page": 16, "even": True, "slopes": True},
             {"B": 32, "L": 2048, "Q": 1, "J": 8, "G": 4, "K": 128, "page": 16, "even": True, "int8": True},
             {"B": 4, "L": 2048, "Q": 512, "J": 8, "G": 4, "K": 128, "page": 16, "even": True, "bounded": True},
+            {"B": 4, "L": 8192, "Q": 512, "J": 8, "G": 4, "K": 128, "page": 16, "even": True, "window": 4096},
         ),
         # Scores, sums and the merge are in fp32, and 2^s of a score of 10 has 10 times its rounding. In 16 bits the
         # probabilities are rounded before they meet the values, and the result is: 2^-11 each (fp16), 2^-8 (bf16), and

@@ -2,7 +2,7 @@
 
 A sequence that writes reads its keys and values once a token. By torch that is some operators a sequence and layer, and
 a copy where pages do not follow each other; here it is one function for all, which reads each key and value where it
-lies. For each sequence and head, S places, in 16 numbers at a time:
+lies. For each sequence and head, S places (with a window the last of them), in 16 numbers at a time:
 
     1. s[u] = scale q . k[u] + slope (u - S + 1)
     2. w[u] = exp(s[u] - max s)
@@ -44,15 +44,16 @@ def offered(x: Tensor, pages: Tensor) -> bool:
 
 
 def one_query_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, queries_N3: Tensor, longest: int, *,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, queries_N4: Tensor, longest: int, *,
     scale: float, k_scales: Tensor | None = None, v_scales: Tensor | None = None, slopes: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """fp32 o[T, H, K], of which the rows of the queries are written. As `core.kernels.paged_attention` has it, but:
 
     page_table  int32[B, max_pages], contiguous
-    queries     int64[N, 3], contiguous: each one's row in q, its sequence in the table, and its number of places
-    longest     no query has more places
+    queries     int64[N, 4], contiguous: each one's row in q, its sequence in the table, its number of places, and the
+                first of them that it sees
+    longest     no query sees more places
     out         where to write
     """
     (_, heads, head_size), (_, page_size, kv_heads, _) = q.shape, k_pages.shape
@@ -63,9 +64,9 @@ def one_query_attention(
     slopes_H = None if slopes is None else slopes.float().contiguous()
     room = -(-longest // _LANES) * _LANES + _LANES
     weights = torch.empty(num_workers() * heads * room, dtype=torch.float32, device="cpu")
-    given = (q_THK, k_pages, v_pages, k_scales, v_scales, page_table, queries_N3, slopes_H, o_THK, weights)
+    given = (q_THK, k_pages, v_pages, k_scales, v_scales, page_table, queries_N4, slopes_H, o_THK, weights)
     sizes = (q_THK.stride(0), page_table.shape[1], page_size, kv_heads, room, bits_of(scale))
-    kernel(len(queries_N3) * kv_heads, *map(_address, given), *sizes)
+    kernel(len(queries_N4) * kv_heads, *map(_address, given), *sizes)
     return o_THK
 
 
@@ -131,19 +132,21 @@ def _attention(head_size: int, group: int, queries_as: str, pages: str, has_slop
                 code.store(code.shuffled(value, value, range(count)), o, code.f32, *offsets, number(index * _LANES))
 
         @contextmanager
-        def runs(sequence: Value, length: Value, low: Value, high: Value) -> Iterator[_Run]:
-            """A loop over a sequence's pages, in each over the heads, in each over those of the queries."""
+        def runs(sequence: Value, length: Value, oldest: Value, low: Value, high: Value) -> Iterator[_Run]:
+            """A loop over a sequence's pages from the oldest place that is seen, in each over the heads, in each over
+            those of the queries."""
             final = b.sdiv(b.sub(length, one), page_size)
-            with code.loop(number(0), b.add(final, one), one) as turn:
+            with code.loop(b.sdiv(oldest, page_size), b.add(final, one), one) as turn:
                 here, behind = (
                     b.mul(b.sext(code.load_one(tables, code.i32, b.mul(sequence, width), page), code.i64), page_size)
                     for page in (turn.at, code.smaller(b.add(turn.at, one), final))
                 )
-                begin = b.mul(turn.at, page_size)
-                count = code.smaller(page_size, b.sub(length, begin))
+                begin = code.larger(b.mul(turn.at, page_size), oldest)
+                here = b.add(here, b.srem(begin, page_size))
+                count = b.sub(code.smaller(b.mul(b.add(turn.at, one), page_size), length), begin)
                 with code.loop(low, high, one) as across, code.loop(number(0), number(group), one) as member:
                     line = b.add(b.mul(across.at, number(group)), member.at)
-                    yield _Run(begin, count, here, behind, across.at, line)
+                    yield _Run(b.sub(begin, oldest), count, here, behind, across.at, line)
 
         @contextmanager
         def places(run: _Run, kept: Value, together: int, carried: Sequence[Value] = ()) -> Iterator[Any]:
@@ -223,15 +226,16 @@ def _attention(head_size: int, group: int, queries_as: str, pages: str, has_slop
             before = b.mul(turn.at, kv_heads)
             low = b.sub(code.larger(first, before), before)
             high = b.sub(code.smaller(last, b.add(before, kv_heads)), before)
-            row, sequence, length = (
-                code.load_one(queries, code.i64, b.mul(turn.at, number(3)), number(index)) for index in range(3)
+            row, sequence, length, oldest = (
+                code.load_one(queries, code.i64, b.mul(turn.at, number(4)), number(index)) for index in range(4)
             )
-            with runs(sequence, length, low, high) as run:
-                score(row, length, run)
+            seen = b.sub(length, oldest)
+            with runs(sequence, length, oldest, low, high) as run:
+                score(row, seen, run)
             with code.loop(b.mul(low, number(group)), b.mul(high, number(group)), one) as line:
-                weigh(length, line.at)
+                weigh(seen, line.at)
                 put([zeros] * vectors, b.mul(b.add(b.mul(row, heads), line.at), number(head_size)))
-            with runs(sequence, length, low, high) as run:
+            with runs(sequence, length, oldest, low, high) as run:
                 gather(row, run)
 
     return Kernel("one_query", 16, 1, build)
@@ -239,8 +243,8 @@ def _attention(head_size: int, group: int, queries_as: str, pages: str, has_slop
 
 @dataclass(frozen=True)
 class _Run:
-    """A page's tokens from `begin` of a sequence on, for a head: their number, where they lie among all places, where
-    those of the next page do; the head of keys, and that of queries."""
+    """A page's tokens from `begin` of those that are seen on, for a head: their number, where they lie among all
+    places, where those of the next page do; the head of keys, and that of queries."""
 
     begin: Value
     count: Value

@@ -36,12 +36,14 @@ class Part:
     causal  keys after the query's position are hidden
     bias    [B or 1, 1, L, S] is added to the scores; -inf hides
     slopes  [H] of ALiBi
+    window  keys `window` and more places away from the query are hidden
     """
 
     offset: int
     causal: bool
     bias: Tensor | None = None
     slopes: Tensor | None = None
+    window: int | None = None
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
@@ -51,7 +53,8 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tens
     """
     scale = q.shape[-1] ** -0.5
     if runs_kernel("partial_attention", q, unless=kernel._unsupported(q, part.bias)):
-        return kernel._forward(q, k, v, part.bias, None, part.slopes, None, _right(part), part.offset, scale)
+        band = kernel._band(part.causal, part.window)
+        return kernel._forward(q, k, v, part.bias, None, part.slopes, *band, part.offset, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     o_BLHK = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse_BHL = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide, device=q.device)
@@ -76,9 +79,8 @@ def partial_gradients(
     scale = q.shape[-1] ** -0.5
     if runs_kernel("partial_attention", q, unless=kernel._unsupported(q, part.bias)):
         added = part.bias, None, part.slopes
-        return kernel._backward(
-            do, None, q, k, v, *added, o, lse.contiguous(), None, _right(part), part.offset, scale, False
-        )[:3]
+        band = kernel._band(part.causal, part.window)
+        return kernel._backward(do, None, q, k, v, *added, o, lse.contiguous(), *band, part.offset, scale, False)[:3]
     wide, num_kv_heads = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     k_BJSK, v_BJSK = k.to(wide).transpose(1, 2), v.to(wide).transpose(1, 2)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -97,11 +99,6 @@ def partial_gradients(
     return dq.mul_(scale).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _right(part: Part) -> int | None:
-    """How far after itself a query sees; None: to the end."""
-    return 0 if part.causal else None
-
-
 def _tiles(q: Tensor, k: Tensor, part: Part) -> Iterator[tuple[slice, slice]]:
     """(queries, the keys that they may see) of each tile; none where no key is seen."""
     (B, L, H, _), S = q.shape, k.shape[1]
@@ -110,9 +107,11 @@ def _tiles(q: Tensor, k: Tensor, part: Part) -> Iterator[tuple[slice, slice]]:
     size = max(16, TILE_BYTES // (B * H * S * torch.promote_types(q.dtype, torch.float32).itemsize))
     for start in range(0, L, size):
         stop = min(start + size, L)
-        num_keys = min(S, part.offset + stop) if part.causal else S
-        if num_keys > 0:
-            yield slice(start, stop), slice(0, num_keys)
+        left, right = kernel._band(part.causal, part.window)
+        begin = 0 if left is None else max(0, part.offset + start - left)
+        end = S if right is None else min(S, part.offset + stop + right)
+        if begin < end:
+            yield slice(start, stop), slice(begin, end)
 
 
 def _scores(q_BJNK: Tensor, k_BJSK: Tensor, part: Part, rows: slice, keys: slice, scale: float) -> Tensor:
@@ -122,16 +121,20 @@ def _scores(q_BJNK: Tensor, k_BJSK: Tensor, part: Part, rows: slice, keys: slice
     s_BHLS = torch.mul(q_BJNK @ k_BJSK.mT, scale).view(B, J * N // num_rows, num_rows, -1)
     if part.bias is not None:
         s_BHLS += part.bias[:, :, rows, keys]
-    hidden_after = part.causal and part.offset + rows.start < keys.stop - 1
-    if part.slopes is None and not hidden_after:
+    left, right = kernel._band(part.causal, part.window)
+    first, last = part.offset + rows.start, part.offset + rows.stop - 1
+    hidden_after = right is not None and first + right < keys.stop - 1
+    hidden_before = left is not None and last - left > keys.start
+    if part.slopes is None and not hidden_after and not hidden_before:
         return s_BHLS
-    first = part.offset + rows.start
-    key_S = torch.arange(keys.stop, device=s_BHLS.device)
+    key_S = torch.arange(keys.start, keys.stop, device=s_BHLS.device)
     distance_LS = key_S - torch.arange(first, first + num_rows, device=s_BHLS.device)[:, None]
     if part.slopes is not None:
         s_BHLS += part.slopes.to(s_BHLS.dtype)[:, None, None] * distance_LS
     if hidden_after:
-        s_BHLS.masked_fill_(distance_LS > 0, -math.inf)
+        s_BHLS.masked_fill_(distance_LS > right, -math.inf)
+    if hidden_before:
+        s_BHLS.masked_fill_(distance_LS < -left, -math.inf)
     return s_BHLS
 
 

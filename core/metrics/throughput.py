@@ -44,6 +44,7 @@ def transformer_flops_per_token(
 
     num_matmul_parameters  N: the weights that multiply every token. Blocks and head count (a tied head too); looking up
                            token and position embeddings costs nothing
+    sequence_length        with windows the keys that a layer's tokens see, of all layers added up if num_layers is 1
     dim                    heads x head size; the second term is q k^T and the sum over v, counted without the causal
                            half, as is the convention
 

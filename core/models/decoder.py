@@ -14,7 +14,7 @@ Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K he
 
 import hashlib
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -53,6 +53,13 @@ class DecoderConfig:
     norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
     embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
     residual_after_norm  the residual branches off after the norm (BLOOM's option)
+    qk_norm              a norm of each head's query and key, before positions turn them
+    out_norms            a norm behind attention and one behind the MLP as well, before the residual (Gemma 3)
+    window               tokens that a token sees, itself and those before it; None: all
+    full_layers          numbers, from 0, of the layers that see all in spite of the window
+    local_rope_theta     rotary base of the layers with a window, which are not stretched; None: as the others
+    query_scalar         scores are divided by its root; None: the head size
+    scaled_embedding     token embeddings are multiplied by the root of `dim`
     """
 
     vocab_size: int
@@ -79,6 +86,13 @@ class DecoderConfig:
     tied_head: bool = True
     embed_dim: int | None = None
     residual_after_norm: bool = False
+    qk_norm: bool = False
+    out_norms: bool = False
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    query_scalar: int | None = None
+    scaled_embedding: bool = False
     moe: MoEConfig = field(default_factory=MoEConfig)
     """experts in the place of the blocks' MLPs, each of them of ffn_dim"""
     family: FamilyName = "gpt2"
@@ -89,8 +103,10 @@ class DecoderConfig:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.norm_eps < float("inf"):
             raise UserError(f"norm_eps is {self.norm_eps}; give a small number that is not negative, such as 1e-5")
-        if not 0 < self.rope_theta < float("inf"):
-            raise UserError(f"rope_theta is {self.rope_theta}; give a positive number, such as 10000")
+        for name in ("rope_theta", "local_rope_theta", "query_scalar"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"{name} is {value}; give a positive number, such as 10000")
         if self.dim % self.num_heads:
             raise UserError(f"{self.num_heads} heads do not divide dim {self.dim}; change one of them")
         if self.num_heads % self.kv_heads:
@@ -99,6 +115,9 @@ class DecoderConfig:
             raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
         if not self.norm_first and self.final_norm:
             raise UserError("norm_first is False, so the last block ends in a norm; set final_norm to False as well")
+        if self.out_norms and not self.norm_first:
+            raise UserError("out_norms are behind what has a norm before it; set norm_first to True")
+        self._check_window()
         if self.moe.every > self.num_layers:
             raise UserError(
                 f"moe.every={self.moe.every}: the last of that many blocks would have experts, and there are "
@@ -106,18 +125,33 @@ class DecoderConfig:
             )
         self._check_family()
 
+    def _check_window(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(f"window is {self.window}; it counts the token itself, so give at least 1, or none")
+        outside = [index for index in self.full_layers if not 0 <= index < self.num_layers]
+        if outside or len(set(self.full_layers)) < len(self.full_layers):
+            raise UserError(
+                f"full_layers is {' '.join(map(str, self.full_layers))}; give numbers of layers, each once, of "
+                f"0 … {self.num_layers - 1}"
+            )
+
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        if self.positions == "rotary":
-            return {}
-        why = f"with model.positions={self.positions}; give --model.positions rotary"
-        return {"rope_theta": why, "rope_scaling": why}
+        unread = {}
+        if self.positions != "rotary":
+            why = f"with model.positions={self.positions}; give --model.positions rotary"
+            unread = dict.fromkeys(("rope_theta", "rope_scaling", "local_rope_theta"), why)
+        if self.window is None:
+            without = "and no layer has a window; give --model.window"
+            unread = {"full_layers": without, "local_rope_theta": without} | unread
+        return unread
 
     def _check_family(self) -> None:
         family = FAMILIES.get(self.family)
         if family is None or family.family:
             raise UserError(f"family is {self.family!r}; give one of {', '.join(get_args(FamilyName))}")
         free = {*family.keys, "moe", "family", "rope_theta", *(["rope_scaling"] if family.rope_theta else [])}
+        free |= {"local_rope_theta"} if family.local_rope_theta else set()
         for item in (item for item in fields(self) if item.name not in free):
             value, fixed = getattr(self, item.name), family.fixed.get(item.name, item.default)
             if value != fixed:
@@ -139,6 +173,15 @@ class DecoderConfig:
     @property
     def embedding_size(self) -> int:
         return self.embed_dim or self.dim
+
+    def layer_window(self, index: int) -> int | None:
+        """The window of a layer; None: it sees all."""
+        return None if index in self.full_layers else self.window
+
+    @property
+    def every_window(self) -> int | None:
+        """The window, where every layer has it; None: some layer sees all."""
+        return None if self.full_layers else self.window
 
     def num_parameters(self) -> int:
         """All parameters, a tied head counted once."""
@@ -163,6 +206,7 @@ class Decoder(nn.Module):
             num_positions=config.max_length if config.positions == "learned" else None,
             offset=config.position_offset,
             norm=self._norm() if config.embedding_norm else None,
+            scale=math.sqrt(config.dim) if config.scaled_embedding else None,
         )
         self.blocks = nn.ModuleList(self._block(index) for index in range(config.num_layers))
         self.norm = self._norm() if config.final_norm else None
@@ -171,13 +215,22 @@ class Decoder(nn.Module):
         tied = self.embedding.tokens.weight if config.tied_head else None
         self.head = Head(config.vocab_size, width, weight=tied)
 
-    def _norm(self) -> nn.Module:
-        return build_norm(self.config.norm, self.config.dim, self.config.norm_eps, self.config.norm_affine)
+    def _norm(self, size: int | None = None) -> nn.Module:
+        c = self.config
+        return build_norm(c.norm, size or c.dim, c.norm_eps, c.norm_affine)
 
     def _block(self, index: int) -> Block:
         c = self.config
         attention = Attention(
-            c.dim, c.num_heads, c.kv_heads, c.head_size, bias=c.attention_bias, alibi=c.positions == "alibi"
+            c.dim,
+            c.num_heads,
+            c.kv_heads,
+            c.head_size,
+            bias=c.attention_bias,
+            alibi=c.positions == "alibi",
+            norm=self._norm if c.qk_norm else None,
+            window=c.layer_window(index),
+            query_scale=None if c.query_scalar in (None, c.head_size) else math.sqrt(c.head_size / c.query_scalar),
         )
         shape = (c.dim, c.ffn_dim, c.activation, c.mlp_bias)
         return Block(
@@ -187,6 +240,8 @@ class Decoder(nn.Module):
             self._norm(),
             norm_first=c.norm_first,
             residual_after_norm=c.residual_after_norm,
+            attention_out_norm=self._norm() if c.out_norms else None,
+            mlp_out_norm=self._norm() if c.out_norms else None,
         )
 
     def forward(
@@ -214,9 +269,9 @@ class Decoder(nn.Module):
             context = StepContext()
         auxiliary = self._auxiliary_loss(targets, context)
         x_BLD = self.embedding(input_ids_BL, positions)
-        rotary = rotary_angles(self.config, positions, x_BLD.dtype) if self.config.positions == "rotary" else None
-        for block in self.blocks:
-            x_BLD = block(x_BLD, positions, rotary, attention_mask, context)
+        rotary = RotaryAngles(self.config, positions, x_BLD.dtype)
+        for index, block in enumerate(self.blocks):
+            x_BLD = block(x_BLD, positions, rotary.of_layer(index), attention_mask, context)
         if self.norm is not None:
             x_BLD = self.norm(x_BLD)
         if self.project_out is not None:
@@ -261,6 +316,24 @@ def positions_from_mask(mask_BL: Tensor) -> Tensor:
     return (tokens_BL.cumsum(1) - 1).masked_fill(~tokens_BL, 0)
 
 
+class RotaryAngles:
+    """The angles of one forward's positions: those of layers with a window, where they differ, and the others'."""
+
+    def __init__(self, config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype):
+        self._config = config
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._local: tuple[Tensor, Tensor] | None = None
+        if config.positions == "rotary":
+            self._angles = self._local = rotary_angles(config, positions_BL, dtype)
+        if config.local_rope_theta is not None:
+            local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+            self._local = rotary_angles(local, positions_BL, dtype)
+
+    def of_layer(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """(cos, sin), as `rotary_angles` gives them; None where positions are not rotary."""
+        return self._angles if self._config.layer_window(index) is None else self._local
+
+
 def rotary_angles(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(cos, sin) of position * theta^(-2k / K), each [B or 1, L, K / 2]. The angles are taken in fp64."""
     exponent_K = (
@@ -292,6 +365,11 @@ def init_std(name: str, config: DecoderConfig) -> float | None:
     return 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
 
 
+def constant_of(name: str, config: DecoderConfig) -> float:
+    """The initial value of a parameter that `init_std` has no deviation for."""
+    return 0.0 if name.endswith(".bias") or config.norm == "rms_norm_from_one" else 1.0
+
+
 def init_rows(name: str, shape: tuple[int, ...], box: tuple[slice, ...], seed: int, std: float) -> Tensor:
     """fp32 normal values of the part `box` of parameter `name`; they depend on (seed, name, shape) alone.
 
@@ -319,7 +397,7 @@ def initialise(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         std, here = init_std(name, config), local(parameter)
         if std is None:
-            here.fill_(0.0 if name.endswith(".bias") else 1.0)
+            here.fill_(constant_of(name, config))
         else:
             layout = layout_of(parameter)
             here.copy_(init_rows(name, layout.shape, layout.box(), seed, std))

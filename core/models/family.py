@@ -14,8 +14,11 @@ _ACTIVATION_OF = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu",
 }  # fmt: skip
-_GATED_OF = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-_NAME_OF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu", "swiglu": "silu", "geglu": "gelu"}
+_GATED_OF = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+_NAME_OF = {
+    "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu", "swiglu": "silu", "geglu": "gelu",
+    "geglu_tanh": "gelu_pytorch_tanh",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Names:
 
 
 HEAD = "lm_head.weight"
+FULL, LOCAL = "full_attention", "sliding_attention"
+"""transformers' types of layers: one that sees all, and one with a window."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ class Family:
     only            key -> the value without which the decoder would not compute the same; also transformers' default
     refuse          (config.json, the fields read) -> why the decoder does not compute it, or nothing
     written         key -> its value in every config.json that is written
+    modern          config.json -> the same in the keys of today, where older ones said it otherwise
     rope_theta      transformers' default, where positions are rotary
+    local_rope_theta  the same of layers with a window, where rope_parameters are told for each type of layer
     gated           whether its MLP is
     mask_positions  positions count the tokens that the attention mask shows, not the columns
     check           DecoderConfig -> what else is wrong with it, or nothing
@@ -107,7 +114,9 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any], Mapping[str, Any]], str] = lambda hf, fields: ""
     written: Mapping[str, Any] = field(default_factory=dict)
+    modern: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: hf
     rope_theta: float | None = None
+    local_rope_theta: float | None = None
     gated: bool = False
     mask_positions: bool = False
     check: Callable[[Any], str] = lambda config: ""

@@ -20,7 +20,7 @@ from core.config import UserError
 from core.kernels.attention import attention
 from core.kernels.operator import runs_kernel
 from core.models.decoder import Decoder, positions_from_mask
-from core.nn.attention import Attention, StepContext, attention_bias, dot_product_attention, visible_keys
+from core.nn.attention import Attention, StepContext, attention_bias, dot_product_attention, hiding, visible_keys
 
 
 class CachedAttend:
@@ -39,24 +39,26 @@ class CachedAttend:
         /,
         *,
         slopes: Tensor | None,
+        window: int | None = None,
         mask: Tensor | None,
         positions: Tensor,
         context: StepContext,
     ) -> Tensor:
         k_BSJK, v_BSJK, positions_BS = self._append(k_BLJK, v_BLJK, positions)
         num_queries, num_keys = q_BLHK.shape[1], self.length
-        if slopes is None and mask is None and num_queries in (1, num_keys):
+        window = hiding(window, num_keys)
+        if slopes is None and window is None and mask is None and num_queries in (1, num_keys):
             return dot_product_attention(q_BLHK, k_BSJK, v_BSJK, None, is_causal=num_queries > 1)
 
-        if slopes is not None and mask is None and runs_kernel("attention", q_BLHK):
-            return attention(q_BLHK, k_BSJK, v_BSJK, causal=True, slopes=slopes)
+        if (slopes is not None or window is not None) and mask is None and runs_kernel("attention", q_BLHK):
+            return attention(q_BLHK, k_BSJK, v_BSJK, causal=True, window=window, slopes=slopes)
 
         def build() -> Tensor:
-            visible = visible_keys(num_queries, num_keys, mask, None, q_BLHK.device)
+            visible = visible_keys(num_queries, num_keys, mask, None, q_BLHK.device, window=window)
             return attention_bias(visible, slopes, positions, positions_BS, q_BLHK.dtype)
 
         inputs = tuple(t for t in (mask, positions) if t is not None)
-        bias = context.once(("cached bias", num_keys), inputs, build)
+        bias = context.once(("cached bias", num_keys, window), inputs, build)
         return dot_product_attention(q_BLHK, k_BSJK, v_BSJK, bias, is_causal=False)
 
     def _append(self, k_BLJK: Tensor, v_BLJK: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

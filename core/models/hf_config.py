@@ -11,7 +11,7 @@ from typing import Any
 from core.config import UserError
 from core.models.decoder import DecoderConfig, RopeScaling
 from core.models.families import FAMILIES
-from core.models.family import Family
+from core.models.family import FULL, LOCAL, Family
 from core.nn.routing import MoEConfig
 
 NO_ARCHITECTURE = "transformers has no architecture of these experts; it has " + "; ".join(
@@ -31,11 +31,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     if (name := hf.get("model_type")) not in FAMILIES:
         raise UserError(f"model_type is {name!r}; this decoder loads {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    hf = {**hf, **{key: hf[alias] for alias, key in family.aliases.items() if alias in hf}}
+    hf = family.modern({**hf, **{key: hf[alias] for alias, key in family.aliases.items() if alias in hf}})
     _refuse(hf, family.only)
     fields = dict(family.fixed)
     for ours, key in family.keys.items():
         fields[ours] = key.read(hf.get(key.name, key.default), fields)
+    if family.local_rope_theta is not None:
+        hf, fields["local_rope_theta"] = _of_layer_types(hf, family.local_rope_theta)
     if family.rope_theta is not None:
         fields["rope_theta"], fields["rope_scaling"] = _rope_from_hf(hf, family.rope_theta, fields["max_length"])
     if why := family.refuse(hf, fields):
@@ -49,6 +51,17 @@ def _refuse(hf: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         if hf.get(name, value) != value:
             raise UserError(f"config.json has {name}={hf[name]!r}; this decoder computes only {value!r}")
+
+
+def _of_layer_types(hf: Mapping[str, Any], local_theta: float) -> tuple[dict[str, Any], float]:
+    """(config.json with the rotary positions of layers that see all alone, the base of layers with a window)."""
+    ropes = hf.get("rope_parameters") or {}
+    if unknown := ropes.keys() - {FULL, LOCAL}:
+        raise UserError(f"config.json has rope_parameters of {', '.join(sorted(unknown))}; give {FULL}, {LOCAL}")
+    local = ropes.get(LOCAL) or {}
+    _refuse(local, {"rope_type": "default", "partial_rotary_factor": 1.0})
+    full = {**(ropes.get(FULL) or {}), **(hf.get("rope_scaling") or {})}
+    return {**hf, "rope_parameters": full}, local.get("rope_theta") or hf.get("rope_local_base_freq", local_theta)
 
 
 def _rope_from_hf(hf: Mapping[str, Any], theta: float, max_length: int) -> tuple[float, RopeScaling | None]:
@@ -107,5 +120,8 @@ def config_to_hf(config: DecoderConfig, special_ids: Mapping[str, int] | None = 
     for ours, key in family.keys.items():
         content[key.name] = (key.write or attrgetter(ours))(config)
     rope = _rope_to_hf(config) if family.rope_theta is not None else {}
+    if family.local_rope_theta is not None:
+        local = {"rope_type": "default", "rope_theta": config.local_rope_theta or config.rope_theta}
+        rope = {"rope_parameters": {FULL: rope["rope_parameters"], LOCAL: local}}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | dict(special_ids or {})
     return content | rope | dict(family.written) | ids

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from core.models.decoder import Decoder, DecoderConfig, initialise, rotary_angles
+from core.models.decoder import Decoder, DecoderConfig, RotaryAngles, initialise
 from core.nn.attention import StepContext
 from core.placement.stages import Costs
 
@@ -17,16 +17,19 @@ _REPEATS = 5
 def measured_costs(config: DecoderConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Costs:
     """Seconds, forward and backward, of a microbatch of [rows, length] tokens in the embedding, a block and the head.
 
-    Blocks of a decoder are alike, or of two kinds, with experts and without; one of each kind is measured, whole, as on
-    one rank of tensor and expert parallelism. The least of some repetitions counts.
+    Blocks of a decoder are alike, or of a few kinds: with experts and without, with a window and without. One of each
+    kind is measured, whole, as on one rank of tensor and expert parallelism. The least of some repetitions counts.
     """
-    period = config.moe.every if config.moe.num_experts else 1
-    one = Decoder(replace(config, num_layers=period)).to(device=device, dtype=dtype)
+    kinds = [(config.moe.has_experts(n), config.layer_window(n)) for n in range(config.num_layers)]
+    first_of = {kind: kinds.index(kind) for kind in kinds}
+    count = max(first_of.values()) + 1
+    first_layers = replace(config, num_layers=count, full_layers=tuple(n for n in config.full_layers if n < count))
+    one = Decoder(first_layers).to(device=device, dtype=dtype)
     initialise(one, 0)
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     positions, context = one.default_positions(ids, None), StepContext()
     x_BLD = torch.randn(rows, length, config.dim, dtype=dtype, device=device, requires_grad=True)
-    rotary = rotary_angles(config, positions, dtype) if config.positions == "rotary" else None
+    rotary = RotaryAngles(config, positions, dtype)
 
     def behind() -> Tensor:
         out = x_BLD if one.norm is None else one.norm(x_BLD)
@@ -34,11 +37,11 @@ def measured_costs(config: DecoderConfig, rows: int, length: int, dtype: torch.d
         return one.head(out, ids, length)
 
     def of_block(index: int) -> float:
-        return _seconds(lambda: one.blocks[index](x_BLD, positions, rotary, None, context))
+        return _seconds(lambda: one.blocks[index](x_BLD, positions, rotary.of_layer(index), None, context))
 
-    plain, last = of_block(0), of_block(period - 1)
+    costs = {kind: of_block(index) for kind, index in first_of.items()}
     return Costs(
-        blocks=tuple(plain if (index + 1) % period else last for index in range(config.num_layers)),
+        blocks=tuple(costs[kind] for kind in kinds),
         before=_seconds(lambda: one.embedding(ids, positions)),
         behind=_seconds(behind),
     )

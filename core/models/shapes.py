@@ -3,7 +3,8 @@
 GPT-2: Radford et al. (2019). GPT-3: Brown et al. (2020), table 2.1, where two rows do not multiply out (1.3B has 24
 heads of 128 in a model of 2048, 13B a model of 5140); taken as 16 heads and as 5120. OPT: Zhang et al. (2022), table 1,
 and the released configurations. BLOOM: BigScience (2022), table 3. Llama: Touvron et al. (2023), Llama team (2024).
-Mistral: Jiang et al. (2023), without its window, as in release 0.2. Mixtral: Jiang et al. (2024), table 1.
+Mistral: Jiang et al. (2023), without its window, as in release 0.2, and with it, as in the first. Mixtral: Jiang et al.
+(2024), table 1. Gemma 3: Gemma team (2025), table 1, and the released configuration.
 switch_gpt2_124m is GPT-2 with experts in every second block, as Switch Transformers (Fedus et al. 2021) place them.
 """
 
@@ -69,6 +70,8 @@ SHAPES: dict[str, DecoderConfig] = {
         llama3(16, 2048, 32, 8192, 8), max_length=131_072, tied_head=True, rope_scaling=RopeScaling(factor=32.0)
     ),
     "mistral_7b": replace(llama(32, 4096, 32, 14336, 8), family="mistral", max_length=32768),
+    "mistral_7b_v0_1": replace(llama(32, 4096, 32, 14336, 8), family="mistral", max_length=32768, window=4096),
+    "gemma3_1b": shape("gemma3_text", 26, 1152, 4, 6912, 1, vocab_size=262_144, max_length=32768, window=512),
     "mixtral_8x7b": mixtral(32, 4096, 32, 14336, 8),
     "mixtral_8x22b": replace(mixtral(56, 6144, 48, 16384, 8), max_length=65536),
     "switch_gpt2_124m": replace(gpt(12, 768, 12), moe=MoEConfig(num_experts=8, every=2, router="switch")),

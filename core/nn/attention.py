@@ -2,14 +2,20 @@
 
 1. qkv(x): rows of the weight are grouped by key/value head: its G query heads, then its key, then its value. A plain
    row shard of the weight is therefore a shard over heads, and the forward never asks how many heads it holds.
-2. `turn`, a slot: rotary positions turn queries and keys, where the model has them (Su et al., "RoFormer", 2021; the
+2. A norm over the features of each query head, and one of each key head, where the model has them (Dehghani et al.,
+   "Scaling Vision Transformers to 22 Billion Parameters", 2023): one weight[K] each for all heads.
+3. `turn`, a slot: rotary positions turn queries and keys, where the model has them (Su et al., "RoFormer", 2021; the
    half-rotation convention of Llama).
-3. `attend`, the slot: softmax(q k^T / sqrt(K) + bias) v. The default is torch's scaled_dot_product_attention. Caches,
+4. `attend`, the slot: softmax(q k^T / sqrt(K) + bias) v. The default is torch's scaled_dot_product_attention. Caches,
    ring attention, pages and the like are other functions put into the slot from outside.
-4. out(o).
+5. out(o).
+
+A window hides what is too far away: a query sees itself and the `window` - 1 keys before it (Beltagy et al.,
+"Longformer", 2020). Distances are counted in places, padding included, as transformers counts them.
 
 The default `attend` takes the causal fast path unless there is padding, ALiBi (Press et al., "Train Short, Test Long",
-2021) or a document boundary to respect. Their bias is built once a step and shared by the layers (`StepContext.once`).
+2021), a window or a document boundary to respect. Their bias is built once a step and shared by the layers that see
+alike (`StepContext.once`). On a GPU a window without padding goes to our kernel, which skips what it hides.
 ALiBi stays in fp32 or wider: in bf16 the positions beyond 256 would collapse into a few values. On a GPU, whose fused
 operators take a bias in the format of the queries only, slopes go to our kernel, and with padding, where its positions
 are not those of the tokens, the product is taken in fp32.
@@ -66,14 +72,15 @@ class Attend(Protocol):
 
     q[B, L, H, K], k and v[B, S, J, K] -> o[B, L, H, K]
     slopes     ALiBi slope of each query head held here, fp32 or wider; None without ALiBi
+    window     keys `window` and more places away are hidden; None: none are
     mask       [B, S] nonzero where a key is a token and not padding; None when all are
     positions  [B or 1, L] of the queries
     context    per-step data, as given to the model's forward
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, mask: Tensor | None, positions: Tensor,
-        context: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, window: int | None, mask: Tensor | None,
+        positions: Tensor, context: Any,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -84,12 +91,13 @@ def attend(
     /,
     *,
     slopes: Tensor | None,
+    window: int | None = None,
     mask: Tensor | None,
     positions: Tensor,
     context: StepContext | None,
 ) -> Tensor:
     """Causal attention of a whole sequence over itself (`Attend`)."""
-    return _attend(q_BLHK, k_BLJK, v_BLJK, slopes, mask, positions, context, causal=True)
+    return _attend(q_BLHK, k_BLJK, v_BLJK, slopes, window, mask, positions, context, causal=True)
 
 
 def attend_both_ways(
@@ -99,38 +107,46 @@ def attend_both_ways(
     /,
     *,
     slopes: Tensor | None,
+    window: int | None = None,
     mask: Tensor | None,
     positions: Tensor,
     context: StepContext | None,
 ) -> Tensor:
     """Attention of a whole sequence over itself, later keys included, as an encoder's (`Attend`)."""
-    return _attend(q_BLHK, k_BLJK, v_BLJK, slopes, mask, positions, context, causal=False)
+    return _attend(q_BLHK, k_BLJK, v_BLJK, slopes, window, mask, positions, context, causal=False)
 
 
 def _attend(
-    q_BLHK: Tensor, k_BLJK: Tensor, v_BLJK: Tensor, slopes: Tensor | None, mask: Tensor | None, positions: Tensor,
-    context: StepContext | None, causal: bool,
+    q_BLHK: Tensor, k_BLJK: Tensor, v_BLJK: Tensor, slopes: Tensor | None, window: int | None, mask: Tensor | None,
+    positions: Tensor, context: StepContext | None, causal: bool,
 ) -> Tensor:  # fmt: skip
     documents = context.documents_BL if context is not None else None
-    if slopes is None and mask is None and documents is None:
+    window = hiding(window, q_BLHK.shape[1])
+    if slopes is None and window is None and mask is None and documents is None:
         return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, None, is_causal=causal)
-    if slopes is not None and mask is None and runs_kernel("attention", q_BLHK):
-        return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, None, context, causal)
+    if (slopes is not None or window is not None) and mask is None and runs_kernel("attention", q_BLHK):
+        return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, None, context, causal, window)
 
     def build() -> Tensor:
-        visible = visible_keys(q_BLHK.shape[1], k_BLJK.shape[1], mask, documents, q_BLHK.device, causal=causal)
+        lengths = q_BLHK.shape[1], k_BLJK.shape[1]
+        visible = visible_keys(*lengths, mask, documents, q_BLHK.device, causal=causal, window=window)
         return attention_bias(visible, slopes, positions, positions, q_BLHK.dtype)
 
     num_heads = 0 if slopes is None else slopes.shape[0]
     inputs = tuple(t for t in (mask, positions) if t is not None)
-    key = ("bias", causal, num_heads, q_BLHK.dtype)
+    key = ("bias", causal, num_heads, window, q_BLHK.dtype)
     bias = build() if context is None else context.once(key, inputs, build)
     return dot_product_attention(q_BLHK, k_BLJK, v_BLJK, bias, is_causal=False)
 
 
+def hiding(window: int | None, num_keys: int) -> int | None:
+    """The window, where it hides any of so many keys that end with the query's own."""
+    return None if window is None or window >= num_keys else window
+
+
 def attention_by_kernel(
     q_BLHK: Tensor, k_BLJK: Tensor, v_BLJK: Tensor, slopes: Tensor | None, mask: Tensor | None,
-    context: StepContext | None, causal: bool = True,
+    context: StepContext | None, causal: bool = True, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a whole sequence over itself by our kernel, a document at a time where there are several.
 
@@ -138,13 +154,15 @@ def attention_by_kernel(
     """
     documents = context.documents_BL if context is not None else None
     if documents is None:
-        return attention(q_BLHK, k_BLJK, v_BLJK, causal=causal, mask=mask, slopes=slopes)
+        return attention(q_BLHK, k_BLJK, v_BLJK, causal=causal, window=window, mask=mask, slopes=slopes)
     assert context is not None
     assert mask is None
     length = q_BLHK.shape[1]
     begins = context.once(("cu_seqlens",), (documents,), lambda: _begins(documents))
     q_THK, k_TJK, v_TJK = (x.flatten(0, 1) for x in (q_BLHK, k_BLJK, v_BLJK))
-    o_THK, _ = attention_varlen(q_THK, k_TJK, v_TJK, begins, begins, length, length, causal=causal, slopes=slopes)
+    o_THK, _ = attention_varlen(
+        q_THK, k_TJK, v_TJK, begins, begins, length, length, causal=causal, window=window, slopes=slopes
+    )
     return o_THK.unflatten(0, q_BLHK.shape[:2])
 
 
@@ -177,16 +195,19 @@ def visible_keys(
     device: torch.device,
     *,
     causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """bool[B or 1, L, S]: may query l, the (S - L + l)-th token, see key s? Not padding, other documents, later ones.
 
-    Without `causal` later ones, too.
+    Without `causal` later ones, too. A window hides those `window` and more places away.
 
     Every query sees itself, padding too, so that no row of the softmax is empty.
     """
     query_L1 = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)
     visible = (key_S <= query_L1)[None] if causal else torch.ones(1, num_queries, num_keys, device=device).bool()
+    if window is not None:
+        visible = visible & ((query_L1 - key_S).abs() < window)
     if mask_BS is not None:
         visible = visible & mask_BS.bool()[:, None, :]
     if documents_BS is not None:
@@ -236,17 +257,36 @@ def rotate_both(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLK: Tensor, sin_BLK: Tensor
 
 
 class Attention(nn.Module):
-    """Self-attention; see the module's docstring. `attend`, `turn` are slots; `slopes` are of the heads held here."""
+    """Self-attention; see the module's docstring. `attend`, `turn` are slots; `slopes` are of the heads held here.
+
+    window       what it hands to `attend`
+    query_scale  queries are multiplied with it; None: they are not
+    """
 
     slopes: Tensor | None
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, alibi: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        alibi: bool = False,
+        norm: Callable[[int], nn.Module] | None = None,
+        window: int | None = None,
+        query_scale: float | None = None,
+    ):
+        """norm: makes the norm of a head's features, once for queries and once for keys; None: there is none."""
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.group = num_heads // num_kv_heads
         self.head_dim = head_dim
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
+        self.query_norm, self.key_norm = (norm(head_dim), norm(head_dim)) if norm else (None, None)
         self.out = Linear(num_heads * head_dim, dim, bias=bias)
+        self.window, self.query_scale = window, query_scale
         self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self.attend: Attend = attend
         self.turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_both
@@ -264,9 +304,15 @@ class Attention(nn.Module):
         B, L = qkv.shape[:2]
         q_BLJGK, k_BLJ1K, v_BLJ1K = qkv.view(B, L, -1, self.group + 2, self.head_dim).split([self.group, 1, 1], dim=3)
         q, k, v = q_BLJGK.flatten(2, 3), k_BLJ1K.squeeze(3), v_BLJ1K.squeeze(3)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
             q, k = self.turn(q, k, *rotary)
-        o_BLHK = self.attend(q, k, v, slopes=self.slopes, mask=mask, positions=positions_BL, context=context)
+        if self.query_scale is not None:
+            q = q * self.query_scale
+        o_BLHK = self.attend(
+            q, k, v, slopes=self.slopes, window=self.window, mask=mask, positions=positions_BL, context=context
+        )
         return self.out(o_BLHK.flatten(2))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attention":

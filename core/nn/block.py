@@ -3,6 +3,7 @@
 norm_first            x + f(norm(x))            GPT-2 and all later ones
 not norm_first        norm(x + f(x))            OPT-350m, the original transformer
 residual_after_norm   n + f(n), n = norm(x)     BLOOM's `apply_residual_connection_post_layernorm`
+out norms             x + norm(f(norm(x)))      Gemma 3's, of which a block has four
 """
 
 from typing import Any
@@ -24,12 +25,15 @@ class Block(nn.Module):
         *,
         norm_first: bool = True,
         residual_after_norm: bool = False,
+        attention_out_norm: nn.Module | None = None,
+        mlp_out_norm: nn.Module | None = None,
     ):
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.attention_out_norm, self.mlp_out_norm = attention_out_norm, mlp_out_norm
         self.norm_first = norm_first
         self.residual_after_norm = residual_after_norm
 
@@ -47,6 +51,11 @@ class Block(nn.Module):
             return self.mlp_norm(x_BLD + self.mlp(x_BLD, positions_BL, mask, context))
         normed = self.attention_norm(x_BLD)
         attended = self.attention(normed, positions_BL, rotary, mask, context)
+        if self.attention_out_norm is not None:
+            attended = self.attention_out_norm(attended)
         x_BLD = (normed if self.residual_after_norm else x_BLD) + attended
         normed = self.mlp_norm(x_BLD)
-        return (normed if self.residual_after_norm else x_BLD) + self.mlp(normed, positions_BL, mask, context)
+        out = self.mlp(normed, positions_BL, mask, context)
+        if self.mlp_out_norm is not None:
+            out = self.mlp_out_norm(out)
+        return (normed if self.residual_after_norm else x_BLD) + out

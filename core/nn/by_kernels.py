@@ -28,6 +28,7 @@ from core.kernels.operator import runs_kernel
 from core.kernels.rope import rope
 from core.nn.attention import Attention, StepContext, attend, attention_by_kernel, rotate_both
 from core.nn.mlp import MLP
+from core.nn.norm import RMSNormFromOne
 
 DECODER = ("attention", "attention_varlen", "layer_norm", "rms_norm", "rope", "swiglu")
 """Families that a decoder takes."""
@@ -64,6 +65,7 @@ def attend_by_kernel(
     /,
     *,
     slopes: Tensor | None,
+    window: int | None = None,
     mask: Tensor | None,
     positions: Tensor,
     context: StepContext | None,
@@ -73,8 +75,9 @@ def attend_by_kernel(
     mixed = mask is not None and (slopes is not None or documents is not None)
     why = "padding together with ALiBi or documents" if mixed else None
     if not runs_kernel("attention", q_BLHK, unless=why):
-        return attend(q_BLHK, k_BLJK, v_BLJK, slopes=slopes, mask=mask, positions=positions, context=context)
-    return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, mask, context)
+        seen = {"slopes": slopes, "window": window, "mask": mask}
+        return attend(q_BLHK, k_BLJK, v_BLJK, **seen, positions=positions, context=context)
+    return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, mask, context, window=window)
 
 
 def turn_by_kernel(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +103,8 @@ def _norm_by_kernel(norm: Any, function: Callable[..., Any]) -> None:
         if not runs_kernel(function.__name__, x):
             return plain(x)
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-        y = function(x, norm.weight, getattr(norm, "bias", None), eps)
+        weight = norm.gain() if isinstance(norm, RMSNormFromOne) else norm.weight
+        y = function(x, weight, getattr(norm, "bias", None), eps)
         assert isinstance(y, Tensor)
         return y
 

@@ -3,6 +3,8 @@
 Shapes: B batch, L length, E embedding size, D model.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +12,10 @@ from core.nn.linear import Linear
 
 
 class Embedding(nn.Module):
-    """project_in(tokens[ids]) + positions[p + offset], then the norm (BLOOM's).
+    """project_in(scale tokens[ids]) + positions[p + offset], then the norm (BLOOM's).
 
     `offset` shifts every index into the position table (OPT keeps two rows in front of position 0).
+    `scale` is rounded to the tokens' dtype first, as Gemma's is; None: 1.
     """
 
     def __init__(
@@ -24,6 +27,7 @@ class Embedding(nn.Module):
         num_positions: int | None = None,
         offset: int = 0,
         norm: nn.Module | None = None,
+        scale: float | None = None,
     ):
         super().__init__()
         width = embed_dim or dim
@@ -31,16 +35,23 @@ class Embedding(nn.Module):
         self.positions = _table(num_positions + offset, dim) if num_positions is not None else None
         self.project_in = Linear(width, dim, bias=False) if width != dim else None
         self.norm = norm
-        self.offset = offset
+        self.offset, self.scale = offset, scale
 
     def forward(self, input_ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
         """x[B, L, D]. positions may have one row for the whole batch."""
         x = self.tokens(input_ids_BL)
+        if self.scale is not None:
+            x = x * _rounded(self.scale, x.dtype)
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
             x = x + self.positions(positions_BL + self.offset if self.offset else positions_BL)
         return self.norm(x) if self.norm is not None else x
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype, device="cpu"))
 
 
 def _table(rows: int, width: int) -> nn.Embedding:

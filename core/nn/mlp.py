@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from core.nn.linear import Linear
 
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -22,11 +22,12 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 
 def is_gated(activation: ActivationName) -> bool:
-    return activation in ("swiglu", "geglu")
+    return activation in ("swiglu", "geglu", "geglu_tanh")
 
 
 def activation_function(activation: ActivationName) -> Callable[[Tensor], Tensor]:

@@ -13,6 +13,7 @@ leave the grid. Features are not padded: their shares are those of `core.layout`
 
     norm          its statistics are sums over the columns' axis; weight[D_cols]
     attention     the heads of the columns, the sequences of the rows
+    norm_of_heads weight[K], x[B_rows, L, H_cols, K] -> the same
     from_whole    a module whose callers hold x[B, L, D] and y[B, L, O] whole, on every rank
     drop_padding  logits[B, L, V] without the sequences of the padding
 
@@ -136,7 +137,9 @@ def _norm(module: Any, mesh: DeviceMesh) -> nn.Module:
 
     def forward(x: Tensor) -> Tensor:
         eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
-        return _Norm.apply(x, module.weight, module.bias if centered else None, eps, size, at.col_axis, centered)  # pyright: ignore[reportReturnType]
+        bias = module.bias if centered else None
+        weight = module.gain() if hasattr(module, "gain") else module.weight
+        return _Norm.apply(x, weight, bias, eps, size, at.col_axis, centered)  # pyright: ignore[reportReturnType]
 
     module.forward = forward
     return module
@@ -194,7 +197,8 @@ norm = Style(
     wrap=_norm,
     is_local=True,
 )
-"""nn.LayerNorm or nn.RMSNorm over one dim.  x[B_rows, .., D_cols] -> the same.
+"""nn.LayerNorm or nn.RMSNorm over one dim.  x[B_rows, .., D_cols] -> the same. `gain()`, where a norm has it, is what
+it multiplies with in the place of its weight.
 
 Two all-reduces of a number a token over the columns' axis (of RMSNorm one), and one on the way back.
 """
@@ -241,6 +245,12 @@ def attention_at(side: Side) -> Style:
 
 
 attention = attention_at(FIRST)
+
+
+def norm_of_heads_at(side: Side) -> Style:
+    """A norm over the features of each head: replicated; a rank has of its gradient the sum over its heads and rows."""
+    lies = {**side.lies(), side.cols: Shard(2)}
+    return Style(partial={"**": (*side.rows, side.cols)}, inputs=lies, outputs=lies)
 
 
 def check_grid_heads(num_kv_heads: int, side: int, what: str = "tp_col") -> None:

@@ -13,7 +13,8 @@ of this rank's places alone. Every rank sends
     backward   (N - 1) x 2 B L_cp J K elements, and as many gradients in fp32 or wider
 
 Under a causal mask pieces that lie after the queries are not computed; the zig-zag cut makes that alike much work for
-every rank. Documents and padding become a bias for one pair of pieces at a time, ALiBi the distance of their places.
+every rank. Neither are pieces that a window hides whole; they travel all the same. Documents and padding become a bias
+for one pair of pieces at a time, ALiBi the distance of their places.
 
 Li et al. 2021, Sequence Parallelism: Long Sequence Training from System Perspective, section 3.2 (the ring); Liu et al.
 2023, Ring Attention with Blockwise Transformers for Near-Infinite Context, section 3 (blockwise softmax, overlap).
@@ -45,11 +46,11 @@ def ring_attention(axis: DeviceMesh, *, causal: bool = True) -> Callable[..., Te
 
     @torch.compiler.disable()
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, mask: Tensor | None, positions: Tensor,
-        context: ShardedContext,
+        q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, window: int | None = None, mask: Tensor | None,
+        positions: Tensor, context: ShardedContext,
     ) -> Tensor:  # fmt: skip
         whole = context.documents_BL, context.mask_BL
-        pairs = _Pairs(context.cut, axis.get_local_rank(), causal, *whole, slopes, q.dtype)
+        pairs = _Pairs(context.cut, axis.get_local_rank(), causal, window, *whole, slopes, q.dtype)
         return _Ring.apply(q, k, v, axis, pairs)  # pyright: ignore[reportReturnType]
 
     return attend
@@ -86,6 +87,7 @@ class _Pairs:
     cut: SequenceCut
     rank: int
     causal: bool
+    window: int | None
     documents_BL: Tensor | None
     mask_BL: Tensor | None
     slopes: Tensor | None
@@ -96,11 +98,18 @@ class _Pairs:
         for index, start in enumerate(self.cut.starts(self.rank)):
             for key_index, key_start in enumerate(self.cut.starts(source)):
                 num_queries, num_keys = self.cut.real(start), self.cut.real(key_start)
-                if num_queries and num_keys and not (self.causal and key_start > start):
+                if num_queries and num_keys and not self._hidden(start, num_queries, key_start, num_keys):
                     queries, keys = self._local(index, num_queries), self._local(key_index, num_keys)
                     bias = self._bias(start, num_queries, key_start, num_keys)
                     causal = self.causal and start == key_start
-                    yield queries, keys, Part(start - key_start, causal, bias, self.slopes)
+                    yield queries, keys, Part(start - key_start, causal, bias, self.slopes, self.window)
+
+    def _hidden(self, start: int, num_queries: int, key_start: int, num_keys: int) -> bool:
+        """Return whether all keys of a piece lie after all of the queries, or too far away from them."""
+        if self.causal and key_start > start:
+            return True
+        away = max(start - (key_start + num_keys - 1), key_start - (start + num_queries - 1))
+        return self.window is not None and away >= self.window
 
     def _local(self, index: int, num_places: int) -> slice:
         first = index * self.cut.piece_length

@@ -7,6 +7,7 @@ Shapes: B batch, L length, I in_features, O out_features, V vocabulary, D model.
     vocab_embedding  W[V_tp, D]   ids[B, L]         -> y[B, L, D]{tp} -> all-reduce
     vocab_head       W[V_tp, D]   x[B, L, D]        -> logits[B, L, V_tp], or losses that never leave their shard
     shard_heads      marks an attention module whose projections are sharded by heads
+    norm_of_heads    w[K]         x[B, L, H_tp, K]  -> the same
 
 How activations enter and leave (`Transition`) is an argument: here those between the pairs are replicated, in
 `sequence` they are sharded along the sequence.
@@ -229,3 +230,6 @@ colwise, rowwise = colwise_by(COPY), rowwise_by(REDUCE)
 vocab_embedding, vocab_head = vocab_embedding_by(REDUCE), vocab_head_by(COPY)
 shard_heads = Style(refuse=_refuse_heads, wrap=_own_slopes)
 """Attention over this rank's heads: its projections are sharded by other styles, its per-head slopes here."""
+
+norm_of_heads = Style(partial={"**": (AXIS,)}, inputs={AXIS: Shard(2)}, outputs={AXIS: Shard(2)})
+"""A norm over the features of each head: replicated, and of its gradient every rank has the sum over its own heads."""

@@ -84,8 +84,8 @@ def ulysses_attention(axis: DeviceMesh, inner: Callable[..., Tensor], ring: Devi
 
     @torch.compiler.disable()
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, mask: Tensor | None, positions: Tensor,
-        context: ShardedContext,
+        q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, window: int | None = None, mask: Tensor | None,
+        positions: Tensor, context: ShardedContext,
     ) -> Tensor:  # fmt: skip
         heads = HeadCut(q.shape[2], k.shape[2], axis.size())
         check_exchange(heads.num_heads, heads.num_ranks)
@@ -97,7 +97,7 @@ def ulysses_attention(axis: DeviceMesh, inner: Callable[..., Tensor], ring: Devi
         mine = heads.queries(rank)
         slopes = None if slopes is None else slopes[mine.start : mine.stop]
         k, v = heads.spread(k, rank), heads.spread(v, rank)
-        o = inner(q, k, v, slopes=slopes, positions=context.positions_BL, **seen)
+        o = inner(q, k, v, slopes=slopes, window=window, positions=context.positions_BL, **seen)
         return _ToSequence.apply(o, heads, cut, axis)  # pyright: ignore[reportReturnType]
 
     return attend

@@ -129,6 +129,7 @@ MUTATIONS = {
         *of(
             "paged_attention",
             ("_attend", "o * shrink[:, None]", "o"),
+            ("_attend", "> position[:, None] - window", ">= position[:, None] - window"),
             ("_part", "* SHORTEST", "* (SHORTEST // 2)"),
             ("_decode", "(length - 1).to", "(length - 2).to"),
             ("_merge", "weight[:, None] * found", "found"),

@@ -26,6 +26,10 @@ CONFIGS = {
         norm="rms_norm", activation="swiglu", attention_bias=False, mlp_bias=False, tied_head=False, family="llama",
     ),
 }  # fmt: skip
+CONFIGS["gemma3"] = replace(
+    CONFIGS["llama"], num_layers=2, norm="rms_norm_from_one", activation="geglu_tanh", tied_head=True, qk_norm=True,
+    out_norms=True, scaled_embedding=True, window=4, full_layers=(1,), local_rope_theta=100.0, family="gemma3_text",
+)  # fmt: skip
 NORM, ATTENTION, PACKED = "norm_forward", "attention_forward", "attention_varlen_forward"
 CASES = [
     ("gpt2", "plain", {NORM, ATTENTION}),
@@ -35,6 +39,8 @@ CASES = [
     ("bloom", "padding", {NORM}),  # its attention is torch's
     ("llama", "plain", {NORM, ATTENTION, "rope", "swiglu_forward"}),
     ("llama", "documents", {NORM, PACKED, "rope", "swiglu_forward"}),
+    ("gemma3", "documents", {NORM, PACKED, "rope"}),
+    ("gemma3", "padding", {NORM, ATTENTION, "rope"}),
 ]
 B, L = 2, 13
 

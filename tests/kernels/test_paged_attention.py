@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.kernels import attention
 from core.kernels.operator import forced
 from core.kernels.paged_attention import SPECS, paged_attention, reference, write_pages, write_reference
 from tests.support.device import DEVICE
@@ -44,6 +45,34 @@ def test_a_sequence_does_not_see_its_batch(function, int8: bool) -> None:
         for b in range(3):
             one = function(**alone(inputs, b))
             assert torch.equal(one, together[cu[b] : cu[b + 1]]), f"sequence {b}"
+
+
+@pytest.mark.parametrize("function", [paged_attention, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("slopes", [False, True], ids=["plain", "alibi"])
+def test_a_window_is_that_of_plain_attention(function, slopes: bool) -> None:
+    """One query and several; pages that a window hides are not in the table, and what they held is poison."""
+    for num_queries, window in ((1, 1), (1, 290), (9, 1), (9, 33)):
+        inputs = batch(B=1, Q=num_queries, window=window, slopes=slopes)
+        (length,), table = inputs["lengths"].tolist(), inputs["page_table"][0]
+        first = max(0, length - num_queries + 1 - window)
+        places = torch.arange(first, length, device=DEVICE)
+        k, v = (inputs[name][table[places // 16].long(), places % 16][None] for name in ("k_pages", "v_pages"))
+        seen = {"causal": True, "window": window, "slopes": inputs["slopes"]}
+        wanted = attention.reference(inputs["q"][None], k, v, **seen)[0][0]
+        with forced():
+            found = function(**inputs)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()))
+
+
+def test_a_windowed_prompt_is_the_same_however_it_is_cut() -> None:
+    inputs = batch(B=1, L=150, Q=140, window=40)
+    inputs["page_table"] = inputs["page_table"].clamp(min=0)
+    with forced():
+        whole = paged_attention(**inputs)
+        for first, last in ((0, 61), (61, 140)):
+            part = {"q": inputs["q"][first:last], "lengths": inputs["lengths"] - 140 + last}
+            part["cu_query_lens"] = torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE)
+            assert torch.equal(paged_attention(**inputs | part), whole[first:last])
 
 
 def test_one_query_is_decoded_alike_with_and_without_offsets() -> None:

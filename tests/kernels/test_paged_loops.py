@@ -49,20 +49,20 @@ def queries(shape: tuple, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("has_slopes", [False, True])
-def test_attention(shape: tuple, dtype: torch.dtype, has_slopes: bool) -> None:
+@pytest.mark.parametrize(("has_slopes", "window"), [(False, None), (True, None), (False, 6), (True, 40)])
+def test_attention(shape: tuple, dtype: torch.dtype, has_slopes: bool, window: int | None) -> None:
     """In fp32, and the same bits alone as beside others."""
     given, q = pool(shape, dtype), queries(shape)
     slopes = torch.rand(q.shape[1], generator=torch.Generator().manual_seed(2)) if has_slopes else None
-    found = paged_attention(q, **given, slopes=slopes)
+    found = paged_attention(q, **given, slopes=slopes, window=window)
     exact = {n: x.double() if x.is_floating_point() and "scales" not in n else x for n, x in given.items()}
     wanted = reference(
-        q.double(), **exact, slopes=None if slopes is None else slopes.double(), scale=q.shape[2] ** -0.5
+        q.double(), **exact, slopes=None if slopes is None else slopes.double(), scale=q.shape[2] ** -0.5, window=window
     )
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
     for b in range(len(q)):
         one = given | {"page_table": given["page_table"][b : b + 1], "lengths": given["lengths"][b : b + 1]}
-        assert torch.equal(paged_attention(q[b : b + 1], **one, slopes=slopes)[0], found[b])
+        assert torch.equal(paged_attention(q[b : b + 1], **one, slopes=slopes, window=window)[0], found[b])
 
 
 @pytest.mark.parametrize("dtype", FORMATS[:3], ids=str)

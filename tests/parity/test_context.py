@@ -14,7 +14,7 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.nn.attention import StepContext
 from core.parallel.recompute import RecomputeConfig, RecomputeMode
-from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
+from tests.parity.test_train import BLOOM, GEMMA3, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
 from tests.support.training import Case, batch_of, build, difference_from_single, few_cases, removed, table
 
 RING, ULYSSES = MeshConfig(cp=2), MeshConfig(cp=2, cp_mode="ulysses")
@@ -57,7 +57,10 @@ def test_every_mesh_and_zero_level(ranks, name: str, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    [(OPT_350M, RING), (BLOOM, RING), (LLAMA, RING), (BLOOM, ULYSSES), (LLAMA, ULYSSES)],
+    [
+        *((model, RING) for model in (OPT_350M, BLOOM, LLAMA, GEMMA3)),
+        *((model, ULYSSES) for model in (BLOOM, LLAMA, GEMMA3)),
+    ],
     ids=lambda given: given.family if isinstance(given, DecoderConfig) else given.cp_mode,
 )
 def test_every_family(ranks, model: DecoderConfig, mesh: MeshConfig) -> None:

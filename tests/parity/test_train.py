@@ -31,6 +31,20 @@ LLAMA = replace(
     num_kv_heads=2,
     tied_head=False,
 )
+MISTRAL = replace(LLAMA, family="mistral", window=3)
+GEMMA3 = replace(
+    MISTRAL,
+    family="gemma3_text",
+    norm="rms_norm_from_one",
+    activation="geglu_tanh",
+    tied_head=True,
+    qk_norm=True,
+    out_norms=True,
+    scaled_embedding=True,
+    full_layers=(1,),
+    local_rope_theta=100.0,
+    query_scalar=6,
+)
 HYBRID = MeshConfig(dp_replicate=2, dp_shard=2)
 
 
@@ -79,7 +93,7 @@ def test_every_mesh_and_zero_level(ranks, name: str, steps: int) -> None:
 
 FAMILIES = table(
     (4, Case(model, mesh=MeshConfig(tp=2), parallel=parallel(zero)))
-    for model in (OPT, OPT_350M, BLOOM, LLAMA)
+    for model in (OPT, OPT_350M, BLOOM, LLAMA, MISTRAL, GEMMA3)
     for zero in (1, 3)
 )
 

@@ -202,8 +202,8 @@ MUTATIONS = [
     mutation(
         "the distances of ALiBi begin anew in each block of a ring",
         "core/parallel/ring.py",
-        "Part(start - key_start, causal, bias, self.slopes)",
-        "Part(0, causal, bias, self.slopes)",
+        "Part(start - key_start, causal, bias, self.slopes, self.window)",
+        "Part(0, causal, bias, self.slopes, self.window)",
         "tests/parity/test_context.py::test_every_family[bloom-ring]",
     ),
     mutation(

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -117,12 +118,13 @@ def real_engine(
     **options,
 ) -> Engine:
     """graphs: steps in which all sequences decode are captured, and the next one is launched before they are read"""
+    limits = replace(limits, window=model.config.every_window)
     runner = Runner(model, num_pages, limits.page_size, page_dtype)
     max_length = options.pop("max_length", model.config.max_length)
     text = options.pop("text", Letters())
     if graphs:
         options["sampler"], options["ahead"] = Sampler(model.config.vocab_size, runner.machine), True
-        longest = length_within(max_length, num_pages, limits.page_size)
+        longest = length_within(max_length, num_pages, limits)
         Decode(runner, options["sampler"], limits.max_running, longest)
     return Engine(
         runner, text, limits, num_pages=num_pages, vocab_size=model.config.vocab_size, max_length=max_length, **options

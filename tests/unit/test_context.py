@@ -89,7 +89,8 @@ def test_refusals_say_what_would_work() -> None:
 @pytest.mark.parametrize("tile_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("offset", [-2, 0, 3, 9])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_part_and_its_gradients(tile_bytes: int, offset: int, causal: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_a_part_and_its_gradients(tile_bytes: int, offset: int, causal: bool, window: int | None, monkeypatch) -> None:
     """Over tiles of 16 queries and over one, with a bias, slopes and grouped heads."""
     monkeypatch.setattr(kernels, "TILE_BYTES", tile_bytes)
     draw = torch.Generator().manual_seed(3)
@@ -98,8 +99,8 @@ def test_a_part_and_its_gradients(tile_bytes: int, offset: int, causal: bool, mo
     bias = torch.where(torch.rand(2, 1, 37, 11, generator=draw) < 0.2, -torch.inf, 0.0)
     slopes = torch.linspace(0.1, 0.6, 6, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    expected, lse = reference(*leaves, causal=causal, offset=offset, bias=bias, slopes=slopes)
-    part = Part(offset, causal, bias, slopes)
+    expected, lse = reference(*leaves, causal=causal, window=window, offset=offset, bias=bias, slopes=slopes)
+    part = Part(offset, causal, bias, slopes, window)
     with torch.no_grad():
         found, found_lse = partial_attention(q, k, v, part)
         torch.testing.assert_close(found, expected)

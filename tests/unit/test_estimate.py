@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from apps.llm.pretrain import flops_per_token
 from core.compose import ParallelConfig
 from core.config import UserError, in_words
 from core.estimate import (
@@ -20,6 +21,7 @@ from core.estimate import (
     megatron_block,
     require_fit,
 )
+from core.estimate.pipeline import stage_costs
 from core.estimate.time import step_flops
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
@@ -279,6 +281,19 @@ FAMILIES = {
         num_kv_heads=2,
     ),
 }
+FAMILIES["mistral"] = replace(FAMILIES["llama"], family="mistral", window=20)
+FAMILIES["gemma3"] = replace(
+    FAMILIES["mistral"],
+    family="gemma3_text",
+    norm="rms_norm_from_one",
+    activation="geglu_tanh",
+    tied_head=True,
+    qk_norm=True,
+    out_norms=True,
+    scaled_embedding=True,
+    full_layers=(1,),
+    local_rope_theta=100.0,
+)
 FAMILIES["mixtral"] = replace(FAMILIES["llama"], moe=MoEConfig(num_experts=4))
 FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4, every=2, experts_per_token=3))
 
@@ -301,6 +316,9 @@ FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4
         ("llama", "fp32", "none", 1, 8, 1),
         ("llama", "bf16", "none", 1, 8, 1),
         ("llama", "fp32", "full", 1, 8, 1),
+        ("mistral", "fp32", "none", 1, 8, 1),
+        ("gemma3", "fp32", "none", 1, 8, 1),
+        ("gemma3", "bf16", "none", 1, 8, 1),
         ("mixtral", "fp32", "none", 1, 8, 1),
         ("mixtral", "bf16", "none", 1, 8, 1),
         ("mixtral", "fp32", "full", 1, 8, 1),
@@ -345,6 +363,21 @@ def test_a_bias_on_the_scores_is_kept_for_the_step_in_fp32():
     without = replace(model, bias_heads=0)
     difference = estimate_memory(model, run).phases["loss"] - estimate_memory(without, run).phases["loss"]
     assert difference == 4 * 2 * 100 * 100
+
+
+def test_windows_bound_the_scores():
+    """Those of two of three blocks are of 10 keys, the third's of all 100; on a CPU what they hide is a bias."""
+    config = replace(FAMILIES["gemma3"], num_layers=3, window=10)
+    whole, run = replace(config, window=100), RunShape(sequence_length=100)
+    model, without = (decoder_shape(one, device_type="cpu") for one in (config, whole))
+    queries = config.num_heads * config.head_size
+    assert step_flops(without, run) - step_flops(model, run) == 100 * 12 * queries * 2 * (100 - 10)
+    assert flops_per_token(whole, 100) - flops_per_token(config, 100) == 12 * queries * 2 * (100 - 10)
+    difference = estimate_memory(model, run).phases["loss"] - estimate_memory(without, run).phases["loss"]
+    assert difference == 4 * 100 * 100
+    costs = stage_costs(model, run).blocks
+    assert costs[1] - costs[0] == 12 * queries * 90
+    assert costs[0] == costs[2]
 
 
 def test_experts_are_shared_out_and_a_token_pays_for_those_that_it_meets():

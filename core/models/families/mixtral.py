@@ -12,7 +12,7 @@ FAMILY = replace(
     family="llama",
     needs="family llama, swiglu, no biases, router topk, experts in every block",
     keys={
-        **MISTRAL.keys,
+        **{ours: key for ours, key in MISTRAL.keys.items() if ours != "window"},
         "norm_eps": Key("rms_norm_eps", 1e-5),
         "moe.num_experts": Key("num_local_experts", 8),
         "moe.experts_per_token": Key("num_experts_per_tok", 2, write=lambda config: config.moe.per_token),
@@ -32,6 +32,5 @@ FAMILY = replace(
     ),
     aliases={"num_experts": "num_local_experts"},
     only={**MISTRAL.only, "hidden_act": "silu", "sliding_window": None},
-    refuse=lambda hf, fields: "",  # no window where config.json names none
     rope_theta=1e6,
 )

@@ -19,12 +19,21 @@ OTHER = {  # than by default, such that leaving out any one of them still descri
     "activation_function": "silu", "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "enable_bias": False,
     "do_layer_norm_before": False, "_remove_final_layer_norm": True, "layer_norm_elementwise_affine": False,
     "word_embed_proj_dim": 20, "apply_residual_connection_post_layernorm": True, "num_local_experts": 5,
+    "sliding_window": 7, "hidden_activation": "gelu", "query_pre_attn_scalar": 100,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "num_experts_per_tok": 3, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5,
 }  # fmt: skip
 ROPE = {
     "rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
     "original_max_position_embeddings": 36,
 }  # fmt: skip
+
+
+def rope_of(family, rope):
+    """Parameters of rotary positions, under the keys of the layers' types where the family has several."""
+    if family.local_rope_theta is None:
+        return {"rope_parameters": rope}
+    return {"rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}}
 
 
 def as_read(name, content, by_transformers=False):
@@ -46,13 +55,15 @@ def test_a_missing_key_means_what_transformers_takes(name):
     keys = [key.name for key in family.keys.values()]
     tied = {"tie_word_embeddings": not family.keys["tied_head"].default}
     content = {key: (OTHER | tied)[key] for key in keys if key not in family.only}
-    content |= {} if family.rope_theta is None else {"rope_parameters": ROPE}
+    content |= {} if family.rope_theta is None else rope_of(family, ROPE)
     assert isinstance(as_read(name, content), DecoderConfig)
-    given = [{}, content] + [{k: v for k, v in content.items() if k != key} for key in content]
+    needed = {"num_hidden_layers"} if "layer_types" in content else set()  # they tell of as many layers
+    given = [{}, content] + [{k: v for k, v in content.items() if k != key} for key in content if key not in needed]
     if family.rope_theta is not None:
         for left in ("rope_theta", "original_max_position_embeddings"):
-            given += [content | {"rope_parameters": {k: v for k, v in ROPE.items() if k != left}}]
-        given += [{"rope_theta": 7.0}, {"rope_parameters": {"rope_type": "default"}}]
+            given += [content | rope_of(family, {k: v for k, v in ROPE.items() if k != left})]
+        given += [{"rope_theta": 7.0}, rope_of(family, {"rope_type": "default"})]
+        given += [{"rope_local_base_freq": 9.0}, {"rope_theta": 7.0, "rope_scaling": ROPE}]
     given += [content | {key.name: None} for key in family.keys.values() if key.default is None]
     given += [{alias: OTHER[key]} for alias, key in family.aliases.items()]
     for one in given:

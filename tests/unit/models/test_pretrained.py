@@ -17,7 +17,8 @@ from core.models import Decoder, DecoderConfig, RopeScaling, load_pretrained, lo
 from core.models.hf_config import config_from_hf, config_to_hf
 from core.models.name_table import hf_to_ours
 
-FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral")
+FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral", "gemma3_text")
+GEMMA3 = {"norm": "rms_norm_from_one", "qk_norm": True, "out_norms": True, "scaled_embedding": True}
 few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
@@ -44,12 +45,17 @@ def configs(draw, family):
     if family == "bloom":
         return DecoderConfig(**shared, positions="alibi", embedding_norm=True, residual_after_norm=pick(True, False))
     num_kv_heads = pick(*[n for n in range(1, num_heads + 1) if num_heads % n == 0])
-    bias = (True, False) if family == "llama" else (False,)
+    bias = (True, False) if family in ("llama", "gemma3_text") else (False,)
+    windows = {"llama": (None,), "mistral": (None, 1, 4, 11, 30), "gemma3_text": (1, 3, 4, 30)}[family]
+    if family == "gemma3_text":
+        shared |= GEMMA3 | {"full_layers": pick((), (0,)), "query_scalar": pick(5, 8)}
+        shared["local_rope_theta"] = pick(10.0, 1e4)
     return DecoderConfig(
-        **shared, num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
-        head_dim=pick(None, 2 * head), rope_theta=pick(100.0, 10_000.0), norm="rms_norm", norm_eps=1e-6,
+        num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
+        head_dim=pick(None, 2 * head), rope_theta=pick(100.0, 10_000.0), norm_eps=1e-6,
         rope_scaling=pick(None, RopeScaling(factor=4.0, original_max_length=16)),
-        activation=pick("swiglu", "geglu"), attention_bias=pick(*bias), mlp_bias=pick(*bias),
+        activation=pick("swiglu", "geglu_tanh" if family == "gemma3_text" else "geglu"), attention_bias=pick(*bias),
+        mlp_bias=family == "llama" and pick(*bias), window=pick(*windows), **{"norm": "rms_norm"} | shared,
     )  # fmt: skip
 
 
@@ -121,11 +127,18 @@ def casts_lifted(theirs):
             if hasattr(modeling_bloom, "_get_alibi_slopes"):  # later ones ask for the slopes alone, too
                 patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
             patch(modeling_bloom.BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
-        if theirs.config.model_type in ("llama", "mistral"):
+        if theirs.config.model_type in ("llama", "mistral", "gemma3_text"):
             patch(torch.Tensor, "to", wide_to)
             patch(torch.Tensor, "float", lambda x: to(x, torch.float64))
             rotary, head = theirs.model.rotary_emb, theirs.config.head_dim
-            if rotary.rope_type == "default":
+            if theirs.config.model_type == "gemma3_text":
+                for kind in rotary.layer_types:
+                    rope = theirs.config.rope_parameters[kind]
+                    frequency = rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float64) / -head)
+                    if rope["rope_type"] != "default":
+                        frequency = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs.config, layer_type=kind)[0]
+                    setattr(rotary, f"{kind}_inv_freq", frequency)
+            elif rotary.rope_type == "default":
                 theta = theirs.config.rope_parameters["rope_theta"]
                 rotary.inv_freq = theta ** (torch.arange(0, head, 2, dtype=torch.float64) / -head)
             else:
@@ -139,7 +152,7 @@ def check_logits(config, folder, seed):
     theirs = in_transformers(ours, folder)
     ids, mask = batch(config, seed)
     # With their casts to fp32 a Mistral of width 4 that was drawn differs by 1.2e-6; without them all are within 1e-10.
-    bound = {"gpt2": 1e-10, "opt": 1e-10, "mistral": 1e-5}.get(config.family, 1e-6)
+    bound = {"gpt2": 1e-10, "opt": 1e-10, "mistral": 1e-5, "gemma3_text": 1e-4}.get(config.family, 1e-6)
     with torch.no_grad():
         plain, padded = ours(ids), ours(ids, mask)[mask.bool()]
         assert relative_error(plain, theirs(ids).logits) < bound
@@ -180,19 +193,42 @@ def test_mistral_logits(config, seed, tmp_path_factory):
     check_logits(config, tmp_path_factory.mktemp("hf"), seed)
 
 
-def test_mistral_window():
-    """A window that hides nothing of the context is none; without the key there is one, as in transformers."""
-    content = config_to_hf(example("mistral", max_length=4096))
-    whole = config_from_hf(content)
-    assert config_from_hf(content | {"sliding_window": 4096}) == whole
-    for window, length in ((4095, 4096), (4096, 32768)):
-        longer = content | {"sliding_window": window, "max_position_embeddings": length}
-        with pytest.raises(UserError, match=f"sliding_window={window}, .*max_position_embeddings={length}"):
-            config_from_hf(longer)
-    del content["sliding_window"]
-    assert config_from_hf(content) == whole
-    with pytest.raises(UserError, match="sliding_window=4096"):
-        config_from_hf(content | {"max_position_embeddings": 4097})
+@settings(few, max_examples=8)
+@given(config=configs("gemma3_text"), seed=st.integers(0, 99))
+def test_gemma3_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+def test_gemma3_keys_of_older_files():
+    """transformers 4 told of layers by a pattern, and of each kind's rotary positions by keys of their own."""
+    config = example("gemma3_text", num_layers=5, full_layers=(1, 3), rope_scaling=RopeScaling(original_max_length=24))
+    new = config_to_hf(config)
+    old = {key: value for key, value in new.items() if key not in ("layer_types", "rope_parameters")}
+    scaling = {k: v for k, v in new["rope_parameters"]["full_attention"].items() if k != "rope_theta"}
+    old |= {"sliding_window_pattern": 2, "rope_theta": config.rope_theta, "rope_scaling": scaling}
+    assert config_from_hf(old | {"rope_local_base_freq": config.local_rope_theta}) == config
+    assert config_from_hf(old).local_rope_theta == 1e4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"sliding_window": None}, "window is None"),
+        ({"layer_types": ["full_attention"]}, "layer_types of 1 layers: full_attention; give .* for each of the 2"),
+        ({"layer_types": ["full_attention", "chunked"]}, "chunked"),
+        ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters of rope_theta, rope_type"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "rope_type='linear'"),
+        ({"hidden_activation": "relu"}, "'relu'"),
+    ],
+)
+def test_what_gemma3_does_not_compute_is_named(change, message):
+    with pytest.raises(UserError, match=message) as error:
+        config_from_hf(config_to_hf(example("gemma3_text")) | change)
+    assert "\n" not in str(error.value)
 
 
 def example(family, **changes):
@@ -213,7 +249,16 @@ def example(family, **changes):
         "opt": lambda: DecoderConfig(**shared | {"position_offset": 2, "activation": "relu"} | changes),
         "bloom": lambda: DecoderConfig(**shared | {"positions": "alibi", "embedding_norm": True} | changes),
         "llama": lambda: DecoderConfig(**shared | rotary | changes),
-        "mistral": lambda: DecoderConfig(**shared | rotary | plain | changes),
+        "mistral": lambda: DecoderConfig(**shared | rotary | plain | {"window": 4} | changes),
+        "gemma3_text": lambda: DecoderConfig(
+            **shared
+            | rotary
+            | plain
+            | GEMMA3
+            | {"activation": "geglu_tanh", "window": 4, "full_layers": (1,)}
+            | {"local_rope_theta": 100.0, "query_scalar": 6}
+            | changes
+        ),
     }[family]()
 
 
@@ -290,6 +335,7 @@ def rewritten(folder, change):
         ("bloom", "transformer.", ""),
         ("llama", "model.", ""),
         ("mistral", "model.", ""),
+        ("gemma3_text", "model.", ""),
     ],
 )
 def test_files_without_the_prefix(family, prefix, instead, tmp_path):

@@ -6,7 +6,7 @@ import torch
 from core.nn.attention import Attention, StepContext, alibi_slopes, attend, rotate
 
 
-def naive(q, k, v, slopes, mask, positions, documents):
+def naive(q, k, v, slopes, mask, positions, documents, window=None):
     """One query and head at a time."""
     B, L, H, K = q.shape
     group = H // k.shape[2]
@@ -16,7 +16,8 @@ def naive(q, k, v, slopes, mask, positions, documents):
             for i in range(L):
                 token = lambda j: mask is None or mask[b, j]  # noqa: B023, E731
                 together = lambda j: documents is None or documents[b, i] == documents[b, j]  # noqa: B023, E731
-                seen = [j for j in range(i + 1) if j == i or (token(j) and together(j))]
+                oldest = 0 if window is None else max(0, i - window + 1)
+                seen = [j for j in range(oldest, i + 1) if j == i or (token(j) and together(j))]
                 scores = torch.stack([q[b, i, h] @ k[b, j, h // group] / math.sqrt(K) for j in seen])
                 if slopes is not None:
                     row = positions[b if len(positions) > 1 else 0]
@@ -28,8 +29,9 @@ def naive(q, k, v, slopes, mask, positions, documents):
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 6])
-def test_attend(alibi, padded, packed, num_kv_heads):
+def test_attend(alibi, padded, packed, window, num_kv_heads):
     B, L, H, K = 2, 6, 6, 5
     q = torch.randn(B, L, H, K, dtype=torch.float64)
     k, v = torch.randn(2, B, L, num_kv_heads, K, dtype=torch.float64)
@@ -37,9 +39,9 @@ def test_attend(alibi, padded, packed, num_kv_heads):
     documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6]) if packed else None
     positions = torch.arange(L)[None]
     slopes = alibi_slopes(H) if alibi else None
-    expected = naive(q, k, v, slopes, mask, positions, documents)
+    expected = naive(q, k, v, slopes, mask, positions, documents, window)
     for context in (StepContext(documents), *([None] if documents is None else [])):
-        out = attend(q, k, v, slopes=slopes, mask=mask, positions=positions, context=context)
+        out = attend(q, k, v, slopes=slopes, window=window, mask=mask, positions=positions, context=context)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -90,3 +92,34 @@ def test_rotate_turns_by_the_distance():
     scores = [float((turned(q, p + 3) * turned(k, p)).sum()) for p in (0, 5, 1000)]
     assert scores == pytest.approx([scores[0]] * 3, rel=1e-10)
     assert not math.isclose(scores[0], float((q * k).sum()), rel_tol=1e-3)
+
+
+def test_norms_of_queries_and_keys():
+    """Each head is normed before it is turned, so the scale of the weight's rows that make it does not matter."""
+    build = lambda size: torch.nn.RMSNorm(size, eps=0.0)  # noqa: E731
+    attention = Attention(8, 4, 2, 6, bias=False, norm=build).double()
+    x, positions = torch.randn(2, 5, 8, dtype=torch.float64), torch.arange(5)[None]
+    angle = torch.randn(1, 5, 3, dtype=torch.float64)
+    seen = {}
+
+    def note(q, k, v, **_rest):
+        seen["q"], seen["k"] = q, k
+        return attend(q, k, v, **_rest)
+
+    attention.attend = note
+    with torch.no_grad():
+        attention.query_norm.weight.normal_()
+        attention.key_norm.weight.normal_()
+        out = attention(x, positions, (angle.cos(), angle.sin()))
+        q_BLJGK, k_BLJ1K, _ = attention.qkv(x).view(2, 5, 2, 4, 6).split([2, 1, 1], dim=3)
+        for name, heads, norm in (
+            ("q", q_BLJGK.reshape(2, 5, 4, 6), attention.query_norm),
+            ("k", k_BLJ1K.squeeze(3), attention.key_norm),
+        ):
+            normed = heads / heads.square().mean(-1, keepdim=True).sqrt() * norm.weight
+            torch.testing.assert_close(seen[name], rotate(normed, angle.cos(), angle.sin()), rtol=1e-12, atol=1e-12)
+        attention.qkv.weight.view(2, 4, 6, 8)[:, :3] *= torch.tensor([2.0, 3.0, 0.5], dtype=torch.float64)[
+            :, None, None
+        ]
+        again = attention(x, positions, (angle.cos(), angle.sin()))
+    torch.testing.assert_close(again, out, rtol=1e-12, atol=1e-12)

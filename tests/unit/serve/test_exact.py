@@ -20,6 +20,8 @@ LAYOUTS = {
     "opt_350m": ("opt", {"embed_dim": 12, "norm_first": False, "final_norm": False}),
     "bloom": ("bloom", {}),
     "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "gemma3": ("gemma3_text", {}),
     "mixtral": ("llama", {"moe": MoEConfig(5, experts_per_token=2), "attention_bias": False, "mlp_bias": False}),
 }
 NEW = 10
@@ -76,7 +78,8 @@ def test_greedy_equals_transformers(model, kind):
             engine.submit(greedy(str(number), prompt, NEW))
         written.take(engine.step())
     assert [written.ids(str(n)) for n in range(len(wanted))] == wanted
-    assert (engine.counts.preemptions > 0) == (kind == "scarce")
+    scarce = kind == "scarce" and decoder.config.every_window is None  # else what pages a text holds does not grow
+    assert (engine.counts.preemptions > 0) == scarce
     assert engine.counts.cached_tokens > 0
     assert engine.counts.page_copies > 0 or limits.page_size == 1
     assert engine.pages.num_free == num_pages

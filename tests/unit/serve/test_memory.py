@@ -216,3 +216,11 @@ def test_a_server_measures_what_is_free_once(tmp_path, monkeypatch):
     engine = EngineConfig(max_running=64, max_batch_tokens=100)
     found = build_engines(sources, engine, "cpu")
     assert found["one"].pages.num_pages == found["two"].pages.num_pages > 100
+
+
+def test_pages_and_keys_of_windows():
+    """Four sequences hold three pages each for their windows, and those of a step's tokens."""
+    load = Load(4, 1000, 64, 16, window=32)
+    assert (load.pages, load.seen) == (4 * 3 + 4, 96)
+    assert replace(load, length=20).pages == 4 * 2
+    assert (replace(load, window=None).pages, replace(load, window=None).seen) == (4 * 63, 1000)
