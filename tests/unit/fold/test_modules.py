@@ -311,7 +311,7 @@ def test_presets() -> None:
 def test_a_block_in_16_bits_allocates_no_more_in_a_step_than_plain_operators() -> None:
     """Forward and backward on a CPU: all bytes that any operator asks for, those freed at once among them."""
     cpu, dtype = torch.device("cpu"), torch.bfloat16
-    inputs = inputs_of(6, 16, cpu, dtype)
+    inputs = inputs_of(8, 32, cpu, dtype)
     asked_for = []
     for blocks in (blocks_of(1, cpu, dtype), as_written(blocks_of(1, cpu, dtype))):
         forward_backward(blocks, inputs)
