@@ -1,8 +1,8 @@
 """Liger's kernels beside ours, where liger-kernel is installed; `.gpu-pack` brings it.
 
-Of the families that Liger has, each case that it can compute: its norms take no residual but RMS norm's, its softmax no
-mask, bias or scale, its rotary positions no interleaved pairs. Liger turns rotary positions and SwiGLU's gradients in
-the place of what it is given, which the caller has to lay out for that: what it leaves there is not used again.
+Of the families that Liger has, each case that it can compute: its norms take no residual but RMS norm's, its rotary
+positions no interleaved pairs; its softmax takes no scale, which all cases of ours have. Liger writes rotary positions,
+and the gradients of SwiGLU, over what it is given: nothing reads that again, since it is the last to be timed.
 """
 
 import importlib
@@ -58,12 +58,6 @@ def _group_norm(ops: Any, given: Mapping[str, Any]) -> Callable[..., Any] | None
     return function
 
 
-def _softmax(ops: Any, given: Mapping[str, Any]) -> Callable[..., Any] | None:
-    if {"mask", "bias"} & given.keys() or given.get("scale", 1.0) != 1.0:
-        return None
-    return lambda x, **_: ops.LigerSoftmaxFunction.apply(x)
-
-
 def _swiglu(ops: Any, given: Mapping[str, Any]) -> Callable[..., Any] | None:
     if "up" not in given:
         return None
@@ -98,7 +92,6 @@ _MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], Callable[..., Any] | None]
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
-    "softmax": _softmax,
     "swiglu": _swiglu,
     "rope": _rope,
     "linear_cross_entropy": _loss,

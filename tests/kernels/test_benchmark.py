@@ -193,10 +193,6 @@ class LigerStandIn:
         return specs()["group_norm"].reference(x, num_groups, weight, bias, eps=eps)
 
     @staticmethod
-    def _LigerSoftmax(x):
-        return x.softmax(-1)
-
-    @staticmethod
     def _LigerSiLUMul(gate, up, gate_multiplier=1.0, down_multiplier=1.0):
         return specs()["swiglu"].reference(gate, up)
 

