@@ -14,7 +14,7 @@ from rich.table import Table
 
 from apps.diffusion.footprint import STEPS, Footprint, footprint, pixels_of, shape_of
 from apps.diffusion.plan_config import RECIPES, DiffusionPlanConfig, without_effect
-from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
+from core.config import in_words, option, parse, time_in_words, typed
 from core.trace.machine import SHARE_OF_PEAK
 
 NO_TIME = "how long a CPU takes is not foreseen; --gpu, such as A100, plans for a GPU, and says"
@@ -38,10 +38,8 @@ def main(argv: list[str]) -> int:
     console.print(_time(config, found) if config.kind == "cuda" else MEASURED if config.measured else NO_TIME)
     if ignored := sorted(typed(argv, config) & without_effect(config)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
-    if config.memory is not None:
-        size = size_in_bytes(config.memory, "memory", "GiB")
-        _require_fit(config, found, size)
-        console.print(f"fits {in_words(size)}")
+    if (line := _fits(config, found)) is not None:
+        console.print(line)
     return 0
 
 
@@ -78,15 +76,10 @@ def _time(config: DiffusionPlanConfig, found: Footprint) -> str:
     return f"a step in {whole:.3g} s {of}; {pictures:.3g} pictures/s, {steps:,} steps in {time_in_words(steps * whole)}"
 
 
-def _require_fit(config: DiffusionPlanConfig, found: Footprint, size: int) -> None:
-    needed, where = found.peak_bytes, "device"
-    if config.kind == "cpu":
-        needed, where = found.process_bytes, "CPU"
-    if needed <= size:
-        return
-    there = in_words(size)
+def _fits(config: DiffusionPlanConfig, found: Footprint) -> str | None:
+    advice = "try --gemini.budget {memory}, --recompute.mode full, --optim.name adamw8bit"
     if config.task == "sample":
         advice = "try --scheme int8, --vae-tile 256 or a smaller --batch"
-    else:
-        advice = f"try --gemini.budget {there.replace(' ', '')}, --recompute.mode full, --optim.name adamw8bit"
-    raise UserError(f"it needs {in_words(needed)} and the {where} has {there}; {advice}")
+    if config.kind == "cpu":
+        return config.fits(found.process_bytes, advice, "CPU")
+    return config.fits(found.peak_bytes, advice)

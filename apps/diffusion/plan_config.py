@@ -14,7 +14,8 @@ from apps.diffusion.attention import AttentionName
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.shapes import SHAPES
 from apps.diffusion.train_recipes import FINETUNE
-from core.config import UserError, size_in_bytes
+from core.config import UserError
+from core.estimate import PlannedMachine
 from core.gemini.config import GeminiConfig
 from core.metrics.throughput import gpu_peak_flops
 from core.optim.build import OptimConfig, without_size
@@ -25,7 +26,7 @@ from core.trace.machine import Speed, speed_of
 
 
 @dataclass(frozen=True)
-class DiffusionPlanConfig:
+class DiffusionPlanConfig(PlannedMachine):
     """A run of `sample` or of training, and the machine to plan it for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
@@ -81,28 +82,16 @@ class DiffusionPlanConfig:
     """train: a device's memory; what does not fit lives on the host"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """the kind of device that is planned for, which need not be here; auto: CUDA where there is one, or with --gpu"""
+
     gpu: str | None = None
     """the GPU whose data sheet says what it computes: A100 (where none is given), H100, L4, RTX 3080, …"""
-    memory: str | None = None
-    """say whether it fits a device of that size, such as 24GiB (24 alone is GiB); on a CPU, whether the process does"""
-    memory_gb_s: float = 1000.0
-    """that the device reads of its memory in a second"""
-    bandwidth_gb_s: float = 25.0
-    """over the link to the host, and to other devices"""
-    utilisation: float = 0.4
-    """of the data sheet's FLOP/s, what is reached"""
 
     def __post_init__(self) -> None:
         for name in ("batch", "nproc", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; give at least 1")
-        for name in ("memory_gb_s", "bandwidth_gb_s", "utilisation"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name} is {value}; give a positive number")
-        if self.memory is not None:
-            size_in_bytes(self.memory, "memory", "GiB")
+        self.check_machine()
         if self.weights is not None and not self.weights.exists():
             named = ", ".join(SHAPES)
             raise UserError(f"no model {self.model!r}: there is no such folder, and those that have a name are {named}")

@@ -1,6 +1,7 @@
 """Bytes and seconds of a training step before it runs.
 
-step     estimate_step: any module under any ParallelConfig but pipelines, by running its step on tensors without memory
+step     estimate_step: any module under any ParallelConfig, by running its step on tensors without memory
+growth   how few of the blocks that are alike it runs; stages: which ranks of a pipeline, and how few microbatches
 residency estimate_budget: the same with Gemini, in a given device memory
 options  PlannedRun: a run's configuration with the machine that it is planned for
 
@@ -15,7 +16,7 @@ pipeline stage_costs, which balance the stages; simulated_timeline: the step of 
 
 from core.estimate.draw import draw_timelines
 from core.estimate.memory import MemoryEstimate, estimate_memory, require_fit
-from core.estimate.options import PlannedRun
+from core.estimate.options import PlannedMachine, PlannedRun
 from core.estimate.pipeline import Timeline, simulated_timeline, stage_costs, timeline_of
 from core.estimate.shape import (
     BlockShape,
@@ -37,6 +38,7 @@ __all__ = [
     "Machine",
     "MemoryEstimate",
     "ModelShape",
+    "PlannedMachine",
     "PlannedRun",
     "RunShape",
     "StepEstimate",

@@ -1,4 +1,4 @@
-"""The options of a plan that describe the machine, which need not be here."""
+"""The options of a plan that describe the machine, which need not be here: one place for every app's `plan`."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from core.trace.machine import UNKNOWN_FLOPS, Speed
 
 
 @dataclass(frozen=True)
-class PlannedRun(ParallelConfig):
-    """Mixed into a run's configuration: the same run, and the machine that it is planned for."""
+class PlannedMachine:
+    """Mixed into a configuration: the machine that it is planned for."""
 
     gpu: str | None = None
     """a name such as A100 or H100, for the time of a step; by default this machine's device"""
@@ -28,14 +28,37 @@ class PlannedRun(ParallelConfig):
     utilisation: float = 0.4
     """of the device's peak, what is reached"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_machine(self) -> None:
+        """Raises UserError for what no machine has."""
         for name in ("bandwidth_gb_s", "memory_gb_s", "utilisation"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value <= 0:
                 raise UserError(f"{name}={value}; give a positive number")
         if self.memory is not None:
             size_in_bytes(self.memory, "memory", "GiB")
+
+    def fits(self, needed_bytes: int, advice: str, where: str = "device") -> str | None:
+        """Return a line that says so; None without --memory.
+
+        Raises UserError where the run needs more, with the advice.
+        """
+        if self.memory is None:
+            return None
+        size = size_in_bytes(self.memory, "memory", "GiB")
+        words = in_words(size)
+        if needed_bytes > size:
+            advice = advice.replace("{memory}", words.replace(" ", ""))
+            raise UserError(f"the run needs {in_words(needed_bytes)} per rank, the {where} has {words}; {advice}")
+        return f"fits {words}"
+
+
+@dataclass(frozen=True)
+class PlannedRun(PlannedMachine, ParallelConfig):
+    """Mixed into a run's configuration: the same run, and the machine that it is planned for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_machine()
         if self.gpu is not None and self.peak_flops is None:
             raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
 
@@ -59,17 +82,3 @@ class PlannedRun(ParallelConfig):
         machine = self.machine
         flops_per_s = UNKNOWN_FLOPS if machine is None else machine.peak_flops * machine.utilisation
         return Speed(flops_per_s, 1e9 * self.memory_gb_s)
-
-    def fits(self, needed_bytes: int, advice: str) -> str | None:
-        """Return a line that says so; None without --memory.
-
-        Raises UserError where the run needs more, with the advice.
-        """
-        if self.memory is None:
-            return None
-        size = size_in_bytes(self.memory, "memory", "GiB")
-        words = in_words(size)
-        if needed_bytes > size:
-            advice = advice.replace("{memory}", words.replace(" ", ""))
-            raise UserError(f"the run needs {in_words(needed_bytes)} per rank, the device has {words}; {advice}")
-        return f"fits {words}"

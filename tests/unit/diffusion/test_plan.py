@@ -183,13 +183,13 @@ def test_the_command_of_the_plan(capsys, tmp_path):
     # Between what the tensors of this narrow pipeline take and what a process does: a device of that size holds it.
     between = ["--model", tiny, "--memory", "30MiB"]
     assert main([*between, "--device", "cuda"]) == 0
-    with pytest.raises(UserError, match="and the CPU has 30 MiB"):
+    with pytest.raises(UserError, match="per rank, the CPU has 30 MiB"):
         main([*between, "--device", "cpu"])
     for argv, line in (
         (["--gpu", "A100", "--device", "cpu"], "gpu=A100 with device=cpu; give one of them"),
         (
             ["--model", tiny, "--device", "cuda", "--memory", "1KB"],
-            r"needs .* and the device has 1000 bytes; try --scheme int8",
+            r"needs .* per rank, the device has 1000 bytes; try --scheme int8",
         ),
         (["--recipe", "lora_1gb"], "no recipe 'lora_1gb', did you mean lora_4gb"),
         (["--model", "sdxl"], "no model 'sdxl': there is no such folder, and those that have a name are sd_v1"),
@@ -197,7 +197,7 @@ def test_the_command_of_the_plan(capsys, tmp_path):
         (["--pixels", "500"], "pixels is 500; give a multiple of 64"),
         (["--gpu", "abacus"], "gpu=abacus has no known bf16 peak"),
         (["--gemini.budget", "4GB"], "use --task train"),
-        (["--utilisation", "0"], "utilisation is 0"),
+        (["--utilisation", "0"], "utilisation=0"),
     ):
         with pytest.raises(UserError, match=line):
             main(argv)
