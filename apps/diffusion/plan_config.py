@@ -82,7 +82,6 @@ class DiffusionPlanConfig(PlannedMachine):
     """train: a device's memory; what does not fit lives on the host"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """the kind of device that is planned for, which need not be here; auto: CUDA where there is one, or with --gpu"""
-
     gpu: str | None = None
     """the GPU whose data sheet says what it computes: A100 (where none is given), H100, L4, RTX 3080, …"""
 

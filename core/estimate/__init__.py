@@ -1,9 +1,8 @@
 """Bytes and seconds of a training step before it runs.
 
-step     estimate_step: any module under any ParallelConfig, by running its step on tensors without memory
-growth   how few of the blocks that are alike it runs; stages: which ranks of a pipeline, and how few microbatches
+step     estimate_step: any module under any ParallelConfig but pipelines, by running its step on tensors without memory
 residency estimate_budget: the same with Gemini, in a given device memory
-options  PlannedRun: a run's configuration with the machine that it is planned for
+options  PlannedMachine, PlannedRun: the machine that a run is planned for, and a run's configuration with it
 
 and of our decoder in closed form, in no time and for pipelines too:
 
