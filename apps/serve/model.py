@@ -121,7 +121,7 @@ def _plan(
     needed = need(source.config, format, load, ranks, device)
     if is_quantized(source.folder) and ranks == 1:
         needed = replace(needed, forms=0)  # the first form is the mapped file, and leaves memory
-    usable = load.pages + config.max_running
+    usable = config.max_running * (limits.pages(max_length) + 1)  # with a window more than is held, for shared texts
     kv_bytes = None if config.cache is None else size_in_bytes(config.cache, "engine.cache", "GiB")
     return _Plan(format, limits, max_length, Asked(source.name, needed, usable, limits.least_pages, kv_bytes))
 

@@ -123,17 +123,19 @@ def _scores(q_BJNK: Tensor, k_BJSK: Tensor, part: Part, rows: slice, keys: slice
         s_BHLS += part.bias[:, :, rows, keys]
     left, right = kernel._band(part.causal, part.window)
     first, last = part.offset + rows.start, part.offset + rows.stop - 1
-    hidden_after = right is not None and first + right < keys.stop - 1
-    hidden_before = left is not None and last - left > keys.start
-    if part.slopes is None and not hidden_after and not hidden_before:
+    if right is not None and first + right >= keys.stop - 1:
+        right = None  # it hides nothing of this tile
+    if left is not None and last - left <= keys.start:
+        left = None
+    if part.slopes is None and left is None and right is None:
         return s_BHLS
     key_S = torch.arange(keys.start, keys.stop, device=s_BHLS.device)
     distance_LS = key_S - torch.arange(first, first + num_rows, device=s_BHLS.device)[:, None]
     if part.slopes is not None:
         s_BHLS += part.slopes.to(s_BHLS.dtype)[:, None, None] * distance_LS
-    if hidden_after:
+    if right is not None:
         s_BHLS.masked_fill_(distance_LS > right, -math.inf)
-    if hidden_before:
+    if left is not None:
         s_BHLS.masked_fill_(distance_LS < -left, -math.inf)
     return s_BHLS
 

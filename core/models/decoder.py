@@ -137,10 +137,11 @@ class DecoderConfig:
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        unread = {}
+        rotary: tuple[str, ...] = ("rope_theta", "rope_scaling", "local_rope_theta")
+        unread: dict[str, str] = {}
         if self.positions != "rotary":
             why = f"with model.positions={self.positions}; give --model.positions rotary"
-            unread = dict.fromkeys(("rope_theta", "rope_scaling", "local_rope_theta"), why)
+            unread = dict.fromkeys(rotary, why)
         if self.window is None:
             without = "and no layer has a window; give --model.window"
             unread = {"full_layers": without, "local_rope_theta": without} | unread
