@@ -17,7 +17,7 @@ from core.models import Decoder, DecoderConfig, RopeScaling, load_pretrained, lo
 from core.models.hf_config import config_from_hf, config_to_hf
 from core.models.name_table import hf_to_ours
 
-FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral")
+FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral", "qwen3")
 few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
@@ -44,12 +44,14 @@ def configs(draw, family):
     if family == "bloom":
         return DecoderConfig(**shared, positions="alibi", embedding_norm=True, residual_after_norm=pick(True, False))
     num_kv_heads = pick(*[n for n in range(1, num_heads + 1) if num_heads % n == 0])
-    bias = (True, False) if family == "llama" else (False,)
+    bias = (True, False) if family in ("llama", "qwen3") else (False,)
+    mlp_bias = bias if family == "llama" else (False,)
     return DecoderConfig(
         **shared, num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
         head_dim=pick(None, 2 * head), rope_theta=pick(100.0, 10_000.0), norm="rms_norm", norm_eps=1e-6,
         rope_scaling=pick(None, RopeScaling(factor=4.0, original_max_length=16)),
-        activation=pick("swiglu", "geglu"), attention_bias=pick(*bias), mlp_bias=pick(*bias),
+        activation=pick("swiglu", "geglu"), attention_bias=pick(*bias), mlp_bias=pick(*mlp_bias),
+        qk_norm=family == "qwen3",
     )  # fmt: skip
 
 
@@ -121,7 +123,7 @@ def casts_lifted(theirs):
             if hasattr(modeling_bloom, "_get_alibi_slopes"):  # later ones ask for the slopes alone, too
                 patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
             patch(modeling_bloom.BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
-        if theirs.config.model_type in ("llama", "mistral"):
+        if theirs.config.model_type in ("llama", "mistral", "qwen3"):
             patch(torch.Tensor, "to", wide_to)
             patch(torch.Tensor, "float", lambda x: to(x, torch.float64))
             rotary, head = theirs.model.rotary_emb, theirs.config.head_dim
@@ -138,8 +140,9 @@ def check_logits(config, folder, seed):
     ours = random_decoder(config, seed)
     theirs = in_transformers(ours, folder)
     ids, mask = batch(config, seed)
-    # With their casts to fp32 a Mistral of width 4 that was drawn differs by 1.2e-6; without them all are within 1e-10.
-    bound = {"gpt2": 1e-10, "opt": 1e-10, "mistral": 1e-5}.get(config.family, 1e-6)
+    # With their casts to fp32 a Mistral of width 4 that was drawn differs by 1.2e-6, a Qwen3 that norms heads of two
+    # features by 1.1e-5; without them all are within 1e-10.
+    bound = {"gpt2": 1e-10, "opt": 1e-10, "mistral": 1e-5, "qwen3": 1e-3}.get(config.family, 1e-6)
     with torch.no_grad():
         plain, padded = ours(ids), ours(ids, mask)[mask.bool()]
         assert relative_error(plain, theirs(ids).logits) < bound
@@ -180,6 +183,37 @@ def test_mistral_logits(config, seed, tmp_path_factory):
     check_logits(config, tmp_path_factory.mktemp("hf"), seed)
 
 
+@few
+@given(config=configs("qwen3"), seed=st.integers(0, 99))
+def test_qwen3_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+def test_qwen3_windows():
+    """They are where the keys say so: in layers from max_window_layers on, or in those that layer_types names."""
+    content = config_to_hf(example("qwen3", max_length=64))
+    whole, layers = config_from_hf(content), ["full_attention", "sliding_attention"]
+    on = content | {"use_sliding_window": True, "sliding_window": 63}
+    missing = {key: value for key, value in on.items() if key != "sliding_window"}
+    for same in (
+        content | {"sliding_window": 3, "max_window_layers": 0},
+        on | {"max_window_layers": 2},
+        on | {"sliding_window": 64, "max_window_layers": 0},
+        on | {"sliding_window": None, "max_window_layers": 0},
+        on | {"max_window_layers": 0, "layer_types": ["full_attention"] * 2},
+    ):
+        assert config_from_hf(same) == whole
+    for cut, why in (
+        (on | {"max_window_layers": 1}, "sliding_window=63, .*max_position_embeddings=64"),
+        (on | {"max_window_layers": 2, "layer_types": layers}, "sliding_window=63"),
+        (missing | {"max_window_layers": 0, "max_position_embeddings": 4097}, "sliding_window=4096"),
+        (content | {"layer_types": layers}, "layer_types with sliding_attention and no window"),
+        (content | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types with chunked_attention"),
+    ):
+        with pytest.raises(UserError, match=why):
+            config_from_hf(cut)
+
+
 def test_mistral_window():
     """A window that hides nothing of the context is none; without the key there is one, as in transformers."""
     content = config_to_hf(example("mistral", max_length=4096))
@@ -214,6 +248,7 @@ def example(family, **changes):
         "bloom": lambda: DecoderConfig(**shared | {"positions": "alibi", "embedding_norm": True} | changes),
         "llama": lambda: DecoderConfig(**shared | rotary | changes),
         "mistral": lambda: DecoderConfig(**shared | rotary | plain | changes),
+        "qwen3": lambda: DecoderConfig(**shared | rotary | plain | {"head_dim": 12, "qk_norm": True} | changes),
     }[family]()
 
 
@@ -290,6 +325,7 @@ def rewritten(folder, change):
         ("bloom", "transformer.", ""),
         ("llama", "model.", ""),
         ("mistral", "model.", ""),
+        ("qwen3", "model.", ""),
     ],
 )
 def test_files_without_the_prefix(family, prefix, instead, tmp_path):
