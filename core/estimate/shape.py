@@ -330,7 +330,7 @@ def _block_index(name: str, num_blocks: int) -> int:
 def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     """Tensors that autograd keeps, by operator.
 
-    norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep
+    norms      two inputs, one or both of which are the block's own; two outputs, which the products behind them keep
     attention  the fused q, k, v; turned copies of q and k where positions are rotary; o and its log-sum-exp
     its norms  the queries apart from the keys and values that they lie between, where a group has several
     MLP        what the activation keeps of `up`, and `down`'s input (ReLU keeps only its output, which is that input)
@@ -353,7 +353,7 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     return BlockShape(
         input=Kept(replicated=config.dim),
         everything=Kept(
-            config.dim + composed,
+            (0 if config.parallel_residual else config.dim) + composed,
             qkv + apart + composed_heads + turned + queries + mlp,
             2 * config.dim,
             statistics,

@@ -53,6 +53,7 @@ class DecoderConfig:
     norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
     embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
     residual_after_norm  the residual branches off after the norm (BLOOM's option)
+    parallel_residual    attention and MLP take the same input, each through a norm of its own (GPT-NeoX)
     qk_norm              a norm of each head's query and key, before positions turn them
     """
 
@@ -80,6 +81,7 @@ class DecoderConfig:
     tied_head: bool = True
     embed_dim: int | None = None
     residual_after_norm: bool = False
+    parallel_residual: bool = False
     qk_norm: bool = False
     moe: MoEConfig = field(default_factory=MoEConfig)
     """experts in the place of the blocks' MLPs, each of them of ffn_dim"""
@@ -196,6 +198,7 @@ class Decoder(nn.Module):
             self._norm(),
             norm_first=c.norm_first,
             residual_after_norm=c.residual_after_norm,
+            parallel_residual=c.parallel_residual,
         )
 
     def forward(

@@ -1,6 +1,7 @@
 """One transformer block: attention and MLP (or experts), each with a norm and a residual.
 
 norm_first            x + f(norm(x))            GPT-2 and all later ones
+parallel_residual     x + f(norm(x)) + g(norm'(x))   GPT-NeoX, GPT-J: attention and MLP see the same x
 not norm_first        norm(x + f(x))            OPT-350m, the original transformer
 residual_after_norm   n + f(n), n = norm(x)     BLOOM's `apply_residual_connection_post_layernorm`
 """
@@ -24,6 +25,7 @@ class Block(nn.Module):
         *,
         norm_first: bool = True,
         residual_after_norm: bool = False,
+        parallel_residual: bool = False,
     ):
         super().__init__()
         self.attention_norm = attention_norm
@@ -32,6 +34,7 @@ class Block(nn.Module):
         self.mlp = mlp
         self.norm_first = norm_first
         self.residual_after_norm = residual_after_norm
+        self.parallel_residual = parallel_residual
 
     def forward(
         self,
@@ -47,6 +50,8 @@ class Block(nn.Module):
             return self.mlp_norm(x_BLD + self.mlp(x_BLD, positions_BL, mask, context))
         normed = self.attention_norm(x_BLD)
         attended = self.attention(normed, positions_BL, rotary, mask, context)
+        if self.parallel_residual:
+            return x_BLD + attended + self.mlp(self.mlp_norm(x_BLD), positions_BL, mask, context)
         x_BLD = (normed if self.residual_after_norm else x_BLD) + attended
         normed = self.mlp_norm(x_BLD)
         return (normed if self.residual_after_norm else x_BLD) + self.mlp(normed, positions_BL, mask, context)
