@@ -91,6 +91,10 @@ class Family:
     refuse          (config.json, the fields read) -> why the decoder does not compute it, or nothing
     written         key -> its value in every config.json that is written
     rope_theta      transformers' default, where positions are rotary
+    rotary_share    transformers' default of DecoderConfig's field, where config.json may say another; None: 1 alone
+    rope_keys       what older files call rope_theta and partial_rotary_factor
+    original_length transformers' default of original_max_position_embeddings, where that stands beside rope_parameters
+    rope_kinds      rope_type in config.json -> RopeScaling.kind, of those that its class computes
     gated           whether its MLP is
     mask_positions  positions count the tokens that the attention mask shows, not the columns
     check           DecoderConfig -> what else is wrong with it, or nothing
@@ -108,6 +112,10 @@ class Family:
     refuse: Callable[[Mapping[str, Any], Mapping[str, Any]], str] = lambda hf, fields: ""
     written: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
+    rotary_share: float | None = None
+    rope_keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    original_length: int | None = None
+    rope_kinds: Mapping[str, Any] = field(default_factory=dict)
     gated: bool = False
     mask_positions: bool = False
     check: Callable[[Any], str] = lambda config: ""

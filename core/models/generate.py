@@ -150,6 +150,14 @@ def _check(model: Decoder, input_ids_BL: Tensor, mask: Tensor | None, capacity: 
         raise UserError(
             f"prompt and new tokens are {capacity}; this model has positions for {config.max_length}, so ask for fewer"
         )
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        short = scaling.original_max_length  # the last token is not looked at
+        if input_ids_BL.shape[1] <= short < capacity - 1:
+            raise UserError(
+                f"prompt and new tokens are {capacity}; with more than {short} this model turns those before otherwise "
+                "(rope_scaling of kind longrope), so ask for fewer, or begin with a prompt of more"
+            )
 
 
 def _mask_and_positions(ids_BL: Tensor, mask_BL: Tensor | None, capacity: int) -> tuple[Tensor | None, Tensor]:
