@@ -52,6 +52,8 @@ class Names:
     prefix      in front of all names but the head's; files of a bare model lack it, or its first part
     modules     module of ours -> module of theirs
     qkv         the three (or one) modules behind our qkv
+    fused       module of theirs -> modules of ours whose rows it stacks, equally many of each
+    head        the tensor of a head that is not tied
     transposed  the blocks' weights are [in, out]
     ignored     last parts of names that old files hold beside the weights
     experts     stacked module of ours -> module of theirs; {e} stands for the expert's number
@@ -60,19 +62,24 @@ class Names:
     prefix: str
     modules: Mapping[str, str]
     qkv: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head: str = "lm_head.weight"
     transposed: bool = False
     ignored: tuple[str, ...] = ()
     experts: Mapping[str, str] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str:
         """The name of a tensor as transformers saves it, from a file that may lack the prefix or its first part."""
-        if key == HEAD or key.startswith(self.prefix):
+        if key in (self.head, HEAD):
+            return self.head
+        if key.startswith(self.prefix):
             return key
         _, _, rest = self.prefix.partition(".")
         return self.prefix + (key.removeprefix(rest) if rest else key)
 
 
 HEAD = "lm_head.weight"
+"""As transformers calls a head, whatever the family's files do."""
 
 
 @dataclass(frozen=True)
