@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,11 +15,31 @@ from safetensors.torch import load_file, save_file
 
 from core.config import UserError
 from core.models import Decoder, DecoderConfig, RopeScaling, load_pretrained, load_weights, save_pretrained
+from core.models.families import FAMILIES as every
 from core.models.hf_config import config_from_hf, config_to_hf
 from core.models.name_table import hf_to_ours
 
-FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral", "qwen3")
+FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral", "qwen3", "phi3", "gpt_neox")
 few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+def scaling(pick, family, size):
+    """One of the kinds of a family, in texts of 11 tokens; of pairs as many as turn `size` features."""
+    length, pairs = pick(8, 16), size // 2
+    kinds = {
+        "llama3": RopeScaling(4.0, original_max_length=length),
+        "linear": RopeScaling(3.0, kind="linear"),
+        "dynamic": RopeScaling(3.0, kind="dynamic"),
+        "yarn": RopeScaling(4.0, original_max_length=length, kind="yarn", beta_fast=2.0, truncate=pick(True, False)),
+        "longrope": RopeScaling(
+            original_max_length=length,
+            kind="longrope",
+            short_factor=tuple(1.5 + n for n in range(pairs)),
+            long_factor=tuple(2.5 + 3 * n for n in range(pairs)),
+        ),
+    }
+    known = [kinds[kind] for kind in every[family].rope_kinds.values() if size > 2 or kind != "dynamic"]
+    return pick(None, *known)
 
 
 @st.composite
@@ -43,13 +64,23 @@ def configs(draw, family):
         )  # fmt: skip
     if family == "bloom":
         return DecoderConfig(**shared, positions="alibi", embedding_norm=True, residual_after_norm=pick(True, False))
+    shared["max_length"] = pick(8, 24)  # dynamic stretches what is longer
+    share = pick(*[share for share in (0.25, 0.5, 1.0) if head * share % 2 == 0])
+    if family == "gpt_neox":
+        return DecoderConfig(
+            **shared | {"ffn_dim": pick(12, 4 * dim)}, positions="rotary", activation=pick("gelu", "gelu_tanh"),
+            attention_bias=pick(True, False), parallel_residual=pick(True, False), rotary_share=share,
+            rope_theta=pick(100.0, 10_000.0), rope_scaling=scaling(pick, family, int(head * share)),
+        )  # fmt: skip
     num_kv_heads = pick(*[n for n in range(1, num_heads + 1) if num_heads % n == 0])
+    own = pick(None, 2 * head) if family != "phi3" else None
+    share = share if family == "phi3" else 1.0
     bias = (True, False) if family in ("llama", "qwen3") else (False,)
     mlp_bias = bias if family == "llama" else (False,)
     return DecoderConfig(
         **shared, num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
-        head_dim=pick(None, 2 * head), rope_theta=pick(100.0, 10_000.0), norm="rms_norm", norm_eps=1e-6,
-        rope_scaling=pick(None, RopeScaling(factor=4.0, original_max_length=16)),
+        head_dim=own, rope_theta=pick(100.0, 10_000.0), norm="rms_norm", norm_eps=1e-6, rotary_share=share,
+        rope_scaling=scaling(pick, family, int((own or head) * share)),
         activation=pick("swiglu", "geglu"), attention_bias=pick(*bias), mlp_bias=pick(*mlp_bias),
         qk_norm=family == "qwen3",
     )  # fmt: skip
@@ -95,7 +126,8 @@ def relative_error(ours, theirs):
 def casts_lifted(theirs):
     """transformers computes some things in fp32 whatever the model's dtype; inside, they are computed in fp64.
 
-    BLOOM: softmax, ALiBi's slopes, and a constant of its gelu that has eight digits. Llama: norms and rotary angles.
+    BLOOM: softmax, ALiBi's slopes, and a constant of its gelu that has eight digits. Llama: norms and rotary angles,
+    whose stretching is made of fp32 numbers in several ways.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.bloom import modeling_bloom
@@ -105,6 +137,9 @@ def casts_lifted(theirs):
     def wide_to(x, *args, **kwargs):
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         return to(x, *args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+    def wide_made(make, *args, dtype=None, **kwargs):
+        return make(*args, dtype=torch.float64 if dtype is torch.float32 else dtype, **kwargs)
 
     def wide_slopes(num_heads, device=None):
         n = 2 ** math.floor(math.log2(num_heads))
@@ -123,16 +158,26 @@ def casts_lifted(theirs):
             if hasattr(modeling_bloom, "_get_alibi_slopes"):  # later ones ask for the slopes alone, too
                 patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
             patch(modeling_bloom.BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
-        if theirs.config.model_type in ("llama", "mistral", "qwen3"):
+        if (rope := getattr(theirs.config, "rope_parameters", None)) is not None:
             patch(torch.Tensor, "to", wide_to)
             patch(torch.Tensor, "float", lambda x: to(x, torch.float64))
-            rotary, head = theirs.model.rotary_emb, theirs.config.head_dim
+            for make in ("arange", "tensor"):
+                patch(torch, make, partial(wide_made, getattr(torch, make)))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+            rotary, head = theirs.base_model.rotary_emb, getattr(theirs.config, "head_dim", None)
+            size = (head or theirs.config.hidden_size // theirs.config.num_attention_heads) * rope.get(
+                "partial_rotary_factor", 1.0
+            )
             if rotary.rope_type == "default":
-                theta = theirs.config.rope_parameters["rope_theta"]
-                rotary.inv_freq = theta ** (torch.arange(0, head, 2, dtype=torch.float64) / -head)
+                rotary.inv_freq = rope["rope_theta"] ** (
+                    torch.arange(0, int(size), 2, dtype=torch.float64) / -int(size)
+                )
             else:
                 rotary.inv_freq = ROPE_INIT_FUNCTIONS[rotary.rope_type](theirs.config)[0]
                 assert rotary.inv_freq.dtype == torch.float64
+            rotary.original_inv_freq = rotary.inv_freq.clone()
+            rotary.max_seq_len_cached, rotary.long_inv_freq = rotary.original_max_seq_len, None
         yield
 
 
@@ -142,7 +187,7 @@ def check_logits(config, folder, seed):
     ids, mask = batch(config, seed)
     # With their casts to fp32 a Mistral of width 4 that was drawn differs by 1.2e-6, a Qwen3 that norms heads of two
     # features by 1.1e-5; without them all are within 1e-10.
-    bound = {"gpt2": 1e-10, "opt": 1e-10, "mistral": 1e-5, "qwen3": 1e-3}.get(config.family, 1e-6)
+    bound = {"gpt2": 1e-10, "opt": 1e-10, "bloom": 1e-6, "qwen3": 1e-4}.get(config.family, 1e-5)
     with torch.no_grad():
         plain, padded = ours(ids), ours(ids, mask)[mask.bool()]
         assert relative_error(plain, theirs(ids).logits) < bound
@@ -186,6 +231,18 @@ def test_mistral_logits(config, seed, tmp_path_factory):
 @few
 @given(config=configs("qwen3"), seed=st.integers(0, 99))
 def test_qwen3_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+@few
+@given(config=configs("phi3"), seed=st.integers(0, 99))
+def test_phi3_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+@few
+@given(config=configs("gpt_neox"), seed=st.integers(0, 99))
+def test_gpt_neox_logits(config, seed, tmp_path_factory):
     check_logits(config, tmp_path_factory.mktemp("hf"), seed)
 
 
@@ -242,6 +299,7 @@ def example(family, **changes):
     }
     rotary = {"positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "num_kv_heads": 1}
     plain = {"attention_bias": False, "mlp_bias": False}
+    neox = {"positions": "rotary", "rotary_share": 0.5, "activation": "gelu", "parallel_residual": True}
     return {
         "gpt2": lambda: DecoderConfig(**shared | changes),
         "opt": lambda: DecoderConfig(**shared | {"position_offset": 2, "activation": "relu"} | changes),
@@ -249,6 +307,8 @@ def example(family, **changes):
         "llama": lambda: DecoderConfig(**shared | rotary | changes),
         "mistral": lambda: DecoderConfig(**shared | rotary | plain | changes),
         "qwen3": lambda: DecoderConfig(**shared | rotary | plain | {"head_dim": 12, "qk_norm": True} | changes),
+        "phi3": lambda: DecoderConfig(**shared | rotary | plain | {"rotary_share": 0.75} | changes),
+        "gpt_neox": lambda: DecoderConfig(**shared | neox | changes),
     }[family]()
 
 
@@ -267,7 +327,8 @@ def test_gradients(family, tmp_path):
         )
         their_loss.backward()
     assert abs(loss.item() / their_loss.item() - 1) < 1e-12
-    their_grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    names = every[family].names
+    their_grads = {names.full_name(name): parameter.grad for name, parameter in theirs.named_parameters()}
     parameters = dict(ours.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in parameters.values())
     for entry in hf_to_ours(config):
@@ -326,6 +387,8 @@ def rewritten(folder, change):
         ("llama", "model.", ""),
         ("mistral", "model.", ""),
         ("qwen3", "model.", ""),
+        ("phi3", "model.", ""),
+        ("gpt_neox", "gpt_neox.", ""),
     ],
 )
 def test_files_without_the_prefix(family, prefix, instead, tmp_path):
@@ -397,7 +460,7 @@ def test_foreign_folders(tmp_path):
             json.dumps(config_to_hf(example("gpt2")) | {"scale_attn_by_inverse_layer_idx": True}),
             "scale_attn_by_inverse",
         ),
-        (json.dumps(config_to_hf(example("llama")) | {"rope_parameters": {"rope_type": "yarn"}}), "yarn"),
+        (json.dumps(config_to_hf(example("llama")) | {"rope_parameters": {"rope_type": "axial"}}), "axial"),
         (json.dumps(config_to_hf(example("gpt2"))), "holds no weights"),
     ):
         (tmp_path / "config.json").write_text(content)
