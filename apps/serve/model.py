@@ -108,12 +108,7 @@ def _plan(
     limits = Limits(
         config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running, source.config.every_window
     )
-    max_length = config.max_length or source.config.max_length
-    if source.config.positions == "learned" and max_length > source.config.max_length:
-        raise UserError(
-            f"max_length is {max_length}; {source.name} has positions for {source.config.max_length}, "
-            "so give at most those"
-        )
+    max_length = longest_text(source, config.max_length)
     dtype = None if config.precision == "auto" else compute_dtype(config.precision)
     pages = None if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
     format = folder_format(source.config, source.folder, dtype, pages, scheme)
@@ -124,6 +119,19 @@ def _plan(
     usable = load.pages + config.max_running
     kv_bytes = None if config.cache is None else size_in_bytes(config.cache, "engine.cache", "GiB")
     return _Plan(format, limits, max_length, Asked(source.name, needed, usable, limits.least_pages, kv_bytes))
+
+
+def longest_text(source: ModelFolder, asked: int | None) -> int:
+    """Tokens of a text at most.  Raises UserError for more than the model's positions allow."""
+    model, most = source.config, source.config.alike_to
+    if most is None:
+        return asked or model.max_length
+    if asked is not None and asked > most:
+        have = f"{source.name} has positions for {most}"
+        if model.rope_scaling is not None:
+            have = f"{source.name} turns all tokens of a text of more than {most} otherwise, and pages hold them turned"
+        raise UserError(f"max_length is {asked}; {have}, so give at most those")
+    return asked or min(model.max_length, most)
 
 
 def _build(

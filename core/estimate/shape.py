@@ -344,8 +344,8 @@ def _block_index(name: str, num_blocks: int) -> int:
 def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     """Tensors that autograd keeps, by operator.
 
-    norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep; of norms
-               behind attention and MLP the inputs alone
+    norms      two inputs, one or both of which are the block's own; two outputs, which the products behind them keep;
+               of norms behind attention and MLP the inputs alone
     attention  the fused q, k, v; turned copies of q and k where positions are rotary; o and its log-sum-exp
     its norms  the queries apart from the keys and values that they lie between, where a group has several
     MLP        what the activation keeps of `up`, and `down`'s input (ReLU keeps only its output, which is that input)
@@ -363,14 +363,13 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     normed = queries + keys if config.qk_norm else 0
     apart = queries if config.qk_norm and queries > keys else 0
     composed_heads = normed if composed_norms else 0
-    if config.qk_norm:
-        statistics += config.num_heads + config.kv_heads
+    statistics += config.num_heads + config.kv_heads if config.qk_norm else 0
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(
         input=Kept(replicated=config.dim),
         everything=Kept(
-            config.dim + behind + composed,
+            (0 if config.parallel_residual else config.dim) + behind + composed,
             qkv + apart + composed_heads + turned + queries + mlp,
             2 * config.dim,
             statistics,

@@ -9,7 +9,7 @@ some rows makes only those, and every mesh starts from the same weights.
 Sources: Radford et al. (GPT-2, 2019), Zhang et al. (OPT, 2022), BigScience (BLOOM, 2022), Touvron et al. (Llama, 2023).
 No dropout: pretraining in this repository sees each token about once.
 
-Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K head size.
+Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K head size, R turned pairs of a head.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.layout import layout_of, local
 from core.models.families import FAMILIES, FamilyName
+from core.models.rope import RopeScaling, frequencies
 from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
@@ -35,16 +36,6 @@ from core.nn.routing import MoEConfig
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths beyond the length of pretraining (Llama 3 herd, 2024)."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_length: int = 8192
-
-
-@dataclass(frozen=True)
 class DecoderConfig:
     """The architecture. `family` says which Hugging Face family it is exported to; each family fixes some fields.
 
@@ -53,6 +44,8 @@ class DecoderConfig:
     norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
     embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
     residual_after_norm  the residual branches off after the norm (BLOOM's option)
+    parallel_residual    attention and MLP take the same input, each through a norm of its own (GPT-NeoX)
+    rotary_share         of each head's features that rotary positions turn, the first of them
     qk_norm              a norm of each head's query and key, before positions turn them
     out_norms            a norm behind attention and one behind the MLP as well, before the residual (Gemma 3)
     window               tokens that a token sees, itself and those before it; None: all
@@ -74,6 +67,7 @@ class DecoderConfig:
     position_offset: int = 0
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_share: float = 1.0
     norm: NormKind = "layer_norm"
     norm_eps: float = 1e-5
     norm_affine: bool = True
@@ -86,6 +80,7 @@ class DecoderConfig:
     tied_head: bool = True
     embed_dim: int | None = None
     residual_after_norm: bool = False
+    parallel_residual: bool = False
     qk_norm: bool = False
     out_norms: bool = False
     window: int | None = None
@@ -111,8 +106,7 @@ class DecoderConfig:
             raise UserError(f"{self.num_heads} heads do not divide dim {self.dim}; change one of them")
         if self.num_heads % self.kv_heads:
             raise UserError(f"num_kv_heads is {self.kv_heads}; it must divide the {self.num_heads} heads")
-        if self.positions == "rotary" and self.head_size % 2:
-            raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
+        self._check_rotary()
         if not self.norm_first and self.final_norm:
             raise UserError("norm_first is False, so the last block ends in a norm; set final_norm to False as well")
         if self.out_norms and not self.norm_first:
@@ -124,6 +118,21 @@ class DecoderConfig:
                 f"{self.num_layers}; give at most {self.num_layers}"
             )
         self._check_family()
+
+    def _check_rotary(self) -> None:
+        if self.positions != "rotary":
+            return
+        if not 0 < self.rotary_share <= 1:
+            raise UserError(f"rotary_share is {self.rotary_share}; give a part of 1, such as 0.5")
+        if self.rotary_share == 1 and self.head_size % 2:
+            raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
+        if self.rotary_size % 2 or not self.rotary_size:
+            raise UserError(
+                f"rotary_share={self.rotary_share} of a head of {self.head_size} is {self.rotary_size} features; "
+                "rotary positions turn pairs, so it must be even"
+            )
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.rotary_size)
 
     def _check_window(self) -> None:
         if self.window is not None and self.window < 1:
@@ -140,7 +149,7 @@ class DecoderConfig:
         unread = {}
         if self.positions != "rotary":
             why = f"with model.positions={self.positions}; give --model.positions rotary"
-            unread = dict.fromkeys(("rope_theta", "rope_scaling", "local_rope_theta"), why)
+            unread = dict.fromkeys(("rope_theta", "rope_scaling", "local_rope_theta", "rotary_share"), why)
         if self.window is None:
             without = "and no layer has a window; give --model.window"
             unread = {"full_layers": without, "local_rope_theta": without} | unread
@@ -152,6 +161,7 @@ class DecoderConfig:
             raise UserError(f"family is {self.family!r}; give one of {', '.join(get_args(FamilyName))}")
         free = {*family.keys, "moe", "family", "rope_theta", *(["rope_scaling"] if family.rope_theta else [])}
         free |= {"local_rope_theta"} if family.local_rope_theta else set()
+        free |= {"rotary_share"} if family.rotary_share is not None else set()
         for item in (item for item in fields(self) if item.name not in free):
             value, fixed = getattr(self, item.name), family.fixed.get(item.name, item.default)
             if value != fixed:
@@ -159,6 +169,9 @@ class DecoderConfig:
         if is_gated(self.activation) != family.gated:
             kind = "gated" if family.gated else "not gated"
             raise UserError(f"activation {self.activation} in family {self.family}, whose MLP is {kind}")
+        if self.rope_scaling is not None and (kind := self.rope_scaling.kind) not in family.rope_kinds.values():
+            known = ", ".join(family.rope_kinds.values()) or "none"
+            raise UserError(f"rope_scaling is of kind {kind}; a model of family {self.family} has {known}")
         if why := family.check(self):
             raise UserError(why)
 
@@ -169,6 +182,18 @@ class DecoderConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return int(self.head_size * self.rotary_share)
+
+    @property
+    def alike_to(self) -> int | None:
+        """The tokens of a text up to which a token's position means the same in each; None: always."""
+        if self.positions == "learned":
+            return self.max_length
+        return None if self.rope_scaling is None else self.rope_scaling.alike_to(self.max_length)
 
     @property
     def embedding_size(self) -> int:
@@ -240,6 +265,7 @@ class Decoder(nn.Module):
             self._norm(),
             norm_first=c.norm_first,
             residual_after_norm=c.residual_after_norm,
+            parallel_residual=c.parallel_residual,
             attention_out_norm=self._norm() if c.out_norms else None,
             mlp_out_norm=self._norm() if c.out_norms else None,
         )
@@ -269,7 +295,8 @@ class Decoder(nn.Module):
             context = StepContext()
         auxiliary = self._auxiliary_loss(targets, context)
         x_BLD = self.embedding(input_ids_BL, positions)
-        rotary = RotaryAngles(self.config, positions, x_BLD.dtype)
+        whole = getattr(context, "positions_BL", None)  # under context parallelism positions are a part of them
+        rotary = RotaryAngles(self.config, positions, x_BLD.dtype, whole)
         for index, block in enumerate(self.blocks):
             x_BLD = block(x_BLD, positions, rotary.of_layer(index), attention_mask, context)
         if self.norm is not None:
@@ -317,14 +344,17 @@ def positions_from_mask(mask_BL: Tensor) -> Tensor:
 
 
 class RotaryAngles:
-    """The angles of one forward's positions: those of layers with a window, where they differ, and the others'."""
+    """The angles of one forward's positions: those of layers with a window, where they differ, and the others'.
 
-    def __init__(self, config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype):
+    Its arguments are those of `rotary_angles`.
+    """
+
+    def __init__(self, config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype, whole_BL: Tensor | None = None):
         self._config = config
         self._angles: tuple[Tensor, Tensor] | None = None
         self._local: tuple[Tensor, Tensor] | None = None
         if config.positions == "rotary":
-            self._angles = self._local = rotary_angles(config, positions_BL, dtype)
+            self._angles = self._local = rotary_angles(config, positions_BL, dtype, whole_BL)
         if config.local_rope_theta is not None:
             local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
             self._local = rotary_angles(local, positions_BL, dtype)
@@ -334,24 +364,18 @@ class RotaryAngles:
         return self._angles if self._config.layer_window(index) is None else self._local
 
 
-def rotary_angles(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of position * theta^(-2k / K), each [B or 1, L, K / 2]. The angles are taken in fp64."""
-    exponent_K = (
-        torch.arange(0, config.head_size, 2, device=positions_BL.device, dtype=torch.float64) / config.head_size
-    )
-    frequency_K = config.rope_theta**-exponent_K
-    if config.rope_scaling is not None:
-        frequency_K = _stretched(frequency_K, config.rope_scaling)
-    angle_BLK = positions_BL[..., None] * frequency_K
-    return angle_BLK.cos().to(dtype), angle_BLK.sin().to(dtype)
+def rotary_angles(
+    config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype, whole_BL: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of position * frequency, each [B or 1, L, R]. The angles are taken in fp64.
 
-
-def _stretched(frequency_K: Tensor, scaling: RopeScaling) -> Tensor:
-    """Wavelengths longer than the original length are stretched by `factor`, short ones kept, smoothly in between."""
-    rounds_K = scaling.original_max_length * frequency_K / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept_K = ((rounds_K - scaling.low_freq_factor) / span).clamp(0, 1)
-    return frequency_K * (kept_K + (1 - kept_K) / scaling.factor)
+    whole_BL  positions of the whole texts, where positions_BL are a part of them
+    """
+    scaling, whole_BL = config.rope_scaling, positions_BL if whole_BL is None else whole_BL
+    frequency_R = frequencies(config.rope_theta, config.rotary_size, scaling, config.max_length, whole_BL)
+    angle_BLR = positions_BL[..., None] * frequency_R
+    gain = 1.0 if scaling is None else scaling.gain(config.max_length)
+    return (angle_BLR.cos() * gain).to(dtype), (angle_BLR.sin() * gain).to(dtype)
 
 
 def init_std(name: str, config: DecoderConfig) -> float | None:

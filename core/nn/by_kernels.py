@@ -11,7 +11,7 @@ Attention takes document boundaries as sequences of different lengths, so no bia
 is then one run of tokens. Padding that sees no token at all gets zeros, where torch's path lets it see itself: neither
 reaches a token. Padding together with ALiBi or documents is left to torch's path.
 
-Shapes: B batch, L length, T = B L, H query heads, J key/value heads, K head size, R = K / 2, D model.
+Shapes: B batch, L length, T = B L, H query heads, J key/value heads, K head size, R turned pairs of a head, D model.
 """
 
 from collections.abc import Callable, Collection

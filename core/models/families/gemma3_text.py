@@ -29,6 +29,14 @@ def _full_layers(types: list[str], fields: Mapping[str, Any]) -> tuple[int, ...]
     return tuple(index for index, kind in enumerate(types) if kind == FULL)
 
 
+def _check(config: Any) -> str:
+    if config.window is None:
+        return "window is None; family gemma3_text has one, so give --model.window"
+    if config.rope_scaling is not None and config.local_rope_theta is None:
+        return "rope_scaling stretches no layer with a window in family gemma3_text, so give --model.local-rope-theta"
+    return ""
+
+
 FAMILY = replace(
     LLAMA,
     name="gemma3_text",
@@ -76,7 +84,5 @@ FAMILY = replace(
     modern=_modern,
     rope_theta=1e6,
     local_rope_theta=10_000.0,
-    check=lambda config: (
-        "window is None; family gemma3_text has one, so give --model.window" if config.window is None else ""
-    ),
+    check=_check,
 )  # fmt: skip
