@@ -48,6 +48,26 @@ def activation(name: str, default: str, *, gated: bool = False) -> Key:
     return Key(name, default, read, lambda config: _NAME_OF[config.activation])
 
 
+FULL, LOCAL = "full_attention", "sliding_attention"
+"""transformers' types of layers: one that sees all, and one with a window."""
+
+
+def _full_layers(types: list[str], fields: Mapping[str, Any]) -> tuple[int, ...]:
+    if len(types) != fields["num_layers"] or set(types) - {FULL, LOCAL}:
+        raise UserError(
+            f"config.json has layer_types of {len(types)} layers: {', '.join(sorted(set(types)))}; give {FULL} or "
+            f"{LOCAL} for each of the {fields['num_layers']}"
+        )
+    return () if fields["window"] is None else tuple(index for index, kind in enumerate(types) if kind == FULL)
+
+
+FULL_LAYERS = Key(
+    "layer_types", None, _full_layers,
+    lambda config: [FULL if config.layer_window(n) is None else LOCAL for n in range(config.num_layers)],
+)  # fmt: skip
+"""The key of the field `full_layers`, of a family whose `modern` fills it in."""
+
+
 @dataclass(frozen=True)
 class Names:
     """How a family names its modules. {n} stands for the block's number.
@@ -83,8 +103,6 @@ class Names:
 
 HEAD = "lm_head.weight"
 """As transformers calls a head, whatever the family's files do."""
-FULL, LOCAL = "full_attention", "sliding_attention"
-"""transformers' types of layers: one that sees all, and one with a window."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ class Family:
     aliases         other key that transformers takes -> the key
     only            key -> the value without which the decoder would not compute the same; also transformers' default
     refuse          (config.json, the fields read) -> why the decoder does not compute it, or nothing
-    written         key -> its value in every config.json that is written
+    written         key -> its value in every config.json that is written, or how it comes of the DecoderConfig
     modern          config.json -> the same in the keys of today, where older ones said it otherwise
     rope_theta      transformers' default, where positions are rotary
     local_rope_theta  the same of layers with a window, where rope_parameters are told for each type of layer

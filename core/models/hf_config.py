@@ -82,4 +82,5 @@ def config_to_hf(config: DecoderConfig, special_ids: Mapping[str, int] | None = 
         content[key.name] = (key.write or attrgetter(ours))(config)
     rope = rope_to_hf(config, family) if family.rope_theta is not None else {}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | dict(special_ids or {})
-    return content | rope | dict(family.written) | ids
+    written = {key: value(config) if callable(value) else value for key, value in family.written.items()}
+    return content | rope | written | ids

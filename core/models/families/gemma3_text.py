@@ -6,7 +6,7 @@ from typing import Any
 
 from core.config import UserError
 from core.models.families.llama import FAMILY as LLAMA
-from core.models.family import FULL, LOCAL, Key, activation
+from core.models.family import FULL, FULL_LAYERS, LOCAL, Key, activation
 
 
 def _modern(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,15 +18,6 @@ def _modern(hf: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"config.json has sliding_window_pattern={pattern!r}; give 6, or layer_types")
         hf["layer_types"] = [FULL if (n + 1) % pattern == 0 else LOCAL for n in range(num_layers)]
     return hf
-
-
-def _full_layers(types: list[str], fields: Mapping[str, Any]) -> tuple[int, ...]:
-    if len(types) != fields["num_layers"] or set(types) - {FULL, LOCAL}:
-        raise UserError(
-            f"config.json has layer_types of {len(types)} layers: {', '.join(sorted(set(types)))}; give {FULL} or "
-            f"{LOCAL} for each of the {fields['num_layers']}"
-        )
-    return tuple(index for index, kind in enumerate(types) if kind == FULL)
 
 
 def _check(config: Any) -> str:
@@ -54,10 +45,7 @@ FAMILY = replace(
         "activation": activation("hidden_activation", "gelu_pytorch_tanh", gated=True),
         "tied_head": Key("tie_word_embeddings", True),
         "window": Key("sliding_window", 4096),
-        "full_layers": Key(
-            "layer_types", None, _full_layers,
-            lambda config: [FULL if config.layer_window(n) is None else LOCAL for n in range(config.num_layers)],
-        ),
+        "full_layers": FULL_LAYERS,
         "query_scalar": Key(
             "query_pre_attn_scalar", 256,
             lambda scalar, fields: scalar,

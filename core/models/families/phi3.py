@@ -12,12 +12,10 @@ _FUSED = ("blocks.{n}.mlp.gate", "blocks.{n}.mlp.up")
 
 
 def _refused(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
-    window, length, head = hf.get("sliding_window"), fields["max_length"], fields["dim"] // fields["num_heads"]
+    head = fields["dim"] // fields["num_heads"]
     if hf.get("head_dim", head) != head:
         return f"head_dim={hf['head_dim']}, and a Phi-3 has heads of hidden_size / num_attention_heads = {head}"
-    if window is None or window >= length:
-        return ""
-    return f"sliding_window={window}, and this decoder attends to all of max_position_embeddings={length} tokens"
+    return ""
 
 
 FAMILY = replace(
@@ -31,6 +29,7 @@ FAMILY = replace(
         "ffn_dim": Key("intermediate_size", 8192),
         "max_length": Key("max_position_embeddings", 4096),
         "norm_eps": Key("rms_norm_eps", 1e-5),
+        "window": Key("sliding_window", None),
     },
     fixed={**LLAMA.fixed, **_PLAIN},
     names=replace(
@@ -41,7 +40,7 @@ FAMILY = replace(
     ),
     only=_PLAIN,
     refuse=_refused,
-    written={"sliding_window": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0},
+    written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0},
     rotary_share=1.0,
     original_length=4096,
     rope_kinds={"longrope": "longrope"},

@@ -5,20 +5,22 @@ from dataclasses import replace
 from typing import Any
 
 from core.models.families.llama import FAMILY as LLAMA
-from core.models.family import Key
+from core.models.family import FULL, FULL_LAYERS, LOCAL, Key
 
 
-def _window(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
-    length, window = fields["max_length"], hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    kinds = hf.get("layer_types")
-    if kinds is not None and (unknown := set(kinds) - {"full_attention", "sliding_attention"}):
-        return f"layer_types with {', '.join(sorted(unknown))}, and this decoder computes full_attention"
-    slides = "sliding_attention" in kinds if kinds else hf.get("max_window_layers", 28) < fields["num_layers"]
-    if kinds and slides and window is None:
-        return "layer_types with sliding_attention and no window; set use_sliding_window and sliding_window"
-    if window is None or not slides or window >= length:
-        return ""
-    return f"sliding_window={window}, and this decoder attends to all of max_position_embeddings={length} tokens"
+def _modern(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The window, if it is switched on, and each layer's type; older files count the layers before those with one."""
+    window, types = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None, hf.get("layer_types")
+    if types is None:
+        before = hf.get("num_hidden_layers", 32) if window is None else hf.get("max_window_layers", 28)
+        types = [FULL if n < before else LOCAL for n in range(hf.get("num_hidden_layers", 32))]
+    return {**hf, "sliding_window": window, "layer_types": types}
+
+
+def _refused(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    if LOCAL in hf["layer_types"] and fields["window"] is None:
+        return f"layer_types with {LOCAL} and no window; set use_sliding_window and sliding_window"
+    return ""
 
 
 FAMILY = replace(
@@ -32,6 +34,8 @@ FAMILY = replace(
         "head_dim": replace(LLAMA.keys["head_dim"], default=128),
         "ffn_dim": Key("intermediate_size", 22_016),
         "max_length": Key("max_position_embeddings", 32_768),
+        "window": Key("sliding_window", 4096),
+        "full_layers": FULL_LAYERS,
     },
     fixed={**LLAMA.fixed, "mlp_bias": False, "qk_norm": True},
     names=replace(
@@ -42,6 +46,7 @@ FAMILY = replace(
             "blocks.{n}.attention.key_norm": "layers.{n}.self_attn.k_norm",
         },
     ),
-    refuse=_window,
-    written={"use_sliding_window": False, "sliding_window": None, "attention_dropout": 0.0},
+    modern=_modern,
+    refuse=_refused,
+    written={"use_sliding_window": lambda config: config.window is not None, "attention_dropout": 0.0},
 )

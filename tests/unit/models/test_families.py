@@ -63,6 +63,7 @@ def test_a_missing_key_means_what_transformers_takes(name):
     tied = {"tie_word_embeddings": not family.keys["tied_head"].default}
     content = {key: (OTHER | tied)[key] for key in keys if key not in family.only}
     rope = {} if family.rope_theta is None else rope_of(family, ROPES[name])
+    content |= {"use_sliding_window": True} if name == "qwen3" else {}
     content |= {} if name == "phi3" else rope  # whose numbers are as many as the keys of sizes say
     assert isinstance(as_read(name, content), DecoderConfig)
     needed = {"num_hidden_layers"} if "layer_types" in content else set()  # they tell of as many layers

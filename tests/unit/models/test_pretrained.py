@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -78,16 +79,20 @@ def configs(draw, family):
     share = share if family == "phi3" else 1.0
     bias = (True, False) if family in ("llama", "qwen3", "gemma3_text") else (False,)
     mlp_bias = bias if family == "llama" else (False,)
-    windows = {"mistral": (None, 1, 4, 11, 30), "gemma3_text": (1, 3, 4, 30)}.get(family, (None,))
+    some = (None, 1, 4, 11, 30)
+    windows = {"mistral": some, "qwen3": some, "phi3": some, "gemma3_text": (1, 3, 4, 30)}.get(family, (None,))
+    window = pick(*windows)
+    if family in ("qwen3", "gemma3_text") and window is not None:
+        shared["full_layers"] = pick((), (0,))
     if family == "gemma3_text":
-        shared |= GEMMA3 | {"full_layers": pick((), (0,)), "query_scalar": pick(5, 8)}
+        shared |= GEMMA3 | {"query_scalar": pick(5, 8)}
         shared["local_rope_theta"] = pick(10.0, 1e4)
     return DecoderConfig(
         num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
         head_dim=own, rope_theta=pick(100.0, 10_000.0), norm_eps=1e-6, rotary_share=share,
         rope_scaling=scaling(pick, family, int((own or head) * share)),
         activation=pick("swiglu", "geglu_tanh" if family == "gemma3_text" else "geglu"), attention_bias=pick(*bias),
-        mlp_bias=pick(*mlp_bias), window=pick(*windows),
+        mlp_bias=pick(*mlp_bias), window=window,
         **{"norm": "rms_norm", "qk_norm": family == "qwen3"} | shared,
     )  # fmt: skip
 
@@ -300,27 +305,33 @@ def test_gpt_neox_logits(config, seed, tmp_path_factory):
 
 def test_qwen3_windows():
     """They are where the keys say so: in layers from max_window_layers on, or in those that layer_types names."""
-    content = config_to_hf(example("qwen3", max_length=64))
-    whole, layers = config_from_hf(content), ["full_attention", "sliding_attention"]
-    on = content | {"use_sliding_window": True, "sliding_window": 63}
-    missing = {key: value for key, value in on.items() if key != "sliding_window"}
-    for same in (
-        content | {"sliding_window": 3, "max_window_layers": 0},
-        on | {"max_window_layers": 2},
-        on | {"sliding_window": 64, "max_window_layers": 0},
-        on | {"sliding_window": None, "max_window_layers": 0},
-        on | {"max_window_layers": 0, "layer_types": ["full_attention"] * 2},
+    from transformers import Qwen3Config
+
+    written = config_to_hf(example("qwen3"))
+    plain, full, local = config_from_hf(written), "full_attention", "sliding_attention"
+    content = {key: value for key, value in written.items() if key not in ("layer_types", "sliding_window")}
+    on = content | {"use_sliding_window": True, "max_window_layers": 0}
+    for case, window, full_layers in (
+        (written, None, ()),
+        (content | {"sliding_window": 3, "max_window_layers": 0}, None, ()),
+        (on, 4096, ()),
+        (on | {"sliding_window": None}, None, ()),
+        (on | {"sliding_window": 5, "max_window_layers": 1}, 5, (0,)),
+        (on | {"sliding_window": 5, "max_window_layers": 2}, 5, (0, 1)),
+        (on | {"sliding_window": 5, "layer_types": [local, full]}, 5, (1,)),
     ):
-        assert config_from_hf(same) == whole
-    for cut, why in (
-        (on | {"max_window_layers": 1}, "sliding_window=63, .*max_position_embeddings=64"),
-        (on | {"max_window_layers": 2, "layer_types": layers}, "sliding_window=63"),
-        (missing | {"max_window_layers": 0, "max_position_embeddings": 4097}, "sliding_window=4096"),
-        (content | {"layer_types": layers}, "layer_types with sliding_attention and no window"),
-        (content | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types with chunked_attention"),
+        ours, theirs = config_from_hf(case), Qwen3Config.from_dict(case)
+        assert ours == replace(plain, window=window, full_layers=full_layers)
+        of_layers = [theirs.sliding_window if kind == local else None for kind in theirs.layer_types]
+        assert [ours.layer_window(n) for n in range(2)] == of_layers
+        assert config_from_hf(config_to_hf(ours)) == ours
+    for types, why in (
+        ([full, local], "layer_types with sliding_attention and no window"),
+        ([full, "chunked_attention"], "layer_types of 2 layers: chunked_attention, full_attention"),
+        ([full], "layer_types of 1 layers"),
     ):
         with pytest.raises(UserError, match=why):
-            config_from_hf(cut)
+            config_from_hf(content | {"layer_types": types})
 
 
 def example(family, **changes):
