@@ -1,6 +1,7 @@
 """The one decoder: the families of `core.models.families` are configurations of it, for training and for serving.
 
-A forward: ids -> embedding -> blocks -> norm -> head. What differs by execution (caches, shards, pages, rings) enters
+A forward: ids -> embedding -> blocks -> norm -> head. A masked language model, BERT, is one whose attention looks both
+ways. What differs by execution (caches, shards, pages, rings) enters
 through the `attend` slot of attention, through styles and through `context`, never through a second forward.
 
 Initialisation draws each parameter from (seed, name, full shape) alone, in blocks of rows, so that a rank which holds
@@ -26,6 +27,7 @@ from core.models.families import FAMILIES, FamilyName
 from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
+from core.nn.head_transform import HeadTransform
 from core.nn.linear import Linear
 from core.nn.loss import Head
 from core.nn.mlp import MLP, ActivationName, is_gated
@@ -50,6 +52,9 @@ class DecoderConfig:
 
     max_length           rows of the position table (learned), otherwise the length it is meant for
     position_offset      rows in front of position 0 (OPT: 2)
+    causal               a token attends to itself and earlier ones; without it to all, as masked language models do
+    token_types          rows of the table of token types, of which the first is added to every token (BERT); 0: none
+    mlm_head             a layer, an activation and a norm before the head, and a bias for each token in it (BERT)
     norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
     embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
     residual_after_norm  the residual branches off after the norm (BLOOM's option)
@@ -63,6 +68,9 @@ class DecoderConfig:
     max_length: int = 1024
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    causal: bool = True
+    token_types: int = 0
+    mlm_head: bool = False
     positions: Literal["learned", "alibi", "rotary"] = "learned"
     position_offset: int = 0
     rope_theta: float = 10_000.0
@@ -87,6 +95,8 @@ class DecoderConfig:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.token_types < 0:
+            raise UserError(f"token_types is {self.token_types}; give the rows of that table, or 0 for none")
         if not 0 <= self.norm_eps < float("inf"):
             raise UserError(f"norm_eps is {self.norm_eps}; give a small number that is not negative, such as 1e-5")
         if not 0 < self.rope_theta < float("inf"):
@@ -128,6 +138,14 @@ class DecoderConfig:
         if why := family.check(self):
             raise UserError(why)
 
+    def require_causal(self) -> None:
+        """Raises UserError for a masked language model, of whoever wants text to be continued."""
+        if not self.causal:
+            raise UserError(
+                f"a model of family {self.family} attends both ways and predicts masked tokens, so it does not "
+                "continue text; give a causal model, or measure this one: megalith llm evaluate"
+            )
+
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
@@ -162,6 +180,7 @@ class Decoder(nn.Module):
             embed_dim=config.embed_dim,
             num_positions=config.max_length if config.positions == "learned" else None,
             offset=config.position_offset,
+            num_types=config.token_types,
             norm=self._norm() if config.embedding_norm else None,
         )
         self.blocks = nn.ModuleList(self._block(index) for index in range(config.num_layers))
@@ -169,7 +188,8 @@ class Decoder(nn.Module):
         width = config.embedding_size
         self.project_out = Linear(config.dim, width, bias=False) if width != config.dim else None
         tied = self.embedding.tokens.weight if config.tied_head else None
-        self.head = Head(config.vocab_size, width, weight=tied)
+        self.head_transform = HeadTransform(width, config.activation, self._norm()) if config.mlm_head else None
+        self.head = Head(config.vocab_size, width, weight=tied, bias=config.mlm_head)
 
     def _norm(self) -> nn.Module:
         return build_norm(self.config.norm, self.config.dim, self.config.norm_eps, self.config.norm_affine)
@@ -177,8 +197,9 @@ class Decoder(nn.Module):
     def _block(self, index: int) -> Block:
         c = self.config
         attention = Attention(
-            c.dim, c.num_heads, c.kv_heads, c.head_size, bias=c.attention_bias, alibi=c.positions == "alibi"
-        )
+            c.dim, c.num_heads, c.kv_heads, c.head_size, bias=c.attention_bias, alibi=c.positions == "alibi",
+            causal=c.causal,
+        )  # fmt: skip
         shape = (c.dim, c.ffn_dim, c.activation, c.mlp_bias)
         return Block(
             attention,
@@ -205,7 +226,7 @@ class Decoder(nn.Module):
         attention_mask  [B, L], or [B, S] when `attend` knows earlier keys: nonzero where there is a token. None: all
         positions       [B or 1, L]; by default as the family's own forward derives them from the mask
         context         data of this step for `attend`, handed on; by default a `StepContext` without documents
-        targets         what follows each token, already shifted; -100 is not counted
+        targets         what is predicted at each place: the next token, or the one that a mask hides; -100: nothing
         """
         length = input_ids_BL.shape[1]
         if positions is None:
@@ -221,6 +242,8 @@ class Decoder(nn.Module):
             x_BLD = self.norm(x_BLD)
         if self.project_out is not None:
             x_BLD = self.project_out(x_BLD)
+        if self.head_transform is not None:
+            x_BLD = self.head_transform(x_BLD)
         out = self.head(x_BLD, targets, length, context.rows_R)
         return out if auxiliary is None else auxiliary.added_to(out)
 

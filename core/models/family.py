@@ -45,6 +45,9 @@ def activation(name: str, default: str, *, gated: bool = False) -> Key:
     return Key(name, default, read, lambda config: _NAME_OF[config.activation])
 
 
+HEAD = "lm_head.weight"
+
+
 @dataclass(frozen=True)
 class Names:
     """How a family names its modules. {n} stands for the block's number.
@@ -53,7 +56,9 @@ class Names:
     modules     module of ours -> module of theirs
     qkv         the three (or one) modules behind our qkv
     transposed  the blocks' weights are [in, out]
-    ignored     last parts of names that old files hold beside the weights
+    head        the head's weight
+    renamed     last part of a name in old files -> what it is called now
+    ignored     last parts of names that files hold beside the weights
     experts     stacked module of ours -> module of theirs; {e} stands for the expert's number
     """
 
@@ -61,18 +66,19 @@ class Names:
     modules: Mapping[str, str]
     qkv: tuple[str, ...] = ()
     transposed: bool = False
+    head: str = HEAD
+    renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     experts: Mapping[str, str] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str:
         """The name of a tensor as transformers saves it, from a file that may lack the prefix or its first part."""
-        if key == HEAD or key.startswith(self.prefix):
+        for former, now in self.renamed.items():
+            key = key.removesuffix(former) + now if key.endswith(former) else key
+        if key == self.head or key.startswith(self.prefix):
             return key
         _, _, rest = self.prefix.partition(".")
         return self.prefix + (key.removeprefix(rest) if rest else key)
-
-
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from core.models.decoder import Decoder, DecoderConfig
-from core.models.family import HEAD
 from core.models.hf_config import family_of
 
 
@@ -111,9 +110,9 @@ def hf_to_ours(config: DecoderConfig) -> list[Entry | Stack]:
 
 
 def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry | Stack:
-    if name == "head.weight":
-        return Entry(name, shape, (Rows(HEAD, 0, shape[0]),))
     names = family_of(config).names
+    if name == "head.weight":
+        return Entry(name, shape, (Rows(names.head, 0, shape[0]),))
     module, _, kind = name.rpartition(".")
     number = module.split(".")[1] if module.startswith("blocks.") else ""
     pattern = module.replace(f"blocks.{number}.", "blocks.{n}.") if number else module

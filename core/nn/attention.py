@@ -1,4 +1,4 @@
-"""Causal self-attention with one fused projection, grouped key/value heads, rotary positions and ALiBi.
+"""Self-attention, causal or both ways, with one fused projection, grouped key/value heads, rotary positions and ALiBi.
 
 1. qkv(x): rows of the weight are grouped by key/value head: its G query heads, then its key, then its value. A plain
    row shard of the weight is therefore a shard over heads, and the forward never asks how many heads it holds.
@@ -240,7 +240,10 @@ class Attention(nn.Module):
 
     slopes: Tensor | None
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, alibi: bool = False):
+    def __init__(
+        self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, alibi: bool = False,
+        causal: bool = True,
+    ):  # fmt: skip
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.group = num_heads // num_kv_heads
@@ -248,7 +251,7 @@ class Attention(nn.Module):
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
         self.out = Linear(num_heads * head_dim, dim, bias=bias)
         self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
-        self.attend: Attend = attend
+        self.attend: Attend = attend if causal else attend_both_ways
         self.turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_both
 
     def forward(

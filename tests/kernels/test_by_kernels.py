@@ -13,6 +13,7 @@ from core.models.generate import generate
 from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
 from tests.support.device import DEVICE
+from tests.support.masked import bert
 
 pytestmark = pytest.mark.usefixtures("device")
 CONFIGS = {
@@ -25,6 +26,7 @@ CONFIGS = {
         vocab_size=41, dim=24, num_layers=1, num_heads=6, num_kv_heads=2, ffn_dim=40, positions="rotary",
         norm="rms_norm", activation="swiglu", attention_bias=False, mlp_bias=False, tied_head=False, family="llama",
     ),
+    "bert": bert(vocab_size=41, num_layers=1),
 }  # fmt: skip
 NORM, ATTENTION, PACKED = "norm_forward", "attention_forward", "attention_varlen_forward"
 CASES = [
@@ -35,6 +37,8 @@ CASES = [
     ("bloom", "padding", {NORM}),  # its attention is torch's
     ("llama", "plain", {NORM, ATTENTION, "rope", "swiglu_forward"}),
     ("llama", "documents", {NORM, PACKED, "rope", "swiglu_forward"}),
+    ("bert", "documents", {NORM, PACKED}),
+    ("bert", "padding", {NORM, ATTENTION}),
 ]
 B, L = 2, 13
 

@@ -19,7 +19,8 @@ OTHER = {  # than by default, such that leaving out any one of them still descri
     "activation_function": "silu", "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "enable_bias": False,
     "do_layer_norm_before": False, "_remove_final_layer_norm": True, "layer_norm_elementwise_affine": False,
     "word_embed_proj_dim": 20, "apply_residual_connection_post_layernorm": True, "num_local_experts": 5,
-    "num_experts_per_tok": 3, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5,
+    "type_vocab_size": 3, "layer_norm_eps": 1e-3, "num_experts_per_tok": 3,
+    "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5,
 }  # fmt: skip
 ROPE = {
     "rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
@@ -44,7 +45,7 @@ def as_read(name, content, by_transformers=False):
 def test_a_missing_key_means_what_transformers_takes(name):
     family = FAMILIES[name]
     keys = [key.name for key in family.keys.values()]
-    tied = {"tie_word_embeddings": not family.keys["tied_head"].default}
+    tied = {"tie_word_embeddings": not family.keys["tied_head"].default} if "tied_head" in family.keys else {}
     content = {key: (OTHER | tied)[key] for key in keys if key not in family.only}
     content |= {} if family.rope_theta is None else {"rope_parameters": ROPE}
     assert isinstance(as_read(name, content), DecoderConfig)
@@ -62,10 +63,15 @@ def test_a_missing_key_means_what_transformers_takes(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_names_of_transformers(name):
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
+    causal = FAMILIES[name].fixed.get("causal", True)
+    architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if causal else MODEL_FOR_MASKED_LM_MAPPING_NAMES
     assert FAMILIES[name].name == name
-    assert FAMILIES[name].architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    assert FAMILIES[name].architecture == architectures[name]
     assert CONFIG_MAPPING[name].attribute_map.items() <= FAMILIES[name].aliases.items()
 
 
