@@ -36,7 +36,7 @@ class ModelFolder:
 
 
 def find_model(folder: Path) -> ModelFolder:
-    """Find the model in a folder.  Raises UserError where there is none."""
+    """Find the model in a folder.  Raises UserError where there is none, and for a masked language model."""
     inside = folder / "hf"
     is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
     if not folder.is_dir():
@@ -47,7 +47,9 @@ def find_model(folder: Path) -> ModelFolder:
         )
     name = folder.resolve().name if folder.resolve().name != "hf" else folder.resolve().parent.name
     folder = inside if is_run else folder
-    return ModelFolder(folder, name, load_config(folder))
+    config = load_config(folder)
+    config.require_causal()
+    return ModelFolder(folder, name, config)
 
 
 def build_engine(

@@ -95,7 +95,7 @@ class HeadShape:
     """The fused head and loss of `core.kernels.cross_entropy`: it never holds more logits than one chunk.
 
     tile_bytes  of the chunk are in the softmax at a time, in fp32 or wider; None: all of it
-    norm        what the norm before it keeps beside its input and output
+    norm        what the norm before it, and BERT's layer, keep beside one input and output
     """
 
     vocab_size: int
@@ -296,11 +296,12 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
     """
     with torch.device("meta"):
         model = Decoder(config)
-    weights, num_matmul, looked_up = [], 0, ("embedding.tokens.weight", "embedding.positions.weight")
+    tables = ("embedding.tokens.weight", "embedding.positions.weight", "embedding.types.weight")
+    weights, num_matmul = [], 0
     for name, parameter in model.named_parameters():
         shape, block = tuple(parameter.shape), _block_index(name, config.num_layers)
         weights.append(Weight(shape, block, experts=".experts." in name, name=name))
-        if parameter.ndim >= 2 and name.endswith(".weight") and name not in looked_up:
+        if parameter.ndim >= 2 and name.endswith(".weight") and name not in tables:
             num_matmul += round(parameter.numel() * config.active_share(name))
     composed = config.norm != "layer_norm" and device_type == "cpu"
     if config.tied_head:
@@ -315,7 +316,7 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
             config.embedding_size,
             config.tied_head,
             tile_bytes=TILE_BYTES if device_type == "cpu" else None,
-            norm=Kept(config.dim, widened=config.dim) if composed else Kept(),
+            norm=_behind_blocks(config, composed),
         ),
         num_matmul_parameters=num_matmul,
         tp_parts=config.kv_heads,
@@ -328,6 +329,13 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         table=lru_cache(256)(lambda mesh, zero: placement(model, decoder_plan(config, mesh), mesh, zero)),
         sent=lru_cache(256)(lambda run: _sent(model, config, run)),
     )
+
+
+def _behind_blocks(config: DecoderConfig, composed_norms: bool) -> Kept:
+    """What is kept between the blocks and the head beside one input and output: of BERT's layer two activations."""
+    if config.mlm_head:
+        return Kept(2 * config.dim)
+    return Kept(config.dim, widened=config.dim) if composed_norms else Kept()
 
 
 def _sent(model: Decoder, config: DecoderConfig, run: RunShape) -> Sent:

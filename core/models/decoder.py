@@ -1,7 +1,8 @@
 """The one decoder: the families of `core.models.families` are configurations of it, for training and for serving.
 
-A forward: ids -> embedding -> blocks -> norm -> head. What differs by execution (caches, shards, pages, rings) enters
-through the `attend` slot of attention, through styles and through `context`, never through a second forward.
+A forward: ids -> embedding -> blocks -> norm -> head. A masked language model, BERT, is one whose attention looks both
+ways. What differs by execution (caches, shards, pages, rings) enters through the `attend` slot of attention, through
+styles and through `context`, never through a second forward.
 
 Initialisation draws each parameter from (seed, name, full shape) alone, in blocks of rows, so that a rank which holds
 some rows makes only those, and every mesh starts from the same weights.
@@ -27,6 +28,7 @@ from core.models.rope import RopeScaling, frequencies
 from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
+from core.nn.head_transform import HeadTransform
 from core.nn.linear import Linear
 from core.nn.loss import Head
 from core.nn.mlp import MLP, ActivationName, is_gated
@@ -41,6 +43,9 @@ class DecoderConfig:
 
     max_length           rows of the position table (learned), otherwise the length it is meant for
     position_offset      rows in front of position 0 (OPT: 2)
+    causal               a token attends to itself and earlier ones; without it to all, as masked language models do
+    token_types          rows of the table of token types, of which the first is added to every token (BERT); 0: none
+    mlm_head             a layer, an activation and a norm before the head, and a bias for each token in it (BERT)
     norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
     embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
     residual_after_norm  the residual branches off after the norm (BLOOM's option)
@@ -63,6 +68,9 @@ class DecoderConfig:
     max_length: int = 1024
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    causal: bool = True
+    token_types: int = 0
+    mlm_head: bool = False
     positions: Literal["learned", "alibi", "rotary"] = "learned"
     position_offset: int = 0
     rope_theta: float = 10_000.0
@@ -96,6 +104,8 @@ class DecoderConfig:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.token_types < 0:
+            raise UserError(f"token_types is {self.token_types}; give the rows of that table, or 0 for none")
         if not 0 <= self.norm_eps < float("inf"):
             raise UserError(f"norm_eps is {self.norm_eps}; give a small number that is not negative, such as 1e-5")
         for name in ("rope_theta", "local_rope_theta", "query_scalar"):
@@ -175,6 +185,14 @@ class DecoderConfig:
         if why := family.check(self):
             raise UserError(why)
 
+    def require_causal(self) -> None:
+        """Raises UserError for a masked language model, of whoever wants text to be continued."""
+        if not self.causal:
+            raise UserError(
+                f"a model of family {self.family} attends both ways and predicts masked tokens, so it does not "
+                "continue text; give a causal model, or measure this one: megalith llm evaluate"
+            )
+
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
@@ -230,6 +248,7 @@ class Decoder(nn.Module):
             embed_dim=config.embed_dim,
             num_positions=config.max_length if config.positions == "learned" else None,
             offset=config.position_offset,
+            num_types=config.token_types,
             norm=self._norm() if config.embedding_norm else None,
             scale=math.sqrt(config.dim) if config.scaled_embedding else None,
         )
@@ -238,7 +257,8 @@ class Decoder(nn.Module):
         width = config.embedding_size
         self.project_out = Linear(config.dim, width, bias=False) if width != config.dim else None
         tied = self.embedding.tokens.weight if config.tied_head else None
-        self.head = Head(config.vocab_size, width, weight=tied)
+        self.head_transform = HeadTransform(width, config.activation, self._norm()) if config.mlm_head else None
+        self.head = Head(config.vocab_size, width, weight=tied, bias=config.mlm_head)
 
     def _norm(self, size: int | None = None) -> nn.Module:
         c = self.config
@@ -253,6 +273,7 @@ class Decoder(nn.Module):
             c.head_size,
             bias=c.attention_bias,
             alibi=c.positions == "alibi",
+            causal=c.causal,
             norm=self._norm if c.qk_norm else None,
             window=c.layer_window(index),
             query_scale=None if c.query_scalar in (None, c.head_size) else math.sqrt(c.head_size / c.query_scalar),
@@ -286,7 +307,7 @@ class Decoder(nn.Module):
         attention_mask  [B, L], or [B, S] when `attend` knows earlier keys: nonzero where there is a token. None: all
         positions       [B or 1, L]; by default as the family's own forward derives them from the mask
         context         data of this step for `attend`, handed on; by default a `StepContext` without documents
-        targets         what follows each token, already shifted; -100 is not counted
+        targets         what is predicted at each place: the next token, or the one that a mask hides; -100: nothing
         """
         length = input_ids_BL.shape[1]
         if positions is None:
@@ -303,6 +324,8 @@ class Decoder(nn.Module):
             x_BLD = self.norm(x_BLD)
         if self.project_out is not None:
             x_BLD = self.project_out(x_BLD)
+        if self.head_transform is not None:
+            x_BLD = self.head_transform(x_BLD)
         out = self.head(x_BLD, targets, length, context.rows_R)
         return out if auxiliary is None else auxiliary.added_to(out)
 

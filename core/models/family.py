@@ -48,6 +48,8 @@ def activation(name: str, default: str, *, gated: bool = False) -> Key:
     return Key(name, default, read, lambda config: _NAME_OF[config.activation])
 
 
+HEAD = "lm_head.weight"
+"""As transformers calls a head, whatever the family's files do."""
 FULL, LOCAL = "full_attention", "sliding_attention"
 """transformers' types of layers: one that sees all, and one with a window."""
 
@@ -76,9 +78,10 @@ class Names:
     modules     module of ours -> module of theirs
     qkv         the three (or one) modules behind our qkv
     fused       module of theirs -> modules of ours whose rows it stacks, equally many of each
-    head        the tensor of a head that is not tied
     transposed  the blocks' weights are [in, out]
-    ignored     last parts of names that old files hold beside the weights
+    head        the head's weight, where it is not tied
+    renamed     last part of a name in old files -> what it is called now
+    ignored     last parts of names that files hold beside the weights
     experts     stacked module of ours -> module of theirs; {e} stands for the expert's number
     """
 
@@ -86,23 +89,22 @@ class Names:
     modules: Mapping[str, str]
     qkv: tuple[str, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    head: str = "lm_head.weight"
     transposed: bool = False
+    head: str = HEAD
+    renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     experts: Mapping[str, str] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str:
         """The name of a tensor as transformers saves it, from a file that may lack the prefix or its first part."""
+        for former, now in self.renamed.items():
+            key = key.removesuffix(former) + now if key.endswith(former) else key
         if key in (self.head, HEAD):
             return self.head
         if key.startswith(self.prefix):
             return key
         _, _, rest = self.prefix.partition(".")
         return self.prefix + (key.removeprefix(rest) if rest else key)
-
-
-HEAD = "lm_head.weight"
-"""As transformers calls a head, whatever the family's files do."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def generate(
     attention_mask  [B, L], zero where a prompt is padded on the left
     stream          called with each new token[B] as soon as it is known
 
-    Raises UserError when the model has no positions for that many tokens, or a prompt is empty.
+    Raises UserError for a masked language model, for more tokens than there are positions, and for an empty prompt.
     """
     B, L = input_ids_BL.shape
     capacity = L + max_new_tokens
@@ -143,6 +143,7 @@ def generate(
 
 
 def _check(model: Decoder, input_ids_BL: Tensor, mask: Tensor | None, capacity: int) -> None:
+    model.config.require_causal()
     if input_ids_BL.shape[1] == 0:
         raise UserError("the prompt is empty; give at least one token")
     if mask is not None and not bool(mask[:, -1].all()):

@@ -52,7 +52,7 @@ def stored_dtype(config: DecoderConfig, folder: str | Path) -> torch.dtype:
     for key in weights:
         if names.full_name(key) == wanted:
             return weights[key].dtype
-    raise UserError(f"{folder} lacks {wanted}; give the folder of a whole causal model")
+    raise UserError(f"{folder} lacks {wanted}; give the folder of a whole model with its head")
 
 
 def load_weights(model: nn.Module, config: DecoderConfig, folder: str | Path) -> None:
@@ -120,16 +120,17 @@ def _matched(
     for problem, found in (("lacks", sorted(set(shapes) - set(keys))), ("holds what no config.json told:", unknown)):
         if found:
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            raise UserError(f"{folder} {problem} {', '.join(found[:4])}{more}; give the folder of a whole causal model")
+            given = f"{folder} {problem} {', '.join(found[:4])}{more}"
+            raise UserError(f"{given}; give the folder of a whole model with its head")
     tensors = _Renamed(weights, keys)
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise UserError(f"{folder}: {name} is {list(tensors[name].shape)}, but config.json says {list(shape)}")
     embedding = _embedding(entries, tensors)
     if config.tied_head and (differs := _untied(weights, names, embedding)):
-        raise UserError(
-            f"{folder}: {differs} differs from the embedding; set tie_word_embeddings to false in config.json"
-        )
+        is_read = "tied_head" in family_of(config).keys
+        advice = "set tie_word_embeddings to false in config.json" if is_read else "copy the folder again"
+        raise UserError(f"{folder}: {differs} differs from the embedding; {advice}")
     return entries, tensors
 
 
@@ -155,7 +156,7 @@ def save_pretrained(
     special_ids: Mapping[str, int] | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
-    """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+    """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads; of BERT AutoModelForMaskedLM's.
 
     weights      a decoder, or (name, whole tensor) of each of its parameters, taken one at a time
     dtype        of the tensors written; by default their own
@@ -170,7 +171,8 @@ def save_pretrained(
     save_weights(_exported(named, config, dtype, written), folder, max_shard_bytes)
     dtype_name = str(written[0]).removeprefix("torch.")
     content = config_to_hf(config, ids) | {"dtype": dtype_name, "torch_dtype": dtype_name}  # the latter for old readers
-    write_json(folder / "generation_config.json", {"do_sample": False} | ids)
+    if config.causal:
+        write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     write_json(folder / "config.json", content)
 
 

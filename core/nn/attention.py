@@ -1,4 +1,4 @@
-"""Causal self-attention with one fused projection, grouped key/value heads, rotary positions and ALiBi.
+"""Self-attention, causal or both ways, with one fused projection, grouped key/value heads, rotary positions and ALiBi.
 
 1. qkv(x): rows of the weight are grouped by key/value head: its G query heads, then its key, then its value. A plain
    row shard of the weight is therefore a shard over heads, and the forward never asks how many heads it holds.
@@ -277,6 +277,7 @@ class Attention(nn.Module):
         *,
         bias: bool,
         alibi: bool = False,
+        causal: bool = True,
         norm: Callable[[int], nn.Module] | None = None,
         window: int | None = None,
         query_scale: float | None = None,
@@ -291,7 +292,7 @@ class Attention(nn.Module):
         self.out = Linear(num_heads * head_dim, dim, bias=bias)
         self.window, self.query_scale = window, query_scale
         self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
-        self.attend: Attend = attend
+        self.attend: Attend = attend if causal else attend_both_ways
         self.turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_both
 
     def forward(

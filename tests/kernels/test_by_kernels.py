@@ -14,6 +14,7 @@ from core.models.rope import RopeScaling
 from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
 from tests.support.device import DEVICE
+from tests.support.masked import bert
 
 pytestmark = pytest.mark.usefixtures("device")
 CONFIGS = {
@@ -26,6 +27,7 @@ CONFIGS = {
         vocab_size=41, dim=24, num_layers=1, num_heads=6, num_kv_heads=2, ffn_dim=40, positions="rotary",
         norm="rms_norm", activation="swiglu", attention_bias=False, mlp_bias=False, tied_head=False, family="llama",
     ),
+    "bert": bert(vocab_size=41, num_layers=1),
 }  # fmt: skip
 CONFIGS["gemma3"] = replace(
     CONFIGS["llama"], num_layers=2, norm="rms_norm_from_one", activation="geglu_tanh", tied_head=True, qk_norm=True,
@@ -49,6 +51,8 @@ CASES = [
     ("llama", "documents", {NORM, PACKED, "rope", "swiglu_forward"}),
     ("gemma3", "documents", {NORM, PACKED, "rope"}),
     ("gemma3", "padding", {NORM, ATTENTION, "rope"}),
+    ("bert", "documents", {NORM, PACKED}),
+    ("bert", "padding", {NORM, ATTENTION}),
 ]
 B, L = 2, 13
 

@@ -21,7 +21,7 @@ OTHER = {  # than by default, such that leaving out any one of them still descri
     "word_embed_proj_dim": 20, "apply_residual_connection_post_layernorm": True, "num_local_experts": 5,
     "sliding_window": 7, "hidden_activation": "gelu", "query_pre_attn_scalar": 100,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    "layer_norm_eps": 1e-3, "use_parallel_residual": False,
+    "type_vocab_size": 3, "layer_norm_eps": 1e-3, "use_parallel_residual": False,
     "num_experts_per_tok": 3, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5,
 }  # fmt: skip
 ROPE = {
@@ -60,7 +60,7 @@ def as_read(name, content, by_transformers=False):
 def test_a_missing_key_means_what_transformers_takes(name):
     family = FAMILIES[name]
     keys = [key.name for key in family.keys.values()]
-    tied = {"tie_word_embeddings": not family.keys["tied_head"].default}
+    tied = {"tie_word_embeddings": not family.keys["tied_head"].default} if "tied_head" in family.keys else {}
     content = {key: (OTHER | tied)[key] for key in keys if key not in family.only}
     rope = {} if family.rope_theta is None else rope_of(family, ROPES[name])
     content |= {"use_sliding_window": True} if name == "qwen3" else {}
@@ -87,10 +87,15 @@ def test_a_missing_key_means_what_transformers_takes(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_names_of_transformers(name):
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
+    causal = FAMILIES[name].fixed.get("causal", True)
+    architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if causal else MODEL_FOR_MASKED_LM_MAPPING_NAMES
     assert FAMILIES[name].name == name
-    assert FAMILIES[name].architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    assert FAMILIES[name].architecture == architectures[name]
     assert CONFIG_MAPPING[name].attribute_map.items() <= FAMILIES[name].aliases.items()
 
 

@@ -285,6 +285,11 @@ def test_what_gemma3_does_not_compute_is_named(change, message):
     assert "\n" not in str(error.value)
 
 
+def test_gemma3_stretches_no_layer_with_a_window():
+    with pytest.raises(UserError, match=r"rope_scaling stretches no .*, so give --model\.local-rope-theta"):
+        example("gemma3_text", local_rope_theta=None, rope_scaling=RopeScaling())
+
+
 @few
 @given(config=configs("qwen3"), seed=st.integers(0, 99))
 def test_qwen3_logits(config, seed, tmp_path_factory):
