@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from apps.llm.corpus import DataConfig
 from apps.llm.export import ExportDtype
@@ -17,13 +17,20 @@ from core.parallel.context import check_length
 from core.runtime import ranks_of
 from core.train import TrainConfig
 
+Objective = Literal["clm", "mlm"]
+
+
+def objective_of(model: DecoderConfig) -> Objective:
+    """What a model learns: a causal one the next token, one that attends both ways the tokens that masks hide."""
+    return "clm" if model.causal else "mlm"
+
 
 @dataclass(frozen=True)
 class PretrainConfig(TrainConfig):
-    """Train a decoder on a corpus."""
+    """Train a decoder, or a masked language model, on a corpus."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("data.path", "data.tokenizer", "data.sequence_length", "data.global_batch"),
+        *("objective", "data.path", "data.tokenizer", "data.sequence_length", "data.global_batch"),
         *TrainConfig.ESSENTIAL,
         *("mesh.ep", "nproc"),
     )
@@ -31,6 +38,9 @@ class PretrainConfig(TrainConfig):
     model: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(vocab_size=257, dim=64, num_layers=16, num_heads=8, ffn_dim=256)
     )
+    objective: Objective | None = None
+    """clm: each token from those before it; mlm: masked tokens from all others; by default what the model is for, and
+    without --recipe mlm takes the recipe debug_bert"""
     data: DataConfig = field(default_factory=DataConfig)
     nproc: int = 1
     """local ranks to launch; under torchrun leave it at 1"""
@@ -76,17 +86,37 @@ class FinetuneConfig(PretrainConfig):
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""
 
     def unread(self) -> dict[str, str]:
-        return {**super().unread(), "data.vocab_size": "beside --model, whose tokenizer is taken; leave it out"}
+        why = "beside --model, whose tokenizer is taken; leave it out"
+        return {**super().unread(), "data.vocab_size": why, "data.mask_token": why}
 
 
 def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
+    check_objective(config)
     mesh = resolved_mesh(config)
     decoder_table(config.model, mesh, config.zero)
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
     check_length(config.data.sequence_length, mesh.cp)
     return mesh
+
+
+def check_objective(config: PretrainConfig) -> None:
+    """Raises UserError for an objective that is not the model's, and for pairs of a masked language model."""
+    own = objective_of(config.model)
+    if config.objective not in (None, own):
+        sees = (
+            "attends to earlier tokens alone" if own == "clm" else "attends both ways, and would see what it predicts"
+        )
+        other = "use --recipe debug_bert or bert_base" if own == "clm" else f"use --objective {own}"
+        raise UserError(
+            f"objective={config.objective} and a model of family {config.model.family}, which {sees}; {other}"
+        )
+    if own == "mlm" and config.data.pairs:
+        raise UserError(
+            "data.pairs with objective=mlm: a completion is predicted from what is before it, and a masked token from "
+            "both sides; leave --data.pairs out"
+        )
 
 
 def resolved_mesh(config: PretrainConfig) -> MeshConfig:

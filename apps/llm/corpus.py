@@ -61,6 +61,8 @@ class DataConfig:
     """`bpe` trains one on this corpus, `byte` takes bytes; or a tokenizer.json or Hugging Face tokenizer folder."""
     vocab_size: int = 8192
     """Size of the vocabulary that `bpe` learns."""
+    mask_token: bool = False
+    """Give `bpe` or `byte` a mask token, which masked language models hide others by."""
     sequence_length: int = 256
     """Tokens in a training sequence."""
     global_batch: int = 24
@@ -84,11 +86,14 @@ class DataConfig:
         _ = self.batch_size  # refuses a ramp that does not lead to it
         if not 0 <= self.heldout_fraction < 1:
             raise UserError(f"--data.heldout-fraction is {self.heldout_fraction}; it must be in [0, 1)")
-        if self.tokenizer == "bpe" and self.vocab_size <= NUM_BYTES:
-            raise UserError(f"--data.vocab-size is {self.vocab_size}; a bpe needs at least {NUM_BYTES + 1}")
+        least = NUM_BYTES + 1 + self.mask_token
+        if self.tokenizer == "bpe" and self.vocab_size < least:
+            raise UserError(f"--data.vocab-size is {self.vocab_size}; a bpe needs at least {least}")
 
     def unread(self) -> dict[str, str]:
         found = {}
+        if self.tokenizer not in ("bpe", "byte"):
+            found["mask_token"] = f"with data.tokenizer={self.tokenizer}, which has one or has none; leave it out"
         if self.tokenizer != "bpe":
             found["vocab_size"] = f"with data.tokenizer={self.tokenizer}, which has its own; give --data.tokenizer bpe"
         if self.pairs:
@@ -152,7 +157,7 @@ def prepare(
         timeout_s: how long to wait for another process that is making the same corpus.
     """
     source = source_of(config)
-    given = None if config.tokenizer == "bpe" else load_tokenizer(config.tokenizer)
+    given = None if config.tokenizer == "bpe" else load_tokenizer(config.tokenizer, mask=config.mask_token)
     cache = Path(config.cache or folder)
     fingerprint = source.fingerprint()
     key = _key(config, fingerprint, given)
@@ -164,7 +169,7 @@ def prepare(
 
 
 def _key(config: DataConfig, fingerprint: str, given: Tokenizer | None) -> str:
-    tokenizer = given.fingerprint if given else f"bpe {config.vocab_size}"
+    tokenizer = given.fingerprint if given else f"bpe {config.vocab_size}{' mask' * config.mask_token}"
     parts = [_VERSION, fingerprint, tokenizer, config.heldout_fraction, config.on_error]
     return f"{Path(config.path).stem}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
 
@@ -281,7 +286,7 @@ def _train(config: DataConfig, source: TextSource, progress: Callable[[str, int]
                 if num_chars > _TRAIN_CHARS:
                     return
 
-    return train_bpe(texts(), config.vocab_size)
+    return train_bpe(texts(), config.vocab_size, mask=config.mask_token)
 
 
 def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:

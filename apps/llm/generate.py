@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     config = parse({"default": GenerateConfig}, argv, "megalith llm generate", default="default")
     set_matmul_precision(config.matmul_precision)
     source = find_model(config.model)
+    source.config.require_causal()
     model = source.load(compute_dtype(config.precision), device_of(config.device))
     tokenizer = source.tokenizer()
     for sample in range(config.num_samples):

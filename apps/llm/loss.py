@@ -1,4 +1,4 @@
-"""The loss that a decoder is trained on, and what it is a mean over."""
+"""The loss that a model is trained on, and what it is a mean over: the targets, next tokens or masked ones."""
 
 from torch import Tensor, nn
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from apps.llm.config import PretrainConfig, check_combination, resolved_mesh
 from apps.llm.foreign import ForeignModel
 from apps.llm.model import UnknownModel, find_model
-from apps.llm.recipes import RECIPES
+from apps.llm.recipes import RECIPES, default_recipe
 from apps.llm.residency import estimate_residency
 from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
 from core.estimate import (
@@ -87,6 +87,7 @@ WITHOUT_EFFECT = (
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),
     *("data.suffixes", "data.tokenizer", "data.vocab_size", "data.mask_documents", "data.heldout_fraction"),
+    *("objective", "data.mask_token"),
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
 )
@@ -102,7 +103,10 @@ def _of_run(recipe: Callable[[], PretrainConfig]) -> LLMPlanConfig:
 
 def main(argv: list[str]) -> int:
     config = parse(
-        {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()}, argv, "megalith llm plan", "debug"
+        {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()},
+        argv,
+        "megalith llm plan",
+        default_recipe(argv),
     )
     foreign = None
     if config.source is not None:

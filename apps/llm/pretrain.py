@@ -1,5 +1,6 @@
 """`llm pretrain`: config -> mesh -> model on meta -> plan -> materialise -> optimizer -> data -> fit."""
 
+import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -11,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apps.llm.config import PretrainConfig, check_combination
+from apps.llm.batches import evaluation_batches, mask_id, training_batches
+from apps.llm.config import PretrainConfig, check_combination, objective_of
 from apps.llm.corpus import Corpus, prepare
 from apps.llm.export import export
 from apps.llm.loss import num_targets, summed_loss, token_loss
 from apps.llm.plan import run_shape, warning
-from apps.llm.recipes import RECIPES
+from apps.llm.recipes import RECIPES, default_recipe
+from apps.llm.tokenizer import load_tokenizer
 from core.compose import parallelize
 from core.config import UserError, as_json, in_words, parse
-from core.data import Batches, EvalBatches, PairBatches, TokenBatches
 from core.estimate import decoder_shape, stage_costs
 from core.mesh import data_axis
 from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
@@ -37,13 +39,14 @@ from core.train import fit, launch_run, open_run
 
 
 def main(argv: list[str]) -> int:
-    config = parse(RECIPES, argv, "megalith llm pretrain", default="debug")
+    config = parse(RECIPES, argv, "megalith llm pretrain", default=default_recipe(argv))
     return run("pretrain", config, argv, materialise=lambda model: initialise(model, config.seed))
 
 
 def run(command: str, config: PretrainConfig, argv: list[str], materialise: Callable[[nn.Module], None]) -> int:
     """Check, launch the ranks, train.  Returns the exit code."""
     check_combination(config)
+    check_tokenizer(config)
     if config.nproc > 1 and not launched():
         return launch_run(config.out, config.nproc, "apps.llm", [command, *argv])
     if leads():
@@ -113,16 +116,11 @@ def kernels(runtime: Runtime) -> Transforms:
     return {"": by_kernels}
 
 
-def training_batches(config: PretrainConfig, corpus: Corpus) -> Batches:
+def check_tokenizer(config: PretrainConfig) -> None:
+    """Raises UserError, before anything is tokenized, where masks need a token that the tokenizer will not have."""
     data = config.data
-    if data.pairs:
-        skip = data.on_error == "skip"
-        return PairBatches(
-            corpus.train, data.sequence_length, data.batch_size, config.seed, on_error="skip" if skip else "raise"
-        )
-    return TokenBatches(
-        corpus.train, data.sequence_length, data.batch_size, config.seed, mask_documents=data.mask_documents
-    )
+    if objective_of(config.model) == "mlm" and not (data.tokenizer == "bpe" and data.mask_token):
+        mask_id(load_tokenizer("byte" if data.tokenizer == "bpe" else data.tokenizer, mask=data.mask_token))
 
 
 def check_vocabulary(config: PretrainConfig, corpus: Corpus) -> None:
@@ -137,21 +135,25 @@ def check_vocabulary(config: PretrainConfig, corpus: Corpus) -> None:
 def heldout_evaluation(
     config: PretrainConfig, corpus: Corpus, axis: Any, device: torch.device
 ) -> Callable[[nn.Module], Mapping[str, float]] | None:
-    """model -> loss a token and bits per byte of the held-out text, all of it; None where none was held out."""
-    if corpus.heldout is None:
+    """model -> loss a token of the held-out text, all of it, and bits per byte, or of a masked language model its
+    pseudo-perplexity; None where none was held out."""
+    heldout = corpus.heldout
+    if heldout is None:
         return None
-    data = config.data
-    batches = EvalBatches(corpus.heldout, data.sequence_length, data.global_batch, mask_documents=data.mask_documents)
+    batches = evaluation_batches(config.model, config.data, heldout, corpus.tokenizer)
 
     def evaluate(model: nn.Module) -> Mapping[str, float]:
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
         for step in range(batches.num_batches):
-            batch = batches.batch(step, axis.get_local_rank(), axis.size())
-            total += summed_loss(model, {k: v.to(device) for k, v in batch.items()})
-        dist.all_reduce(total, group=axis.get_group())
+            batch = {k: v.to(device) for k, v in batches.batch(step, axis.get_local_rank(), axis.size()).items()}
+            sums += torch.stack((summed_loss(model, batch).double(), num_targets(batch)))
+        dist.all_reduce(sums, group=axis.get_group())
+        total, count = sums.tolist()
+        if objective_of(config.model) == "mlm":
+            return {"heldout_loss": total / count, "heldout_pseudo_perplexity": math.exp(total / count)}
         return {
-            "heldout_loss": float(total) / batches.num_targets,
-            "heldout_bits_per_byte": bits_per_byte(float(total), batches.num_text_bytes),
+            "heldout_loss": total / count,
+            "heldout_bits_per_byte": bits_per_byte(total, heldout.num_text_bytes),
         }
 
     return evaluate
@@ -174,7 +176,8 @@ def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
     if summary["status"] == "stopped" or summary["step"] < config.steps:
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
         return
-    for name in ("loss", "heldout_bits_per_byte", "tokens_per_s", "mfu", "device_peak_bytes"):
+    measured = ("heldout_bits_per_byte", "heldout_pseudo_perplexity", "tokens_per_s", "mfu", "device_peak_bytes")
+    for name in ("loss", *measured):
         if summary.get(name) is not None:
             print(
                 f"{name:24} {summary[name]:,.4g}"

@@ -23,7 +23,9 @@ from core.config import UserError, importing
 from core.files import naming
 
 END_OF_TEXT = "<|endoftext|>"
+MASK = "<|mask|>"
 NUM_BYTES = 256
+_MASKS = (MASK, "[MASK]", "<mask>")
 _ENDS_OF_TEXT = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
 
 
@@ -32,6 +34,7 @@ class Tokenizer:
 
     vocab_size  one more than the largest id
     eos_id      the end-of-text token, which also separates documents
+    mask_id     the token that hides another, of a masked language model; None: it has none
     begin_ids   what the family puts in front of every text: its tokenizer's post-processor says so (Llama and Mixtral
                 <s>, OPT </s>, GPT-2 and BLOOM nothing)
     """
@@ -44,6 +47,7 @@ class Tokenizer:
             self._backend.no_truncation()  # either may be stored in a tokenizer.json
             self._backend.no_padding()
         self.eos_id: int = _eos_id(hf)
+        self.mask_id: int | None = None if hf.mask_token is None else hf.mask_token_id
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
         self.begin_ids: list[int] = _begin_ids(self._whole("a"), self.encode("a").tolist())
 
@@ -110,22 +114,26 @@ def _begin_ids(whole: list[int], own: list[int]) -> list[int]:
     return whole[: next(places, 0)]
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, *, mask: bool = False) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` tokens; <|endoftext|> is id 0 and every byte has a token.
+
+    mask  <|mask|> is id 1
 
     The same texts give the same tokenizer. Memory grows with the number of different words, not with the text.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size <= NUM_BYTES:
-        raise UserError(f"a vocabulary of {vocab_size} tokens is too small; 256 bytes and {END_OF_TEXT} need 257")
+    special = [END_OF_TEXT, MASK] if mask else [END_OF_TEXT]
+    if vocab_size < NUM_BYTES + len(special):
+        needed = f"256 bytes and {' and '.join(special)} need {NUM_BYTES + len(special)}"
+        raise UserError(f"a vocabulary of {vocab_size} tokens is too small; {needed}")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -133,15 +141,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _of_backend(backend)
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Ids 0 … 255 are the bytes of UTF-8, 256 is <|endoftext|>. A BPE without merges, so it is saved like one."""
+def byte_tokenizer(*, mask: bool = False) -> Tokenizer:
+    """Ids 0 … 255 are the bytes of UTF-8, 256 is <|endoftext|>. A BPE without merges, so it is saved like one.
+
+    mask  257 is <|mask|>
+    """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
     backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    special = (END_OF_TEXT, MASK) if mask else (END_OF_TEXT,)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     return _of_backend(backend)
 
 
@@ -155,13 +167,22 @@ def _byte_letters() -> list[str]:
 def _of_backend(backend: Any) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT))
+    named = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "mask_token": _first_of(_MASKS, backend)}
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **named))
 
 
-def load_tokenizer(name: str | Path) -> Tokenizer:
-    """`byte`, a tokenizer.json, or a Hugging Face tokenizer folder. UserError where it is none of these."""
+def _first_of(tokens: Iterable[str], backend: Any) -> str | None:
+    vocab = backend.get_vocab()
+    return next((token for token in tokens if token in vocab), None)
+
+
+def load_tokenizer(name: str | Path, *, mask: bool = False) -> Tokenizer:
+    """`byte`, a tokenizer.json, or a Hugging Face tokenizer folder. UserError where it is none of these.
+
+    mask  `byte` has a mask token
+    """
     if str(name) == "byte":
-        return byte_tokenizer()
+        return byte_tokenizer(mask=mask)
     path = Path(name)
     if not path.exists():
         raise UserError(f"no tokenizer at {name}; give bpe, byte, a tokenizer.json or a Hugging Face tokenizer folder")
@@ -180,9 +201,8 @@ def _load_file(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     backend = Backend.from_file(str(path))
-    vocab = backend.get_vocab()
-    eos = next((token for token in _ENDS_OF_TEXT if token in vocab), None)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=eos)
+    eos, mask = _first_of(_ENDS_OF_TEXT, backend), _first_of(_MASKS, backend)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=eos, mask_token=mask)
 
 
 def _load_folder(path: Path) -> Any:

@@ -36,7 +36,7 @@ class ModelFolder:
 
 
 def find_model(folder: Path) -> ModelFolder:
-    """Find the model in a folder.  Raises UserError where there is none."""
+    """Find the model in a folder.  Raises UserError where there is none, and for a masked language model."""
     inside = folder / "hf"
     is_run = not (folder / "tokenizer.json").is_file() and (inside / "config.json").is_file()
     if not folder.is_dir():
@@ -47,7 +47,9 @@ def find_model(folder: Path) -> ModelFolder:
         )
     name = folder.resolve().name if folder.resolve().name != "hf" else folder.resolve().parent.name
     folder = inside if is_run else folder
-    return ModelFolder(folder, name, load_config(folder))
+    config = load_config(folder)
+    config.require_causal()
+    return ModelFolder(folder, name, config)
 
 
 def build_engine(
@@ -108,12 +110,7 @@ def _plan(
     limits = Limits(
         config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running, source.config.every_window
     )
-    max_length = config.max_length or source.config.max_length
-    if source.config.positions == "learned" and max_length > source.config.max_length:
-        raise UserError(
-            f"max_length is {max_length}; {source.name} has positions for {source.config.max_length}, "
-            "so give at most those"
-        )
+    max_length = longest_text(source, config.max_length)
     dtype = None if config.precision == "auto" else compute_dtype(config.precision)
     pages = None if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
     format = folder_format(source.config, source.folder, dtype, pages, scheme)
@@ -124,6 +121,19 @@ def _plan(
     usable = config.max_running * (limits.pages(max_length) + 1)  # with a window more than is held, for shared texts
     kv_bytes = None if config.cache is None else size_in_bytes(config.cache, "engine.cache", "GiB")
     return _Plan(format, limits, max_length, Asked(source.name, needed, usable, limits.least_pages, kv_bytes))
+
+
+def longest_text(source: ModelFolder, asked: int | None) -> int:
+    """Tokens of a text at most.  Raises UserError for more than the model's positions allow."""
+    model, most = source.config, source.config.alike_to
+    if most is None:
+        return asked or model.max_length
+    if asked is not None and asked > most:
+        have = f"{source.name} has positions for {most}"
+        if model.rope_scaling is not None:
+            have = f"{source.name} turns all tokens of a text of more than {most} otherwise, and pages hold them turned"
+        raise UserError(f"max_length is {asked}; {have}, so give at most those")
+    return asked or min(model.max_length, most)
 
 
 def _build(

@@ -145,6 +145,7 @@ def _chosen(config: ServePlanConfig) -> tuple[str, DecoderConfig, Path | None]:
     assert config.shape is not None
     if config.shape not in SHAPES:
         raise UserError(f"no shape '{config.shape}'; the shapes are {', '.join(SHAPES)}")
+    SHAPES[config.shape].require_causal()
     return config.shape, SHAPES[config.shape], None
 
 

@@ -64,13 +64,13 @@ def shuffled(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     while len(outside):
         left, right = out[outside] >> half, out[outside] & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right + key) & mask)
+            left, right = right, left ^ (mix(right + key) & mask)
         out[outside] = left << half | right
         outside = outside[out[outside] >= size]
     return out.astype(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser (Steele, Lea, Flood, 2014): each output bit depends on every input bit."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -162,9 +162,15 @@ class EvalBatches:
         self.num_batches = -(-num_rows // global_batch)
 
     def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
+        return _rows(self.shards, self._spans(step, rank, num_ranks), self.sequence_length, self.mask_documents)
+
+    def lengths(self, step: int, rank: int, num_ranks: int) -> list[int]:
+        """Of each row of the batch the places that are not padding."""
+        return [length for _, length in self._spans(step, rank, num_ranks)]
+
+    def _spans(self, step: int, rank: int, num_ranks: int) -> list[tuple[int, int]]:
         first = step * self.global_batch
-        spans = [self._span(first + row) for row in rows_of_rank(self.global_batch, rank, num_ranks)]
-        return _rows(self.shards, spans, self.sequence_length, self.mask_documents)
+        return [self._span(first + row) for row in rows_of_rank(self.global_batch, rank, num_ranks)]
 
     def _span(self, row: int) -> tuple[int, int]:
         if self._pairs is not None:

@@ -95,7 +95,7 @@ class HeadShape:
     """The fused head and loss of `core.kernels.cross_entropy`: it never holds more logits than one chunk.
 
     tile_bytes  of the chunk are in the softmax at a time, in fp32 or wider; None: all of it
-    norm        what the norm before it keeps beside its input and output
+    norm        what the norm before it, and BERT's layer, keep beside one input and output
     """
 
     vocab_size: int
@@ -296,11 +296,12 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
     """
     with torch.device("meta"):
         model = Decoder(config)
-    weights, num_matmul, looked_up = [], 0, ("embedding.tokens.weight", "embedding.positions.weight")
+    tables = ("embedding.tokens.weight", "embedding.positions.weight", "embedding.types.weight")
+    weights, num_matmul = [], 0
     for name, parameter in model.named_parameters():
         shape, block = tuple(parameter.shape), _block_index(name, config.num_layers)
         weights.append(Weight(shape, block, experts=".experts." in name, name=name))
-        if parameter.ndim >= 2 and name.endswith(".weight") and name not in looked_up:
+        if parameter.ndim >= 2 and name.endswith(".weight") and name not in tables:
             num_matmul += round(parameter.numel() * config.active_share(name))
     composed = config.norm != "layer_norm" and device_type == "cpu"
     if config.tied_head:
@@ -315,7 +316,7 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
             config.embedding_size,
             config.tied_head,
             tile_bytes=TILE_BYTES if device_type == "cpu" else None,
-            norm=Kept(config.dim, widened=config.dim) if composed else Kept(),
+            norm=_behind_blocks(config, composed),
         ),
         num_matmul_parameters=num_matmul,
         tp_parts=config.kv_heads,
@@ -328,6 +329,13 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         table=lru_cache(256)(lambda mesh, zero: placement(model, decoder_plan(config, mesh), mesh, zero)),
         sent=lru_cache(256)(lambda run: _sent(model, config, run)),
     )
+
+
+def _behind_blocks(config: DecoderConfig, composed_norms: bool) -> Kept:
+    """What is kept between the blocks and the head beside one input and output: of BERT's layer two activations."""
+    if config.mlm_head:
+        return Kept(2 * config.dim)
+    return Kept(config.dim, widened=config.dim) if composed_norms else Kept()
 
 
 def _sent(model: Decoder, config: DecoderConfig, run: RunShape) -> Sent:
@@ -344,8 +352,8 @@ def _block_index(name: str, num_blocks: int) -> int:
 def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     """Tensors that autograd keeps, by operator.
 
-    norms      two inputs, one of which is the block's own; two outputs, which the products behind them keep; of norms
-               behind attention and MLP the inputs alone
+    norms      two inputs, one or both of which are the block's own; two outputs, which the products behind them keep;
+               of norms behind attention and MLP the inputs alone
     attention  the fused q, k, v; turned copies of q and k where positions are rotary; o and its log-sum-exp
     its norms  the queries apart from the keys and values that they lie between, where a group has several
     MLP        what the activation keeps of `up`, and `down`'s input (ReLU keeps only its output, which is that input)
@@ -363,14 +371,13 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     normed = queries + keys if config.qk_norm else 0
     apart = queries if config.qk_norm and queries > keys else 0
     composed_heads = normed if composed_norms else 0
-    if config.qk_norm:
-        statistics += config.num_heads + config.kv_heads
+    statistics += config.num_heads + config.kv_heads if config.qk_norm else 0
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(
         input=Kept(replicated=config.dim),
         everything=Kept(
-            config.dim + behind + composed,
+            (0 if config.parallel_residual else config.dim) + behind + composed,
             qkv + apart + composed_heads + turned + queries + mlp,
             2 * config.dim,
             statistics,

@@ -1,15 +1,15 @@
 """A linear layer and cross-entropy in one, without all logits: the loss over a vocabulary, or over a shard of it.
 
-    loss = sum over tokens of  logsumexp - sum_v q_v logit_v + z_loss logsumexp^2,   logits = x W^T
+    loss = sum over tokens of  logsumexp - sum_v q_v logit_v + z_loss logsumexp^2,   logits = x W^T + b
     q = (1 - label_smoothing) onehot(target) + label_smoothing / vocab_size
     d loss / d logit_v = (1 + 2 z_loss logsumexp) exp(logit_v - logsumexp) - q_v
 
 For each chunk of tokens:
-1. logits = x W^T, in the dtype of the model; per token their maximum, sum of exponentials and sum_v q_v logit_v, in
+1. logits = x W^T + b, in the dtype of the model; per token their maximum, sum of exponentials and sum_v q_v logit_v, in
    fp32 or wider (`CrossEntropyOfShard`).
 2. `combine` turns these statistics of the vocabulary rows held here into those of all rows (one rank: nothing).
-3. When a gradient is wanted: the logits become their gradient g in place, and feed dx = g W and dW += g^T x at once, so
-   the backward only scales, and the forward's products are not repeated.
+3. When a gradient is wanted: the logits become their gradient g in place, and feed dx = g W, dW += g^T x and
+   db += sum of g over the tokens at once, so the backward only scales, and the forward's products are not repeated.
 
 Beside the gradients of x and W, which any loss hands back, the peak is one chunk and the sum of dW over the chunks.
 With weights of 16 bits that sum is in fp32, two further weights; where few tokens meet a wide model, fewer and larger
@@ -92,6 +92,7 @@ def linear_cross_entropy(
     weight_VD: Tensor,
     targets_N: Tensor,
     *,
+    bias_V: Tensor | None = None,
     combine: Combine | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -101,8 +102,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     product: Product = torch.matmul,
 ) -> Tensor:
-    """The sum of the tokens' losses; scalar, fp32 or wider. Gradients for x and weight, made in the forward.
+    """The sum of the tokens' losses; scalar, fp32 or wider. Gradients for x, weight and bias, made in the forward.
 
+    bias         [V], added to the logits; None: none
     targets      [N] integers: rows of the whole vocabulary, or `ignore_index`
     combine      where the weight is a shard: see `Combine`
     vocab_start  the shard's first row; vocab_size: rows of the whole vocabulary (default: the weight's)
@@ -116,13 +118,15 @@ def linear_cross_entropy(
             f"linear_cross_entropy: x {list(x_ND.shape)} and weight {list(weight_VD.shape)}; they must be [N, D] and "
             "[V, D], V > 0"
         )
+    if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
+        raise ValueError(f"linear_cross_entropy: bias {list(bias_V.shape)} for weight {list(weight_VD.shape)}")
     if targets_N.shape != x_ND.shape[:1]:
         raise ValueError(f"linear_cross_entropy: targets {list(targets_N.shape)} for x {list(x_ND.shape)}")
     num_rows = weight_VD.shape[0]
     objective = Objective(vocab_size or num_rows, vocab_start, ignore_index, label_smoothing, z_loss)
     chunk_tokens, sum_dtype = cut(len(x_ND), max_rows or num_rows, x_ND.shape[1], x_ND.dtype)
-    arguments = x_ND, weight_VD, targets_N, objective, combine, product, chunk_tokens, sum_dtype
-    if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
+    arguments = x_ND, weight_VD, bias_V, targets_N, objective, combine, product, chunk_tokens, sum_dtype
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[:3]):
         return _LinearCrossEntropy.apply(*arguments)
     return _over_chunks(*arguments, with_gradients=False)[0]
 
@@ -149,21 +153,23 @@ def reference(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        loss, dx_ND, dweight_VD = _over_chunks(*arguments, with_gradients=True)
-        ctx.save_for_backward(dx_ND, dweight_VD)
+        loss, dx_ND, dweight_VD, dbias_V = _over_chunks(*arguments, with_gradients=True)
+        ctx.save_for_backward(dx_ND, dweight_VD, dbias_V)
         ctx.dtype = arguments[1].dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        dx_ND, dweight_VD = ctx.saved_tensors
+        dx_ND, dweight_VD, dbias_V = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
-        return dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]).to(ctx.dtype), *[None] * 6
+        dx_ND, dweight_VD = dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]).to(ctx.dtype)
+        return dx_ND, dweight_VD, None if dbias_V is None else dbias_V.mul_(grads[0]).to(ctx.dtype), *[None] * 6
 
 
 def _over_chunks(
     x_ND: Tensor,
     weight_VD: Tensor,
+    bias_V: Tensor | None,
     targets_N: Tensor,
     objective: Objective,
     combine: Combine | None,
@@ -171,16 +177,19 @@ def _over_chunks(
     chunk_tokens: int,
     sum_dtype: torch.dtype,
     with_gradients: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(loss, its gradients by x and weight); that by a weight in fp16 is in fp32."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(loss, its gradients by x, weight and bias); that by a weight in fp16 is in fp32, that by a bias always."""
     num_tokens = x_ND.shape[0]
     loss = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
     dx_ND = torch.empty_like(x_ND) if with_gradients else None
     dweight = _Sum(weight_VD, product, sum_dtype, in_parts=chunk_tokens < num_tokens)
+    dbias_V = None if bias_V is None or not with_gradients else torch.zeros_like(bias_V, dtype=loss.dtype)
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, num_tokens))
         x_CD, targets_C = x_ND[chunk], targets_N[chunk]
-        shard = cross_entropy_of_shard(product(x_CD, weight_VD.T), targets_C, objective)
+        logits_CV = product(x_CD, weight_VD.T)
+        shard = cross_entropy_of_shard(logits_CV if bias_V is None else logits_CV.add_(bias_V), targets_C, objective)
+        del logits_CV
         logsumexp_C, target_C = shard.logsumexp_C, shard.statistics[2]
         if combine is not None:
             max_C, sum_C, target_C = combine(*shard.statistics)
@@ -191,9 +200,11 @@ def _over_chunks(
             g_CV = shard.gradients(logsumexp_C)
             dx_ND[chunk] = product(g_CV, weight_VD)
             dweight.add(g_CV.T, x_CD)
+            if dbias_V is not None:
+                dbias_V += g_CV.sum(0, dtype=dbias_V.dtype)
             del g_CV
         del shard  # before the next chunk's logits are made
-    return loss, dx_ND, dweight.total() if with_gradients else None
+    return loss, dx_ND, dweight.total() if with_gradients else None, dbias_V
 
 
 class _Sum:

@@ -1,7 +1,8 @@
 """The one decoder: the families of `core.models.families` are configurations of it, for training and for serving.
 
-A forward: ids -> embedding -> blocks -> norm -> head. What differs by execution (caches, shards, pages, rings) enters
-through the `attend` slot of attention, through styles and through `context`, never through a second forward.
+A forward: ids -> embedding -> blocks -> norm -> head. A masked language model, BERT, is one whose attention looks both
+ways. What differs by execution (caches, shards, pages, rings) enters through the `attend` slot of attention, through
+styles and through `context`, never through a second forward.
 
 Initialisation draws each parameter from (seed, name, full shape) alone, in blocks of rows, so that a rank which holds
 some rows makes only those, and every mesh starts from the same weights.
@@ -9,7 +10,7 @@ some rows makes only those, and every mesh starts from the same weights.
 Sources: Radford et al. (GPT-2, 2019), Zhang et al. (OPT, 2022), BigScience (BLOOM, 2022), Touvron et al. (Llama, 2023).
 No dropout: pretraining in this repository sees each token about once.
 
-Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K head size.
+Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K head size, R turned pairs of a head.
 """
 
 import hashlib
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.layout import layout_of, local
 from core.models.families import FAMILIES, FamilyName
+from core.models.rope import RopeScaling, frequencies
 from core.nn.attention import Attention, StepContext
 from core.nn.block import Block
 from core.nn.embedding import Embedding
+from core.nn.head_transform import HeadTransform
 from core.nn.linear import Linear
 from core.nn.loss import Head
 from core.nn.mlp import MLP, ActivationName, is_gated
@@ -35,24 +38,19 @@ from core.nn.routing import MoEConfig
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths beyond the length of pretraining (Llama 3 herd, 2024)."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_length: int = 8192
-
-
-@dataclass(frozen=True)
 class DecoderConfig:
     """The architecture. `family` says which Hugging Face family it is exported to; each family fixes some fields.
 
     max_length           rows of the position table (learned), otherwise the length it is meant for
     position_offset      rows in front of position 0 (OPT: 2)
+    causal               a token attends to itself and earlier ones; without it to all, as masked language models do
+    token_types          rows of the table of token types, of which the first is added to every token (BERT); 0: none
+    mlm_head             a layer, an activation and a norm before the head, and a bias for each token in it (BERT)
     norm_first           norms before attention and MLP, not after the residual (OPT-350m: after)
     embed_dim            size of the token embedding where it is not `dim` (OPT's word_embed_proj_dim)
     residual_after_norm  the residual branches off after the norm (BLOOM's option)
+    parallel_residual    attention and MLP take the same input, each through a norm of its own (GPT-NeoX)
+    rotary_share         of each head's features that rotary positions turn, the first of them
     qk_norm              a norm of each head's query and key, before positions turn them
     out_norms            a norm behind attention and one behind the MLP as well, before the residual (Gemma 3)
     window               tokens that a token sees, itself and those before it; None: all
@@ -70,10 +68,14 @@ class DecoderConfig:
     max_length: int = 1024
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    causal: bool = True
+    token_types: int = 0
+    mlm_head: bool = False
     positions: Literal["learned", "alibi", "rotary"] = "learned"
     position_offset: int = 0
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_share: float = 1.0
     norm: NormKind = "layer_norm"
     norm_eps: float = 1e-5
     norm_affine: bool = True
@@ -86,6 +88,7 @@ class DecoderConfig:
     tied_head: bool = True
     embed_dim: int | None = None
     residual_after_norm: bool = False
+    parallel_residual: bool = False
     qk_norm: bool = False
     out_norms: bool = False
     window: int | None = None
@@ -101,6 +104,8 @@ class DecoderConfig:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.token_types < 0:
+            raise UserError(f"token_types is {self.token_types}; give the rows of that table, or 0 for none")
         if not 0 <= self.norm_eps < float("inf"):
             raise UserError(f"norm_eps is {self.norm_eps}; give a small number that is not negative, such as 1e-5")
         for name in ("rope_theta", "local_rope_theta", "query_scalar"):
@@ -111,8 +116,7 @@ class DecoderConfig:
             raise UserError(f"{self.num_heads} heads do not divide dim {self.dim}; change one of them")
         if self.num_heads % self.kv_heads:
             raise UserError(f"num_kv_heads is {self.kv_heads}; it must divide the {self.num_heads} heads")
-        if self.positions == "rotary" and self.head_size % 2:
-            raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
+        self._check_rotary()
         if not self.norm_first and self.final_norm:
             raise UserError("norm_first is False, so the last block ends in a norm; set final_norm to False as well")
         if self.out_norms and not self.norm_first:
@@ -124,6 +128,21 @@ class DecoderConfig:
                 f"{self.num_layers}; give at most {self.num_layers}"
             )
         self._check_family()
+
+    def _check_rotary(self) -> None:
+        if self.positions != "rotary":
+            return
+        if not 0 < self.rotary_share <= 1:
+            raise UserError(f"rotary_share is {self.rotary_share}; give a part of 1, such as 0.5")
+        if self.rotary_share == 1 and self.head_size % 2:
+            raise UserError(f"head size {self.head_size} is odd; rotary positions turn pairs, so it must be even")
+        if self.rotary_size % 2 or not self.rotary_size:
+            raise UserError(
+                f"rotary_share={self.rotary_share} of a head of {self.head_size} is {self.rotary_size} features; "
+                "rotary positions turn pairs, so it must be even"
+            )
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.rotary_size)
 
     def _check_window(self) -> None:
         if self.window is not None and self.window < 1:
@@ -137,7 +156,7 @@ class DecoderConfig:
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        rotary: tuple[str, ...] = ("rope_theta", "rope_scaling", "local_rope_theta")
+        rotary: tuple[str, ...] = ("rope_theta", "rope_scaling", "local_rope_theta", "rotary_share")
         unread: dict[str, str] = {}
         if self.positions != "rotary":
             why = f"with model.positions={self.positions}; give --model.positions rotary"
@@ -153,6 +172,7 @@ class DecoderConfig:
             raise UserError(f"family is {self.family!r}; give one of {', '.join(get_args(FamilyName))}")
         free = {*family.keys, "moe", "family", "rope_theta", *(["rope_scaling"] if family.rope_theta else [])}
         free |= {"local_rope_theta"} if family.local_rope_theta else set()
+        free |= {"rotary_share"} if family.rotary_share is not None else set()
         for item in (item for item in fields(self) if item.name not in free):
             value, fixed = getattr(self, item.name), family.fixed.get(item.name, item.default)
             if value != fixed:
@@ -160,8 +180,19 @@ class DecoderConfig:
         if is_gated(self.activation) != family.gated:
             kind = "gated" if family.gated else "not gated"
             raise UserError(f"activation {self.activation} in family {self.family}, whose MLP is {kind}")
+        if self.rope_scaling is not None and (kind := self.rope_scaling.kind) not in family.rope_kinds.values():
+            known = ", ".join(family.rope_kinds.values()) or "none"
+            raise UserError(f"rope_scaling is of kind {kind}; a model of family {self.family} has {known}")
         if why := family.check(self):
             raise UserError(why)
+
+    def require_causal(self) -> None:
+        """Raises UserError for a masked language model, of whoever wants text to be continued."""
+        if not self.causal:
+            raise UserError(
+                f"a model of family {self.family} attends both ways and predicts masked tokens, so it does not "
+                "continue text; give a causal model, or measure this one: megalith llm evaluate"
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -170,6 +201,18 @@ class DecoderConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return int(self.head_size * self.rotary_share)
+
+    @property
+    def alike_to(self) -> int | None:
+        """The tokens of a text up to which a token's position means the same in each; None: always."""
+        if self.positions == "learned":
+            return self.max_length
+        return None if self.rope_scaling is None else self.rope_scaling.alike_to(self.max_length)
 
     @property
     def embedding_size(self) -> int:
@@ -206,6 +249,7 @@ class Decoder(nn.Module):
             embed_dim=config.embed_dim,
             num_positions=config.max_length if config.positions == "learned" else None,
             offset=config.position_offset,
+            num_types=config.token_types,
             norm=self._norm() if config.embedding_norm else None,
             scale=math.sqrt(config.dim) if config.scaled_embedding else None,
         )
@@ -214,7 +258,8 @@ class Decoder(nn.Module):
         width = config.embedding_size
         self.project_out = Linear(config.dim, width, bias=False) if width != config.dim else None
         tied = self.embedding.tokens.weight if config.tied_head else None
-        self.head = Head(config.vocab_size, width, weight=tied)
+        self.head_transform = HeadTransform(width, config.activation, self._norm()) if config.mlm_head else None
+        self.head = Head(config.vocab_size, width, weight=tied, bias=config.mlm_head)
 
     def _norm(self, size: int | None = None) -> nn.Module:
         c = self.config
@@ -229,6 +274,7 @@ class Decoder(nn.Module):
             c.head_size,
             bias=c.attention_bias,
             alibi=c.positions == "alibi",
+            causal=c.causal,
             norm=self._norm if c.qk_norm else None,
             window=c.layer_window(index),
             query_scale=None if c.query_scalar in (None, c.head_size) else math.sqrt(c.head_size / c.query_scalar),
@@ -241,6 +287,7 @@ class Decoder(nn.Module):
             self._norm(),
             norm_first=c.norm_first,
             residual_after_norm=c.residual_after_norm,
+            parallel_residual=c.parallel_residual,
             attention_out_norm=self._norm() if c.out_norms else None,
             mlp_out_norm=self._norm() if c.out_norms else None,
         )
@@ -261,7 +308,7 @@ class Decoder(nn.Module):
         attention_mask  [B, L], or [B, S] when `attend` knows earlier keys: nonzero where there is a token. None: all
         positions       [B or 1, L]; by default as the family's own forward derives them from the mask
         context         data of this step for `attend`, handed on; by default a `StepContext` without documents
-        targets         what follows each token, already shifted; -100 is not counted
+        targets         what is predicted at each place: the next token, or the one that a mask hides; -100: nothing
         """
         length = input_ids_BL.shape[1]
         if positions is None:
@@ -270,13 +317,16 @@ class Decoder(nn.Module):
             context = StepContext()
         auxiliary = self._auxiliary_loss(targets, context)
         x_BLD = self.embedding(input_ids_BL, positions)
-        rotary = RotaryAngles(self.config, positions, x_BLD.dtype)
+        whole = getattr(context, "positions_BL", None)  # under context parallelism positions are a part of them
+        rotary = RotaryAngles(self.config, positions, x_BLD.dtype, whole)
         for index, block in enumerate(self.blocks):
             x_BLD = block(x_BLD, positions, rotary.of_layer(index), attention_mask, context)
         if self.norm is not None:
             x_BLD = self.norm(x_BLD)
         if self.project_out is not None:
             x_BLD = self.project_out(x_BLD)
+        if self.head_transform is not None:
+            x_BLD = self.head_transform(x_BLD)
         out = self.head(x_BLD, targets, length, context.rows_R)
         return out if auxiliary is None else auxiliary.added_to(out)
 
@@ -318,14 +368,17 @@ def positions_from_mask(mask_BL: Tensor) -> Tensor:
 
 
 class RotaryAngles:
-    """The angles of one forward's positions: those of layers with a window, where they differ, and the others'."""
+    """The angles of one forward's positions: those of layers with a window, where they differ, and the others'.
 
-    def __init__(self, config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype):
+    Its arguments are those of `rotary_angles`.
+    """
+
+    def __init__(self, config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype, whole_BL: Tensor | None = None):
         self._config = config
         self._angles: tuple[Tensor, Tensor] | None = None
         self._local: tuple[Tensor, Tensor] | None = None
         if config.positions == "rotary":
-            self._angles = self._local = rotary_angles(config, positions_BL, dtype)
+            self._angles = self._local = rotary_angles(config, positions_BL, dtype, whole_BL)
         if config.local_rope_theta is not None:
             local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
             self._local = rotary_angles(local, positions_BL, dtype)
@@ -335,24 +388,18 @@ class RotaryAngles:
         return self._angles if self._config.layer_window(index) is None else self._local
 
 
-def rotary_angles(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of position * theta^(-2k / K), each [B or 1, L, K / 2]. The angles are taken in fp64."""
-    exponent_K = (
-        torch.arange(0, config.head_size, 2, device=positions_BL.device, dtype=torch.float64) / config.head_size
-    )
-    frequency_K = config.rope_theta**-exponent_K
-    if config.rope_scaling is not None:
-        frequency_K = _stretched(frequency_K, config.rope_scaling)
-    angle_BLK = positions_BL[..., None] * frequency_K
-    return angle_BLK.cos().to(dtype), angle_BLK.sin().to(dtype)
+def rotary_angles(
+    config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype, whole_BL: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of position * frequency, each [B or 1, L, R]. The angles are taken in fp64.
 
-
-def _stretched(frequency_K: Tensor, scaling: RopeScaling) -> Tensor:
-    """Wavelengths longer than the original length are stretched by `factor`, short ones kept, smoothly in between."""
-    rounds_K = scaling.original_max_length * frequency_K / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept_K = ((rounds_K - scaling.low_freq_factor) / span).clamp(0, 1)
-    return frequency_K * (kept_K + (1 - kept_K) / scaling.factor)
+    whole_BL  positions of the whole texts, where positions_BL are a part of them
+    """
+    scaling, whole_BL = config.rope_scaling, positions_BL if whole_BL is None else whole_BL
+    frequency_R = frequencies(config.rope_theta, config.rotary_size, scaling, config.max_length, whole_BL)
+    angle_BLR = positions_BL[..., None] * frequency_R
+    gain = 1.0 if scaling is None else scaling.gain(config.max_length)
+    return (angle_BLR.cos() * gain).to(dtype), (angle_BLR.sin() * gain).to(dtype)
 
 
 def init_std(name: str, config: DecoderConfig) -> float | None:

@@ -48,6 +48,28 @@ def activation(name: str, default: str, *, gated: bool = False) -> Key:
     return Key(name, default, read, lambda config: _NAME_OF[config.activation])
 
 
+HEAD = "lm_head.weight"
+"""As transformers calls a head, whatever the family's files do."""
+FULL, LOCAL = "full_attention", "sliding_attention"
+"""transformers' types of layers: one that sees all, and one with a window."""
+
+
+def _full_layers(types: list[str], fields: Mapping[str, Any]) -> tuple[int, ...]:
+    if len(types) != fields["num_layers"] or set(types) - {FULL, LOCAL}:
+        raise UserError(
+            f"config.json has layer_types of {len(types)} layers: {', '.join(sorted(set(types)))}; give {FULL} or "
+            f"{LOCAL} for each of the {fields['num_layers']}"
+        )
+    return () if fields["window"] is None else tuple(index for index, kind in enumerate(types) if kind == FULL)
+
+
+FULL_LAYERS = Key(
+    "layer_types", None, _full_layers,
+    lambda config: [FULL if config.layer_window(n) is None else LOCAL for n in range(config.num_layers)],
+)  # fmt: skip
+"""The key of the field `full_layers`, of a family whose `modern` fills it in."""
+
+
 @dataclass(frozen=True)
 class Names:
     """How a family names its modules. {n} stands for the block's number.
@@ -55,29 +77,34 @@ class Names:
     prefix      in front of all names but the head's; files of a bare model lack it, or its first part
     modules     module of ours -> module of theirs
     qkv         the three (or one) modules behind our qkv
+    fused       module of theirs -> modules of ours whose rows it stacks, equally many of each
     transposed  the blocks' weights are [in, out]
-    ignored     last parts of names that old files hold beside the weights
+    head        the head's weight, where it is not tied
+    renamed     last part of a name in old files -> what it is called now
+    ignored     last parts of names that files hold beside the weights
     experts     stacked module of ours -> module of theirs; {e} stands for the expert's number
     """
 
     prefix: str
     modules: Mapping[str, str]
     qkv: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+    head: str = HEAD
+    renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     experts: Mapping[str, str] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str:
         """The name of a tensor as transformers saves it, from a file that may lack the prefix or its first part."""
-        if key == HEAD or key.startswith(self.prefix):
+        for former, now in self.renamed.items():
+            key = key.removesuffix(former) + now if key.endswith(former) else key
+        if key in (self.head, HEAD):
+            return self.head
+        if key.startswith(self.prefix):
             return key
         _, _, rest = self.prefix.partition(".")
         return self.prefix + (key.removeprefix(rest) if rest else key)
-
-
-HEAD = "lm_head.weight"
-FULL, LOCAL = "full_attention", "sliding_attention"
-"""transformers' types of layers: one that sees all, and one with a window."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +121,14 @@ class Family:
     aliases         other key that transformers takes -> the key
     only            key -> the value without which the decoder would not compute the same; also transformers' default
     refuse          (config.json, the fields read) -> why the decoder does not compute it, or nothing
-    written         key -> its value in every config.json that is written
+    written         key -> its value in every config.json that is written, or how it comes of the DecoderConfig
     modern          config.json -> the same in the keys of today, where older ones said it otherwise
     rope_theta      transformers' default, where positions are rotary
     local_rope_theta  the same of layers with a window, where rope_parameters are told for each type of layer
+    rotary_share    transformers' default of DecoderConfig's field, where config.json may say another; None: 1 alone
+    rope_keys       what older files call rope_theta and partial_rotary_factor
+    original_length transformers' default of original_max_position_embeddings, where that stands beside rope_parameters
+    rope_kinds      rope_type in config.json -> RopeScaling.kind, of those that its class computes
     gated           whether its MLP is
     mask_positions  positions count the tokens that the attention mask shows, not the columns
     check           DecoderConfig -> what else is wrong with it, or nothing
@@ -117,6 +148,10 @@ class Family:
     modern: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: hf
     rope_theta: float | None = None
     local_rope_theta: float | None = None
+    rotary_share: float | None = None
+    rope_keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    original_length: int | None = None
+    rope_kinds: Mapping[str, Any] = field(default_factory=dict)
     gated: bool = False
     mask_positions: bool = False
     check: Callable[[Any], str] = lambda config: ""

@@ -115,7 +115,7 @@ def generate(
     attention_mask  [B, L], zero where a prompt is padded on the left
     stream          called with each new token[B] as soon as it is known
 
-    Raises UserError when the model has no positions for that many tokens, or a prompt is empty.
+    Raises UserError for a masked language model, for more tokens than there are positions, and for an empty prompt.
     """
     B, L = input_ids_BL.shape
     capacity = L + max_new_tokens
@@ -143,6 +143,7 @@ def generate(
 
 
 def _check(model: Decoder, input_ids_BL: Tensor, mask: Tensor | None, capacity: int) -> None:
+    model.config.require_causal()
     if input_ids_BL.shape[1] == 0:
         raise UserError("the prompt is empty; give at least one token")
     if mask is not None and not bool(mask[:, -1].all()):
@@ -152,6 +153,20 @@ def _check(model: Decoder, input_ids_BL: Tensor, mask: Tensor | None, capacity: 
         raise UserError(
             f"prompt and new tokens are {capacity}; this model has positions for {config.max_length}, so ask for fewer"
         )
+    if config.rope_scaling is not None and config.rope_scaling.kind == "longrope":
+        _check_turns(input_ids_BL, mask, capacity, config.rope_scaling.original_max_length)
+
+
+def _check_turns(input_ids_BL: Tensor, mask: Tensor | None, capacity: int, short: int) -> None:
+    """Keys are kept as they were turned, so no text may grow from the short factors to the long ones."""
+    length = input_ids_BL.shape[1]
+    for tokens in [length] if mask is None else (mask != 0).sum(1).tolist():
+        most = tokens + capacity - length
+        if tokens <= short < most - 1:  # the last token is not looked at
+            raise UserError(
+                f"prompt and new tokens are {most}; with more than {short} this model turns those before otherwise "
+                "(rope_scaling of kind longrope), so ask for fewer, or begin with a prompt of more"
+            )
 
 
 def _mask_and_positions(ids_BL: Tensor, mask_BL: Tensor | None, capacity: int) -> tuple[Tensor | None, Tensor]:

@@ -34,6 +34,7 @@ def measured_costs(config: DecoderConfig, rows: int, length: int, dtype: torch.d
     def behind() -> Tensor:
         out = x_BLD if one.norm is None else one.norm(x_BLD)
         out = out if one.project_out is None else one.project_out(out)
+        out = out if one.head_transform is None else one.head_transform(out)
         return one.head(out, ids, length)
 
     def of_block(index: int) -> float:

@@ -6,6 +6,7 @@ and a rank that holds a box of a parameter reads only those slices. What differs
 
 - qkv: ours groups rows by key/value head (its query heads, its key, its value). OPT and Llama keep three matrices,
   GPT-2 stacks them, BLOOM's layout is ours.
+- Phi-3 stacks an MLP's gate and up in one matrix.
 - GPT-2 stores the blocks' weights as [in, out] (`transposed`).
 - A tied head has no tensor of its own.
 - Experts: ours are stacked in one parameter, Mixtral's are a tensor each.
@@ -13,12 +14,12 @@ and a rank that holds a box of a parameter reads only those slices. What differs
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from core.models.decoder import Decoder, DecoderConfig
-from core.models.family import HEAD
 from core.models.hf_config import family_of
 
 
@@ -37,17 +38,20 @@ class Entry:
 
     shape       the parameter's full shape
     transposed  they store [in, out]
+    beside      rows behind these that the source has of other parameters
     """
 
     name: str
     shape: tuple[int, ...]
     rows: tuple[Rows, ...]
     transposed: bool = False
+    beside: int = 0
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {}
         for source in dict.fromkeys(part.source for part in self.rows):
-            shape = (max(part.stop for part in self.rows if part.source == source), *self.shape[1:])
+            stop = max(part.stop for part in self.rows if part.source == source) + self.beside
+            shape = (stop, *self.shape[1:])
             shapes[source] = shape[::-1] if self.transposed else shape
         return shapes
 
@@ -67,9 +71,12 @@ class Entry:
             return next(iter(tensors.values())).new_empty([s.stop - s.start for s in box])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def write(self, value: Tensor) -> dict[str, Tensor]:
-        """Their tensors from the whole parameter."""
-        out = {source: value.new_empty(shape) for source, shape in self.source_shapes().items()}
+    def write(self, value: Tensor, begun: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
+        """Their tensors from the whole parameter.
+
+        begun  those that other parameters have filled in part; they are filled on
+        """
+        out = {s: begun[s] if s in begun else value.new_empty(shape) for s, shape in self.source_shapes().items()}
         first = 0
         for part in self.rows:
             rows = slice(first, first + part.stop - part.start)
@@ -98,8 +105,8 @@ class Stack:
         parts = [tensors[source][box[1:]] for source in self.sources[box[0]]]
         return torch.stack(parts) if parts else next(iter(tensors.values())).new_empty([s.stop - s.start for s in box])
 
-    def write(self, value: Tensor) -> dict[str, Tensor]:
-        """Their tensors from the whole parameter."""
+    def write(self, value: Tensor, begun: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
+        """Their tensors from the whole parameter, each of which is in one parameter alone."""
         return {source: part.clone() for source, part in zip(self.sources, value, strict=True)}
 
 
@@ -111,9 +118,9 @@ def hf_to_ours(config: DecoderConfig) -> list[Entry | Stack]:
 
 
 def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry | Stack:
-    if name == "head.weight":
-        return Entry(name, shape, (Rows(HEAD, 0, shape[0]),))
     names = family_of(config).names
+    if name == "head.weight":
+        return Entry(name, shape, (Rows(names.head, 0, shape[0]),))
     module, _, kind = name.rpartition(".")
     number = module.split(".")[1] if module.startswith("blocks.") else ""
     pattern = module.replace(f"blocks.{number}.", "blocks.{n}.") if number else module
@@ -123,6 +130,11 @@ def _entry(name: str, shape: tuple[int, ...], config: DecoderConfig) -> Entry | 
 
     if pattern in names.experts:
         return Stack(name, shape, tuple(theirs(names.experts[pattern].replace("{e}", str(e))) for e in range(shape[0])))
+    for fused, parts in names.fused.items():
+        if pattern in parts:
+            place, rows = parts.index(pattern), shape[0]
+            at = Rows(theirs(fused), place * rows, (place + 1) * rows)
+            return Entry(name, shape, (at,), beside=(len(parts) - place - 1) * rows)
     transposed = names.transposed and len(shape) == 2 and pattern.startswith("blocks.")
     if pattern in names.modules:
         return Entry(name, shape, (Rows(theirs(names.modules[pattern]), 0, shape[0]),), transposed)

@@ -63,6 +63,7 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
     """The plan of `Decoder(config)` over what `core.mesh.tensor_axes` gives in this mode; only modules that it has."""
     has = {
         "embedding.positions": config.positions == "learned",
+        "embedding.types": config.token_types > 0,
         "embedding.project_in": config.embedding_size != config.dim,
         "embedding.norm": config.embedding_norm,
         "blocks.*.attention.query_norm": config.qk_norm,
@@ -74,9 +75,17 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
         "blocks.*.mlp.down": not _all_have_experts(config),
         "norm": config.final_norm,
         "project_out": config.embedding_size != config.dim,
+        "head_transform": config.mlm_head,
+        "head_transform.dense": config.mlm_head,
+        "head_transform.norm": config.mlm_head,
     }
     if mode != "1d" and config.moe.num_experts:
         raise UserError(f"mesh.tp_mode={mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them")
+    if mode == "3d" and config.mlm_head:
+        raise UserError(
+            f"mesh.tp_mode={mode}: the layer before the head of family {config.family} leaves activations on the side "
+            "of a cube where its tied head is not; use --mesh.tp-mode 1d, 2d or 2.5d"
+        )
     plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
 
@@ -122,6 +131,7 @@ def _plan_1d(config: DecoderConfig) -> Plan:
     return {
         "embedding.tokens": sequence.vocab_embedding,
         "embedding.positions": sequence.lookup,
+        "embedding.types": sequence.lookup,
         "embedding.project_in": sequence.replicate,
         "embedding.norm": sequence.replicate,
         "blocks.*.attention": shard_heads,
@@ -140,6 +150,7 @@ def _plan_1d(config: DecoderConfig) -> Plan:
         "blocks.*.mlp_out_norm": sequence.replicate,
         "norm": sequence.replicate,
         "project_out": sequence.replicate,
+        "head_transform": sequence.replicate,
         "head": sequence.vocab_head,
     }
 
@@ -150,6 +161,7 @@ def _plan_2d(config: DecoderConfig) -> Plan:
     return {
         "embedding.tokens": tensor2d.embedding,
         "embedding.positions": tensor2d.positions,
+        "embedding.types": tensor2d.positions,
         "embedding.project_in": tensor2d.linear,
         "embedding.norm": grid.norm,
         "blocks.*.attention": grid.attention,
@@ -166,6 +178,8 @@ def _plan_2d(config: DecoderConfig) -> Plan:
         "blocks.*.mlp_out_norm": grid.norm,
         "norm": grid.norm,
         "project_out": tensor2d.linear,
+        "head_transform.dense": tensor2d.linear,
+        "head_transform.norm": grid.norm,
         "head": tensor2d.head,
         "": grid.drop_padding,
     }
@@ -199,21 +213,19 @@ def _plan_3d(config: DecoderConfig) -> Plan:
     }
 
 
-def context_parallel_plan(mesh: MeshConfig, config: DecoderConfig | None = None, *, causal: bool = True) -> Plan:
-    """The plan of a decoder over the cp axis. A ring's cut is zig-zag: alike much work under the causal mask.
+def context_parallel_plan(mesh: MeshConfig, config: DecoderConfig) -> Plan:
+    """The plan of `Decoder(config)` over the cp axis; Ulysses takes the `attend` that the attention has.
 
-    config  of the decoder; without one it has no experts
-
-    Without `causal` that of an encoder of the decoder's modules; Ulysses takes the `attend` that they have.
+    A ring's cut is zig-zag under the causal mask alone: then alike much work. Both ways, it is in any case.
     """
     attend = {
-        "ring": attend_by_ring(causal),
+        "ring": attend_by_ring(config.causal),
         "ulysses": attend_by_ulysses,
-        "mixed": attend_by_both(mesh.cp_ulysses, causal),
+        "mixed": attend_by_both(mesh.cp_ulysses, config.causal),
     }
-    zigzag = causal and mesh.cp_mode != "ulysses"
+    zigzag = config.causal and mesh.cp_mode != "ulysses"
     plan = {"": shard_sequence(zigzag), "blocks.*.attention": attend[mesh.cp_mode]}
-    return plan if config is None else plan | dict.fromkeys(_expert_layers(config), expert.share_rows)
+    return plan | dict.fromkeys(_expert_layers(config), expert.share_rows)
 
 
 def pipeline_plan(costs: Costs = ALIKE) -> PipelinePlan:

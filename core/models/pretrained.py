@@ -4,6 +4,7 @@ Loading reads safetensors, or pickles of tensors without executing them; never c
 folder is used exactly once; one too many or too few is named.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.layout import layout_of, local
 from core.models.decoder import Decoder, DecoderConfig
-from core.models.family import HEAD
+from core.models.family import Names
 from core.models.hf_config import config_from_hf, config_to_hf, family_of
 from core.models.name_table import Entry, Stack, hf_to_ours
 from core.weights import Weights, read_json, save_weights, write_json
@@ -51,7 +52,7 @@ def stored_dtype(config: DecoderConfig, folder: str | Path) -> torch.dtype:
     for key in weights:
         if names.full_name(key) == wanted:
             return weights[key].dtype
-    raise UserError(f"{folder} lacks {wanted}; give the folder of a whole causal model")
+    raise UserError(f"{folder} lacks {wanted}; give the folder of a whole model with its head")
 
 
 def load_weights(model: nn.Module, config: DecoderConfig, folder: str | Path) -> None:
@@ -114,20 +115,29 @@ def _matched(
         name = names.full_name(key)
         if name in shapes and name not in keys:
             keys[name] = key
-        elif not name.endswith(names.ignored) and not (config.tied_head and key == HEAD):
+        elif not name.endswith(names.ignored) and not (config.tied_head and name == names.head):
             unknown.append(key)
     for problem, found in (("lacks", sorted(set(shapes) - set(keys))), ("holds what no config.json told:", unknown)):
         if found:
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            raise UserError(f"{folder} {problem} {', '.join(found[:4])}{more}; give the folder of a whole causal model")
+            given = f"{folder} {problem} {', '.join(found[:4])}{more}"
+            raise UserError(f"{given}; give the folder of a whole model with its head")
     tensors = _Renamed(weights, keys)
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise UserError(f"{folder}: {name} is {list(tensors[name].shape)}, but config.json says {list(shape)}")
     embedding = _embedding(entries, tensors)
-    if config.tied_head and not torch.equal(weights.get(HEAD, embedding), embedding):
-        raise UserError(f"{folder}: {HEAD} differs from the embedding; set tie_word_embeddings to false in config.json")
+    if config.tied_head and (differs := _untied(weights, names, embedding)):
+        is_read = "tied_head" in family_of(config).keys
+        advice = "set tie_word_embeddings to false in config.json" if is_read else "copy the folder again"
+        raise UserError(f"{folder}: {differs} differs from the embedding; {advice}")
     return entries, tensors
+
+
+def _untied(weights: Weights, names: Names, embedding: Tensor) -> str | None:
+    """The name of a head that is there beside the embedding, and another."""
+    heads = (key for key in weights if names.full_name(key) == names.head)
+    return next((key for key in heads if not torch.equal(weights[key], embedding)), None)
 
 
 def _embedding(entries: list[Entry | Stack], tensors: Mapping[str, Tensor]) -> Tensor:
@@ -146,7 +156,7 @@ def save_pretrained(
     special_ids: Mapping[str, int] | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
-    """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+    """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads; of BERT AutoModelForMaskedLM's.
 
     weights      a decoder, or (name, whole tensor) of each of its parameters, taken one at a time
     dtype        of the tensors written; by default their own
@@ -161,18 +171,27 @@ def save_pretrained(
     save_weights(_exported(named, config, dtype, written), folder, max_shard_bytes)
     dtype_name = str(written[0]).removeprefix("torch.")
     content = config_to_hf(config, ids) | {"dtype": dtype_name, "torch_dtype": dtype_name}  # the latter for old readers
-    write_json(folder / "generation_config.json", {"do_sample": False} | ids)
+    if config.causal:
+        write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     write_json(folder / "config.json", content)
 
 
 def _exported(
     named: Iterable[tuple[str, Tensor]], config: DecoderConfig, dtype: torch.dtype | None, written: list[torch.dtype]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Their tensors from ours, one parameter at a time; notes the dtypes."""
+    """Their tensors from ours, each once all its parameters have come, one at a time; notes the dtypes."""
     entries = {entry.name: entry for entry in hf_to_ours(config)}
+    left = Counter(source for entry in entries.values() for source in entry.source_shapes())
+    begun: dict[str, Tensor] = {}
     for name, value in named:
         assert name in entries, f"{name} is no parameter of this configuration, or came twice"
         value = value.detach().to(dtype or value.dtype)
         written.append(value.dtype)
-        yield from entries.pop(name).write(value).items()
+        for source, tensor in entries.pop(name).write(value, begun).items():
+            left[source] -= 1
+            if left[source]:
+                begun[source] = tensor
+            else:
+                begun.pop(source, None)
+                yield source, tensor
     assert not entries, f"not given: {sorted(entries)}"

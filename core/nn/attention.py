@@ -1,4 +1,4 @@
-"""Causal self-attention with one fused projection, grouped key/value heads, rotary positions and ALiBi.
+"""Self-attention, causal or both ways, with one fused projection, grouped key/value heads, rotary positions and ALiBi.
 
 1. qkv(x): rows of the weight are grouped by key/value head: its G query heads, then its key, then its value. A plain
    row shard of the weight is therefore a shard over heads, and the forward never asks how many heads it holds.
@@ -20,7 +20,8 @@ ALiBi stays in fp32 or wider: in bf16 the positions beyond 256 would collapse in
 operators take a bias in the format of the queries only, slopes go to our kernel, and with padding, where its positions
 are not those of the tokens, the product is taken in fp32.
 
-Shapes: B batch, L query length, S key length, D model, H query heads, J key/value heads, G = H / J, K head size.
+Shapes: B batch, L query length, S key length, D model, H query heads, J key/value heads, G = H / J, K head size, R
+turned pairs of a head.
 """
 
 import math
@@ -244,16 +245,18 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor([2.0**-e for e in exponents], dtype=torch.float64, device="cpu")
 
 
-def rotate(x_BLHK: Tensor, cos_BLK: Tensor, sin_BLK: Tensor) -> Tensor:
-    """Turn the pairs (x[k], x[k + K/2]) by the angles of `rotary_angles`."""
-    a, b = x_BLHK.chunk(2, dim=-1)
-    cos, sin = cos_BLK[:, :, None], sin_BLK[:, :, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def rotate(x_BLHK: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> Tensor:
+    """Turn the pairs (x[k], x[k + R]) of the first 2 R features by the angles of `rotary_angles`; others stay."""
+    size = 2 * cos_BLR.shape[-1]
+    a, b = x_BLHK[..., :size].chunk(2, dim=-1)
+    cos, sin = cos_BLR[:, :, None], sin_BLR[:, :, None]
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat(turned if size == x_BLHK.shape[-1] else (*turned, x_BLHK[..., size:]), dim=-1)
 
 
-def rotate_both(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLK: Tensor, sin_BLK: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_both(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys, each turned by `rotate`."""
-    return rotate(q_BLHK, cos_BLK, sin_BLK), rotate(k_BLJK, cos_BLK, sin_BLK)
+    return rotate(q_BLHK, cos_BLR, sin_BLR), rotate(k_BLJK, cos_BLR, sin_BLR)
 
 
 class Attention(nn.Module):
@@ -274,6 +277,7 @@ class Attention(nn.Module):
         *,
         bias: bool,
         alibi: bool = False,
+        causal: bool = True,
         norm: Callable[[int], nn.Module] | None = None,
         window: int | None = None,
         query_scale: float | None = None,
@@ -288,7 +292,7 @@ class Attention(nn.Module):
         self.out = Linear(num_heads * head_dim, dim, bias=bias)
         self.window, self.query_scale = window, query_scale
         self.register_buffer("slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
-        self.attend: Attend = attend
+        self.attend: Attend = attend if causal else attend_both_ways
         self.turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_both
 
     def forward(

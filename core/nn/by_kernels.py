@@ -11,7 +11,7 @@ Attention takes document boundaries as sequences of different lengths, so no bia
 is then one run of tokens. Padding that sees no token at all gets zeros, where torch's path lets it see itself: neither
 reaches a token. Padding together with ALiBi or documents is left to torch's path.
 
-Shapes: B batch, L length, T = B L, H query heads, J key/value heads, K head size, R = K / 2, D model.
+Shapes: B batch, L length, T = B L, H query heads, J key/value heads, K head size, R turned pairs of a head, D model.
 """
 
 from collections.abc import Callable, Collection
@@ -26,7 +26,15 @@ from core.kernels.group_norm import group_norm
 from core.kernels.norms import layer_norm, rms_norm
 from core.kernels.operator import runs_kernel
 from core.kernels.rope import rope
-from core.nn.attention import Attention, StepContext, attend, attention_by_kernel, rotate_both
+from core.nn.attention import (
+    Attend,
+    Attention,
+    StepContext,
+    attend,
+    attend_both_ways,
+    attention_by_kernel,
+    rotate_both,
+)
 from core.nn.mlp import MLP
 from core.nn.norm import RMSNormFromOne
 
@@ -43,7 +51,7 @@ def by_kernels(model: nn.Module, families: Collection[str] = FAMILIES) -> nn.Mod
     for module in model.modules():
         if isinstance(module, Attention):
             if {"attention", "attention_varlen"} <= set(families):
-                module.attend = attend_by_kernel
+                module.attend = _BY_KERNEL.get(module.attend, module.attend)
             if "rope" in families:
                 module.turn = turn_by_kernel
         elif isinstance(module, MLP) and module.gate is not None and module.activation is F.silu:
@@ -71,13 +79,39 @@ def attend_by_kernel(
     context: StepContext | None,
 ) -> Tensor:
     """Causal attention of a whole sequence over itself (`Attend`), a document at a time where there are several."""
+    return _by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, window, mask, positions, context, causal=True)
+
+
+def attend_both_ways_by_kernel(
+    q_BLHK: Tensor,
+    k_BLJK: Tensor,
+    v_BLJK: Tensor,
+    /,
+    *,
+    slopes: Tensor | None,
+    window: int | None = None,
+    mask: Tensor | None,
+    positions: Tensor,
+    context: StepContext | None,
+) -> Tensor:
+    """The same with later keys, as an encoder's (`Attend`)."""
+    return _by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, window, mask, positions, context, causal=False)
+
+
+def _by_kernel(
+    q_BLHK: Tensor, k_BLJK: Tensor, v_BLJK: Tensor, slopes: Tensor | None, window: int | None, mask: Tensor | None,
+    positions: Tensor, context: StepContext | None, causal: bool,
+) -> Tensor:  # fmt: skip
     documents = context.documents_BL if context is not None else None
     mixed = mask is not None and (slopes is not None or documents is not None)
     why = "padding together with ALiBi or documents" if mixed else None
     if not runs_kernel("attention", q_BLHK, unless=why):
-        seen = {"slopes": slopes, "window": window, "mask": mask}
-        return attend(q_BLHK, k_BLJK, v_BLJK, **seen, positions=positions, context=context)
-    return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, mask, context, window=window)
+        plain, seen = attend if causal else attend_both_ways, {"slopes": slopes, "window": window, "mask": mask}
+        return plain(q_BLHK, k_BLJK, v_BLJK, **seen, positions=positions, context=context)
+    return attention_by_kernel(q_BLHK, k_BLJK, v_BLJK, slopes, mask, context, causal, window)
+
+
+_BY_KERNEL: dict[Attend, Attend] = {attend: attend_by_kernel, attend_both_ways: attend_both_ways_by_kernel}
 
 
 def turn_by_kernel(q_BLHK: Tensor, k_BLJK: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Token ids to the first block's input: tokens, projection, learned positions, norm; each where the model has it.
+"""Token ids to the first block's input: tokens, projection, learned positions, token types, norm; where it has them.
 
 Shapes: B batch, L length, E embedding size, D model.
 """
@@ -12,9 +12,10 @@ from core.nn.linear import Linear
 
 
 class Embedding(nn.Module):
-    """project_in(scale tokens[ids]) + positions[p + offset], then the norm (BLOOM's).
+    """project_in(scale tokens[ids]) + positions[p + offset] + types[0], then the norm (BLOOM's, BERT's).
 
-    `offset` shifts every index into the position table (OPT keeps two rows in front of position 0).
+    `offset` shifts every index into the position table (OPT keeps two rows in front of position 0). A text is of token
+    type 0; BERT's other types are for second sentences, which nothing here has.
     `scale` is rounded to the tokens' dtype first, as Gemma's is; None: 1.
     """
 
@@ -26,6 +27,7 @@ class Embedding(nn.Module):
         embed_dim: int | None = None,
         num_positions: int | None = None,
         offset: int = 0,
+        num_types: int = 0,
         norm: nn.Module | None = None,
         scale: float | None = None,
     ):
@@ -33,6 +35,7 @@ class Embedding(nn.Module):
         width = embed_dim or dim
         self.tokens = _table(vocab_size, width)
         self.positions = _table(num_positions + offset, dim) if num_positions is not None else None
+        self.types = _table(num_types, dim) if num_types else None
         self.project_in = Linear(width, dim, bias=False) if width != dim else None
         self.norm = norm
         self.offset, self.scale = offset, scale
@@ -46,6 +49,8 @@ class Embedding(nn.Module):
             x = self.project_in(x)
         if self.positions is not None:
             x = x + self.positions(positions_BL + self.offset if self.offset else positions_BL)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(positions_BL[:1]))
         return self.norm(x) if self.norm is not None else x
 
 

@@ -12,9 +12,10 @@ from core.kernels.matmul import linear, product
 
 
 class Head(nn.Module):
-    """Logits, or the sum of the tokens' cross-entropies. No bias.
+    """Logits, or the sum of the tokens' cross-entropies.
 
     weight[V, D]  the embedding's own weight when tied
+    bias[V]       added to the logits (BERT's); None: none
     combine, vocab_start  set by whoever shards the vocabulary: see `Combine`; the first row held here
     max_rows  the most rows of the vocabulary that any rank holds: cuts the tokens into chunks, alike on every rank
     z_loss, label_smoothing, ignore_index  as in `linear_cross_entropy`
@@ -26,12 +27,14 @@ class Head(nn.Module):
         dim: int,
         *,
         weight: Tensor | None = None,
+        bias: bool = False,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         ignore_index: int = -100,
     ):
         super().__init__()
         self.weight = nn.Linear(dim, vocab_size, bias=False).weight if weight is None else weight
+        self.bias = nn.Parameter(self.weight.new_zeros(vocab_size)) if bias else None
         self.combine: Combine | None = None
         self.vocab_size = vocab_size
         self.vocab_start = 0
@@ -54,11 +57,12 @@ class Head(nn.Module):
         """
         x_BLD = x_BLD[:, :length]
         if targets_BL is None:
-            return linear(x_BLD if rows_R is None else x_BLD[:, rows_R], self.weight)
+            return linear(x_BLD if rows_R is None else x_BLD[:, rows_R], self.weight, self.bias)
         return linear_cross_entropy(
             x_BLD.flatten(0, 1),
             self.weight,
             targets_BL.flatten(),
+            bias_V=self.bias,
             combine=self.combine,
             vocab_start=self.vocab_start,
             vocab_size=self.vocab_size,

@@ -1,7 +1,7 @@
 """Head and loss where activations and vocabulary are cut over a grid: what 2D, 2.5D and 3D do alike.
 
     chunk by chunk of the tokens at hand
-      1. logits[C, V_cols], by the products of the form
+      1. logits[C, V_cols], by the products of the form, and the bias[V_cols] where there is one
       2. maximum, sum of exponentials and target logit of each token, combined over the columns' axis
       3. with a gradient: the logits become their gradient g, which goes into dx and dE at once
     the sum of the losses of all tokens is completed over the rows' axes
@@ -90,49 +90,62 @@ def install(head: Any, products: Products) -> nn.Module:
     ) -> Tensor:
         x = x[:, :length]
         if targets is None:
-            return _logits(products, x if rows_R is None else x[:, rows_R], head.weight)
+            return _logits(products, x if rows_R is None else x[:, rows_R], head.weight, head.bias)
         own = at.batch(targets, head.ignore_index).flatten()
         most = own.numel() * products.partials * (rows[0].stop - rows[0].start) * x.element_size()
         with_gradients = torch.is_grad_enabled() and (x.requires_grad or head.weight.requires_grad)
-        return _Loss.apply(x, head.weight, own, products, objective, -(-most // CHUNK_BYTES) or 1, with_gradients)  # pyright: ignore[reportReturnType]
+        how = products, objective, -(-most // CHUNK_BYTES) or 1, with_gradients
+        return _Loss.apply(x, head.weight, head.bias, own, *how)  # pyright: ignore[reportReturnType]
 
     head.forward = forward
     return head
 
 
-def _logits(products: Products, x: Tensor, weight: Tensor) -> Tensor:
+def _logits(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """logits[B, L, V] on every rank, B padded; no gradient."""
     with torch.no_grad():
-        logits = products.begin(x, weight, False).logits(slice(None))
+        logits = _biased(products.begin(x, weight, False).logits(slice(None)), bias)
         return gathered(logits.view(-1, x.shape[1], logits.shape[-1]), products.at)
+
+
+def _biased(logits_CV: Tensor, bias: Tensor | None) -> Tensor:
+    return logits_CV if bias is None else logits_CV.add_(bias)
 
 
 class _Loss(Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, targets, products: Products, objective, num_chunks, with_gradients) -> Tensor:
+    def forward(
+        ctx: Any, x, weight, bias, targets, products: Products, objective, num_chunks, with_gradients
+    ) -> Tensor:
         going, at = products.begin(x, weight, with_gradients), products.at
         combine = partial(combine_statistics, axis=at.col_axis)
         loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=loss.dtype)
         size = -(-targets.numel() // num_chunks)
         for start in range(0, targets.numel(), size):
             tokens = slice(start, start + size)
-            shard = cross_entropy_of_shard(going.logits(tokens), targets[tokens], objective)
+            shard = cross_entropy_of_shard(_biased(going.logits(tokens), bias), targets[tokens], objective)
             maximum, sum_exp, target_logit = combine(*shard.statistics)
             logsumexp = maximum + sum_exp.log()
             each = logsumexp - target_logit + objective.z_loss * logsumexp.square()
             loss += (each * (targets[tokens] != objective.ignore_index)).sum()
             if with_gradients:
-                going.add(tokens, shard.gradients(logsumexp))
+                g_CV = shard.gradients(logsumexp)
+                if dbias is not None:
+                    dbias += g_CV.sum(0, dtype=dbias.dtype)
+                going.add(tokens, g_CV)
+                del g_CV
             del shard  # before the next chunk's logits are made
         for axis in at.row_axes:
             loss = all_reduce(loss, axis)
         if with_gradients:
-            ctx.save_for_backward(*going.gradients())
+            ctx.save_for_backward(*going.gradients(), dbias)
             ctx.dtype = weight.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        dx, dweight = ctx.saved_tensors
+        dx, dweight, dbias = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
-        return dx.mul_(grads[0]), dweight.mul_(grads[0]).to(ctx.dtype), None, None, None, None, None
+        dx, dweight = dx.mul_(grads[0]), dweight.mul_(grads[0]).to(ctx.dtype)
+        return dx, dweight, None if dbias is None else dbias.mul_(grads[0]).to(ctx.dtype), *[None] * 5

@@ -175,7 +175,7 @@ def vocab_head_by(enter: Transition) -> Style:
 
     statistics = Message("all_reduce", lambda site: 3 * site.batch * site.length, width="wide")
     return Style(
-        cuts={"weight": Cut(0)},
+        cuts={"*": Cut(0)},
         inputs={AXIS: enter.outside},
         messages=enter.messages(in_features) + Messages((statistics,)),
         refuse=_refuse_vocabulary,

@@ -276,7 +276,9 @@ def _head_products(*names: str) -> tuple[Message, ...]:
 
 
 head = Style(
-    **_MATRIX,
+    cuts=_MATRIX["cuts"] | {"bias": FIRST.vector()},
+    partial=_DEPTH | {"bias": FIRST.rows},
+    is_local=True,
     inputs=FIRST.lies(),
     messages=Messages((*_head_products("abt", "ab", "atb"), *grid_loss.messages(FIRST))),
     refuse=grid_loss.refuse_vocabulary(FIRST),

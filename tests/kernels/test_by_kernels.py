@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.kernels.operator import forced
 from core.models import SHAPES, Decoder, DecoderConfig, initialise
 from core.models.generate import generate
+from core.models.rope import RopeScaling
 from core.nn.attention import StepContext
 from core.nn.by_kernels import by_kernels
 from tests.support.device import DEVICE
+from tests.support.masked import bert
 
 pytestmark = pytest.mark.usefixtures("device")
 CONFIGS = {
@@ -25,10 +27,16 @@ CONFIGS = {
         vocab_size=41, dim=24, num_layers=1, num_heads=6, num_kv_heads=2, ffn_dim=40, positions="rotary",
         norm="rms_norm", activation="swiglu", attention_bias=False, mlp_bias=False, tied_head=False, family="llama",
     ),
+    "bert": bert(vocab_size=41, num_layers=1),
 }  # fmt: skip
 CONFIGS["gemma3"] = replace(
     CONFIGS["llama"], num_layers=2, norm="rms_norm_from_one", activation="geglu_tanh", tied_head=True, qk_norm=True,
     out_norms=True, scaled_embedding=True, window=4, full_layers=(1,), local_rope_theta=100.0, family="gemma3_text",
+)  # fmt: skip
+CONFIGS["qwen3"] = replace(CONFIGS["llama"], family="qwen3", head_dim=6, qk_norm=True)
+CONFIGS["gpt_neox"] = replace(
+    CONFIGS["gpt2"], family="gpt_neox", positions="rotary", rotary_share=0.5, parallel_residual=True, max_length=12,
+    rope_scaling=RopeScaling(2.0, kind="dynamic"),
 )  # fmt: skip
 NORM, ATTENTION, PACKED = "norm_forward", "attention_forward", "attention_varlen_forward"
 CASES = [
@@ -38,9 +46,13 @@ CASES = [
     ("bloom", "plain", {NORM, ATTENTION}),
     ("bloom", "padding", {NORM}),  # its attention is torch's
     ("llama", "plain", {NORM, ATTENTION, "rope", "swiglu_forward"}),
+    ("qwen3", "plain", {NORM, ATTENTION, "rope", "swiglu_forward"}),
+    ("gpt_neox", "plain", {NORM, ATTENTION, "rope"}),
     ("llama", "documents", {NORM, PACKED, "rope", "swiglu_forward"}),
     ("gemma3", "documents", {NORM, PACKED, "rope"}),
     ("gemma3", "padding", {NORM, ATTENTION, "rope"}),
+    ("bert", "documents", {NORM, PACKED}),
+    ("bert", "padding", {NORM, ATTENTION}),
 ]
 B, L = 2, 13
 

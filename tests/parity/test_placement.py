@@ -28,11 +28,14 @@ from tests.parity.test_train import GPT2, LLAMA
 
 RAGGED = replace(GPT2, num_layers=2, dim=30, num_heads=3, ffn_dim=51, vocab_size=61, max_length=9)
 ROTARY = replace(LLAMA, num_layers=2, dim=32, num_heads=8, num_kv_heads=4, vocab_size=61)
+NORMED = replace(ROTARY, family="qwen3", head_dim=6, qk_norm=True)
 FP64 = Widths(8, 8)
 
 CASES: dict[str, tuple[int, DecoderConfig, MeshConfig, Zero]] = {
     "tp": (2, ROTARY, MeshConfig(tp=2), 0),
     "tp-zero3": (4, ROTARY, MeshConfig(tp=2), 3),
+    "tp-normed-heads": (2, NORMED, MeshConfig(tp=2), 0),
+    "2d-normed-heads": (4, replace(NORMED, num_heads=3, num_kv_heads=3, dim=30), MeshConfig(tp=4, tp_mode="2d"), 0),
     "2d": (4, RAGGED, MeshConfig(tp=4, tp_mode="2d"), 0),
     "2d-zero3": (8, RAGGED, MeshConfig(tp=4, tp_mode="2d"), 3),
     "2.5d": (8, RAGGED, MeshConfig(tp=8, tp_mode="2.5d", tp_depth=2), 0),
@@ -142,15 +145,15 @@ def activations(name: str) -> list[str]:
                     for axis, placed in lies.items():
                         if placed.is_shard() and full is not None:
                             dim = placed.dim % len(full)
-                            full[dim] = _share(full[dim], here[dim], parallel.mesh, axis or axes[0], dim, len(full))
+                            full[dim] = _share(full[dim], here[dim], parallel.mesh, axis or axes[0], dim)
                     if lies and full != here:
                         wrong.append(f"{key} {side}: {here}, and {lies} of one rank's shapes is {full}")
     return wrong
 
 
-def _share(full: int, here: int, mesh: Any, axis: str, dim: int, ndim: int) -> int:
-    """Features are cut in units: their shares add up. Batch and sequence are padded to equal ones."""
-    if dim != ndim - 1:
+def _share(full: int, here: int, mesh: Any, axis: str, dim: int) -> int:
+    """Heads and features are cut in units: their shares add up. Batch and sequence are padded to equal ones."""
+    if dim < 2:
         return -(-full // axis_size(mesh, axis))
     total = torch.tensor(here)
     dist.all_reduce(total, group=sub_mesh(mesh, axis).get_group())
@@ -176,7 +179,7 @@ def _shapes(model: nn.Module, part: Any, ids: Tensor) -> dict[str, dict[str, Any
     return found
 
 
-@pytest.mark.parametrize("name", ["tp", "2d", "2.5d", "3d"])
+@pytest.mark.parametrize("name", ["tp", "tp-normed-heads", "2d-normed-heads", "2d", "2.5d", "3d"])
 def test_activations_lie_as_the_styles_say(ranks, name: str) -> None:
     num_ranks = CASES[name][0]
     assert ranks(num_ranks).run(activations, name) == [[]] * num_ranks

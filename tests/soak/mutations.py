@@ -29,6 +29,7 @@ EXPERTS = "tests/parity/test_experts.py::test_trains_as_one_rank_does"
 DROPOUT = "tests/parity/test_dropout.py::test_dropout_is_that_of_one_rank"
 RESUME = "tests/parity/test_resume.py"
 OPTIMIZERS = "tests/parity/test_optimizers.py"
+MASKED = "tests/parity/test_masked.py::test_every_mesh"
 
 
 def mutation(what: str, file: str, old: str, new: str, *tests: str) -> Mutation:
@@ -282,5 +283,26 @@ MUTATIONS = [
         "self._flight = self._launch_ahead(last)",
         "self._flight = None",
         "tests/unit/serve/test_decode.py::test_the_next_step_is_launched_before_the_last_one_is_read",
+    ),
+    mutation(
+        "masks are drawn alike on every rank",
+        "core/data/masked.py",
+        "rank * len(ids_BL), ids_BL.shape, 3)",
+        "0, ids_BL.shape, 3)",
+        "tests/unit/test_data_masked.py::test_draws_are_those_of_the_place_in_the_global_batch",
+    ),
+    mutation(
+        "a ring of BERT sees earlier tokens alone",
+        "core/models/plan.py",
+        '"ring": attend_by_ring(config.causal),',
+        '"ring": attend_by_ring(True),',
+        f"{MASKED}[bert on 2 cp=2 ring zero 0]",
+    ),
+    mutation(
+        "gradients of the layer before BERT's head are those of one rank's rows",
+        "core/models/plan.py",
+        '"head_transform": sequence.replicate,',
+        '"head_transform": replace(sequence.replicate, partial={}),',
+        f"{MASKED}[bert on 2 tp=2 zero 0]",
     ),
 ]

@@ -45,6 +45,7 @@ class Case:
     length: int = 7
     microbatch: int | None = None
     documents: bool = False
+    masked: bool = False
     seed: int = 0
     optim: Any = "adamw"
     budget: str | None = None
@@ -52,10 +53,16 @@ class Case:
 
 
 def batch_of(case: Case, step: int) -> dict[str, torch.Tensor]:
-    """The whole batch of a step; some targets are not counted, more in some rows than in others."""
+    """The whole batch of a step; some targets are not counted, more in some rows than in others.
+
+    masked  a third of the tokens are targets, each where it stands
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, case.model.vocab_size, (case.batch, case.length + 1), generator=generator)
     targets = tokens[:, 1:].clone()
+    if case.masked:
+        hidden = torch.rand(case.batch, case.length, generator=generator) < 0.3
+        targets = tokens[:, :-1].masked_fill(~hidden, -100)
     targets[0, : 1 + step % 3] = -100
     batch = {"input_ids": tokens[:, :-1], "targets": targets}
     if case.documents:
@@ -66,7 +73,7 @@ def batch_of(case: Case, step: int) -> dict[str, torch.Tensor]:
 
 def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     context = StepContext(batch.get("documents"))
-    return model(batch["input_ids"], context=context, targets=batch["targets"]) / weight(batch)
+    return model(batch["input_ids"], context=context, targets=batch["targets"]) / weight(batch).clamp(min=1)
 
 
 def weight(batch: dict[str, torch.Tensor]) -> torch.Tensor:

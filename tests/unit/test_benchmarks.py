@@ -556,15 +556,11 @@ def test_the_evoformers_contenders_have_one_weight_each_and_are_compared_before_
         evoformer.require_equal("reference", (ours[0], 1.001 * ours[1]), ours, fp32)
 
 
-@pytest.mark.parametrize("longest", [0, 48, 96, 144, 1008, 8160])
-def test_the_longest_sequence_is_found_in_few_steps(longest: int) -> None:
-    """Memory need not be affine in the length; 8160 is the model's limit in units of 48."""
-    size, tried = replace(sequence_parallel.USUAL, budget_bytes=100), []
-
-    def peak_bytes(length: int) -> int:
-        tried.append(length)
-        return 100 if length <= longest else 101
-
-    assert sequence_parallel.longest_within(size, peak_bytes) == longest
-    assert len(tried) <= 16
-    assert max(tried) <= 8192
+def test_four_counts_give_the_bytes_of_any_layers_and_length() -> None:
+    form = sequence_parallel.Form(1000, 70, 5, 3)
+    counts = {(layers, length): form(layers, length) for layers in (1, 2) for length in (10, 30)}
+    found = sequence_parallel.form_of(counts)
+    assert found == form
+    assert found(12, 100) == 1000 + 12 * 70 + 41 * 100
+    assert found.longest(12, found(12, 77)) == 77
+    assert found.longest(12, 1839) == 0

@@ -30,6 +30,7 @@ from core.nn.routing import MoEConfig
 from core.parallel.recompute import RecomputeConfig
 from core.runtime import start
 from tests.support.accounted import accounted_peak_bytes
+from tests.support.masked import bert
 
 GPT3 = DecoderConfig(vocab_size=50257, dim=12288, num_layers=96, num_heads=96, ffn_dim=49152, max_length=2048)
 SMALL = DecoderConfig(vocab_size=515, dim=64, num_layers=6, num_heads=4, ffn_dim=256, max_length=128)
@@ -294,6 +295,11 @@ FAMILIES["gemma3"] = replace(
     full_layers=(1,),
     local_rope_theta=100.0,
 )
+FAMILIES["qwen3"] = replace(FAMILIES["llama"], family="qwen3", head_dim=32, qk_norm=True)
+FAMILIES["gpt_neox"] = replace(
+    SMALL, family="gpt_neox", positions="rotary", activation="gelu", rotary_share=0.25, parallel_residual=True
+)
+FAMILIES["bert"] = bert(vocab_size=515, dim=64, num_layers=6, num_heads=4, ffn_dim=256, max_length=128)
 FAMILIES["mixtral"] = replace(FAMILIES["llama"], moe=MoEConfig(num_experts=4))
 FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4, every=2, experts_per_token=3))
 
@@ -319,6 +325,12 @@ FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4
         ("mistral", "fp32", "none", 1, 8, 1),
         ("gemma3", "fp32", "none", 1, 8, 1),
         ("gemma3", "bf16", "none", 1, 8, 1),
+        ("qwen3", "fp32", "none", 1, 8, 1),
+        ("qwen3", "bf16", "none", 1, 8, 1),
+        ("gpt_neox", "fp32", "none", 1, 8, 1),
+        ("gpt_neox", "bf16", "selective", 1, 8, 1),
+        ("bert", "fp32", "none", 1, 8, 1),
+        ("bert", "bf16", "selective", 1, 8, 1),
         ("mixtral", "fp32", "none", 1, 8, 1),
         ("mixtral", "bf16", "none", 1, 8, 1),
         ("mixtral", "fp32", "full", 1, 8, 1),

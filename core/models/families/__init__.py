@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from core.models.family import Family
 
-_FILES = ("gpt2", "opt", "bloom", "llama", "mistral", "mixtral", "gemma3_text")
+_FILES = ("gpt2", "opt", "bloom", "llama", "mistral", "mixtral", "gemma3_text", "qwen3", "phi3", "gpt_neox", "bert")
 FAMILIES: dict[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _FILES}
 """model_type -> family"""
 

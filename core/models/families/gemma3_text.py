@@ -6,7 +6,7 @@ from typing import Any
 
 from core.config import UserError
 from core.models.families.llama import FAMILY as LLAMA
-from core.models.family import FULL, LOCAL, Key, activation
+from core.models.family import FULL, FULL_LAYERS, LOCAL, Key, activation
 
 
 def _modern(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,13 +20,12 @@ def _modern(hf: Mapping[str, Any]) -> dict[str, Any]:
     return hf
 
 
-def _full_layers(types: list[str], fields: Mapping[str, Any]) -> tuple[int, ...]:
-    if len(types) != fields["num_layers"] or set(types) - {FULL, LOCAL}:
-        raise UserError(
-            f"config.json has layer_types of {len(types)} layers: {', '.join(sorted(set(types)))}; give {FULL} or "
-            f"{LOCAL} for each of the {fields['num_layers']}"
-        )
-    return tuple(index for index, kind in enumerate(types) if kind == FULL)
+def _check(config: Any) -> str:
+    if config.window is None:
+        return "window is None; family gemma3_text has one, so give --model.window"
+    if config.rope_scaling is not None and config.local_rope_theta is None:
+        return "rope_scaling stretches no layer with a window in family gemma3_text, so give --model.local-rope-theta"
+    return ""
 
 
 FAMILY = replace(
@@ -46,10 +45,7 @@ FAMILY = replace(
         "activation": activation("hidden_activation", "gelu_pytorch_tanh", gated=True),
         "tied_head": Key("tie_word_embeddings", True),
         "window": Key("sliding_window", 4096),
-        "full_layers": Key(
-            "layer_types", None, _full_layers,
-            lambda config: [FULL if config.layer_window(n) is None else LOCAL for n in range(config.num_layers)],
-        ),
+        "full_layers": FULL_LAYERS,
         "query_scalar": Key(
             "query_pre_attn_scalar", 256,
             lambda scalar, fields: scalar,
@@ -76,7 +72,5 @@ FAMILY = replace(
     modern=_modern,
     rope_theta=1e6,
     local_rope_theta=10_000.0,
-    check=lambda config: (
-        "window is None; family gemma3_text has one, so give --model.window" if config.window is None else ""
-    ),
+    check=_check,
 )  # fmt: skip

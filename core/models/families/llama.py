@@ -45,5 +45,6 @@ FAMILY = Family(
         ignored=(".rotary_emb.inv_freq",),
     ),
     rope_theta=10_000.0,
+    rope_kinds={kind: kind for kind in ("linear", "dynamic", "yarn", "llama3")},
     gated=True,
 )  # fmt: skip

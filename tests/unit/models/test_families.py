@@ -21,11 +21,18 @@ OTHER = {  # than by default, such that leaving out any one of them still descri
     "word_embed_proj_dim": 20, "apply_residual_connection_post_layernorm": True, "num_local_experts": 5,
     "sliding_window": 7, "hidden_activation": "gelu", "query_pre_attn_scalar": 100,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "type_vocab_size": 3, "layer_norm_eps": 1e-3, "use_parallel_residual": False,
     "num_experts_per_tok": 3, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5,
 }  # fmt: skip
 ROPE = {
     "rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
     "original_max_position_embeddings": 36,
+}  # fmt: skip
+ROPES = dict.fromkeys(FAMILIES, ROPE) | {
+    "phi3": {
+        "rope_type": "longrope", "rope_theta": 50.0, "short_factor": [2.0] * 12, "long_factor": [3.0] * 12,
+        "original_max_position_embeddings": 36,
+    },
 }  # fmt: skip
 
 
@@ -53,17 +60,24 @@ def as_read(name, content, by_transformers=False):
 def test_a_missing_key_means_what_transformers_takes(name):
     family = FAMILIES[name]
     keys = [key.name for key in family.keys.values()]
-    tied = {"tie_word_embeddings": not family.keys["tied_head"].default}
+    tied = {"tie_word_embeddings": not family.keys["tied_head"].default} if "tied_head" in family.keys else {}
     content = {key: (OTHER | tied)[key] for key in keys if key not in family.only}
-    content |= {} if family.rope_theta is None else rope_of(family, ROPE)
+    rope = {} if family.rope_theta is None else rope_of(family, ROPES[name])
+    content |= {"use_sliding_window": True} if name == "qwen3" else {}
+    content |= {} if name == "phi3" else rope  # whose numbers are as many as the keys of sizes say
     assert isinstance(as_read(name, content), DecoderConfig)
     needed = {"num_hidden_layers"} if "layer_types" in content else set()  # they tell of as many layers
-    given = [{}, content] + [{k: v for k, v in content.items() if k != key} for key in content if key not in needed]
+    given = [{}, content, content | rope]
+    given += [{k: v for k, v in content.items() if k != key} for key in content if key not in needed]
     if family.rope_theta is not None:
         for left in ("rope_theta", "original_max_position_embeddings"):
-            given += [content | rope_of(family, {k: v for k, v in ROPE.items() if k != left})]
+            given += [content | rope_of(family, {k: v for k, v in ROPES[name].items() if k != left})]
         given += [{"rope_theta": 7.0}, rope_of(family, {"rope_type": "default"})]
+    if family.local_rope_theta is not None:
         given += [{"rope_local_base_freq": 9.0}, {"rope_theta": 7.0, "rope_scaling": ROPE}]
+    if family.rotary_share is not None:
+        given += [dict(zip(family.rope_keys, (7.0, 0.5))), {"original_max_position_embeddings": 36}]
+        given += [{"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}]
     given += [content | {key.name: None} for key in family.keys.values() if key.default is None]
     given += [{alias: OTHER[key]} for alias, key in family.aliases.items()]
     for one in given:
@@ -73,10 +87,15 @@ def test_a_missing_key_means_what_transformers_takes(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_names_of_transformers(name):
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
+    causal = FAMILIES[name].fixed.get("causal", True)
+    architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if causal else MODEL_FOR_MASKED_LM_MAPPING_NAMES
     assert FAMILIES[name].name == name
-    assert FAMILIES[name].architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    assert FAMILIES[name].architecture == architectures[name]
     assert CONFIG_MAPPING[name].attribute_map.items() <= FAMILIES[name].aliases.items()
 
 

@@ -4,6 +4,7 @@ import torch
 from core.config import UserError
 from core.models import generate
 from core.models.generate import CachedAttend, cached
+from core.models.rope import RopeScaling
 from tests.unit.models.test_decoder import CONFIGS, DEBUG, built
 from tests.unit.models.test_pretrained import FAMILIES, example, in_transformers, random_decoder
 
@@ -38,6 +39,36 @@ def test_greedy_equals_transformers(family, padded, tmp_path):
     mask = mask if padded else torch.ones_like(mask)
     expected = theirs.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert torch.equal(generate(ours.float(), ids, 8, attention_mask=mask if padded else None), expected)
+
+
+LONGROPE = RopeScaling(
+    kind="longrope", original_max_length=8, short_factor=(1.0, 1.5, 2.0), long_factor=(2.0, 3.0, 5.0)
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling", "length"),
+    [("llama", RopeScaling(3.0, kind="dynamic"), 5), ("phi3", LONGROPE, 9)],
+    ids=["dynamic", "longrope"],
+)
+def test_texts_longer_than_the_pretraining(family, scaling, length, tmp_path):
+    """Keys that are kept stay turned as they were, as in transformers."""
+    ours = random_decoder(example(family, max_length=8, rope_scaling=scaling))
+    theirs = in_transformers(ours, tmp_path).float()
+    ids = torch.randint(0, 61, (1, length), generator=torch.Generator().manual_seed(1))
+    expected = theirs.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert torch.equal(generate(ours.float(), ids, 9), expected)
+
+
+def test_a_text_that_outgrows_its_short_factors_is_refused():
+    model = random_decoder(example("phi3", rope_scaling=LONGROPE)).float()
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    assert generate(model, ids, 3).shape[1] == 9  # the last token is not looked at
+    with pytest.raises(UserError, match=r"prompt and new tokens are 10; with more than 8 .* kind longrope"):
+        generate(model, ids, 4)
+    padded = torch.zeros(1, 9, dtype=torch.long)
+    with pytest.raises(UserError, match="prompt and new tokens are 10; with more than 8"):
+        generate(model, padded, 4, attention_mask=(torch.arange(9) > 2).long()[None])
 
 
 @torch.no_grad()

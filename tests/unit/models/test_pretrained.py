@@ -3,6 +3,8 @@
 import json
 import math
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,12 +16,32 @@ from safetensors.torch import load_file, save_file
 
 from core.config import UserError
 from core.models import Decoder, DecoderConfig, RopeScaling, load_pretrained, load_weights, save_pretrained
+from core.models.families import FAMILIES as every
 from core.models.hf_config import config_from_hf, config_to_hf
 from core.models.name_table import hf_to_ours
 
-FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral", "gemma3_text")
+FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral", "gemma3_text", "qwen3", "phi3", "gpt_neox")
 GEMMA3 = {"norm": "rms_norm_from_one", "qk_norm": True, "out_norms": True, "scaled_embedding": True}
 few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+def scaling(pick, family, size):
+    """One of the kinds of a family, in texts of 11 tokens; of pairs as many as turn `size` features."""
+    length, pairs = pick(8, 16), size // 2
+    kinds = {
+        "llama3": RopeScaling(4.0, original_max_length=length),
+        "linear": RopeScaling(3.0, kind="linear"),
+        "dynamic": RopeScaling(3.0, kind="dynamic"),
+        "yarn": RopeScaling(4.0, original_max_length=length, kind="yarn", beta_fast=2.0, truncate=pick(True, False)),
+        "longrope": RopeScaling(
+            original_max_length=length,
+            kind="longrope",
+            short_factor=tuple(1.5 + n for n in range(pairs)),
+            long_factor=tuple(2.5 + 3 * n for n in range(pairs)),
+        ),
+    }
+    known = [kinds[kind] for kind in every[family].rope_kinds.values() if size > 2 or kind != "dynamic"]
+    return pick(None, *known)
 
 
 @st.composite
@@ -44,18 +66,34 @@ def configs(draw, family):
         )  # fmt: skip
     if family == "bloom":
         return DecoderConfig(**shared, positions="alibi", embedding_norm=True, residual_after_norm=pick(True, False))
+    shared["max_length"] = pick(8, 24)  # dynamic stretches what is longer
+    share = pick(*[share for share in (0.25, 0.5, 1.0) if head * share % 2 == 0])
+    if family == "gpt_neox":
+        return DecoderConfig(
+            **shared | {"ffn_dim": pick(12, 4 * dim)}, positions="rotary", activation=pick("gelu", "gelu_tanh"),
+            attention_bias=pick(True, False), parallel_residual=pick(True, False), rotary_share=share,
+            rope_theta=pick(100.0, 10_000.0), rope_scaling=scaling(pick, family, int(head * share)),
+        )  # fmt: skip
     num_kv_heads = pick(*[n for n in range(1, num_heads + 1) if num_heads % n == 0])
-    bias = (True, False) if family in ("llama", "gemma3_text") else (False,)
-    windows = {"llama": (None,), "mistral": (None, 1, 4, 11, 30), "gemma3_text": (1, 3, 4, 30)}[family]
+    own = pick(None, 2 * head) if family != "phi3" else None
+    share = share if family == "phi3" else 1.0
+    bias = (True, False) if family in ("llama", "qwen3", "gemma3_text") else (False,)
+    mlp_bias = bias if family == "llama" else (False,)
+    some = (None, 1, 4, 11, 30)
+    windows = {"mistral": some, "qwen3": some, "phi3": some, "gemma3_text": (1, 3, 4, 30)}.get(family, (None,))
+    window = pick(*windows)
+    if family in ("qwen3", "gemma3_text") and window is not None:
+        shared["full_layers"] = pick((), (0,))
     if family == "gemma3_text":
-        shared |= GEMMA3 | {"full_layers": pick((), (0,)), "query_scalar": pick(5, 8)}
+        shared |= GEMMA3 | {"query_scalar": pick(5, 8)}
         shared["local_rope_theta"] = pick(10.0, 1e4)
     return DecoderConfig(
         num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads, positions="rotary",
-        head_dim=pick(None, 2 * head), rope_theta=pick(100.0, 10_000.0), norm_eps=1e-6,
-        rope_scaling=pick(None, RopeScaling(factor=4.0, original_max_length=16)),
+        head_dim=own, rope_theta=pick(100.0, 10_000.0), norm_eps=1e-6, rotary_share=share,
+        rope_scaling=scaling(pick, family, int((own or head) * share)),
         activation=pick("swiglu", "geglu_tanh" if family == "gemma3_text" else "geglu"), attention_bias=pick(*bias),
-        mlp_bias=family == "llama" and pick(*bias), window=pick(*windows), **{"norm": "rms_norm"} | shared,
+        mlp_bias=pick(*mlp_bias), window=window,
+        **{"norm": "rms_norm", "qk_norm": family == "qwen3"} | shared,
     )  # fmt: skip
 
 
@@ -95,13 +133,32 @@ def relative_error(ours, theirs):
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+def widen_frequencies(theirs, rope, layer_type):
+    """Those that `rope` describes, of all layers or of a type of them, made anew in fp64."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config, rotary = theirs.config, theirs.base_model.rotary_emb
+    prefix, of_type = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+    if rope["rope_type"] == "default":
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = int(head * rope.get("partial_rotary_factor", 1.0))
+        frequency = rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / -size)
+    else:
+        frequency = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **of_type)[0]
+        assert frequency.dtype == torch.float64
+    setattr(rotary, f"{prefix}inv_freq", frequency)
+    setattr(rotary, f"{prefix}original_inv_freq", frequency.clone())
+    setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+    setattr(rotary, f"{prefix}long_inv_freq", None)
+
+
 @contextmanager
 def casts_lifted(theirs):
     """transformers computes some things in fp32 whatever the model's dtype; inside, they are computed in fp64.
 
-    BLOOM: softmax, ALiBi's slopes, and a constant of its gelu that has eight digits. Llama: norms and rotary angles.
+    BLOOM: softmax, ALiBi's slopes, and a constant of its gelu that has eight digits. Llama: norms and rotary angles,
+    whose stretching is made of fp32 numbers in several ways.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.bloom import modeling_bloom
 
     softmax, to = F.softmax, torch.Tensor.to
@@ -109,6 +166,9 @@ def casts_lifted(theirs):
     def wide_to(x, *args, **kwargs):
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         return to(x, *args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+    def wide_made(make, *args, dtype=None, **kwargs):
+        return make(*args, dtype=torch.float64 if dtype is torch.float32 else dtype, **kwargs)
 
     def wide_slopes(num_heads, device=None):
         n = 2 ** math.floor(math.log2(num_heads))
@@ -127,23 +187,15 @@ def casts_lifted(theirs):
             if hasattr(modeling_bloom, "_get_alibi_slopes"):  # later ones ask for the slopes alone, too
                 patch(modeling_bloom, "_get_alibi_slopes", wide_slopes)
             patch(modeling_bloom.BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
-        if theirs.config.model_type in ("llama", "mistral", "gemma3_text"):
+        if (rope := getattr(theirs.config, "rope_parameters", None)) is not None:
             patch(torch.Tensor, "to", wide_to)
             patch(torch.Tensor, "float", lambda x: to(x, torch.float64))
-            rotary, head = theirs.model.rotary_emb, theirs.config.head_dim
-            if theirs.config.model_type == "gemma3_text":
-                for kind in rotary.layer_types:
-                    rope = theirs.config.rope_parameters[kind]
-                    frequency = rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float64) / -head)
-                    if rope["rope_type"] != "default":
-                        frequency = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs.config, layer_type=kind)[0]
-                    setattr(rotary, f"{kind}_inv_freq", frequency)
-            elif rotary.rope_type == "default":
-                theta = theirs.config.rope_parameters["rope_theta"]
-                rotary.inv_freq = theta ** (torch.arange(0, head, 2, dtype=torch.float64) / -head)
-            else:
-                rotary.inv_freq = ROPE_INIT_FUNCTIONS[rotary.rope_type](theirs.config)[0]
-                assert rotary.inv_freq.dtype == torch.float64
+            for make in ("arange", "tensor"):
+                patch(torch, make, partial(wide_made, getattr(torch, make)))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+            for layer_type in getattr(theirs.base_model.rotary_emb, "layer_types", [None]):
+                widen_frequencies(theirs, rope if layer_type is None else rope[layer_type], layer_type)
         yield
 
 
@@ -151,8 +203,10 @@ def check_logits(config, folder, seed):
     ours = random_decoder(config, seed)
     theirs = in_transformers(ours, folder)
     ids, mask = batch(config, seed)
-    # With their casts to fp32 a Mistral of width 4 that was drawn differs by 1.2e-6; without them all are within 1e-10.
-    bound = {"gpt2": 1e-10, "opt": 1e-10, "mistral": 1e-5, "gemma3_text": 1e-4}.get(config.family, 1e-6)
+    # With their casts to fp32 a Mistral of width 4 that was drawn differs by 1.2e-6, a Qwen3 that norms heads of two
+    # features by 1.1e-5; without them all are within 1e-10.
+    wide = {"gpt2": 1e-10, "opt": 1e-10, "bloom": 1e-6, "qwen3": 1e-4, "gemma3_text": 1e-4}
+    bound = wide.get(config.family, 1e-5)
     with torch.no_grad():
         plain, padded = ours(ids), ours(ids, mask)[mask.bool()]
         assert relative_error(plain, theirs(ids).logits) < bound
@@ -231,6 +285,60 @@ def test_what_gemma3_does_not_compute_is_named(change, message):
     assert "\n" not in str(error.value)
 
 
+def test_gemma3_stretches_no_layer_with_a_window():
+    with pytest.raises(UserError, match=r"rope_scaling stretches no .*, so give --model\.local-rope-theta"):
+        example("gemma3_text", local_rope_theta=None, rope_scaling=RopeScaling())
+
+
+@few
+@given(config=configs("qwen3"), seed=st.integers(0, 99))
+def test_qwen3_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+@few
+@given(config=configs("phi3"), seed=st.integers(0, 99))
+def test_phi3_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+@few
+@given(config=configs("gpt_neox"), seed=st.integers(0, 99))
+def test_gpt_neox_logits(config, seed, tmp_path_factory):
+    check_logits(config, tmp_path_factory.mktemp("hf"), seed)
+
+
+def test_qwen3_windows():
+    """They are where the keys say so: in layers from max_window_layers on, or in those that layer_types names."""
+    from transformers import Qwen3Config
+
+    written = config_to_hf(example("qwen3"))
+    plain, full, local = config_from_hf(written), "full_attention", "sliding_attention"
+    content = {key: value for key, value in written.items() if key not in ("layer_types", "sliding_window")}
+    on = content | {"use_sliding_window": True, "max_window_layers": 0}
+    for case, window, full_layers in (
+        (written, None, ()),
+        (content | {"sliding_window": 3, "max_window_layers": 0}, None, ()),
+        (on, 4096, ()),
+        (on | {"sliding_window": None}, None, ()),
+        (on | {"sliding_window": 5, "max_window_layers": 1}, 5, (0,)),
+        (on | {"sliding_window": 5, "max_window_layers": 2}, 5, (0, 1)),
+        (on | {"sliding_window": 5, "layer_types": [local, full]}, 5, (1,)),
+    ):
+        ours, theirs = config_from_hf(case), Qwen3Config.from_dict(case)
+        assert ours == replace(plain, window=window, full_layers=full_layers)
+        of_layers = [theirs.sliding_window if kind == local else None for kind in theirs.layer_types]
+        assert [ours.layer_window(n) for n in range(2)] == of_layers
+        assert config_from_hf(config_to_hf(ours)) == ours
+    for types, why in (
+        ([full, local], "layer_types with sliding_attention and no window"),
+        ([full, "chunked_attention"], "layer_types of 2 layers: chunked_attention, full_attention"),
+        ([full], "layer_types of 1 layers"),
+    ):
+        with pytest.raises(UserError, match=why):
+            config_from_hf(content | {"layer_types": types})
+
+
 def example(family, **changes):
     """One small configuration of a family with three heads, two layers and an odd vocabulary."""
     shared = {
@@ -244,6 +352,7 @@ def example(family, **changes):
     }
     rotary = {"positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "num_kv_heads": 1}
     plain = {"attention_bias": False, "mlp_bias": False}
+    neox = {"positions": "rotary", "rotary_share": 0.5, "activation": "gelu", "parallel_residual": True}
     return {
         "gpt2": lambda: DecoderConfig(**shared | changes),
         "opt": lambda: DecoderConfig(**shared | {"position_offset": 2, "activation": "relu"} | changes),
@@ -259,6 +368,9 @@ def example(family, **changes):
             | {"local_rope_theta": 100.0, "query_scalar": 6}
             | changes
         ),
+        "qwen3": lambda: DecoderConfig(**shared | rotary | plain | {"head_dim": 12, "qk_norm": True} | changes),
+        "phi3": lambda: DecoderConfig(**shared | rotary | plain | {"rotary_share": 0.75} | changes),
+        "gpt_neox": lambda: DecoderConfig(**shared | neox | changes),
     }[family]()
 
 
@@ -277,7 +389,8 @@ def test_gradients(family, tmp_path):
         )
         their_loss.backward()
     assert abs(loss.item() / their_loss.item() - 1) < 1e-12
-    their_grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    names = every[family].names
+    their_grads = {names.full_name(name): parameter.grad for name, parameter in theirs.named_parameters()}
     parameters = dict(ours.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in parameters.values())
     for entry in hf_to_ours(config):
@@ -336,6 +449,9 @@ def rewritten(folder, change):
         ("llama", "model.", ""),
         ("mistral", "model.", ""),
         ("gemma3_text", "model.", ""),
+        ("qwen3", "model.", ""),
+        ("phi3", "model.", ""),
+        ("gpt_neox", "gpt_neox.", ""),
     ],
 )
 def test_files_without_the_prefix(family, prefix, instead, tmp_path):
@@ -407,7 +523,7 @@ def test_foreign_folders(tmp_path):
             json.dumps(config_to_hf(example("gpt2")) | {"scale_attn_by_inverse_layer_idx": True}),
             "scale_attn_by_inverse",
         ),
-        (json.dumps(config_to_hf(example("llama")) | {"rope_parameters": {"rope_type": "yarn"}}), "yarn"),
+        (json.dumps(config_to_hf(example("llama")) | {"rope_parameters": {"rope_type": "axial"}}), "axial"),
         (json.dumps(config_to_hf(example("gpt2"))), "holds no weights"),
     ):
         (tmp_path / "config.json").write_text(content)

@@ -7,8 +7,8 @@ from core.kernels.cross_entropy import linear_cross_entropy
 from core.nn.loss import Head
 
 
-def reference(x, weight, targets, z_loss=0.0, label_smoothing=0.0, ignore_index=-100):
-    logits = F.linear(x, weight)
+def reference(x, weight, targets, z_loss=0.0, label_smoothing=0.0, ignore_index=-100, bias_V=None):
+    logits = F.linear(x, weight, bias_V)
     z = (logits.logsumexp(-1).square() * (targets != ignore_index)).sum()
     options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
     return F.cross_entropy(logits, targets, reduction="sum", **options) + z_loss * z
@@ -40,6 +40,27 @@ def test_loss_and_gradients(shape, chunk_bytes, options, monkeypatch):
     grads = torch.autograd.grad(0.37 * ours, (x, weight))
     for grad, want in zip(grads, torch.autograd.grad(0.37 * expected, (x, weight)), strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 26, 1600])
+def test_a_bias(chunk_bytes, monkeypatch):
+    """Its gradient is summed over chunks, in fp32 of 16 bits; also where it alone learns."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
+    x, weight, targets = inputs(37, 5, 41)
+    bias = torch.linspace(-1, 1, 41, dtype=torch.float64, requires_grad=True)
+    ours, expected = (f(x, weight, targets, bias_V=bias, z_loss=1e-2) for f in (linear_cross_entropy, reference))
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+    wanted = torch.autograd.grad(0.37 * expected, (x, weight, bias))
+    for grad, want in zip(torch.autograd.grad(0.37 * ours, (x, weight, bias)), wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+    x, weight = x.detach(), weight.detach()
+    (grad,) = torch.autograd.grad(0.37 * linear_cross_entropy(x, weight, targets, bias_V=bias, z_loss=1e-2), bias)
+    torch.testing.assert_close(grad, wanted[2], rtol=1e-12, atol=1e-12)
+    ours = linear_cross_entropy(x.bfloat16(), weight.bfloat16(), targets, bias_V=bias.bfloat16(), z_loss=1e-2)
+    (half,) = torch.autograd.grad(0.37 * ours, bias)
+    assert (half - wanted[2]).norm() / wanted[2].norm() < 2**-6
+    with pytest.raises(ValueError, match=r"bias \[40\] for weight \[41, 5\]"):
+        linear_cross_entropy(x, weight, targets, bias_V=bias[:40])
 
 
 def test_large_logits():

@@ -13,7 +13,10 @@ _FAMILIES = {
     "opt": {"position_offset": 2, "activation": "relu"},
     "bloom": {"positions": "alibi", "embedding_norm": True},
     "llama": {"positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "num_kv_heads": 1},
+    "gpt_neox": {"positions": "rotary", "rotary_share": 0.5, "activation": "gelu", "parallel_residual": True},
 }
+_FAMILIES["phi3"] = _FAMILIES["llama"] | {"attention_bias": False, "mlp_bias": False}
+_FAMILIES["qwen3"] = _FAMILIES["phi3"] | {"qk_norm": True, "head_dim": 16}
 FAMILIES = tuple(_FAMILIES)
 
 

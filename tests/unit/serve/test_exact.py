@@ -2,16 +2,20 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from apps.serve.model import longest_text
 from apps.serve.request import Request, Sampling
 from apps.serve.scheduler import Limits
 from core.config import UserError
+from core.models.rope import RopeScaling
 from core.nn.routing import MoEConfig
 from core.quant import quantize
 from tests.support.serving import Written, greedy, random_schedule, real_engine, run
+from tests.unit.models.test_generate import LONGROPE
 from tests.unit.models.test_pretrained import example, in_transformers, random_decoder
 
 LAYOUTS = {
@@ -22,6 +26,10 @@ LAYOUTS = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {}),
     "gemma3": ("gemma3_text", {}),
+    "qwen3": ("qwen3", {"window": 4, "full_layers": (1,)}),
+    "phi3": ("phi3", {"window": 4}),
+    "gpt_neox": ("gpt_neox", {}),
+    "yarn": ("llama", {"rope_scaling": RopeScaling(4.0, kind="yarn", original_max_length=8, beta_fast=2.0)}),
     "mixtral": ("llama", {"moe": MoEConfig(5, experts_per_token=2), "attention_bias": False, "mlp_bias": False}),
 }
 NEW = 10
@@ -228,3 +236,23 @@ def test_sequences_of_a_request_differ_and_repeat():
         found.append([written.ids("a", i) for i in range(4)])
     assert found[0] == found[1] == found[2]
     assert all(a != b for a, b in itertools.combinations(found[0], 2))
+
+
+def test_texts_that_are_turned_alike():
+    """Pages keep keys as they were turned, so no text grows to where all its tokens turn otherwise."""
+    stretched = RopeScaling(2.0, kind="dynamic")
+    for config, most in (
+        (example("llama", max_length=32), None),
+        (example("llama", max_length=32, rope_scaling=stretched), 32),
+        (example("gpt2", max_length=32), 32),
+        (example("phi3", max_length=32, rope_scaling=LONGROPE), 8),
+    ):
+        source = SimpleNamespace(config=config, name="it")
+        assert longest_text(source, None) == (most or 32)
+        assert longest_text(source, 7) == 7
+        if most is None:
+            assert longest_text(source, 33) == 33
+            continue
+        why = "has positions for" if config.positions == "learned" else "turns all tokens of a text of more than"
+        with pytest.raises(UserError, match=f"max_length is 33; it {why} {most}"):
+            longest_text(source, 33)
