@@ -15,6 +15,7 @@ every rank knows its shard, so no rank ever holds a model that was not meant for
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,7 @@ from core.compat import allow_graphs
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
-from core.mesh import Zero, axis_size, pipeline_ranks, sub_mesh, tensor_names
+from core.mesh import Zero, axis_size, context_mode, pipeline_ranks, sub_mesh, tensor_names
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
@@ -112,7 +113,7 @@ def cut(
 
     The model may lie on the meta device, and the mesh may be of ranks that do not exist (`core.runtime.pretended`).
     """
-    plan = _inferred(model_plan(plan), model, mesh)
+    plan = _inferred(model_plan(plan), model, mesh, config)
     steps, pp = list(plan.steps(mesh)), pipeline_ranks(mesh)
     config.check_pipeline(pp)
     split = None
@@ -135,23 +136,49 @@ def cut(
     return table, stages, draws
 
 
-def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh) -> ModelPlan:
-    """The plan, and what it does not say of tensor parallelism and stages as the model's forward shows it.
+def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> ModelPlan:
+    """The plan, and what it does not say of tensor and context parallelism and stages as the model's forward shows it.
 
     Raises UserError where the forward shows none.
     """
     tp, pp = axis_size(mesh, "tp") if tensor_names(mesh) == ("tp",) else 1, pipeline_ranks(mesh)
+    cp = axis_size(mesh, "cp") if "cp" in (mesh.mesh_dim_names or ()) and plan.context is None else 1
+    if cp > 1:
+        with _of_option("cp", cp):
+            mode = _context_mode(plan, mesh, config, tp)
     if tp > 1 and plan.tensor is None:
         from core.parallel.infer import infer_plan, sample_of
 
         with _of_option("tp", tp):  # the length of sharded sequences is known to the first stage alone
-            plan = replace(plan, tensor=infer_plan(model, tp, sample_of(model), sequence=pp == 1).plan)
+            plan = replace(plan, tensor=infer_plan(model, tp, sample_of(model), sequence=pp == cp == 1).plan)
+    if cp > 1:
+        from core.parallel.infer import infer_context, sample_of
+
+        with _of_option("cp", cp):
+            plan = replace(plan, context=infer_context(model, cp, sample_of(model), mode))
     if pp > 1 and plan.pipeline is None:
         from core.parallel.infer import infer_stages, sample_of
 
         with _of_option("pp", pp):
             plan = replace(plan, pipeline=infer_stages(model, sample_of(model)))
     return plan
+
+
+def _context_mode(plan: ModelPlan, mesh: DeviceMesh, config: ParallelConfig, tp: int) -> Literal["ring", "ulysses"]:
+    """Raises UserError for what does not go with context parallelism that is found in a forward."""
+    mode = context_mode(mesh)
+    for there, what, instead in (
+        (tp > 1 and plan.tensor is not None, "a given plan of tensor parallelism", "mesh.tp=1, or leave that out, too"),
+        (plan.experts is not None, "a given plan of experts", "mesh.cp=1"),
+        (bool(plan.kernels or plan.precision), "kernels or formats of a given plan", "mesh.cp=1"),
+        (pipeline_ranks(mesh) > 1, "stages of a pipeline", "mesh.pp=1"),
+        (config.compile, "compile, whose graphs would hold the attention that is replaced", "no compile"),
+    ):
+        if there:
+            raise UserError(f"it does not go with {what}; use {instead}, or say how the sequence is cut")
+    if mode == "mixed":
+        raise UserError("mesh.cp_mode=mixed takes a plan; use ring or ulysses, or say how the sequence is cut")
+    return mode
 
 
 @contextmanager

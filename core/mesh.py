@@ -37,6 +37,7 @@ CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 
 Zero = Literal[0, 1, 2, 3]
 TpMode = Literal["1d", "2d", "2.5d", "3d"]
+ContextMode = Literal["ring", "ulysses", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class MeshConfig:
     """depth of 2.5D tensor parallelism; tp is q x q x tp_depth"""
     cp: int = 1
     """context parallel ranks: each holds a part of every sequence"""
-    cp_mode: Literal["ring", "ulysses", "mixed"] = "ring"
+    cp_mode: ContextMode = "ring"
     """keys and values go round a ring; or heads for sequence, all to all; or rings of cp_ulysses ranks each"""
     cp_ulysses: int = 1
     """ranks that exchange heads under cp_mode mixed"""
@@ -283,9 +284,15 @@ def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
     """
     mesh = init_device_mesh(device_type, config.sizes(), mesh_dim_names=config.axes)
     derive_axes(mesh)
+    vars(mesh)["_context_mode"] = config.cp_mode
     if config.cp_mode == "mixed":
         split_axis(sub_mesh(mesh, "cp"), config.cp_ulysses, CONTEXT_AXES)
     return mesh
+
+
+def context_mode(mesh: DeviceMesh) -> ContextMode:
+    """The cp_mode of the config that a mesh was built from; of another one, the default's."""
+    return vars(mesh).get("_context_mode", MeshConfig.cp_mode)
 
 
 def derive_axes(mesh: DeviceMesh) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.comm.collectives import all_gather, reduce_from
+from core.comm.collectives import all_gather, reduce_from, reduce_scatter
 from core.config import UserError
 from core.placement.style import Message, Messages, Site, Style
 
@@ -64,6 +64,11 @@ class SequenceCut:
         """The begins of a rank's pieces, in ascending order."""
         last = 2 * self.num_ranks - 1 - rank
         return tuple(self.piece_length * n for n in ((rank, last) if self.zigzag else (rank,)))
+
+    def places(self, rank: int, device: torch.device) -> Tensor:
+        """The indices of a rank's places, padding included, which counts on behind the sequence."""
+        pieces = (torch.arange(start, start + self.piece_length, device=device) for start in self.starts(rank))
+        return torch.cat(list(pieces))
 
     def real(self, start: int) -> int:
         """Places of the piece that begins at `start` that are not padding."""
@@ -191,6 +196,23 @@ class _Join(Function):
 def join_sequence(x_BL: Tensor, cut: SequenceCut, axis: DeviceMesh) -> Tensor:
     """x[B, L_cp, ..] -> x[B, L, ..] on every rank, which all use alike: the gradient is a slice."""
     return _Join.apply(x_BL, cut, axis)  # pyright: ignore[reportReturnType]
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx, x, cut, axis):
+        ctx.cut, ctx.axis = cut, axis
+        return cut.join(list(all_gather(x[None], 0, axis)), 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        parts = [ctx.cut.take(grad, 1, rank) for rank in range(ctx.axis.size())]
+        return reduce_scatter(torch.cat(parts, 1), 1, ctx.axis), None, None
+
+
+def gather_sequence(x_BL: Tensor, cut: SequenceCut, axis: DeviceMesh) -> Tensor:
+    """x[B, L_cp, ..] -> x[B, L, ..] on every rank, whose gradients are partial sums of the whole."""
+    return _Gather.apply(x_BL, cut, axis)  # pyright: ignore[reportReturnType]
 
 
 def head_size(site: Site) -> int:

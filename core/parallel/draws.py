@@ -281,8 +281,7 @@ class Draws:
                     f"{cut.local_length} places of the sequence that this rank has; set its p to 0, or use mesh.cp=1"
                 )
             if dims > 1:
-                own = [torch.arange(start, start + cut.piece_length, device=x.device) for start in cut.starts(rank)]
-                places[1] = torch.cat(own)
+                places[1] = cut.places(rank, x.device)
         return places
 
     def _part_of(self, module: nn.Module, name: str) -> Part | None:

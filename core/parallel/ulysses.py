@@ -80,27 +80,40 @@ def ulysses_attention(axis: DeviceMesh, inner: Callable[..., Tensor], ring: Devi
     inner  the `attend` of what the exchange brings together: the whole sequence, or what the ring then passes round
     Its `context` is a `ShardedContext`. Raises UserError where there are fewer heads than ranks.
     """
-    rank = axis.get_local_rank()
 
     @torch.compiler.disable()
     def attend(
         q: Tensor, k: Tensor, v: Tensor, /, *, slopes: Tensor | None, window: int | None = None, mask: Tensor | None,
         positions: Tensor, context: ShardedContext,
     ) -> Tensor:  # fmt: skip
-        heads = HeadCut(q.shape[2], k.shape[2], axis.size())
-        check_exchange(heads.num_heads, heads.num_ranks)
         cut, seen = context.cut, {"mask": context.mask_BL, "context": context.whole}
         if ring is not None:
             cut = SequenceCut(axis.size() * cut.local_length, axis.size(), cut.zigzag)
             seen = {"mask": None, "context": replace(context, cut=context.cut.coarser(axis.size()))}
-        q, k, v = _ToHeads.apply(q, k, v, heads, cut, axis)  # pyright: ignore[reportGeneralTypeIssues]
-        mine = heads.queries(rank)
-        slopes = None if slopes is None else slopes[mine.start : mine.stop]
-        k, v = heads.spread(k, rank), heads.spread(v, rank)
-        o = inner(q, k, v, slopes=slopes, window=window, positions=context.positions_BL, **seen)
-        return _ToSequence.apply(o, heads, cut, axis)  # pyright: ignore[reportReturnType]
+
+        def inside(q: Tensor, k: Tensor, v: Tensor, mine: range) -> Tensor:
+            own = None if slopes is None else slopes[mine.start : mine.stop]
+            return inner(q, k, v, slopes=own, window=window, positions=context.positions_BL, **seen)
+
+        return exchange(q, k, v, cut, axis, inside)
 
     return attend
+
+
+def exchange(
+    q: Tensor, k: Tensor, v: Tensor, cut: SequenceCut, axis: DeviceMesh, attend: Callable[..., Tensor]
+) -> Tensor:
+    """q[B, L_cp, H, K], k and v[B, L_cp, J, K] -> o[B, L_cp, H, K], by attention to the whole sequence.
+
+    attend  (q[B, L, H_r, K], k, v, the heads of q among all) -> o[B, L, H_r, K]
+
+    Raises UserError where there are fewer heads than ranks.
+    """
+    heads, rank = HeadCut(q.shape[2], k.shape[2], axis.size()), axis.get_local_rank()
+    check_exchange(heads.num_heads, heads.num_ranks)
+    q, k, v = _ToHeads.apply(q, k, v, heads, cut, axis)  # pyright: ignore[reportGeneralTypeIssues]
+    o = attend(q, heads.spread(k, rank), heads.spread(v, rank), heads.queries(rank))
+    return _ToSequence.apply(o, heads, cut, axis)  # pyright: ignore[reportReturnType]
 
 
 def _refuse_exchange(num_ranks: Callable[[AnyMesh, str], int]) -> Callable[[Any, AnyMesh, str], None]:
@@ -111,14 +124,21 @@ def _refuse_exchange(num_ranks: Callable[[AnyMesh, str], int]) -> Callable[[Any,
     return refuse
 
 
-def _exchanged(axis: str) -> Messages:
-    """Heads for sequence: what a rank has of all heads; and sequence for heads: of its heads, what all ranks have."""
+def exchange_messages(
+    axis: str,
+    heads: Callable[[Site], tuple[int, int]] = heads_here,
+    size: Callable[[Site], int] = head_size,
+) -> Messages:
+    """Heads for sequence: what a rank has of all heads; and sequence for heads: of its heads, what all ranks have.
+
+    heads  queries' and keys', of what a rank has before, of that size
+    """
 
     def cut(site: Site) -> HeadCut:
-        return HeadCut(*heads_here(site), site.size(axis))
+        return HeadCut(*heads(site), site.size(axis))
 
     def places(site: Site) -> int:
-        return site.batch * site.length * head_size(site)
+        return site.batch * site.length * size(site)
 
     def of_all(site: Site, parts: slice) -> int:
         return places(site) * sum(sum(cut(site).sizes(rank)[parts]) for rank in range(site.size(axis)))
@@ -141,7 +161,7 @@ def _by_exchange(attention: Any, axis: DeviceMesh) -> nn.Module:
     return attention
 
 
-attend_by_ulysses = Style(messages=_exchanged(AXIS), refuse=_refuse_exchange(axis_size), wrap=_by_exchange)
+attend_by_ulysses = Style(messages=exchange_messages(AXIS), refuse=_refuse_exchange(axis_size), wrap=_by_exchange)
 """Attention modules with their own `attend`, over the whole sequence and a share of the heads."""
 
 
@@ -161,7 +181,7 @@ def attend_by_both(num_exchange: int, causal: bool = True) -> Style:
         return elements_passed(site.size(across), site.batch, num_exchange * site.length, held, head_size(site))
 
     return Style(
-        messages=_exchanged(within) + ring_messages(passed, across),
+        messages=exchange_messages(within) + ring_messages(passed, across),
         refuse=_refuse_exchange(lambda mesh, axis: num_exchange),
         wrap=wrap,
     )

@@ -1,5 +1,6 @@
-"""Tensor parallelism that was inferred: n ranks train transformers' own models as one rank does."""
+"""Parallelism that was inferred: n ranks train transformers' own models as one rank does."""
 
+import re
 from typing import Any
 from unittest.mock import patch
 
@@ -15,24 +16,34 @@ from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.data import Completion
-from core.parallel.infer import infer_plan, infer_stages, sample_of
+from core.parallel.infer import infer_context, infer_plan, infer_stages, sample_of
 from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.recompute import RecomputeConfig
 from core.placement.messages import microbatch_bytes, partial_sum_bytes
-from core.placement.table import placement
+from core.placement.table import ModelPlan, placement
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
-from tests.support.foreign import CASES, DROPPING, LENGTH, ROWS, UNSEEN, Case, batch_of
+from tests.support.foreign import CASES, DROPPING, LENGTH, PADDED, ROWS, UNSEEN, Case, batch_of
 from tests.support.zoo import in_fp64
 
 LR, STEPS = 1e-2, 10
 ONE_AFTER_ONE = PipelineConfig("1f1b")
+NOT_AGAIN = RecomputeConfig()
 
 
 def trained(
-    name: str, tp: int, zero: Zero, pp: int = 1, pipeline: PipelineConfig = ONE_AFTER_ONE, steps: int = STEPS
+    name: str,
+    tp: int,
+    zero: Zero,
+    pp: int = 1,
+    pipeline: PipelineConfig = ONE_AFTER_ONE,
+    steps: int = STEPS,
+    cp: int = 1,
+    cp_mode: Any = "ring",
+    recompute: RecomputeConfig = NOT_AGAIN,
 ) -> dict[str, Any]:
     """Losses, and where the parameters began and ended, whole; and a loss afterwards."""
-    case = (CASES | DROPPING | UNSEEN)[name]
+    case = (CASES | DROPPING | UNSEEN | PADDED)[name]
     torch.manual_seed(0)
     with in_fp64():
         model = case.make().double().train()
@@ -41,16 +52,17 @@ def trained(
             precision="fp64",
             steps=steps,
             optim=OptimConfig(lr=LR, clip_norm=0.5),
-            mesh=MeshConfig(tp=tp, pp=pp),
+            mesh=MeshConfig(tp=tp, pp=pp, cp=cp, cp_mode=cp_mode),
             pipeline=pipeline,
         )
         mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), zero), "cpu")
-        parallel = parallelize(model, mesh, ParallelConfig(zero=zero, precision="fp64", pipeline=pipeline))
+        spread = ParallelConfig(zero=zero, precision="fp64", pipeline=pipeline, recompute=recompute)
+        parallel = parallelize(model, mesh, spread)
         state = TrainState(parallel, build_optimizer(config.optim, parallel.masters), LossScale("fp64"), {})
         start = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
         losses = []
-        data_ranks = dist.get_world_size() // (tp * pp)
-        data_rank = dist.get_rank() // tp if pp == 1 else 0
+        data_ranks = dist.get_world_size() // (tp * pp * cp)
+        data_rank = dist.get_rank() // (tp * cp) if pp == 1 else 0
         rows = slice(data_rank * ROWS // data_ranks, (data_rank + 1) * ROWS // data_ranks)
         for step in range(steps):
             batch = {k: v[rows] for k, v in batch_of(step).items()}
@@ -161,6 +173,74 @@ def test_stages_of_inferred_tensor_parallelism_equal_one_rank(ranks, zero: Zero)
     check_stages(ranks(4).run(trained, "llama", 2, zero, 2), expected)
 
 
+IN_PLACES = {"gpt2": "ring", "llama": "ring", "bert with padding": "ulysses"}
+"""Models of every run, by the mode of context parallelism."""
+MORE_IN_PLACES = [name for name in CASES | UNSEEN | PADDED if name not in IN_PLACES]
+WHOLE = {
+    **dict.fromkeys(("bloom", "gptj", "gemma2"), "argument attention_mask that has a sequence twice"),
+    "mixtral": "model.layers.0.mlp.experts looks at values",
+    "falcon": "joins places with what all ranks have of the whole sequence",
+    "t5": "decoder.block.1 is given an argument 2 that another block has made",
+    **dict.fromkeys(("twice", "albert"), "it has no list of blocks that"),
+    "swin": "swin.encoder.layers.0.blocks are not sure to do so",
+}
+"""Models whose sequences are not cut -> why."""
+
+
+@pytest.mark.parametrize("name", IN_PLACES)
+def test_places_of_a_sequence_equal_one_rank(ranks, name: str) -> None:
+    expected = ranks(1).run(trained, name, 1, 0)[0]
+    for found in ranks(2).run(trained, name, 1, 0, cp=2, cp_mode=IN_PLACES[name]):
+        check_equal(found, expected)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cp_mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", MORE_IN_PLACES)
+def test_places_of_more_models_equal_one_rank_or_are_refused(ranks, name: str, cp_mode: str) -> None:
+    expected = ranks(1).run(trained, name, 1, 0)[0]
+    why = WHOLE.get(name)
+    if name in PADDED and cp_mode == "ring":
+        why = "attention is given a mask .* use --mesh.cp-mode ulysses"
+    for found in ranks(2).run(tried, name, 1, cp=2, cp_mode=cp_mode):
+        if why is None:
+            assert isinstance(found, dict), found
+            check_equal(found, expected)
+        else:
+            assert isinstance(found, str)
+            assert re.search(why, found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "cp_mode", "cp", "tp", "zero"),
+    [
+        ("llama", "ulysses", 2, 1, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("llama", "ring", 2, 2, 1),
+                ("gpt2", "ulysses", 2, 2, 0),
+                ("llama", "ring", 4, 1, 2),
+                ("bert with padding", "ulysses", 4, 1, 0),
+                ("vit", "ring", 4, 1, 1),
+                ("gpt2", "ring", 2, 1, 3),
+            )
+        ),
+    ],
+)
+def test_places_on_four_ranks_equal_one(ranks, name: str, cp_mode: str, cp: int, tp: int, zero: Zero) -> None:
+    expected = ranks(1).run(trained, name, 1, 0)[0]
+    for found in ranks(4).run(trained, name, tp, zero, cp=cp, cp_mode=cp_mode):
+        check_equal(found, expected)
+
+
+def test_places_that_are_recomputed_and_dropouts_equal_one_rank(ranks) -> None:
+    name, each = "gpt2 with dropout outside of attention", RecomputeConfig("full")
+    expected = ranks(1).run(trained, name, 1, 0)[0]
+    for found in ranks(2).run(trained, name, 1, 0, cp=2, recompute=each):
+        check_equal(found, expected)
+
+
 def test_dropout_drops_what_one_rank_drops(ranks) -> None:
     """Where attention is written out; torch's own operator on one rank draws for itself."""
     expected = ranks(1).run(trained, "gpt2 with dropout", 1, 0)[0]
@@ -190,6 +270,24 @@ def sent_and_said(name: str) -> tuple[dict[Any, int], dict[Any, int]]:
     return {key: n for key, n in volume.bytes.items() if key[1] == "tp" and n}, dict(said)
 
 
+def sent_and_said_of_places(name: str, cp_mode: Any) -> tuple[dict[Any, int], dict[Any, int]]:
+    """The same of context parallelism."""
+    model, mesh = CASES[name].make().train(), MeshConfig(cp=2, cp_mode=cp_mode).resolve(2, 0)
+    plan = ModelPlan(context=infer_context(model, 2, sample_of(model), cp_mode))
+    said = microbatch_bytes(model, plan, mesh, ROWS, -(-LENGTH // 4) * 2 if cp_mode == "ring" else LENGTH // 2)
+    parallel = parallelize(model, build_mesh(mesh, "cpu"), ParallelConfig(), plan)
+    with count_volume(parallel.mesh) as volume, parallel.microbatch(last=True):
+        CASES[name].loss(parallel.model, batch_of(0)).backward()
+    of_data = ("all_reduce", "recv")
+    return {key: n for key, n in volume.bytes.items() if key[1] == "cp" and key[0] not in of_data}, dict(said)
+
+
+@pytest.mark.parametrize(("name", "cp_mode"), [("gpt2", "ring"), ("gpt2", "ulysses")])
+def test_messages_of_places_are_those_of_the_closed_forms(ranks, name: str, cp_mode: str) -> None:
+    for counted, said in ranks(2).run(sent_and_said_of_places, name, cp_mode):
+        assert counted == said
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "bloom", "llama"])
 def test_messages_are_those_of_the_closed_forms(ranks, name: str) -> None:
     for counted, said in ranks(2).run(sent_and_said, name):
@@ -205,7 +303,7 @@ REFUSED = {"gpt_bigcode": "transformer.h.0.attn"}
 def test_models_that_the_inference_was_not_written_with(ranks, name: str) -> None:
     """Right, or refused in a line: what runs equals one rank."""
     expected = ranks(1).run(trained, name, 1, 0)[0]
-    found = ranks(2).run(tried, name)
+    found = ranks(2).run(tried, name, 2)
     for each in found:
         if name in REFUSED:
             assert isinstance(each, str)
@@ -216,8 +314,8 @@ def test_models_that_the_inference_was_not_written_with(ranks, name: str) -> Non
             check_equal(each, expected)
 
 
-def tried(name: str) -> dict[str, Any] | str:
+def tried(name: str, tp: int, **options: Any) -> dict[str, Any] | str:
     try:
-        return trained(name, 2, 0)
+        return trained(name, tp, 0, **options)
     except UserError as refused:
         return str(refused)

@@ -120,6 +120,15 @@ def _tokens(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+def _padded_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    """Sequences of which each has another number of tokens, of a length that two and four ranks do not divide."""
+    ids, labels = batch["input_ids"][:, :5], batch["labels"][:, :5].clone()
+    there = torch.arange(5) < (5 - labels[:, :1] % 3)
+    logits = model(input_ids=ids, attention_mask=there.long()).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.masked_fill_(~there, -100).flatten(), reduction="sum")
+    return losses / len(ids)
+
+
 def _translation(name: str) -> Callable[[nn.Module, Batch], Tensor]:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**{name: batch[name]}, decoder_input_ids=batch["labels"].flip(1)).logits
@@ -182,9 +191,18 @@ def _dropping_gpt2(attention: str) -> Callable[[], nn.Module]:
     return make
 
 
+def _dropping_outside_attention() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **_ENDS, attn_pdrop=0.0))
+
+
+PADDED = {f"{name} with padding": Case(CASES[name].make, _padded_tokens) for name in ("bert", "gpt2", "llama")}
 DROPPING = {
     "gpt2 with dropout": Case(_dropping_gpt2("eager"), _tokens),
     "gpt2 with fused dropout": Case(_dropping_gpt2("sdpa"), _tokens),
+    "gpt2 with dropout outside of attention": Case(_dropping_outside_attention, _tokens),
 }
 """Models with a dropout of a tenth wherever they have one."""
 

@@ -9,9 +9,25 @@ Union-find with refinement: taking an axis apart takes apart all that it is one 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
+
+Frozen = list[tuple["Axis", str]]
+"""Axes that were forbidden to be cut, and why."""
+_noted: ContextVar[Frozen | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[Frozen]:
+    """Note which axes are frozen inside, also those that were frozen before."""
+    token = _noted.set(frozen := [])
+    try:
+        yield frozen
+    finally:
+        _noted.reset(token)
 
 
 @dataclass(eq=False)
@@ -37,10 +53,15 @@ class Axis:
 
     def freeze(self, why: str) -> None:
         """Forbid to cut it, and all that it consists of."""
+        if (noted := _noted.get()) is not None:
+            noted.append((self, why))
+        self._stay(why)
+
+    def _stay(self, why: str) -> None:
         root = self.root
         root.frozen = root.frozen or why
         for part in root.parts:
-            part.freeze(why)
+            part._stay(why)
 
     def leaves(self) -> Iterator["Axis"]:
         """The axes that are not taken apart, of which it consists."""
@@ -135,7 +156,7 @@ def _merge(a: Axis, b: Axis) -> None:
     why = a.frozen or b.frozen
     gone._one_with = kept
     if why:
-        kept.freeze(why)
+        kept._stay(why)
 
 
 def grouped(dims: Iterable[Axis], shape: Sequence[int], why: str) -> Dims:

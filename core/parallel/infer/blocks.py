@@ -33,12 +33,12 @@ LEAST_SHARE = 0.5
 """Part of the model's work that a list of blocks does."""
 MOST_TRIED = 4
 """Stages of the split that is tried."""
-_OF_ITS_SHAPE = {f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
-_OF_ITS_SHAPE |= {f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")}
+OF_ITS_SHAPE = {f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
+OF_ITS_SHAPE |= {f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")}
 """Operators that take no values from their tensor."""
 
 
-class _Unsure(Exception):
+class UnsureBlocks(Exception):
     """The reason why a list of blocks is not cut."""
 
 
@@ -51,19 +51,19 @@ def infer_stages(model: nn.Module, sample: Mapping[str, Any]) -> PipelinePlan:
     """
     with on_tensors_without_values(model, sample) as (whole, inputs):
         found = traced(whole, inputs)
-        lists, refused = _lists(whole, found), list[str]()
+        lists, refused = lists_of_blocks(whole, found), list[str]()
         for name in lists:
             try:
-                plan = _Blocks(name, whole, found).plan()
+                plan = Blocks(name, whole, found).plan()
                 _try_stages(plan, whole, inputs, found)
                 return plan
-            except _Unsure as unsure:
+            except UnsureBlocks as unsure:
                 refused.append(f"{name}: {unsure}")
     why = refused[0] if refused else "it has no list of modules that are called once each, in their order"
     raise UserError(f"no list of blocks can be cut into stages for sure ({why}); use pp=1, or say where its blocks are")
 
 
-def _lists(model: nn.Module, found: Trace) -> list[str]:
+def lists_of_blocks(model: nn.Module, found: Trace) -> list[str]:
     """Lists of two blocks at least, none inside of another; the one with most parameters first."""
     called = [call.name for call in found.calls]
     lists: dict[str, int] = {}
@@ -75,7 +75,7 @@ def _lists(model: nn.Module, found: Trace) -> list[str]:
     return sorted(lists, key=lambda name: -lists[name])
 
 
-class _Blocks:
+class Blocks:
     """A list of blocks in a trace. Places: -1 is in front of it, 0 to n - 1 are the blocks, n is behind it."""
 
     def __init__(self, name: str, model: nn.Module, found: Trace):
@@ -85,14 +85,14 @@ class _Blocks:
         self.start, self.stop = self.calls[0].first, self.calls[-1].last
 
     def plan(self) -> PipelinePlan:
-        tuple_size, costs = self._handed_on(), self._costs()
+        tuple_size, costs = self.handed_on(), self.costs()
         self._check_values()
         before = tuple(dict.fromkeys(self._modules_before()))
         self._check_parameters(before)
         work = sum(costs.blocks) + costs.before + costs.behind
         if sum(costs.blocks) < LEAST_SHARE * work:
             share = sum(costs.blocks) / work
-            raise _Unsure(f"its blocks do {share:.0%} of the model's work, and one stage would do the rest")
+            raise UnsureBlocks(f"its blocks do {share:.0%} of the model's work, and one stage would do the rest")
         return PipelinePlan(self.name, before, costs, tuple_size)
 
     def place(self, number: int) -> int:
@@ -103,19 +103,19 @@ class _Blocks:
     def end(self) -> int:
         return len(self.calls)
 
-    def _handed_on(self) -> int:
+    def handed_on(self) -> int:
         """The size of the tuple that each block returns; 0 where it returns the tensor that it hands on."""
         for call in self.calls:
             if not call.args or not isinstance(call.args[0], Tensor):
-                raise _Unsure(f"{call.name} is not given a tensor as its first argument")
-            if not isinstance(handed := _first(call.result), Tensor) or not handed.is_floating_point():
-                raise _Unsure(f"{call.name} hands on a {type(handed).__name__}, and a stage hands on one tensor")
+                raise UnsureBlocks(f"{call.name} is not given a tensor as its first argument")
+            if not isinstance(handed := first_of(call.result), Tensor) or not handed.is_floating_point():
+                raise UnsureBlocks(f"{call.name} hands on a {type(handed).__name__}, and a stage hands on one tensor")
         for one, next_one in pairwise(self.calls):
-            if self.found.value(_first(one.result)) is not self.found.value(next_one.args[0]):
-                raise _Unsure(f"{next_one.name} is given another tensor than {one.name} returns")
+            if self.found.value(first_of(one.result)) is not self.found.value(next_one.args[0]):
+                raise UnsureBlocks(f"{next_one.name} is given another tensor than {one.name} returns")
         sizes = {len(call.result) if isinstance(call.result, tuple) else 0 for call in self.calls}
         if len(sizes) > 1:
-            raise _Unsure(f"its blocks return tuples of {', '.join(map(str, sorted(sizes)))}")
+            raise UnsureBlocks(f"its blocks return tuples of {', '.join(map(str, sorted(sizes)))}")
         return sizes.pop()
 
     def _check_values(self) -> None:
@@ -123,22 +123,22 @@ class _Blocks:
         opaque = (call for call in self.found.calls if call.name in self.found.opaque)
         made = {self.found.value(call.result): self.place(call.first) for call in opaque}
         entrances = [self.found.value(call.args[0]) for call in self.calls]
-        result = self.found.value(_first(self.calls[-1].result))
+        result = self.found.value(first_of(self.calls[-1].result))
         handed = {value: place for place, value in enumerate([*entrances, result])}
         for op in self.found.operations:
             used = [value for value in op.given if value in made or value.parameter is not None]
-            if not used or op.name in _OF_ITS_SHAPE:
+            if not used or op.name in OF_ITS_SHAPE:
                 continue
             place = self.place(op.number)
             for value in used:
                 if value.parameter is None and place not in (made[value], handed.get(value)):
-                    raise _Unsure(f"{_where(op)} uses what was made {self._in_words(made[value])}")
+                    raise UnsureBlocks(f"{where(op)} uses what was made {self._in_words(made[value])}")
             if 0 <= place < self.end and self.calls[place] not in op.calls:
-                raise _Unsure(f"{_where(op)} computes between two blocks")
+                raise UnsureBlocks(f"{where(op)} computes between two blocks")
             made |= {value: place for value in op.made if value.parameter is None}
         left = next((v for v in self.found.outputs if v in made and self.end not in (made[v], handed.get(v))), None)
         if left is not None:
-            raise _Unsure(f"the model returns what was made {self._in_words(made[left])}")
+            raise UnsureBlocks(f"the model returns what was made {self._in_words(made[left])}")
 
     def _in_words(self, place: int) -> str:
         if place < 0:
@@ -152,9 +152,9 @@ class _Blocks:
                 continue
             call = next((c for c in op.calls if c.name and not f"{self.name}.".startswith(f"{c.name}.")), None)
             if call is None:
-                raise _Unsure(f"{_where(op)} uses a parameter by itself in front of the blocks")
+                raise UnsureBlocks(f"{where(op)} uses a parameter by itself in front of the blocks")
             if not isinstance(call.result, Tensor) or not call.result.is_floating_point():
-                raise _Unsure(f"{call.name}, in front of the blocks, returns a {type(call.result).__name__}")
+                raise UnsureBlocks(f"{call.name}, in front of the blocks, returns a {type(call.result).__name__}")
             yield call.name
 
     def _check_parameters(self, before: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ class _Blocks:
                 whole = None if value.parameter is None else of[value.parameter]
                 if whole is not None and self.place(op.number) not in places[whole]:
                     place = self._in_words(self.place(op.number))
-                    raise _Unsure(f"{value.parameter} is used {place}, and belongs to another stage")
+                    raise UnsureBlocks(f"{value.parameter} is used {place}, and belongs to another stage")
 
     def _place_of(self, name: str, before: Sequence[str]) -> int:
         if any(name.startswith(f"{module}.") for module in before):
@@ -177,7 +177,7 @@ class _Blocks:
         rest = name.removeprefix(f"{self.name}.")
         return self.end if rest == name else int(rest.split(".")[0])
 
-    def _costs(self) -> Costs:
+    def costs(self) -> Costs:
         """By the multiplications of products."""
         costs = [0.0] * (self.end + 2)
         for op in self.found.operations:
@@ -187,14 +187,14 @@ class _Blocks:
         return Costs(tuple(blocks), before, behind)
 
 
-def _where(op: Operation) -> str:
+def where(op: Operation) -> str:
     name = op.modules[-1] if op.modules else ""
     return f"{name or 'the model'} ({op.name})"
 
 
 def _try_stages(plan: PipelinePlan, whole: nn.Module, inputs: Mapping[str, Any], found: Trace) -> None:
-    """Run each stage of a split. Raises _Unsure where one differs from the whole forward."""
-    blocks = _Blocks(plan.blocks, whole, found)
+    """Run each stage of a split. Raises UnsureBlocks where one differs from the whole forward."""
+    blocks = Blocks(plan.blocks, whole, found)
     num = min(MOST_TRIED, blocks.end)
     sizes = [blocks.end // num + (n < blocks.end % num) for n in range(num)]
     split = StageSplit(tuple(stage_ranges(sizes)), tuple(range(num)), plan)
@@ -211,13 +211,13 @@ def _try_stages(plan: PipelinePlan, whole: nn.Module, inputs: Mapping[str, Any],
                 received = stages.compute(**inputs)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)
-            raise _Unsure(f"stage {stage} of {num} cannot run by itself: {said}") from error
+            raise UnsureBlocks(f"stage {stage} of {num} cannot run by itself: {said}") from error
         wanted = [told for op in found.operations[first:last] for told in _told(op.name, op.made[0].shape)]
         if noted.operations[-len(wanted) :] != wanted:
-            raise _Unsure(f"stage {stage} of {num} does not compute what it computes in the whole model")
+            raise UnsureBlocks(f"stage {stage} of {num} does not compute what it computes in the whole model")
 
 
-def _first(result: Any) -> Any:
+def first_of(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) and result else result
 
 

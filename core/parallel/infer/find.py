@@ -136,11 +136,14 @@ def without_value(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
-def traced(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
-    """The trace, around modules that cannot run without values."""
+def traced(model: nn.Module, inputs: Mapping[str, Any], attention: bool = False) -> Trace:
+    """The trace, around modules that cannot run without values.
+
+    attention  torch's function of attention is one operation
+    """
     opaque: dict[str, str] = {}
     while True:
-        attempt = Trace(opaque=dict(opaque))
+        attempt = Trace(opaque=dict(opaque), attention=attention)
         try:
             return trace(model, inputs, attempt)
         except RuntimeError as error:  # torch's, or below it: a value that is not there, an operator without shapes

@@ -5,16 +5,23 @@ Each operator either says which axes of its operands are one (`core.parallel.inf
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from core.compat import TorchDispatchMode, tree_leaves, tree_map
-from core.parallel.infer.axes import Axis, Dims, freeze, leaves_of, new_dim
-from core.parallel.infer.rules import Operator, axes_made
+from core.compat import FakeTensor, TorchDispatchMode, tree_leaves, tree_map, without_modes
+from core.parallel.infer.axes import Axis, Dims, freeze, leaves_of, new_dim, noting
+from core.parallel.infer.rules import Operator, attended, axes_made
+
+ATTENTION = "scaled_dot_product_attention"
+"""The operation that stands for torch's function in a trace with `attention`."""
+_CONSTANT = 64
+"""Elements of a constant that is noted."""
 
 
 @dataclass(eq=False)
@@ -41,6 +48,7 @@ class Operation:
     number  of the operation, in their order
     plain   its arguments that are no tensors
     calls   those of the modules that were running, the outermost first
+    frozen  the axes that it forbids to be cut, and why
     """
 
     number: int
@@ -50,6 +58,7 @@ class Operation:
     plain: tuple[Any, ...]
     calls: "tuple[Call, ...]"
     operator: Operator
+    frozen: list[tuple[Axis, str]] = field(default_factory=list)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -90,6 +99,7 @@ class Trace:
                 first tensor, all frozen
     running     calls that have begun and not ended
     paused      operations are not the model's
+    attention   torch's function of attention is one operation, which freezes nothing
     """
 
     values: dict[int, Value] = field(default_factory=dict)
@@ -100,6 +110,7 @@ class Trace:
     opaque: dict[str, str] = field(default_factory=dict)
     running: list[Call] = field(default_factory=list)
     paused: bool = False
+    attention: bool = False
     _kept: list[Tensor] = field(default_factory=list)
 
     def value(self, tensor: Tensor) -> Value:
@@ -119,10 +130,19 @@ def trace(model: nn.Module, sample: Mapping[str, Any], found: Trace) -> Trace:
         value = found.value(parameter)
         value.parameter, value.learned = value.parameter or name, True
         found.parameters[name] = value
-    with watched(model, found), torch.no_grad(), _Flow(found):
+    with watched(model, found), torch.no_grad(), _Attention(found) if found.attention else nullcontext(), _Flow(found):
         result = model(**sample)
     found.outputs = [found.value(tensor) for tensor in tensors_in(result)]
     return found
+
+
+def plain_of(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The arguments of an operator that are no tensors; of a constant its values, which a forward may count with."""
+    leaves = tree_leaves((args, kwargs))
+    if name == "lift_fresh" and not isinstance(leaves[0], FakeTensor) and leaves[0].numel() <= _CONSTANT:
+        with without_modes():
+            return tuple(leaves[0].flatten().tolist())
+    return tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | float | str))
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
@@ -207,7 +227,8 @@ class _Flow(TorchDispatchMode):
         given = [found.value(tensor) for tensor in tensors]
         operator = Operator(func, *tree_map(lambda x: found.value(x) if isinstance(x, Tensor) else x, (args, kwargs)))
         made = []
-        all_dims = axes_made(operator, given, [tuple(tensor.shape) for tensor in results])
+        with noting() as frozen:
+            all_dims = axes_made(operator, given, [tuple(tensor.shape) for tensor in results])
         for tensor, dims in zip(results, all_dims, strict=True):
             if any(tensor is other for other in tensors):  # in place
                 made.append(found.value(tensor))
@@ -215,7 +236,32 @@ class _Flow(TorchDispatchMode):
             same = given[0].parameter if operator.is_view and given else None
             learned = any(value.learned for value in given)
             made.append(found.add(tensor, Value(tuple(tensor.shape), dims, same, learned, len(found.operations))))
-        plain = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float | str))
+        plain = plain_of(operator.name, args, kwargs)
         number, running = len(found.operations), tuple(found.running)
-        found.operations.append(Operation(number, operator.name, given, made, plain, running, operator))
+        found.operations.append(Operation(number, operator.name, given, made, plain, running, operator, frozen))
         return result
+
+
+class _Attention(TorchFunctionMode):
+    """Notes torch's attention as one operation: queries, keys, values and a mask are given, the result is made."""
+
+    def __init__(self, found: Trace):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, found = kwargs or {}, self.found
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if found.paused or any(tensor.ndim != 4 for tensor in tensors[:3]):
+            return func(*args, **kwargs)
+        found.paused = True
+        made = tensors[0].new_empty(*tensors[0].shape[:3], tensors[2].shape[3])
+        found.paused = False
+        given, number = [found.value(tensor) for tensor in tensors], len(found.operations)
+        operator = Operator(func, *tree_map(lambda x: found.value(x) if isinstance(x, Tensor) else x, (args, kwargs)))
+        learned = any(value.learned for value in given)
+        value = found.add(made, Value(tuple(made.shape), attended(given), learned=learned, made_by=number))
+        found.operations.append(Operation(number, ATTENTION, given, [value], (), tuple(found.running), operator))
+        return made

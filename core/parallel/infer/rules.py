@@ -201,20 +201,26 @@ def _product(op: Operator, given: Sequence[Any], shapes: Sequence[Shape]) -> lis
 
 def _attention(op: Operator, given: Sequence[Any], shapes: Sequence[Shape]) -> list[Dims]:
     """scaled_dot_product_attention in one operator: queries [B, H, T, E], keys [B, K, S, E], values [B, K, S, V]."""
+    for dim in (given[0].dims[2], given[0].dims[3], given[1].dims[2]):
+        freeze(dim, "attention works along it")
+    result = attended(given)
+    known: list[Dims] = [result, result[:3]]  # and a number for each row
+    fits = {tuple(map(size_of, dims)): dims for dims in known}
+    return [fits.get(shape) or _fresh(shape, "attention's own") for shape in shapes]
+
+
+def attended(given: Sequence[Any]) -> Dims:
+    """The axes of attention's result [B, H, T, V]."""
     queries, keys, values, *rest = given
     B, H, T, E = queries.dims
     for ours, theirs in ((B, keys.dims[0]), (E, keys.dims[3]), (keys.dims[2], values.dims[2])):
         unify(ours, theirs)
-    for dim in (T, E, keys.dims[2]):
-        freeze(dim, "attention works along it")
     unify(keys.dims[1], values.dims[1])
     heads, groups = size_of(H), size_of(keys.dims[1])
     unify(H, keys.dims[1] if heads == groups else (*keys.dims[1], *new_dim(heads // groups)))
     for mask in rest:
         _broadcast([(B, H, T, keys.dims[2]), mask.dims], (size_of(B), heads, size_of(T), size_of(keys.dims[2])))
-    known: list[Dims] = [(B, H, T, values.dims[3]), (B, H, T)]  # the result, and a number for each row
-    fits = {tuple(map(size_of, dims)): dims for dims in known}
-    return [fits.get(shape) or _fresh(shape, "attention's own") for shape in shapes]
+    return (B, H, T, values.dims[3])
 
 
 # --- along a dim ------------------------------------------------------------------------------------------------------
@@ -294,13 +300,13 @@ def _convolution(op: Operator, given: Sequence[Any], shapes: Sequence[Shape]) ->
 
 
 def _padded(op: Operator, given: Sequence[Any], shapes: Sequence[Shape]) -> list[Dims]:
-    """Operators that keep the dims whose size stays, and change the others (padding)."""
+    """Padding, of the last dim first: (in front, behind), which may cut off at one end what they add at the other."""
     (shape,) = shapes
-    dims, why = [()] * (len(shape) - len(given[0].dims)) + list(given[0].dims), f"{op.name} changes it"
-    for dim, size in zip(dims, shape, strict=True):
-        if size_of(dim) != size:
-            freeze(dim, why)
-    return [tuple(d if size_of(d) == n else new_dim(n, why) for d, n in zip(dims, shape, strict=True))]
+    dims, pad, why = list(given[0].dims), op.arg(1, "pad"), f"{op.name} changes it"
+    for place in (-1 - n // 2 for n in range(len(pad)) if pad[n]):
+        freeze(dims[place], why)
+        dims[place] = new_dim(shape[place], why)
+    return [tuple(dims)]
 
 
 def _repeat(op: Operator, given: Sequence[Any], shapes: Sequence[Shape]) -> list[Dims]:
@@ -331,7 +337,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "sort", "argsort", "flip"), _AT_1),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "prod", "argmax", "argmin", "max", "min"), _AT_1),
     **dict.fromkeys(("var", "std", "var_mean", "logsumexp"), _AT_1),
-    **dict.fromkeys(("linalg_vector_norm", "topk", "norm"), _AT_2),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _AT_2),
+    "topk": _along(lambda op: op.arg(2, "dim", -1)),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
     "embedding": _embedding,
     "index": _index,

@@ -21,8 +21,9 @@ from core.parallel.infer.styles import Role, Trial, between
 
 MOST_SIZES = 4
 """Attributes of one module that are changed together at most."""
-_COUNTS = {"view", "_unsafe_view", "reshape", "expand", "slice", "split", "split_with_sizes", "narrow", "new_zeros"}
-_COUNTS |= {"new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange", "repeat", "as_strided"}
+COUNTS = {"view", "_unsafe_view", "reshape", "expand", "slice", "split", "split_with_sizes", "narrow", "new_zeros"}
+COUNTS |= {"new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange", "repeat", "as_strided"}
+"""Operators whose arguments count a rank's part, so that they differ from those of the whole."""
 
 NOTHING = ("detach", "alias", "lift_fresh", "clone", "contiguous")
 """Operators that hand their tensor on, and are called or not as tensors happen to lie in memory."""
@@ -177,7 +178,7 @@ class _Compared(TorchDispatchMode):
         if name == "slice":
             if not self._same_slice(op, args, kwargs or {}):
                 raise _Differs(self.at, modules, f"{where} takes another slice")
-        elif name not in _COUNTS and plain != op.plain:
+        elif name not in COUNTS and plain != op.plain:
             raise _Differs(self.at, modules, f"{where} ({name}) is given {plain} and not {op.plain}")
         self.at += 1
         return result
