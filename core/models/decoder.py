@@ -156,7 +156,7 @@ class DecoderConfig:
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        unread = {}
+        unread: dict[str, str] = {}
         if self.positions != "rotary":
             why = f"with model.positions={self.positions}; give --model.positions rotary"
             unread = dict.fromkeys(("rope_theta", "rope_scaling", "local_rope_theta", "rotary_share"), why)

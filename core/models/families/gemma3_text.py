@@ -58,8 +58,8 @@ FAMILY = replace(
     },
     names=replace(
         LLAMA.names,
-        modules=LLAMA.names.modules
-        | {
+        modules={
+            **LLAMA.names.modules,
             "blocks.{n}.attention.query_norm": "layers.{n}.self_attn.q_norm",
             "blocks.{n}.attention.key_norm": "layers.{n}.self_attn.k_norm",
             "blocks.{n}.attention_out_norm": "layers.{n}.post_attention_layernorm",
