@@ -101,6 +101,8 @@ class DecoderConfig:
     family: FamilyName = "gpt2"
 
     def __post_init__(self) -> None:
+        if isinstance(self.full_layers, list):  # of a file
+            object.__setattr__(self, "full_layers", tuple(self.full_layers))
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -156,11 +158,10 @@ class DecoderConfig:
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        rotary: tuple[str, ...] = ("rope_theta", "rope_scaling", "local_rope_theta", "rotary_share")
         unread: dict[str, str] = {}
         if self.positions != "rotary":
             why = f"with model.positions={self.positions}; give --model.positions rotary"
-            unread = dict.fromkeys(rotary, why)
+            unread = dict.fromkeys(("rope_theta", "rope_scaling", "local_rope_theta", "rotary_share"), why)
         if self.window is None:
             without = "and no layer has a window; give --model.window"
             unread = {"full_layers": without, "local_rope_theta": without} | unread

@@ -58,7 +58,7 @@ def ring_attention(axis: DeviceMesh, *, causal: bool = True) -> Callable[..., Te
 
 def attend_to_places(q: Tensor, k: Tensor, v: Tensor, cut: SequenceCut, axis: DeviceMesh, causal: bool) -> Tensor:
     """Attention by a ring of q[B, L_cp, H, K], k and v[B, L_cp, J, K] to all places that are not padding."""
-    pairs = _Pairs(cut, axis.get_local_rank(), causal, None, None, None, q.dtype)
+    pairs = _Pairs(cut, axis.get_local_rank(), causal, None, None, None, None, q.dtype)
     return _Ring.apply(q, k, v, axis, pairs)  # pyright: ignore[reportReturnType]
 
 
