@@ -101,6 +101,8 @@ class DecoderConfig:
     family: FamilyName = "gpt2"
 
     def __post_init__(self) -> None:
+        if isinstance(self.full_layers, list):  # of a file
+            object.__setattr__(self, "full_layers", tuple(self.full_layers))
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
