@@ -150,12 +150,18 @@ def _check(model: Decoder, input_ids_BL: Tensor, mask: Tensor | None, capacity: 
         raise UserError(
             f"prompt and new tokens are {capacity}; this model has positions for {config.max_length}, so ask for fewer"
         )
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "longrope":
-        short = scaling.original_max_length  # the last token is not looked at
-        if input_ids_BL.shape[1] <= short < capacity - 1:
+    if config.rope_scaling is not None and config.rope_scaling.kind == "longrope":
+        _check_turns(input_ids_BL, mask, capacity, config.rope_scaling.original_max_length)
+
+
+def _check_turns(input_ids_BL: Tensor, mask: Tensor | None, capacity: int, short: int) -> None:
+    """Keys are kept as they were turned, so no text may grow from the short factors to the long ones."""
+    length = input_ids_BL.shape[1]
+    for tokens in [length] if mask is None else (mask != 0).sum(1).tolist():
+        most = tokens + capacity - length
+        if tokens <= short < most - 1:  # the last token is not looked at
             raise UserError(
-                f"prompt and new tokens are {capacity}; with more than {short} this model turns those before otherwise "
+                f"prompt and new tokens are {most}; with more than {short} this model turns those before otherwise "
                 "(rope_scaling of kind longrope), so ask for fewer, or begin with a prompt of more"
             )
 

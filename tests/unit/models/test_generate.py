@@ -66,6 +66,9 @@ def test_a_text_that_outgrows_its_short_factors_is_refused():
     assert generate(model, ids, 3).shape[1] == 9  # the last token is not looked at
     with pytest.raises(UserError, match=r"prompt and new tokens are 10; with more than 8 .* kind longrope"):
         generate(model, ids, 4)
+    padded = torch.zeros(1, 9, dtype=torch.long)
+    with pytest.raises(UserError, match="prompt and new tokens are 10; with more than 8"):
+        generate(model, padded, 4, attention_mask=(torch.arange(9) > 2).long()[None])
 
 
 @torch.no_grad()
