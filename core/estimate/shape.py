@@ -346,8 +346,7 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     normed = queries + keys if config.qk_norm else 0
     apart = queries if config.qk_norm and queries > keys else 0
     composed_heads = normed if composed_norms else 0
-    if config.qk_norm:
-        statistics += config.num_heads + config.kv_heads
+    statistics += config.num_heads + config.kv_heads if config.qk_norm else 0
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
     return BlockShape(

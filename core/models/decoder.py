@@ -9,8 +9,7 @@ some rows makes only those, and every mesh starts from the same weights.
 Sources: Radford et al. (GPT-2, 2019), Zhang et al. (OPT, 2022), BigScience (BLOOM, 2022), Touvron et al. (Llama, 2023).
 No dropout: pretraining in this repository sees each token about once.
 
-Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K head size, R turned
-pairs of a head.
+Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K head size, R turned pairs of a head.
 """
 
 import hashlib
@@ -138,8 +137,8 @@ class DecoderConfig:
         if is_gated(self.activation) != family.gated:
             kind = "gated" if family.gated else "not gated"
             raise UserError(f"activation {self.activation} in family {self.family}, whose MLP is {kind}")
-        if self.rope_scaling is not None and (kind := self.rope_scaling.kind) not in family.rope_kinds:
-            known = ", ".join(family.rope_kinds) or "none"
+        if self.rope_scaling is not None and (kind := self.rope_scaling.kind) not in family.rope_kinds.values():
+            known = ", ".join(family.rope_kinds.values()) or "none"
             raise UserError(f"rope_scaling is of kind {kind}; a model of family {self.family} has {known}")
         if why := family.check(self):
             raise UserError(why)

@@ -58,7 +58,7 @@ def _scaling(hf: Mapping[str, Any], rope: dict[str, Any], family: Family, max_le
         rope[_LENGTH] = hf.get(_LENGTH, family.original_length)
     if kind in _BY_LENGTHS:
         rope |= _BY_LENGTHS[kind](rope, max_length)
-    given = {field: rope.get(_key(field)) for field in RopeScaling.READ[kind]}
+    given: dict[str, Any] = {field: rope.get(_key(field)) for field in RopeScaling.READ[kind]}
     absent = [field for field, value in given.items() if value is None]
     if lacking := [_key(field) for field in absent if field not in _OPTIONAL]:
         raise UserError(f"config.json lacks {', '.join(lacking)} of its rope_parameters; copy the folder again")

@@ -15,6 +15,7 @@ from core.models.rope import RopeScaling
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.placement.style import Style
 from tests.parity.test_train import GPT2, LLAMA, TOLERANCE, parallel
+from tests.support.covering import FEW, MANY
 from tests.support.training import Case, difference_from_single, largest_difference, of_one_rank, run
 
 # Texts of seven tokens: yarn stretches some pairs and not others, dynamic all of them, longrope by its long factors.
@@ -45,12 +46,10 @@ MESHES = {
     "2.5d-zero2": (8, MeshConfig(tp=4, tp_mode="2.5d", tp_depth=1), 2),
     "3d": (8, MeshConfig(tp=8, tp_mode="3d"), 0),
 }
+ROWS = {f"{model}-{mesh}": {"model": model, "mesh": mesh} for model in MODELS for mesh in MESHES}
 QUICK = ("qwen3-tp", "qwen3-2d", "qwen3-3d", "phi3-tp-zero3", "neox-stages-tp", "neox-2.5d", "dynamic-ring")
-CASES = [
-    pytest.param(model, mesh, id=f"{model}-{mesh}", marks=() if f"{model}-{mesh}" in QUICK else pytest.mark.soak)
-    for model in MODELS
-    for mesh in MESHES
-]
+CASES = [pytest.param(name, FEW, id=name) for name in QUICK]
+CASES += [pytest.param(name, MANY, id=f"{name}-{MANY}-steps", marks=pytest.mark.soak) for name in ROWS]
 
 
 def case(model: str, mesh: str, **options: Any) -> tuple[int, Case]:
@@ -59,9 +58,9 @@ def case(model: str, mesh: str, **options: Any) -> tuple[int, Case]:
     return num_ranks, Case(MODELS[model], config, parallel(zero, **stages), **options)
 
 
-@pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_trains_as_one_rank_does(ranks, model: str, mesh: str) -> None:
-    num_ranks, given = case(model, mesh)
+@pytest.mark.parametrize(("name", "steps"), CASES)
+def test_trains_as_one_rank_does(ranks, name: str, steps: int) -> None:
+    num_ranks, given = case(**ROWS[name], steps=steps)
     difference, where = difference_from_single(ranks, num_ranks, given)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 

@@ -29,6 +29,7 @@ CONFIGS = {
     "opt_350m": example("opt", num_heads=2, embed_dim=12, norm_first=False, final_norm=False, **SIZES),
     "bloom": example("bloom", num_heads=6, **SIZES),
     "llama": example("llama", num_heads=4, num_kv_heads=2, **SIZES),
+    "qwen3": example("qwen3", num_heads=4, num_kv_heads=2, **SIZES),
 }
 # Lengths of one token too: a step of a single row is cut over the ranks like any other.
 PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 10], [60] * 13]

@@ -41,6 +41,8 @@ def written(decoder: Decoder, compiled: bool, page_dtype: torch.dtype = torch.fl
         ("opt", Scheme("int8")),
         ("bloom", Scheme("w8a8")),
         ("llama", Scheme("int4", 32)),
+        ("qwen3", None),
+        ("gpt_neox", Scheme("int8")),
         ("gpt2", Scheme("llm.int8", threshold=1.0)),
     ],
     ids=str,
