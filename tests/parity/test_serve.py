@@ -32,7 +32,6 @@ CONFIGS = {
     "mistral": example("mistral", num_heads=4, num_kv_heads=2, **SIZES),
     "gemma3": example("gemma3_text", num_heads=4, num_kv_heads=2, **SIZES),
     "qwen3": example("qwen3", num_heads=4, num_kv_heads=2, **SIZES),
-    "gpt_neox": example("gpt_neox", num_heads=2, **SIZES),
 }
 # Lengths of one token too: a step of a single row is cut over the ranks like any other.
 PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 10], [60] * 13]

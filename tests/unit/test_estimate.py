@@ -328,7 +328,6 @@ FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4
         ("qwen3", "fp32", "none", 1, 8, 1),
         ("qwen3", "bf16", "none", 1, 8, 1),
         ("gpt_neox", "fp32", "none", 1, 8, 1),
-        ("gpt_neox", "bf16", "selective", 1, 8, 1),
         ("bert", "fp32", "none", 1, 8, 1),
         ("bert", "bf16", "selective", 1, 8, 1),
         ("mixtral", "fp32", "none", 1, 8, 1),

@@ -205,7 +205,6 @@ QWEN = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidde
 FOREIGN = {
     "qwen2": QWEN | {"num_key_value_heads": 2, "max_position_embeddings": 512},
     "phi": QWEN | {"max_position_embeddings": 512},
-    "stablelm": QWEN | {"max_position_embeddings": 512},
 }
 
 

@@ -285,6 +285,12 @@ def test_what_gemma3_does_not_compute_is_named(change, message):
     assert "\n" not in str(error.value)
 
 
+def test_layers_of_a_file_are_those_of_the_configuration():
+    """JSON has lists alone; a run's folder is read back with them."""
+    assert replace(example("gemma3_text"), full_layers=[1]) == example("gemma3_text")
+    assert replace(example("gpt2"), full_layers=[]) == example("gpt2")
+
+
 def test_gemma3_stretches_no_layer_with_a_window():
     with pytest.raises(UserError, match=r"rope_scaling stretches no .*, so give --model\.local-rope-theta"):
         example("gemma3_text", local_rope_theta=None, rope_scaling=RopeScaling())

@@ -16,7 +16,7 @@ _FAMILIES = {
     "gpt_neox": {"positions": "rotary", "rotary_share": 0.5, "activation": "gelu", "parallel_residual": True},
 }
 _FAMILIES["phi3"] = _FAMILIES["llama"] | {"attention_bias": False, "mlp_bias": False}
-_FAMILIES["qwen3"] = _FAMILIES["phi3"] | {"qk_norm": True, "head_dim": 16}
+_FAMILIES["qwen3"] = _FAMILIES["phi3"] | {"qk_norm": True, "head_dim": 32}
 FAMILIES = tuple(_FAMILIES)
 
 
