@@ -31,6 +31,7 @@ OTHERWISE = {
     "layer_norm-3": "rows over 8192 elements: the sums of a backward need a second read",
     "rms_norm-2": "likewise",
     "paged_attention-3": "a prefill: compute-bound, and both launches get the pages, which one of them leaves alone",
+    "paged_attention-4": "likewise, and of the pages all are counted here, those too that the window hides",
     "int8_dynamic_matmul-2": "which columns of x are outliers, and read once more, is not known here",
     "int4_matmul-0": "the backward widens the weight, which a product with its transpose would have to do by column",
     "int4_matmul-1": "likewise",
