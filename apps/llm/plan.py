@@ -87,7 +87,7 @@ WITHOUT_EFFECT = (
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),
     *("data.suffixes", "data.tokenizer", "data.vocab_size", "data.mask_documents", "data.heldout_fraction"),
-    *("objective", "data.mask_token"),
+    "data.mask_token",
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 from apps.llm.corpus import DataConfig, prepare
 from apps.llm.pretrain import show_progress
@@ -11,6 +12,18 @@ from core.data import RampConfig
 
 @dataclass(frozen=True)
 class TokenizeConfig:
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *(
+            "data.path",
+            "data.format",
+            "data.tokenizer",
+            "data.vocab_size",
+            "data.heldout_fraction",
+            "data.cache",
+            "out",
+        ),
+    )
+
     data: DataConfig = field(default_factory=DataConfig)
     out: Path = Path("runs/corpora")
     """folder of tokenized corpora; runs in runs/… find them there"""

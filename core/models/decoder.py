@@ -172,8 +172,10 @@ class DecoderConfig:
         if family is None or family.family:
             raise UserError(f"family is {self.family!r}; give one of {', '.join(get_args(FamilyName))}")
         free = {*family.keys, "moe", "family", "rope_theta", *(["rope_scaling"] if family.rope_theta else [])}
-        free |= {"local_rope_theta"} if family.local_rope_theta else set()
+        free |= {"local_rope_theta"} if family.local_rope_theta is not None else set()
         free |= {"rotary_share"} if family.rotary_share is not None else set()
+        if self.positions != "rotary":  # `unread` says so of what is given for them
+            free |= {"local_rope_theta", "rotary_share"}
         for item in (item for item in fields(self) if item.name not in free):
             value, fixed = getattr(self, item.name), family.fixed.get(item.name, item.default)
             if value != fixed:

@@ -113,6 +113,7 @@ ALIKE = {
     "data.ramp.start": "steps as short as these take no time that is printed",
     "mesh.dp_replicate": "1 is what it is without",
     "mesh.dp_shard": "1 is what it is without",
+    "objective": "clm is what the model of the recipe is for",
     "optim.factored": "of a matrix the largest two dims are the last two",
 }
 """Options that the plans below are rightly the same with, and why."""

@@ -140,7 +140,7 @@ def test_results_change_less(family: str, tied: bool) -> None:
         found = quantize(copy.deepcopy(plain), "int4", calibration=batches, **options)
         names = {name for name, p in nearest.named_parameters() if isinstance(p, QuantizedWeight)}
         assert names == {name for name, p in found.named_parameters() if isinstance(p, QuantizedWeight)}
-        assert missed(found, plain, texts(seed=1)) < (0.85 if options else 0.6) * missed(nearest, plain, texts(seed=1))
+        assert missed(found, plain, texts(seed=1)) < (0.85 if options else 0.65) * missed(nearest, plain, texts(seed=1))
 
 
 class NoChain(Decoder):
