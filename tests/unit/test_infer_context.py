@@ -65,7 +65,7 @@ class Model(nn.Module):
 def places(model: nn.Module, mode: Any = "ulysses") -> dict[str, LocalBlock]:
     """The blocks' part of a plan."""
     plan = infer_context(model, 2, sample_of(model), mode)
-    return {name: style.wrap.__self__ for name, style in plan.items() if name}  # type: ignore[attr-defined]
+    return {name: style.wrap.__self__ for name, style in plan.items() if name}
 
 
 def test_what_goes_along_the_sequence_is_cut_and_masks_stay_whole() -> None:
@@ -326,7 +326,7 @@ class Line:
 def running(model: nn.Module, mode: Any = "ring") -> Any:
     """A model whose blocks have rank 0's places."""
     for name, style in infer_context(model, 2, sample_of(model), mode).items():
-        style.wrap(model.get_submodule(name), Line())  # type: ignore[arg-type]
+        style.wrap(model.get_submodule(name), Line())
     return model
 
 

@@ -81,7 +81,7 @@ class Blocks:
     def __init__(self, name: str, model: nn.Module, found: Trace):
         self.name, self.model, self.found = name, model, found
         of = {call.name: call for call in found.calls}
-        self.calls = [of[f"{name}.{n}"] for n in range(len(model.get_submodule(name)))]  # type: ignore[arg-type]
+        self.calls = [of[f"{name}.{n}"] for n, _ in model.get_submodule(name).named_children()]
         self.start, self.stop = self.calls[0].first, self.calls[-1].last
 
     def plan(self) -> PipelinePlan:
