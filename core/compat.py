@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as without_torch_function
+from torch._C import _current_autograd_node as current_node
 from torch._C import _current_graph_task_id as backward_number
 from torch._compile import _disable_dynamo as uncompiled
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -36,6 +37,7 @@ __all__ = [
     "TorchDispatchMode",
     "TransposedConvolution",
     "backward_number",
+    "current_node",
     "symbolic_shapes",
     "tree_flatten",
     "tree_leaves",

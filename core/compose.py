@@ -70,7 +70,7 @@ class ParallelConfig:
                     "pipeline options with mesh.pp=1: there are no stages; leave --pipeline.* out, or use --mesh.pp 2"
                 )
             return
-        given = {"zero=3": self.zero == 3, "compile": self.compile, "recompute.mode": self.recompute.mode != "none"}
+        given = {"zero=3": self.zero == 3, "compile": self.compile}
         for option, why in SCHEDULES[name].refuses.items():
             if given.get(option):
                 nearest = "--zero 2" if option == "zero=3" else f"no {option}"
@@ -130,7 +130,8 @@ def cut(
     if plan.precision:
         transform(model, plan.precision)
         table = placement(model, None, mesh, config.zero, stages=split, gemini=gemini) | table  # what it has added
-    apply_recompute(model, config.recompute)
+    in_parts = stages is not None and SCHEDULES[config.pipeline.schedule].splits_backward
+    apply_recompute(model, config.recompute, in_parts=in_parts)
     if config.compile:
         compile_blocks(blocks_of(model))
     return table, stages, draws

@@ -38,7 +38,7 @@ from core.kernels.cross_entropy import cut
 from core.layout import largest_share
 from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
-from core.parallel.pipeline.schedule import Kind, most_in_flight
+from core.parallel.pipeline.schedule import SCHEDULES, Kind, most_in_flight
 from core.placement.stages import StageSplit
 from core.precision import compute_dtype
 
@@ -130,7 +130,7 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int
     weights = own + _copies(model, stages, rank)
     state, grads = _state_bytes(model, weights, own, run), _gradient_bytes(model, weights, run)
     head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
-    kept, recomputed = _block_activations(model, run, stages, rank)
+    kept, kept_back, recomputed = _block_activations(model, run, stages, rank)
     block = model.largest_block
     input_bytes, everything, working = (
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
@@ -150,7 +150,7 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int
     resident = state.resident + bias + gathered
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
-        "backward": resident + grads.first + head.tied_gradient + kept + recomputed + working,
+        "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
         "update": state.resident + max(grads.own + kernel, sent),
     }
@@ -158,7 +158,7 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int
         parameters_bytes=state.parameters,
         gradients_bytes=state.gradients,
         optimizer_bytes=state.optimizer,
-        activations_bytes=round(kept + max(head.activations, recomputed + working)),
+        activations_bytes=round(max(kept + head.activations, kept_back + recomputed + working)),
         buffers_bytes=round(
             head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + max(kernel, sent)
         ),
@@ -310,32 +310,41 @@ def _sent_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
 # --- activations and the head -----------------------------------------------------------------------------------------
 
 
-def _block_activations(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> tuple[float, float]:
-    """(kept by all blocks of a rank, beyond that at the worst moment of the way back by recomputing one)."""
-    kept_by, beyond = {}, 0.0
+def _block_activations(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> tuple[float, float, float]:
+    """What all blocks of a rank keep: (behind a forward, on the way back, beyond that while one is computed again)."""
+    kept_by, pending_by, beyond = {}, {}, 0.0
+    splits = SCHEDULES[run.pipeline.schedule].splits_backward and run.pp > 1
     for stage in stages.own(rank):
-        kept = worst = 0.0
+        kept = pending = 0.0
+        moments = []  # when a block is computed again, beside what is kept and pending of all
         for index in stages.ranges[stage]:
             block = model.block_of(index)
             input_bytes, everything, selective = (
                 run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective)
             )
             kept_if_recomputed = input_bytes + (selective if run.recompute == "selective" else 0)
-            again = max(0.0, input_bytes + everything - kept_if_recomputed)
+            again = max(0.0, input_bytes + everything - kept_if_recomputed) if run.recomputes(index) else 0.0
             kept += kept_if_recomputed if run.recomputes(index) else input_bytes + everything
-            worst = max(worst, kept + (again if run.recomputes(index) else 0))
-        kept_by[stage], beyond = kept, max(beyond, worst - kept)
+            # Between I and W the gradients of what weights made, of products and norms, and what those were made of.
+            waiting = selective + 2 * input_bytes
+            if again and block.weighed is not None:
+                waiting += input_bytes + run.tokens * block.weighed.bytes_per_token(run) - kept_if_recomputed
+            else:
+                waiting += again
+            # The way back: without parts blocks behind this one are gone, with parts those before it do not wait yet.
+            pending += waiting
+            moments.append(again - pending if splits else kept + again)
+        kept_by[stage], pending_by[stage] = kept, pending
+        beyond = max(beyond, max(moments) - (0.0 if splits else kept))
     if run.pp == 1:
-        return sum(kept_by.values()), beyond
+        return sum(kept_by.values()), sum(kept_by.values()), beyond
 
-    def pending(stage: int) -> float:
-        """Between I and W the gradients of what weights made: of products, and of norms."""
-        blocks = [model.block_of(index) for index in stages.ranges[stage]]
-        return run.tokens * sum(b.selective.bytes_per_token(run) + 2 * b.input.bytes_per_token(run) for b in blocks)
-
-    actions = run_schedule(run).ranks[rank]
-    kept = most_in_flight(actions, lambda stage: kept_by[stage], pending)
-    return kept + _waiting_heads(model, run, stages, rank), beyond
+    actions, heads = run_schedule(run).ranks[rank], _waiting_heads(model, run, stages, rank)
+    behind_forwards, ever = (
+        heads + most_in_flight(actions, kept_by.__getitem__, pending_by.__getitem__, kinds)
+        for kinds in ((Kind.FORWARD,), tuple(Kind))
+    )
+    return behind_forwards, ever, beyond
 
 
 def _waiting_heads(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> float:

@@ -106,13 +106,13 @@ def _seconds(model: ModelShape, run: RunShape, machine: Machine) -> Callable[[Ac
         blocks, last = stages.ranges[action.stage], len(stages.ranges) - 1
         third = sum(costs.blocks[index] for index in blocks) / 3
         embedding = costs.before / 3 if action.stage == 0 else 0.0
+        again = sum(costs.blocks[index] for index in blocks if run.recompute == "full" and run.recomputes(index)) / 3
         if action.kind is Kind.FORWARD:
             return (third + embedding + (costs.behind if action.stage == last else 0.0)) / second
         if action.kind is Kind.INPUT:
-            return third / second
+            return (third + again) / second
         if action.kind is Kind.WEIGHTS:
             return (third + 2 * embedding) / second
-        again = sum(costs.blocks[index] for index in blocks if run.recompute == "full" and run.recomputes(index)) / 3
         return (2 * third + 2 * embedding + again) / second
 
     return seconds

@@ -77,6 +77,7 @@ class BlockShape:
     input       its input: all that full checkpointing keeps
     everything  kept beside the input without checkpointing
     selective   kept beside the input with selective checkpointing: the results of matrix products
+    weighed     of `everything` what weights' gradients are made from: inputs of products and norms; None: all of it
     working     gradients alive at once on the way back through it
     keys_dim    key/value heads x head size, which context parallelism sends
     scores_dim  heads x head size; q k^T and the sum over v cost 4 x scores_dim x length FLOPs a token
@@ -86,6 +87,7 @@ class BlockShape:
     everything: Kept
     selective: Kept
     working: Kept = field(default_factory=Kept)
+    weighed: Kept | None = None
     scores_dim: int = 0
     keys_dim: int = 0
 
@@ -282,6 +284,7 @@ def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape
         input=Kept(replicated=dim),
         everything=Kept(replicated=4 * dim, sharded=12 * dim + 2.5 * num_heads * sequence_length),
         selective=Kept(replicated=4 * dim, sharded=12 * dim),
+        weighed=Kept(replicated=3 * dim, sharded=5 * dim),
         scores_dim=dim,
         keys_dim=dim,
     )
@@ -374,10 +377,11 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     statistics += config.num_heads + config.kv_heads if config.qk_norm else 0
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
+    normed_inputs = (0 if config.parallel_residual else config.dim) + behind
     return BlockShape(
         input=Kept(replicated=config.dim),
         everything=Kept(
-            (0 if config.parallel_residual else config.dim) + behind + composed,
+            normed_inputs + composed,
             qkv + apart + composed_heads + turned + queries + mlp,
             2 * config.dim,
             statistics,
@@ -385,6 +389,8 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
         ),
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
+        # A composed norm multiplies its weight with the normalised input, and needs no more.
+        weighed=Kept(composed - config.dim if composed else normed_inputs, normed + queries + hidden, 2 * config.dim),
         scores_dim=queries,
         keys_dim=keys,
     )
@@ -405,7 +411,8 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
     rows, experts, dim = _expert_rows(config), config.moe.num_experts, config.dim
     products = (2 if is_gated(config.activation) else 1) * config.ffn_dim
     mlp = {"relu": config.ffn_dim}.get(config.activation, 2 * products)
-    everything, selective, working = block.everything, block.selective, block.working
+    everything, selective, working, weighed = block.everything, block.selective, block.working, block.weighed
+    assert weighed is not None
     return replace(
         block,
         everything=replace(
@@ -422,4 +429,10 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
             statistics=experts,
         ),
         working=replace(working, sharded=rows * working.sharded, gathered=rows * dim),
+        weighed=replace(
+            weighed,
+            sharded=weighed.sharded + (rows - 1) * config.ffn_dim,
+            gathered=weighed.gathered + rows * dim,
+            widened=weighed.widened + dim,
+        ),
     )

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import core.kernels.matmul  # noqa: F401 - registers an operator that is named below
 from core.config import UserError
+from core.parallel.pipeline.recompute import checkpoint_once
 from core.parallel.plan import blocks_of
 
 RecomputeMode = Literal["none", "full", "selective"]
@@ -47,16 +48,19 @@ class RecomputeConfig:
         return {"every": "and nothing is recomputed; give --recompute.mode full"} if self.mode == "none" else {}
 
 
-def apply_recompute(model: nn.Module, config: RecomputeConfig) -> None:
-    """Wrap the forward of the model's blocks, which stays as `recomputed_forward`; names and parameters stay."""
+def apply_recompute(model: nn.Module, config: RecomputeConfig, *, in_parts: bool = False) -> None:
+    """Wrap the forward of the model's blocks, which stays as `recomputed_forward`; names and parameters stay.
+
+    in_parts  the backward comes in several, each block's values computed again in the first of them
+    """
     if config.mode == "none":
         return
-    contexts = {}
+    again = checkpoint_once if in_parts else partial(checkpoint, use_reentrant=False)
     if config.mode == "selective":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
     for block in blocks_of(model)[:: config.every]:
         block.recomputed_forward = block.forward  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-        block.forward = partial(checkpoint, partial(_forward, block), use_reentrant=False, **contexts)
+        block.forward = partial(again, partial(_forward, block))
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

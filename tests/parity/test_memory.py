@@ -18,6 +18,7 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
+from core.parallel.recompute import RecomputeConfig, RecomputeMode
 from core.trace.machine import Speed
 from tests.support.accounted import accounted_decoder, decoder_loss
 from tests.support.covering import few_rows
@@ -85,14 +86,34 @@ def test_estimate(ranks, name: str) -> None:
     assert (traced.sent.bytes, traced.sent.calls) == of_ranks[0][1:]
 
 
-@pytest.mark.parametrize("schedule", get_args(ScheduleName))
-def test_estimate_of_stages(ranks, schedule: ScheduleName) -> None:
+STAGES = [
+    *((schedule, "none") for schedule in get_args(ScheduleName)),
+    ("zb-h1", "full"),
+    *(
+        pytest.param(*row, marks=pytest.mark.soak)
+        for row in (("zbv", "full"), ("zb-h1", "selective"), ("1f1b", "full"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), STAGES)
+def test_estimate_of_stages(ranks, schedule: ScheduleName, recompute: RecomputeMode) -> None:
     """The fullest rank, with what its schedule keeps of twelve microbatches; the tied head's weight is there twice."""
     pipeline = PipelineConfig(schedule)
-    run = RunShape(pp=2, pipeline=pipeline, microbatch_size=4, num_microbatches=12, sequence_length=STAGED.max_length)
+    # In fp32 a CPU's products may compute a weight's gradient with its input's, and nothing waits.
+    precision = "fp32" if recompute == "none" else "fp64"
+    run = RunShape(
+        precision=precision,
+        pp=2,
+        pipeline=pipeline,
+        recompute=recompute,
+        microbatch_size=4,
+        num_microbatches=12,
+        sequence_length=STAGED.max_length,
+    )
     shape = decoder_shape(STAGED, device_type="cpu")
     given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
-    parallel = ParallelConfig(pipeline=given)
+    parallel = ParallelConfig(precision=precision, pipeline=given, recompute=RecomputeConfig(recompute))
     measured = max(ranks(2).run(peak, STAGED, MeshConfig(pp=2), parallel, 4, run.num_microbatches))
     assert estimate_memory(shape, run).peak_bytes == pytest.approx(measured, rel=0.1)
 

@@ -137,6 +137,16 @@ def test_compiled_modules() -> None:
     assert isinstance(compat.symbolic_shapes.use_duck_shape, bool)
 
 
+def test_the_node_that_runs() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: (seen.append(compat.current_node()), x)[1]):
+        y = x.exp()
+    y.sum().backward()
+    assert seen == [y.grad_fn]
+    assert compat.current_node() is None
+
+
 def test_hooks_of_an_optimizers_steps() -> None:
     optimizer, other = (torch.optim.SGD([torch.ones(1, requires_grad=True)]) for _ in range(2))
     assert not compat.follows_steps(optimizer)

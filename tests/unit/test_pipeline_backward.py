@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel.pipeline.backward import SplitBackward
+from core.parallel.recompute import RecomputeConfig, RecomputeMode, apply_recompute
+from core.trace.account import MemoryAccount
 
 
 class _Once(torch.autograd.Function):
@@ -121,3 +123,60 @@ def test_the_second_part_lets_go_of_the_activations() -> None:
     assert kept() is not None
     split.weights()
     assert kept() is None
+
+
+class Deep(nn.Module):
+    """Blocks of all that `Twice` has, a dropout, and what is large and only on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Twice() for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def deep(mode: RecomputeMode, x: Tensor) -> Deep:
+    torch.manual_seed(0)
+    model = Deep().double()
+    for block in model.blocks:
+        inner = block.forward
+
+        def forward(x: Tensor, inner: Any = inner) -> Tensor:
+            model.calls += 1
+            large = x.repeat(40, 1).sin().exp().mean(0)
+            return nn.functional.dropout(inner(x) + large, 0.3)
+
+        block.forward = forward
+    apply_recompute(model, RecomputeConfig(mode), in_parts=True)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_are_computed_again_once(mode: RecomputeMode) -> None:
+    """With the same draws; what is left between the parts is what weights need, the least where it is not kept."""
+    x = torch.randn(30, 5, dtype=torch.float64)
+    gradient = torch.randn(30, 5, dtype=torch.float64)
+    found, held = {}, {}
+    for name in ("none", mode):
+        model, entrance = deep(name, x), x.clone().requires_grad_()
+        with MemoryAccount() as account:
+            account.add(model.parameters())
+            begin = account.current_bytes
+            out = model(entrance)
+            forward = account.current_bytes - begin
+            split = SplitBackward(out, gradient, entrance)
+            input_gradient = split.input()
+            split.accumulate_computed()
+            between = account.current_bytes - begin
+            split.weights()
+        found[name] = [input_gradient, *(p.grad for p in model.parameters() if p.grad is not None)]
+        held[name] = forward, between
+        assert model.calls == (3 if name == "none" else 6)
+    for ours, expected in zip(found[mode], found["none"], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+    assert held[mode][0] < held["none"][0] / 10
+    assert held[mode][1] < held["none"][1] / 3

@@ -29,7 +29,6 @@ from core.parallel.pipeline.schedule import (
     schedule,
     simulate,
 )
-from core.parallel.recompute import RecomputeConfig
 from core.placement.stages import Costs, split_by_cost, stage_ranges
 from core.train import TrainConfig
 
@@ -159,7 +158,6 @@ def test_a_schedule_is_one_record() -> None:
     given = {
         "zero=3": {"zero": 3},
         "compile": {"compile": True},
-        "recompute.mode": {"recompute": RecomputeConfig("full")},
         "gemini.budget": {"gemini": GeminiConfig("1MB")},
     }
     for name, spec in SCHEDULES.items():

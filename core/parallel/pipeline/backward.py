@@ -12,8 +12,8 @@ in the first part can be accumulated right after it (`accumulate_computed`). Wei
 twice) are done together, each node with the gradients it saw: what flows down the path a second time, from one of them
 to another, is replaced.
 
-Nothing of the graph is let go before the second part. Activation checkpointing would compute a block again for every
-weight, so the two are not combined. Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.
+Nothing of the graph is let go before the second part, but what blocks compute again (`.recompute`): of that what the
+second part does not ask for. Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.
 
 `torch.distributed.pipelining` has the same two parts. Its second one puts gradients into `.grad` past the accumulators,
 so hooks of parameters, which data parallelism sends its messages from, would not run.
@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from core.parallel.pipeline.recompute import keeping
 
 Grads = tuple[Tensor | None, ...]
 Edges = list[tuple[GradientEdge, Tensor]]
@@ -40,20 +42,23 @@ class SplitBackward:
         self._output, self._entrance = output, entrance
         self._gradient = torch.ones_like(output) if gradient is None else gradient
         self._groups: list[list[_Side]] = []
+        self._run_again: set[Node] = set()
         self._input_gradient: Tensor | None = None
 
     def input(self) -> Tensor:
         """The gradient of the entrance; zeros where nothing depends on it."""
         entrance = _node(self._entrance)
-        path = _path(_node(self._output), entrance)
+        path = _path({_node(self._output)}, {entrance})
         sides = [_Side(node, path) for node in path if node is not entrance]
         sides = [side for side in sides if side.leaves]
         self._groups = _sharing(sides)
         handles = [side.watch() for side in sides]
         try:
-            (found,) = torch.autograd.grad(
-                self._output, self._entrance, self._gradient, retain_graph=True, allow_unused=True
-            )
+            self._run_again = set().union(*map(_run_again, self._groups))
+            with keeping(self._run_again):
+                (found,) = torch.autograd.grad(
+                    self._output, self._entrance, self._gradient, retain_graph=True, allow_unused=True
+                )
         finally:
             for handle in handles:
                 handle.remove()
@@ -76,11 +81,12 @@ class SplitBackward:
         """Accumulate the gradients of the other weights, and let go of the graph."""
         # Where no weight is used twice every node is run once, and can let go of what it keeps.
         retain = any(len(sides) > 1 for sides in self._groups)
-        for sides in self._groups:
-            _accumulate(sides, retain)
+        with keeping(self._run_again if retain else set()):
+            for sides in self._groups:
+                _accumulate(sides, retain)
         if self._entrance.grad_fn is not None:
             self._entrance.backward(self._input_gradient)
-        self._groups = []
+        self._groups, self._run_again = [], set()
         del self._output, self._entrance, self._gradient
 
 
@@ -150,10 +156,18 @@ def _node(tensor: Tensor) -> Node:
     return node
 
 
-def _path(output: Node, entrance: Node) -> set[Node]:
-    """The nodes from which the entrance can be reached."""
+def _run_again(sides: list[_Side]) -> set[Node]:
+    """The nodes of the path that the second part runs: of sides that share weights also those between them."""
+    if len(sides) == 1:
+        return set() if sides[0].runs_once else {sides[0].node}
+    nodes = {side.node for side in sides}
+    return _path(nodes, nodes)
+
+
+def _path(starts: set[Node], ends: set[Node]) -> set[Node]:
+    """The nodes below the starts from which an end can be reached."""
     order: list[Node] = []
-    todo: list[tuple[Node, bool]] = [(output, False)]
+    todo: list[tuple[Node, bool]] = [(node, False) for node in starts]
     seen: set[Node] = set()
     while todo:
         node, done = todo.pop()
@@ -162,9 +176,8 @@ def _path(output: Node, entrance: Node) -> set[Node]:
         elif node not in seen:
             seen.add(node)
             todo.append((node, True))
-            if node is not entrance:
-                todo += [(below, False) for below, _ in node.next_functions if below is not None]
-    path = {entrance}
+            todo += [(below, False) for below, _ in node.next_functions if below is not None]
+    path = set(ends)
     for node in order:  # what is below comes first
         if any(below in path for below, _ in node.next_functions):
             path.add(node)

@@ -21,7 +21,7 @@ waits for: W fills what would be a bubble.
 `simulate` runs a schedule on a clock. It raises where ranks would wait for one another for ever.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -267,7 +267,6 @@ _SPLIT_BACKWARD = {
     "zero=3": "parameters are let go before their gradients are computed",
     "gemini.budget": "parameters leave before their gradients are computed",
     "compile": "a compiled block computes both parts of its backward at once",
-    "recompute.mode": "blocks would be computed again for every weight",
 }
 SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
     "gpipe": ScheduleSpec(_gpipe, lambda backward, _: 1 + backward, lambda ranks, rank, number, _: number),
@@ -372,11 +371,13 @@ def most_in_flight(
     actions: Sequence[Action],
     weight: Callable[[int], float] = lambda stage: 1.0,
     pending: Callable[[int], float] = lambda stage: 0.0,
+    kinds: Collection[Kind] = tuple(Kind),
 ) -> float:
     """The peak of forwards whose backward is to come.
 
     weight   of the activations of a microbatch on a stage
     pending  of what I adds to them until W
+    kinds    of actions behind which it is looked for
     """
     held = most = 0.0
     for action in actions:
@@ -384,7 +385,8 @@ def most_in_flight(
             held += weight(action.stage)
         elif action.kind is Kind.INPUT:
             held += pending(action.stage)
-        most = max(most, held)
+        if action.kind in kinds:
+            most = max(most, held)
         if action.releases:
             held -= weight(action.stage) + pending(action.stage) * (action.kind is Kind.WEIGHTS)
     return most

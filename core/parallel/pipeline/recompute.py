@@ -1,0 +1,132 @@
+"""Activation checkpointing for a backward in two parts: a block is computed again once, in the first.
+
+torch's checkpoint computes a block again in every backward that asks for what its forward saved, and the second part
+is one for every weight. Here each tensor that the forward would save leaves a place. The first node that asks for one
+of them has the forward run again, which fills all places of the block. Then a node takes along what it asks for; only
+those that the second part will run again (`keeping`: products, norms) leave theirs until then. So between the two parts
+a block holds what the gradients of its weights are made from, and nothing of its attention and activations.
+
+As torch's, it draws again what was drawn, and a backward that asks twice for the same tensor is an error.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from core.compat import current_node
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around the forward, and around the same when it runs again."""
+_KEPT: set[Node] = set()
+
+
+@contextmanager
+def keeping(nodes: set[Node]) -> Iterator[None]:
+    """Inside, these nodes leave what they ask for where it is."""
+    _KEPT.update(nodes)
+    try:
+        yield
+    finally:
+        _KEPT.clear()
+
+
+def checkpoint_once(
+    forward: Callable[..., Any],
+    *args: Any,
+    context_fn: Callable[[], Contexts] = lambda: (nullcontext(), nullcontext()),
+    **kwargs: Any,
+) -> Any:
+    """`forward(*args, **kwargs)`; see `torch.utils.checkpoint.checkpoint`."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    context, context_again = context_fn()
+    block = _Block(partial(forward, *args, **kwargs), context_again, _Surroundings(args))
+    with saved_tensors_hooks(block.leave_place, block.take), context:
+        return forward(*args, **kwargs)
+
+
+class _Place:
+    """Where a tensor goes when it is computed again."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+class _Filled(Exception):
+    """Raised in a forward that runs again where the rest of it is not needed."""
+
+
+class _Block:
+    """The places of a forward, in their order; those that nothing holds any longer stay empty."""
+
+    def __init__(self, forward: Callable[[], Any], context: AbstractContextManager[Any], around: "_Surroundings"):
+        self._again: tuple[Callable[[], Any], AbstractContextManager[Any], _Surroundings] | None
+        self._again = forward, context, around
+        self._places: list[ref[_Place]] = []
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+
+    def leave_place(self, x: Tensor) -> _Place:
+        place = _Place()
+        self._places.append(ref(place))
+        self._forms.append((x.shape, x.dtype))
+        return place
+
+    def take(self, place: _Place) -> Tensor:
+        if self._again is not None:
+            again, self._again = self._again, None
+            self._fill(*again)
+        tensor = place.tensor
+        assert tensor is not None, "a backward asks twice for a tensor that was computed again"
+        if current_node() not in _KEPT:
+            place.tensor = None
+        return tensor
+
+    def _fill(self, forward: Callable[[], Any], context: AbstractContextManager[Any], around: "_Surroundings") -> None:
+        count = 0
+
+        def fill(x: Tensor) -> Tensor:
+            nonlocal count
+            assert (x.shape, x.dtype) == self._forms[count], "a block computes something else when it runs again"
+            place, x = self._places[count](), x.detach()  # without its graph, which would hold itself
+            if place is not None:
+                place.tensor = x
+            count += 1
+            if count == len(self._places):
+                raise _Filled
+            return x
+
+        with around.put_back(), saved_tensors_hooks(fill, lambda x: x), torch.enable_grad(), context:
+            try:
+                forward()
+            except _Filled:
+                return
+        raise AssertionError(f"a block saved {len(self._places)} tensors, and {count} when it runs again")
+
+
+class _Surroundings:
+    """Generators and autocast as they were when this was made."""
+
+    def __init__(self, args: tuple[Any, ...]):
+        self._generator = torch.get_rng_state()
+        self._devices, self._generators = get_device_states(*args)
+        self._types = sorted({"cpu", *(x.device.type for x in args if isinstance(x, Tensor))} - {"meta"})
+        self._casts = [(torch.get_autocast_dtype(t), torch.is_autocast_enabled(t)) for t in self._types]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._types[-1]))
+            torch.set_rng_state(self._generator)
+            set_device_states(self._devices, self._generators)
+            for kind, (dtype, enabled) in zip(self._types, self._casts, strict=True):
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
