@@ -40,6 +40,7 @@ from core.compose import ParallelConfig
 from core.config import UserError, in_words
 from core.estimate import estimate_step
 from core.estimate.residency import estimate_gemini
+from core.gemini.chunk import Sharers
 from core.gemini.planning import probe_bytes
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
@@ -318,8 +319,7 @@ def by_gemini(config: DiffusionPlanConfig, shape: Shape, model: nn.Module) -> Fo
         _bandwidth(config, ranks, probe_bytes(_bytes(model), budget_bytes)),
         config.optim,
         config.wide,
-        ranks=ranks,
-        sends=config.nproc > 1,
+        shared_by=lambda name: Sharers(ranks=ranks, sends=config.nproc > 1),
         policy=config.gemini.policy,
     )
     return Footprint(

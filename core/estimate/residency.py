@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from core.compat import own_part
 from core.compose import ParallelConfig, cut
-from core.gemini.chunk import Member
+from core.gemini.chunk import ALONE, Member, Sharers, sharers
 from core.gemini.planning import infos
 from core.gemini.residency import Policy, ResidencyPlan
 from core.gemini.search import choose_chunk_size, least_budget
 from core.gemini.tier import parse_bytes
 from core.gemini.transport import message_bytes
 from core.layout import largest_share
-from core.mesh import MeshConfig, build_mesh, gradient_axis, mesh_shape, shard_axis
+from core.mesh import MeshConfig, build_mesh, mesh_shape, shard_axis
 from core.optim.build import OptimConfig
 from core.optim.muon import is_hidden
 from core.optim.size import state_bytes
@@ -60,8 +60,7 @@ def estimate_gemini(
     optimizer: OptimConfig,
     wide: torch.dtype,
     *,
-    ranks: int = 1,
-    sends: bool = False,
+    shared_by: Callable[[str], Sharers] = lambda name: ALONE,
     policy: Policy = "auto",
 ) -> GeminiEstimate:
     """The plan of one rank.  Raises UserError where no step fits the budget, with the smallest in which one does.
@@ -69,11 +68,10 @@ def estimate_gemini(
     model      as it computes, in its format, without memory; a rank's part of it
     step       its trace (`core.trace.tracer.trace_step`)
     wide       format of masters, reductions and the optimizer's state
-    ranks      over which chunks are sharded
-    sends      whether gradients are added up over several ranks
+    shared_by  name of a parameter -> the ranks that share it
     """
     parameters = dict(model.named_parameters())
-    members = {name: _member(name, parameters[name], ranks, wide) for name in step.order}
+    members = {name: _member(name, parameters[name], shared_by(name), wide) for name in step.order}
     state = {
         name: state_bytes(
             optimizer,
@@ -85,10 +83,10 @@ def estimate_gemini(
         for name, member in members.items()
         if member.trainable
     }
-    known = infos(list(members.values()), ranks, wide, state, alone=not sends)
+    known = infos(list(members.values()), wide, state)
 
     def messages(chunks: Sequence[Sequence[str]]) -> int:
-        return sum(message_bytes([[members[name] for name in chunk] for chunk in chunks], wide, ranks, sends))
+        return sum(message_bytes([[members[name] for name in chunk] for chunk in chunks], wide))
 
     chunking = choose_chunk_size(known, step, budget_bytes, bandwidth, policy, messages)
     return GeminiEstimate(chunking.plan, messages(chunking.parameters), least_budget(known, step, messages))
@@ -115,7 +113,7 @@ def estimate_budget(
     assert parallel.gemini.budget is not None
     with pretended(mesh_shape(mesh).size()):
         built = build_mesh(mesh, "cpu")
-        cut(model, built, parallel, plan)
+        table, _, _ = cut(model, built, parallel, plan)
         nn.Module.to(model, compute_dtype(parallel.precision))
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         step = trace_step(model, loss, speed, draws=num_bytes <= device_bytes("cpu", 4))
@@ -127,14 +125,13 @@ def estimate_budget(
             described_bandwidth(speed, link_bytes_per_s, ranks),
             optimizer or OptimConfig(),
             master_dtype(parallel.precision),
-            ranks=ranks,
-            sends=gradient_axis(built).size() > 1,
+            shared_by=lambda name: sharers(built, table[name].layout.axes(), parallel.zero != 0),
             policy=parallel.gemini.policy,
         )
 
 
-def _member(name: str, parameter: nn.Parameter, ranks: int, wide: torch.dtype) -> Member:
+def _member(name: str, parameter: nn.Parameter, shared_by: Sharers, wide: torch.dtype) -> Member:
     """With this rank's rows: those of the first, who has the most."""
     whole: Tensor = own_part(parameter) if isinstance(parameter, DTensor) else parameter
-    shape = (largest_share(whole.shape[0], ranks), *whole.shape[1:]) if whole.ndim else ()
-    return Member(name, parameter, torch.empty(shape, dtype=wide, device="meta"))
+    shape = (largest_share(whole.shape[0], shared_by.ranks), *whole.shape[1:]) if whole.ndim else ()
+    return Member(name, parameter, torch.empty(shape, dtype=wide, device="meta"), shared_by)

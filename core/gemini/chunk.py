@@ -13,10 +13,14 @@ Where a resident chunk is one rank's alone and has one format, the two sides are
 each gradient is its master's as autograd made it, and a step copies nothing.
 
 Rows are dealt to ranks as everywhere in `core.layout`, so masters are boxes: optimizers, checkpoints and other meshes
-need to know nothing of chunks. All parameters of a chunk have one dtype, and either all learn or none does.
+need to know nothing of chunks. All parameters of a chunk have one dtype and are shared by the same ranks, and either
+all learn or none does. A chunk is equally large on all ranks, also where one has fewer experts than others: all follow
+one plan, and what one rank lets go, others must, too.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +29,37 @@ from torch.distributed.tensor import DTensor
 from core.compat import own_part
 from core.gemini.absent import give_back, placeholder, withdraw
 from core.gemini.states import COMPUTE, FREE, HOLD, READY_TO_REDUCE, State, require_move
+from core.layout import largest_share
+from core.mesh import AnyMesh, axis_size, data_axes, gradient_axes, shard_axes
 from core.parallel.data import own_gradient
-from core.parallel.rows import row_length
 from core.pinned import host_empty
 
 ALIGNED = 32
 """Parameters begin at multiples of so many elements: vector loads and compiled code rely on it."""
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """The ranks that hold copies of a parameter: all of data parallelism, or of an expert those of one place of ep.
+
+    cut    axes of data parallelism that cut it
+    ranks  over which its rows are dealt out
+    sends  whether gradients are added up over several of them
+    """
+
+    cut: tuple[str, ...] = ()
+    ranks: int = 1
+    sends: bool = False
+
+
+ALONE = Sharers()
+
+
+def sharers(mesh: AnyMesh, axes: Collection[str], shards: bool) -> Sharers:
+    """Those of a parameter that these axes of the mesh cut.  shards: chunks are sharded, and not copied."""
+    cut = tuple(axis for axis in data_axes(mesh) if axis in axes and axis_size(mesh, axis) > 1)
+    ranks, summed = (math.prod(axis_size(mesh, a) for a in of(mesh, cut)) for of in (shard_axes, gradient_axes))
+    return Sharers(cut, ranks if shards else 1, summed > 1)
 
 
 class Member:
@@ -39,14 +68,24 @@ class Member:
     name       its first name in the model
     parameter  the one that the model holds, whatever its memory
     master     this rank's rows of its value, a leaf tagged with its layout; the optimizer updates it where it learns
+    sharers    the ranks that hold it
+    shape      of the largest part of it on any rank
     users      modules of which a forward or backward runs now
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, master: Tensor):
-        self.name, self.parameter, self.master = name, parameter, master
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        master: Tensor,
+        sharers: Sharers = ALONE,
+        shape: tuple[int, ...] | None = None,
+    ):
+        self.name, self.parameter, self.master, self.sharers = name, parameter, master, sharers
         self.trainable = parameter.requires_grad
         self.tensor = own_part(parameter) if isinstance(parameter, DTensor) else parameter
         self.kind = type(self.tensor)
+        self.shape = tuple(self.tensor.shape) if shape is None else shape
         self.state: State = FREE
         self.users = 0
         self.offset = self.own_offset = 0
@@ -65,11 +104,13 @@ class Member:
     @property
     def buffer_elements(self) -> int:
         """Elements of its place in the buffer, with padding."""
-        return aligned(self.num_elements)
+        return aligned(math.prod(self.shape))
 
-    def own_elements(self, ranks: int) -> int:
-        """Elements of its place in the shard of each of `ranks` ranks, with padding."""
-        return aligned(row_length(self.tensor, ranks))
+    @property
+    def own_elements(self) -> int:
+        """Elements of its place in the shard of each rank, with padding."""
+        rows = [largest_share(self.shape[0], self.sharers.ranks)] if self.shape else []
+        return aligned(math.prod([*rows, *self.shape[1:]]))
 
     def move(self, to: State) -> None:
         """Raises IllegalMove where its state does not lead there."""
@@ -80,7 +121,7 @@ class Member:
 
 
 class Chunk:
-    """Members of one dtype, all trainable or none, in the order of their places in the buffer.
+    """Members of one dtype and the same sharers, all trainable or none, in the order of their places in the buffer.
 
     values    [own] this rank's rows in the buffer's format; the masters themselves where the formats agree. None where
               a resident chunk's buffer is filled from masters of another format
@@ -91,16 +132,16 @@ class Chunk:
     count     state -> how many members are in it
     """
 
-    def __init__(self, index: int, members: Sequence[Member], device: torch.device, wide: torch.dtype, ranks: int):
-        self.index, self.members, self.device, self.wide, self.ranks = index, list(members), device, wide, ranks
-        self.dtype, self.trainable = members[0].dtype, members[0].trainable
+    def __init__(self, index: int, members: Sequence[Member], device: torch.device, wide: torch.dtype):
+        self.index, self.members, self.device, self.wide = index, list(members), device, wide
+        self.dtype, self.trainable, self.sharers = members[0].dtype, members[0].trainable, members[0].sharers
         self.num_elements = self.own_elements = 0
         self.count = dict.fromkeys(State, 0) | {FREE: len(self.members)}
         for member in self.members:
             member.chunk = self
             member.offset, member.own_offset = self.num_elements, self.own_elements
             self.num_elements += member.buffer_elements
-            self.own_elements += member.own_elements(ranks)
+            self.own_elements += member.own_elements
         self.resident = self.alone = self.merged = self.is_filled = self.has_grad = False
         self.grad: Tensor | None = None
         self.ready: torch.cuda.Event | None = None  # when it is filled
@@ -113,6 +154,11 @@ class Chunk:
         """The members' common place in the model, for people."""
         first, last = self.members[0].name, self.members[-1].name
         return first if first == last else f"{first} … {last}"
+
+    @property
+    def ranks(self) -> int:
+        """Over which it is sharded."""
+        return self.sharers.ranks
 
     @property
     def num_bytes(self) -> int:
@@ -226,13 +272,10 @@ class Chunk:
                 self.grad = torch.empty_like(self.masters)
         return self.grad
 
-    def settle(self, alone: bool) -> None:
-        """Let the shard live on the device from now on.
-
-        alone  the chunk is whole on this rank, and no other has gradients for it
-        """
-        self.resident, self.alone = True, alone
-        if alone and (self.dtype == self.wide or not self.trainable):
+    def settle(self) -> None:
+        """Let the shard live on the device from now on."""
+        self.resident, self.alone = True, not self.sharers.sends
+        if self.alone and (self.dtype == self.wide or not self.trainable):
             self._merge()
         elif self.masters is not None:
             self.masters = self.masters.to(self.device)

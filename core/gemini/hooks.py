@@ -64,7 +64,6 @@ class ModuleHooks:
 
     def __init__(self, units: Sequence[Unit], chunks: Sequence[Chunk], executor: Executor):
         self.units, self.chunks, self.executor = units, chunks, executor
-        self.sends = executor.transport.sends
         self.rests = False
         self._clock = 0
         self._forwards: list[Call] = []
@@ -120,7 +119,8 @@ class ModuleHooks:
         self._backwards.clear()
         for chunk in self.chunks:
             may = names is None or not names.isdisjoint(member.name for member in chunk.members)
-            if chunk.holds_gradients or (self.sends and may and chunk.trainable and chunk not in self._reduced):
+            sends = chunk.sharers.sends and may and chunk.trainable and chunk not in self._reduced
+            if chunk.holds_gradients or sends:
                 self._reduce(chunk)
         self._reduced.clear()
 

@@ -25,7 +25,7 @@ from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import Policy
 from core.gemini.state_device import bring_state
 from core.layout import full_tensor
-from core.mesh import MeshConfig, build_mesh
+from core.mesh import MeshConfig, build_mesh, shard_axis
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
 from core.parallel.rows import own_rows
@@ -159,7 +159,7 @@ def _replaced(
         if isinstance(value, Tensor) and value.ndim and value.dtype == dtype:
             value = value.to(master.dtype)
             state = {**state, key: value}
-        if parallel.shard is None or parallel.shard.size() == 1 or not isinstance(value, Tensor) or not value.ndim:
+        if parallel.ranks == 1 or not isinstance(value, Tensor) or not value.ndim:
             continue
         if isinstance(optimizer, WholeMatrixOptimizer) and optimizer.takes_whole(parameter):
             continue  # its home keeps it
@@ -168,7 +168,7 @@ def _replaced(
                 f"gemini.wrap: the optimizer's {key} is not shaped like its parameter, so it cannot be cut over ranks; "
                 "wrap it before its first step"
             )
-        state = {**state, key: own_rows(value, parallel.shard).clone()}
+        state = {**state, key: own_rows(value, shard_axis(parallel.mesh)).clone()}
     if state:
         optimizer.state[master] = state
     return master

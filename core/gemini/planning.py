@@ -60,6 +60,25 @@ def plan(
     return outcome[0]
 
 
+def fullest(step: StepTrace, axis: DeviceMesh | None) -> StepTrace:
+    """The step with what the rank that had most had beside parameters: with experts apart, ranks get unequal loads.
+
+    axis  the ranks that run the same step; None: all
+    """
+    group = None if axis is None else axis.get_group()
+    own = [[stretch.other_bytes for stretch in stretches] for stretches in step.microbatches]
+    seen = [own] * dist.get_world_size(group)
+    dist.all_gather_object(seen, own, group=group)
+    if any([*map(len, found)] != [*map(len, own)] for found in seen):  # they went different ways
+        return step
+    most = [map(max, zip(*stretches, strict=True)) for stretches in zip(*seen, strict=True)]
+    microbatches = tuple(
+        tuple(replace(stretch, other_bytes=num_bytes) for stretch, num_bytes in zip(stretches, found, strict=True))
+        for stretches, found in zip(step.microbatches, most, strict=True)
+    )
+    return replace(step, microbatches=microbatches)
+
+
 def corrected_plan(
     chunking: Chunking, others: Sequence[int | None], bandwidth: Bandwidth, policy: Policy, axis: DeviceMesh | None
 ) -> Chunking:
@@ -84,19 +103,17 @@ def corrected_plan(
     return replace(chunking, trace=trace, plan=plans[0])
 
 
-def infos(
-    members: Sequence[Member], ranks: int, wide: torch.dtype, state: dict[str, int], alone: bool
-) -> list[ParameterInfo]:
+def infos(members: Sequence[Member], wide: torch.dtype, state: dict[str, int]) -> list[ParameterInfo]:
     """The search's input: parameters that have no chunk yet.
 
     state  name -> bytes of the optimizer's state of this rank's rows
-    alone  gradients are this rank's only: masters in the buffer's format are the buffer, where the chunk is resident
     """
     found = []
     for member in members:
-        reduced = member.own_elements(ranks) * wide.itemsize if member.trainable else 0
-        own, narrow = member.own_elements(ranks) * member.dtype.itemsize, member.dtype != wide
-        merges = alone and not narrow
+        reduced = member.own_elements * wide.itemsize if member.trainable else 0
+        own, narrow = member.own_elements * member.dtype.itemsize, member.dtype != wide
+        # Gradients of this rank alone: masters in the buffer's format are the buffer, where the chunk is resident.
+        merges = not member.sharers.sends and not narrow
         found.append(
             ParameterInfo(
                 member.name,
@@ -106,6 +123,7 @@ def infos(
                 member.trainable,
                 str(member.dtype),
                 own if not member.trainable else 2 * reduced + state.get(member.name, 0) + (own if narrow else 0),
+                member.sharers.cut,
             )
         )
     return found

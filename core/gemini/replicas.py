@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from core.compat import own_part
 from core.config import UserError, in_words
-from core.gemini.chunk import Chunk, Member
+from core.gemini.chunk import Chunk, Member, sharers
 from core.gemini.config import GeminiConfig
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
-from core.gemini.planning import corrected_plan, infos, plan, probe_bytes
+from core.gemini.planning import corrected_plan, fullest, infos, plan, probe_bytes
 from core.gemini.report import announce, draw
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
@@ -106,7 +106,6 @@ class GeminiReplicas(DataParallel):
         self._device = device_of(self.mesh)
         if self._device.type == "cpu":  # a buffer that has left the account has left the process
             give_back_freed_memory(self.tier.budget_bytes)
-        self.shard = shard_axis(self.mesh) if self.zero else None
         given = {names[0]: (self.model.get_parameter(names[0]), names) for names in parameter_names(self.model)}
         rows = {name: self._rows_of(name, parameter) for name, (parameter, _) in given.items()}
         for name, (_, names) in given.items():
@@ -134,8 +133,8 @@ class GeminiReplicas(DataParallel):
     def _rows_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's rows of a parameter in the format that they are kept in; without values where it has none."""
         row, whole = self.table[name], local(parameter.detach())
-        if self.shard is not None and not row.whole:
-            whole = own_rows(whole, self.shard)
+        if not row.whole:
+            whole = own_rows(whole, self.shard_axis(name))
         dtype = whole.dtype
         if whole.is_floating_point():
             dtype = self.reduce_dtype if parameter.requires_grad else self.compute_dtype
@@ -160,7 +159,9 @@ class GeminiReplicas(DataParallel):
                 given = with_local(given, self._nothing(local(given.detach())))
                 for name in names:
                     set_parameter(self.model, name, given)
-            members.append(Member(names[0], given, self._rows[names[0]]))
+            layout = self.table[names[0]].layout
+            shared_by = sharers(self.mesh, layout.axes(), self.zero != 0)
+            members.append(Member(names[0], given, self._rows[names[0]], shared_by, layout.largest_shape()))
         return members
 
     def _nothing(self, like: Tensor) -> Tensor:
@@ -177,10 +178,10 @@ class GeminiReplicas(DataParallel):
         traced = None if sample is None else self._traced(sample, units)
         of = {member.name: member for member in self._adopt()}
         self.streams = Streams(self.device)
-        transport = Transport(self.mesh, self.shard, self.tier, self.streams)
+        transport = Transport(self.mesh, self.zero != 0, self.tier, self.streams)
         state = state_bytes(optimizer, self.masters)
         members = [of[name] for name in (of if traced is None else traced.order)]
-        parameters = infos(members, self.ranks, self.reduce_dtype, state, alone=not transport.sends)
+        parameters = infos(members, self.reduce_dtype, state)
 
         def messages(names: Sequence[Sequence[str]]) -> int:
             return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
@@ -192,6 +193,8 @@ class GeminiReplicas(DataParallel):
         else:
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
             self._bandwidth = bandwidth_of(self.device, self.ranks, copied)
+            if any(member.sharers.cut for member in members):
+                traced = fullest(traced, stage_axis(self.mesh))
             self.planned = plan(
                 traced,
                 parameters,
@@ -205,7 +208,7 @@ class GeminiReplicas(DataParallel):
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
         self.chunks = [
-            Chunk(index, [of[name] for name in chunk], self.device, self.reduce_dtype, self.ranks)
+            Chunk(index, [of[name] for name in chunk], self.device, self.reduce_dtype)
             for index, chunk in enumerate(names)
         ]
         transport.allocate(self.chunks)
@@ -224,8 +227,8 @@ class GeminiReplicas(DataParallel):
 
     @property
     def ranks(self) -> int:
-        """Over which a chunk is sharded."""
-        return 1 if self.shard is None else self.shard.size()
+        """Over which a chunk is sharded, where experts do not lie elsewhere."""
+        return shard_axis(self.mesh).size() if self.zero else 1
 
     def _traced(self, sample: Sample, units: dict[str, list[str]]) -> StepTrace | None:
         """A step of the model; `units` learn what they read of modules that they do not call.
@@ -281,7 +284,7 @@ class GeminiReplicas(DataParallel):
         for index in sorted(planned.plan.resident):
             chunk, info = self.chunks[index], planned.trace.chunks[index]
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
-            chunk.settle(alone=not self.executor.transport.sends)
+            chunk.settle()
             for member in chunk.members:
                 bring_state(self._optimizer, member.master)
             self.executor.load(chunk)
@@ -366,7 +369,8 @@ class GeminiReplicas(DataParallel):
                 chunk.has_grad = True
             for member in chunk.members:
                 member.master.grad = chunk.own_grad(member)
-        self.completion.complete(self.masters, together=self.masters if self.executor.transport.sends else ())
+        together = [m.name for chunk in self.chunks if chunk.sharers.sends for m in chunk.members if m.trainable]
+        self.completion.complete(self.masters, together)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Chunk by chunk in the planned order: one that is new comes for the next step while others are updated."""

@@ -42,6 +42,7 @@ class ParameterInfo:
     """A parameter before it has a chunk. buffer_bytes are its part of the buffer, padding included; see `ChunkInfo`.
 
     away_bytes  of all parameters or of none
+    cut         the axes of data parallelism that cut it: chunks of experts are of other ranks than all else
     """
 
     name: str
@@ -51,6 +52,7 @@ class ParameterInfo:
     trainable: bool
     dtype: str = ""
     away_bytes: int | None = None
+    cut: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ class Chunking:
 def packed(parameters: Sequence[ParameterInfo], chunk_bytes: int) -> list[list[ParameterInfo]]:
     """Pack parameters, in order, into chunks of at most `chunk_bytes`; a larger parameter has a chunk of its own.
 
-    Those of one dtype that learn, and those that do not, have chunks apart.
+    Those of one dtype and the same ranks that learn, and those that do not, have chunks apart.
     """
     chunks: list[list[ParameterInfo]] = []
-    filling: dict[tuple[str, bool], tuple[list[ParameterInfo], int]] = {}
+    filling: dict[tuple[str, bool, tuple[str, ...]], tuple[list[ParameterInfo], int]] = {}
     for parameter in parameters:
-        kind = parameter.dtype, parameter.trainable
+        kind = parameter.dtype, parameter.trainable, parameter.cut
         chunk, room = filling.get(kind, ([], 0))
         if not chunk or room < parameter.buffer_bytes:
             chunk, room = [], chunk_bytes

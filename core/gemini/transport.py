@@ -1,7 +1,7 @@
 """The transport of a chunk's values to its buffer, and of its gradients to its shard.
 
     fetch   this rank's rows, from the host or the shard on the device, into a message [own]; all-gathered over the
-            ranks that shard it into [ranks, own]; copied to each parameter's place. On one rank: one copy.
+            ranks that share it into [ranks, own]; copied to each parameter's place. On one rank: one copy.
     reduce  the gradients, in the reductions' format, into a message [ranks, own]; reduce-scattered, all-reduced over
             replicas; added to the gradient of the shard, where earlier microbatches have left theirs
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.compat import without_modes
-from core.gemini.chunk import Chunk, Member, aligned
+from core.gemini.chunk import Chunk, Member
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier
-from core.mesh import gradient_axis, sub_mesh
+from core.mesh import gradient_axis, shard_axis, sub_mesh
 from core.parallel.rows import paired_rows, row_length
 from core.pinned import Places
 
@@ -38,17 +38,19 @@ def beside_the_step() -> Iterator[None]:
         yield
 
 
-def message_bytes(chunks: Sequence[Sequence[Member]], wide: torch.dtype, ranks: int, sends: bool) -> tuple[int, int]:
+def message_bytes(chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> tuple[int, int]:
     """Bytes of the messages for (fetches, reductions) on a rank's device: as the largest chunk needs.
 
-    wide   format of reductions
-    ranks  that share a chunk
-    sends  whether gradients are added up over several ranks, these or replicas of theirs
+    wide  format of reductions
     """
-    sizes = [(sum(m.own_elements(ranks) for m in chunk), chunk[0]) for chunk in chunks]
-    fetched = max(own * like.dtype.itemsize for own, like in sizes) * (1 + ranks)
-    reduced = max((own * wide.itemsize for own, like in sizes if like.trainable), default=0) * slots_of(ranks)
-    return fetched if ranks > 1 else 0, reduced if sends else 0
+    fetched = reduced = 0
+    for chunk in chunks:
+        own, like, ranks = sum(m.own_elements for m in chunk), chunk[0], chunk[0].sharers.ranks
+        if ranks > 1:
+            fetched = max(fetched, own * like.dtype.itemsize * (1 + ranks))
+        if like.sharers.sends and like.trainable:
+            reduced = max(reduced, own * wide.itemsize * slots_of(ranks))
+    return fetched, reduced
 
 
 def slots_of(ranks: int) -> int:
@@ -57,26 +59,20 @@ def slots_of(ranks: int) -> int:
 
 
 class Transport:
-    """shard: the axis over which chunks are sharded; None where each rank has all of them."""
+    """shards: chunks are sharded over the ranks that share them; else each of those has all of them."""
 
-    def __init__(self, mesh: DeviceMesh, shard: DeviceMesh | None, tier: DeviceTier, streams: Streams):
-        self.mesh, self.shard, self.tier, self.streams = mesh, shard, tier, streams
-        self.ranks = 1 if shard is None else shard.size()
+    def __init__(self, mesh: DeviceMesh, shards: bool, tier: DeviceTier, streams: Streams):
+        self.mesh, self.shards, self.tier, self.streams = mesh, shards, tier, streams
         self._fetched: Tensor | None = None
         self._reduced: Tensor | None = None
 
-    @property
-    def sends(self) -> bool:
-        """True where gradients are added up over several ranks."""
-        return gradient_axis(self.mesh).size() > 1
-
     def message_bytes(self, chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> int:
         """Bytes that the messages of chunks with these members need on the device."""
-        return sum(message_bytes(chunks, wide, self.ranks, self.sends))
+        return sum(message_bytes(chunks, wide))
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Take memory for messages, once."""
-        sizes = message_bytes([chunk.members for chunk in chunks], chunks[0].wide, self.ranks, self.sends)
+        sizes = message_bytes([chunk.members for chunk in chunks], chunks[0].wide)
         self.tier.take(sum(sizes), "messages")
         self.begin(chunks)
         self._fetched, self._reduced = (torch.empty(n, dtype=torch.uint8, device=chunks[0].device) for n in sizes)
@@ -98,7 +94,7 @@ class Transport:
         """Fill the buffer, whose bytes are booked; `chunk.ready` says when it is."""
         with self.streams.fetching():
             chunk.allocate()
-            if self.ranks == 1:
+            if chunk.ranks == 1:
                 chunk.buffer.copy_(chunk.source, non_blocking=True)
             else:
                 self._gather(chunk)
@@ -109,18 +105,20 @@ class Transport:
 
     def _gather(self, chunk: Chunk) -> None:
         assert self._fetched is not None
-        assert self.shard is not None
-        message = self._fetched.view(chunk.dtype)[: chunk.own_elements * (1 + self.ranks)]
+        message = self._fetched[: chunk.own_bytes * (1 + chunk.ranks)].view(chunk.dtype)
         own, whole = message[: chunk.own_elements], message[chunk.own_elements :]
         own.copy_(chunk.source, non_blocking=True)
-        dist.all_gather_into_tensor(whole, own, group=self.shard.get_group())
-        slots = whole.view(self.ranks, chunk.own_elements)
+        dist.all_gather_into_tensor(whole, own, group=self._shard(chunk).get_group())
+        slots = whole.view(chunk.ranks, chunk.own_elements)
         for member in chunk.members:
             for slot, rows in paired_rows(self._slots_of(slots, member), member.view):
                 rows.copy_(slot)
 
     def _slots_of(self, slots: Tensor, member: Member) -> Tensor:
-        return slots.narrow(1, member.own_offset, row_length(member.tensor, self.ranks))
+        return slots.narrow(1, member.own_offset, row_length(member.tensor, member.sharers.ranks))
+
+    def _shard(self, chunk: Chunk) -> DeviceMesh:
+        return shard_axis(self.mesh, chunk.sharers.cut)
 
     # --- to the shard -------------------------------------------------------------------------------------------------
 
@@ -128,34 +126,35 @@ class Transport:
     def reduce(self, chunk: Chunk) -> None:
         """Add the gradients that stand in the buffer, those of its `ready_members`, to the shard's.
 
-        Other members count as zero. On several ranks all of them must call it for the same chunks in the same order.
+        Other members count as zero. All ranks that share the chunk must call it for the same chunks in the same order.
         """
         with self.streams.reducing():
             ready = chunk.ready_members
-            if self.sends:
+            if chunk.sharers.sends:
                 self._add(chunk, self._reduce(chunk, ready), chunk.members)
             elif ready:
                 self._add(chunk, chunk.buffer, ready)
 
     def _reduce(self, chunk: Chunk, ready: list[Member]) -> Tensor:
         assert self._reduced is not None
-        message = self._reduced.view(chunk.wide)[: chunk.own_elements * slots_of(self.ranks)]
-        whole = message[: chunk.own_elements * self.ranks]
-        slots = whole.view(self.ranks, chunk.own_elements)
+        own_bytes, ranks = chunk.own_elements * chunk.wide.itemsize, chunk.ranks
+        message = self._reduced[: own_bytes * slots_of(ranks)].view(chunk.wide)
+        whole = message[: chunk.own_elements * ranks]
+        slots = whole.view(ranks, chunk.own_elements)
         for member in chunk.members:
-            own = slots.narrow(1, member.own_offset, aligned(row_length(member.tensor, self.ranks)))
+            own = slots.narrow(1, member.own_offset, member.own_elements)
             if member not in ready:
                 own.zero_()
                 continue
             for slot, rows in paired_rows(self._slots_of(slots, member), member.view):
                 slot.copy_(rows)
-        if self.shard is None:
-            dist.all_reduce(whole, group=gradient_axis(self.mesh).get_group())
+        if not self.shards:
+            dist.all_reduce(whole, group=gradient_axis(self.mesh, chunk.sharers.cut).get_group())
             return whole
         reduced = whole
-        if self.ranks > 1:
-            reduced = message[chunk.own_elements * self.ranks :]
-            dist.reduce_scatter_tensor(reduced, whole, group=self.shard.get_group())
+        if ranks > 1:
+            reduced = message[chunk.own_elements * ranks :]
+            dist.reduce_scatter_tensor(reduced, whole, group=self._shard(chunk).get_group())
         replicas = sub_mesh(self.mesh, "dp_replicate")
         if replicas.size() > 1:
             dist.all_reduce(reduced, group=replicas.get_group())
@@ -171,7 +170,7 @@ class Transport:
         if first:
             grad.zero_()
         for member in members:
-            place = slice(member.own_offset, member.own_offset + row_length(member.tensor, self.ranks))
+            place = slice(member.own_offset, member.own_offset + row_length(member.tensor, chunk.ranks))
             self._put(chunk, grad[place], values[place], False)
 
     def _put(self, chunk: Chunk, grad: Tensor, values: Tensor, first: bool) -> None:

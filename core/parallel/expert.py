@@ -76,8 +76,8 @@ def _exchanged(moe: Any, mesh: DeviceMesh) -> nn.Module:
 
 def _counts(rows_E: Tensor, held: list[int], axis: DeviceMesh) -> Tensor:
     """int64[N, experts held here]: the rows that each rank has for each of this rank's experts."""
-    mine = held[axis.get_local_rank()]
-    arriving = rows_E.new_empty(axis.size() * mine)
+    own = rows_E.split(held)[axis.get_local_rank()]
+    mine, arriving = len(own), own.repeat(axis.size())  # of ranks that do not exist: what this one has
     dist.all_to_all_single(arriving, rows_E.contiguous(), [mine] * axis.size(), held, group=axis.get_group())
     return arriving.view(axis.size(), mine)
 

@@ -99,11 +99,6 @@ class TrainConfig(ParallelConfig):
                 f"{given} with zero={self.zero}: Gemini shards parameters, gradients and optimizer together; "
                 "use --zero 3, or --zero 0 for copies"
             )
-        if self.mesh.ep > 1:
-            raise UserError(
-                f"{given} with mesh.ep={self.mesh.ep}: experts would be chunks of other ranks than all else, and there "
-                "is one kind of chunks; use mesh.ep=1, where Gemini moves experts, too"
-            )
         why = SCHEDULES[self.pipeline.schedule].refuses.get("gemini.budget")
         if self.mesh.pp > 1 and why is not None:
             raise UserError(

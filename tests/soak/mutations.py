@@ -238,8 +238,8 @@ MUTATIONS = [
     mutation(
         "Gemini gathers a rank's own rows in the places of all",
         "core/gemini/transport.py",
-        "dist.all_gather_into_tensor(whole, own, group=self.shard.get_group())",
-        "whole.view(self.ranks, -1).copy_(own)",
+        "dist.all_gather_into_tensor(whole, own, group=self._shard(chunk).get_group())",
+        "whole.view(chunk.ranks, -1).copy_(own)",
         "tests/parity/gemini/test_ranks.py::test_every_number_of_ranks[2-mesh2-3]",
     ),
     mutation(

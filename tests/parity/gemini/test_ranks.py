@@ -174,6 +174,34 @@ def test_experts(ranks, num_ranks: int) -> None:
         assert found["evictions"] >= given.steps
 
 
+EXPERTS = MeshConfig(ep=2)
+THREE = replace(TOPK, moe=replace(TOPK.moe, num_experts=3))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "zero", "model"),
+    [
+        (2, EXPERTS, 3, THREE),
+        (4, EXPERTS, 3, TOPK),
+        soak(4, EXPERTS, 0, TOPK),
+        soak(4, replace(EXPERTS, dp_replicate=2), 3, THREE),
+        soak(4, replace(EXPERTS, tp=2), 3, SWITCH),
+        soak(4, replace(EXPERTS, cp=2), 3, TOPK),
+        soak(4, MeshConfig(ep=4), 3, SWITCH),
+        soak(8, replace(EXPERTS, dp_replicate=2), 3, TOPK),
+        soak(8, MeshConfig(ep=4), 3, TOPK),
+    ],
+)
+def test_experts_on_ranks_of_their_own(ranks, num_ranks: int, mesh: MeshConfig, zero: int, model: Any) -> None:
+    """Chunks of experts are of fewer ranks than the rest, ranks have unequally many experts, some get no tokens."""
+    given = Case(model, mesh=mesh, parallel=ParallelConfig(zero=zero, precision="fp64"))
+    results = ranks(num_ranks).run(planned, given, 0.35)
+    require_alike(ranks, given, results)
+    for found in results:
+        assert found["peak"] <= found["budget"]
+        assert found["evictions"] >= given.steps
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "schedule", "model", "microbatches"),
     [
@@ -184,6 +212,7 @@ def test_experts(ranks, num_ranks: int) -> None:
         soak(2, MeshConfig(pp=2), "1f1b", replace(SWITCH, num_layers=5), 3),
         soak(4, MeshConfig(pp=2), "1f1b", GPT2, 3),
         soak(4, MeshConfig(pp=2, tp=2), "gpipe", GPT2, 3),
+        soak(4, MeshConfig(pp=2, ep=2), "1f1b", replace(TOPK, num_layers=4), 3),
     ],
 )
 def test_stages_have_their_own_chunks(

@@ -99,7 +99,7 @@ class Waits:
 
 def chunk_of(dtype: torch.dtype) -> Chunk:
     parameter = nn.Parameter(torch.zeros(100, 30, dtype=dtype))
-    return Chunk(0, [Member("weight", parameter, torch.zeros(100, 30).requires_grad_())], CPU, torch.float32, 1)
+    return Chunk(0, [Member("weight", parameter, torch.zeros(100, 30).requires_grad_())], CPU, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +129,7 @@ def test_what_shards_take_of_the_host_is_what_a_plan_counts(driver: Driver) -> N
     with patch.object(Chunk, "_make_buffer", lambda self: None):
         parameter = nn.Parameter(torch.zeros(300, 300, dtype=torch.bfloat16))
         member = Member("weight", parameter, torch.zeros(300, 300).requires_grad_())
-        chunk = Chunk(0, [member], torch.device("cuda"), torch.float32, 1)
+        chunk = Chunk(0, [member], torch.device("cuda"), torch.float32)
     chunk.make_grad()
     planned = chunk.own_elements * (4 + 2 + 4)
     assert planned <= sum(driver.pages.values()) < planned + 3 * mmap.PAGESIZE
