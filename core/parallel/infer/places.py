@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from core.comm.collectives import copy_to
-from core.compat import tree_leaves, tree_map
+from core.compat import FakeTensor, tree_leaves, tree_map
 from core.config import UserError
 from core.mesh import AnyMesh, axis_size
 from core.parallel.context import SequenceCut, check_length, gather_sequence
@@ -247,6 +247,8 @@ class _Replaced(TorchFunctionMode):
         if self.place.sequence.mode == "ulysses":
             attend = _to_the_whole(attn_mask, is_causal, scale)
             return exchange(q, k, v, cut, self.axis, attend).transpose(1, 2)
+        if isinstance(query, FakeTensor):  # transformers makes a mask wherever it cannot read positions
+            attn_mask, is_causal = None, is_causal or cut.zigzag
         if attn_mask is not None:
             raise UserError(
                 f"{self.place.name}: attention is given a mask (of padding, or of a window), which mesh.cp_mode=ring "
