@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from core.config import size_in_bytes
 from tests.support.command import run
 
 MESHES = {
@@ -13,6 +14,17 @@ MESHES = {
     "context parallel, bf16": ["--nproc", 2, "--mesh.cp", 2, "--precision", "bf16"],
 }
 LEAST = re.compile(r"give at least ([\d.]+ \w+)")
+
+
+@pytest.mark.soak
+def test_the_smallest_budget_of_experts_on_ranks_of_their_own_is_nearly_that_of_the_run(tmp_path):
+    """Routers send tokens elsewhere in the step that each of them traces."""
+    experts = ["--model.num-layers", 2, "--nproc", 2, "--mesh.ep", 2, "--zero", 3]
+    words = ["--recipe", "debug_moe", *experts, "--gemini.budget", "100KB"]
+    planned = run("-m", "apps.llm", "plan", *words)
+    started = run("-m", "apps.llm", "pretrain", *words, "--steps", 1, "--out", tmp_path / "run")
+    least, found = (size_in_bytes(LEAST.findall(said.stderr)[0].replace(" ", ""), "") for said in (planned, started))
+    assert least == pytest.approx(found, rel=0.15)
 
 
 @pytest.mark.parametrize(
