@@ -87,7 +87,7 @@ def timeline_of(run: RunShape, of: Schedule, times: Times) -> Timeline:
     """times: measured or simulated."""
     pipeline = run.pipeline
     again = 1.0 if run.recompute == "full" else 0.0
-    theory = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, backward=2.0 + again)
+    theory = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=again)
     return Timeline(of, times, bubble_fraction(of, times), theory)
 
 

@@ -48,9 +48,7 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     sent = _data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
     communication_s = sent / machine.bandwidth
     again = 1.0 if run.recompute == "full" else 0.0
-    bubble = bubble_in_theory(
-        run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, backward=2.0 + again
-    )
+    bubble = bubble_in_theory(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, again=again)
     bubble_s = bubble / (1 - bubble) * compute_s
     return TimeEstimate(compute_s, communication_s, bubble_s, tokens * run.num_data_ranks * run.cp)
 

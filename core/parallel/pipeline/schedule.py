@@ -354,16 +354,23 @@ def bubble_fraction(of: Schedule, times: Times) -> float:
 
 
 def bubble_in_theory(
-    name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2, backward: float = 2.0
+    name: ScheduleName,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int = 2,
+    backward: float = 2.0,
+    again: float = 0.0,
 ) -> float:
     """The published bubble as a share of the step, of stages of equal cost and messages that take no time.
 
     backward  cost of B = I + W in units of F, I and W alike
+    again     what recomputation adds to I, or to B; a rank of zb-h1 idles for F + I - W, and one of zbv for half of it
     A schedule may idle for longer with fewer microbatches than ranks (interleaved: with no multiple of them; zbv: with
     fewer than twice as many, or where a backward does not cost two forwards).
     """
-    step = num_microbatches * (1 + backward)
-    idle = SCHEDULES[name].idle(backward, chunks) * (num_ranks - 1)
+    spec, step = SCHEDULES[name], num_microbatches * (1 + backward + again)
+    idle = spec.idle(backward, chunks) * (1 + again) if spec.splits_backward else spec.idle(backward + again, chunks)
+    idle *= num_ranks - 1
     return idle / (step + idle)
 
 
