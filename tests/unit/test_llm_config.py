@@ -1,22 +1,18 @@
 """The llm commands' configuration: recipes, the check of a combination, the warning before a run that does not fit."""
 
-import inspect
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 
 from apps.llm.config import check_combination
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
-from core.config import UserError, parse
+from core.config import UserError
 from core.data import RampConfig
 from core.estimate import decoder_shape, estimate_memory
 from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig
+from tests.support.combinations import PAGE, TABLES, on_page, shown
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -76,29 +72,7 @@ def test_with_a_budget_the_budget_has_to_fit_and_the_rest_has_to_fit_the_host() 
     assert warning(config, "cpu", state, state + 1000) is None
 
 
-def goes_together() -> Iterator[tuple[str, str, str]]:
-    """(form, option, yes or no) of each cell of the tables in docs/parallelism.md."""
-    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
-    for after in text.split("What goes with what")[1:]:
-        table = after.split("\n\n")[1]
-        head, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
-        for option, *cells in rows:
-            for form, cell in zip(head[1:], cells, strict=True):
-                if cell:  # two settings of the same option
-                    yield form, option, cell
-
-
-@pytest.fixture(scope="module")
-def sources_are_read_once() -> Iterator[None]:
-    """tyro looks up every option's text in the sources, again for each command line: half of its time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inspect, "getsource", cache(inspect.getsource))
-        yield
-
-
-@pytest.mark.usefixtures("sources_are_read_once")
-@pytest.mark.parametrize(("form", "option", "cell"), goes_together())
-def test_the_page_says_what_goes_together(form: str, option: str, cell: str) -> None:
-    assert cell in ("yes", "no")
-    with nullcontext() if cell == "yes" else pytest.raises(UserError):
-        check_combination(parse(RECIPES, ["--nproc", "8", *form.split(), *option.split()], "llm", default="debug"))
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_says_what_goes_together(name: str) -> None:
+    """And why not, in the words of the refusals."""
+    assert on_page(PAGE.read_text(), name) == shown(TABLES[name]), "python -m tests.support.combinations writes it anew"
