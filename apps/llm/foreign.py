@@ -27,6 +27,16 @@ class ForeignModel:
         except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(f"{refused}; nor do transformers build a causal model of {folder}: {said}") from error
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        """Raises UserError for key/value heads that transformers build and cannot run, such as a default's of 32."""
+        heads, kv_heads = (getattr(self.config, f"num_{of}_heads", None) for of in ("attention", "key_value"))
+        if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+            raise UserError(
+                f"{self.folder}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; give a "
+                "divisor of it in config.json, which has transformers' default where it says nothing"
+            )
 
     def build(self) -> nn.Module:
         """On the meta device, as it trains."""

@@ -103,6 +103,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if isinstance(self.full_layers, list):  # of a file
             object.__setattr__(self, "full_layers", tuple(self.full_layers))
+        if self.num_kv_heads == self.num_heads:  # one value for what is one model: a folder's is read so, too
+            object.__setattr__(self, "num_kv_heads", None)
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "ffn_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")

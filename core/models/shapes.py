@@ -5,8 +5,8 @@ heads of 128 in a model of 2048, 13B a model of 5140); taken as 16 heads and as 
 and the released configurations. BLOOM: BigScience (2022), table 3. Llama: Touvron et al. (2023), Llama team (2024).
 Mistral: Jiang et al. (2023), without its window, as in release 0.2, and with it, as in the first. Mixtral: Jiang et al.
 (2024), table 1. Gemma 3: Gemma team (2025), table 1, and the released configuration. Qwen3: Qwen team (2025), table 1.
-Phi-3: Microsoft (2024), section 2, without the window of mini-4k. Pythia: Biderman et al. (2023), table 1. GPT-NeoX:
-Black et al. (2022). BERT: Devlin et al. (2019).
+Phi-3: Microsoft (2024), section 2, with the window of the released mini-4k. Pythia: Biderman et al. (2023), table 1.
+GPT-NeoX: Black et al. (2022). BERT: Devlin et al. (2019).
 switch_gpt2_124m is GPT-2 with experts in every second block, as Switch Transformers (Fedus et al. 2021) place them.
 """
 
@@ -37,7 +37,7 @@ mixtral = partial(shape, "mixtral", max_length=32768, moe=MoEConfig(num_experts=
 SHAPES: dict[str, DecoderConfig] = {
     # 16 thin layers and 8 heads: cut by every mesh of up to 8 ranks, trained in seconds; bytes as tokens and one more.
     "debug": DecoderConfig(vocab_size=257, dim=64, num_layers=16, num_heads=8, ffn_dim=128, max_length=128),
-    "debug_moe": replace(mixtral(4, 64, 8, 64, 8), vocab_size=257, max_length=128, rope_theta=1e4),
+    "debug_moe": replace(mixtral(4, 64, 8, 64), vocab_size=257, max_length=128, rope_theta=1e4),
     "debug_bert": bert(4, 64, 8, 128, vocab_size=258, max_length=128),
     "gpt2_124m": gpt(12, 768, 12),
     "gpt2_medium": gpt(24, 1024, 16),
@@ -84,7 +84,7 @@ SHAPES: dict[str, DecoderConfig] = {
     "qwen3_0_6b": qwen3(28, 1024, 16, 3072, 8, head_dim=128, tied_head=True),
     "qwen3_8b": qwen3(36, 4096, 32, 12288, 8),
     "qwen3_32b": qwen3(64, 5120, 64, 25600, 8, head_dim=128),
-    "phi3_3_8b": shape("phi3", 32, 3072, 32, 8192),
+    "phi3_3_8b": shape("phi3", 32, 3072, 32, 8192, window=2047),
     "pythia_160m": neox(12, 768, 12, vocab_size=50304),
     "pythia_6_9b": neox(32, 4096, 32),
     "neox_20b": neox(44, 6144, 64),

@@ -227,6 +227,13 @@ def test_a_plan_is_of_any_causal_model_by_its_config_alone(family, tmp_path, cap
     assert "on the host" in capsys.readouterr().out
 
 
+def test_heads_that_a_default_makes_impossible_are_named(tmp_path):
+    """transformers build such a model and fail in its forward."""
+    words = foreign_folder(tmp_path, "stablelm", **QWEN)
+    with pytest.raises(UserError, match="num_key_value_heads=32 does not divide num_attention_heads=4"):
+        APP.dispatch(words)
+
+
 @pytest.mark.parametrize(
     ("family", "more", "said"),
     [

@@ -1,10 +1,11 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from core.models import SHAPES
-from core.models.hf_config import config_to_hf
+from core.models.hf_config import config_from_hf, config_to_hf, has_architecture
 
 # As the releases state them (parameters of the published checkpoints, a tied head once).
 PUBLISHED = {
@@ -52,6 +53,18 @@ def test_counts_as_transformers(name):
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf))
     assert sum(p.numel() for p in theirs.parameters()) == SHAPES[name].num_parameters()
+
+
+@pytest.mark.parametrize("name", [name for name, config in SHAPES.items() if has_architecture(config)])
+def test_a_shape_comes_back_from_its_config_json(name):
+    assert config_from_hf(config_to_hf(SHAPES[name])) == SHAPES[name]
+
+
+def test_key_value_heads_of_each_head_are_no_other_model():
+    """What a command line may give is what a folder is read as."""
+    debug = SHAPES["debug_moe"]
+    given = replace(debug, num_kv_heads=debug.num_heads)
+    assert config_from_hf(config_to_hf(given)) == given == debug
 
 
 def test_debug_divides_over_eight_ranks():
