@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from tests.parity.test_experts import SWITCH, TOPK
 from tests.parity.test_train import LLAMA
 from tests.support.covering import FEW, MANY
 from tests.support.gemini import Net, Run, Tempered, batch, loss, train
+from tests.support.grid_resume import resumed_elsewhere
 from tests.support.training import (
     Case,
     build,
@@ -194,12 +196,20 @@ THREE = replace(TOPK, moe=replace(TOPK.moe, num_experts=3))
 )
 def test_experts_on_ranks_of_their_own(ranks, num_ranks: int, mesh: MeshConfig, zero: int, model: Any) -> None:
     """Chunks of experts are of fewer ranks than the rest, ranks have unequally many experts, some get no tokens."""
-    given = Case(model, mesh=mesh, parallel=ParallelConfig(zero=zero, precision="fp64"))
+    given = Case(model, mesh=mesh, parallel=ParallelConfig(zero=zero, precision="fp64"), batch=16)
     results = ranks(num_ranks).run(planned, given, 0.35)
     require_alike(ranks, given, results)
     for found in results:
         assert found["peak"] <= found["budget"]
         assert found["evictions"] >= given.steps
+
+
+@pytest.mark.soak
+def test_experts_in_a_budget_go_on_elsewhere(ranks, tmp_path: Path) -> None:
+    """A checkpoint knows nothing of chunks nor of who had which experts."""
+    one, budget = MeshConfig(), "700KB"
+    legs = [(4, EXPERTS, 3, "450KB"), (2, one, 3, budget), (2, EXPERTS, 0), (2, EXPERTS, 3, budget), (1, one, 0)]
+    assert resumed_elsewhere(ranks, tmp_path, THREE, "adamw", legs) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
