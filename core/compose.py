@@ -161,6 +161,8 @@ def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: Paral
         from core.parallel.infer import infer_experts, sample_of
 
         with _of_option("ep", ep):
+            if config.gemini.budget is not None:
+                raise UserError("experts that are dealt out do not go with gemini.budget; use mesh.ep=1")
             plan = replace(plan, experts=infer_experts(model, ep, sample_of(model)))
     if pp > 1 and plan.pipeline is None:
         from core.parallel.infer import infer_stages, sample_of
