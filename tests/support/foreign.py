@@ -273,6 +273,7 @@ _QWEN = {**_ROUTED, "num_experts": 4, "moe_intermediate_size": 20, "shared_exper
 _DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _DEEPSEEK |= {
     "num_key_value_heads": 8,
+    "first_k_dense_replace": 1,
     "n_routed_experts": 6,
     "moe_intermediate_size": 20,
     "n_group": 2,
