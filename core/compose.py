@@ -24,7 +24,7 @@ from core.compat import allow_graphs
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
-from core.mesh import Zero, axis_size, context_mode, pipeline_ranks, sub_mesh, tensor_names
+from core.mesh import EXPERT_AXIS, Zero, axis_size, context_mode, pipeline_ranks, sub_mesh, tensor_names
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
@@ -138,7 +138,7 @@ def cut(
 
 
 def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> ModelPlan:
-    """The plan, and what it does not say of tensor and context parallelism and stages as the model's forward shows it.
+    """The plan, and what it does not say of tensor, context and expert parallelism and stages as a forward shows it.
 
     Raises UserError where the forward shows none.
     """
@@ -157,6 +157,14 @@ def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: Paral
 
         with _of_option("cp", cp):
             plan = replace(plan, context=infer_context(model, cp, sample_of(model), mode))
+    ep = axis_size(mesh, EXPERT_AXIS) if EXPERT_AXIS in (mesh.mesh_dim_names or ()) else 1
+    if ep > 1 and plan.experts is None:
+        from core.parallel.infer import infer_experts, sample_of
+
+        with _of_option("ep", ep):
+            if config.gemini.budget is not None:
+                raise UserError("experts that are dealt out do not go with gemini.budget; use mesh.ep=1")
+            plan = replace(plan, experts=infer_experts(model, ep, sample_of(model)))
     if pp > 1 and plan.pipeline is None:
         from core.parallel.infer import infer_stages, sample_of
 
@@ -171,6 +179,7 @@ def _context_mode(plan: ModelPlan, mesh: DeviceMesh, config: ParallelConfig, tp:
     for there, what, instead in (
         (tp > 1 and plan.tensor is not None, "a given plan of tensor parallelism", "mesh.tp=1, or leave that out, too"),
         (plan.experts is not None, "a given plan of experts", "mesh.cp=1"),
+        (EXPERT_AXIS in (mesh.mesh_dim_names or ()), "experts that are dealt out", "mesh.ep=1"),
         (bool(plan.kernels or plan.precision), "kernels or formats of a given plan", "mesh.cp=1"),
         (pipeline_ranks(mesh) > 1, "stages of a pipeline", "mesh.pp=1"),
         (config.compile, "compile, whose graphs would hold the attention that is replaced", "no compile"),

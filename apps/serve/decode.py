@@ -48,10 +48,13 @@ def warm_up(runner: Runner, max_tokens: int, max_length: int) -> None:
     They are written to the first pages, which nobody has yet. All ranks call it: it sends nothing.
     """
     size, count = runner.page_size, 1
-    while count <= min(max_tokens, max_length, size * len(runner.pages[0].k)):
+    while count <= min(max_tokens, max_length, size * min(len(pages.k) for pages in runner.pages)):
         places = list(range(count))
         table = list(range(-(-count // size)))
-        runner.compute(Step([0] * count, places, places, [table], [count], [0, count], [count - 1]))
+        step = Step([0] * count, places, places, [table], [count], [0, count], [count - 1])
+        if runner.kinds > 1:
+            step.local_slots, step.local_tables = places, [table]
+        runner.compute(step)
         count *= 2
 
 
@@ -81,7 +84,7 @@ class Decode:
         self._results = [
             torch.zeros(max_running, way.width, dtype=torch.int64, device=runner.device) for way in self.ways
         ]
-        self._tables = {bucket: _Tables(self.max_pages, bucket) for bucket in self.buckets}
+        self._tables = {bucket: _Tables(self.max_pages, runner.kinds * bucket) for bucket in self.buckets}
         self._graphs = self._captured()
         runner.decode = self
 
@@ -90,7 +93,8 @@ class Decode:
         return Layout((
             ("header", short, HEADER), ("ids", long, bucket), ("positions", long, bucket), ("slots", long, bucket),
             ("sources", long, bucket), ("numbers", torch.float64, NUM_NUMBERS * bucket), ("lengths", short, bucket),
-            ("tables", short, self.max_pages * bucket),
+            ("local_slots", long, (self.runner.kinds - 1) * bucket),
+            ("tables", short, self.max_pages * self.runner.kinds * bucket),
         ))  # fmt: skip
 
     @torch.inference_mode()
@@ -116,11 +120,14 @@ class Decode:
 
         @torch.inference_mode()
         def compute() -> None:
+            tables_BP = of("tables").view(self.max_pages, runner.kinds * bucket).T
             context = PagedContext(
-                tables_BP=of("tables").view(self.max_pages, bucket).T,
+                tables_BP=tables_BP[:bucket],
                 lengths_B=of("lengths"),
                 slots_T=of("slots"),
                 max_length=self.max_length,
+                local_tables_BP=tables_BP[bucket:],
+                local_slots_T=of("local_slots"),
             )
             ids_R = runner.fed(of("ids"), of("sources"))
             logits_RV = runner.logits(ids_R[None], of("positions")[None], context)
@@ -164,8 +171,10 @@ class Decode:
         """The numbers of a step, up to the columns of the page tables that it uses."""
         layout, count, tables = self._layouts[bucket], len(step.ids), self._tables[bucket]
         width, start = tables.hold(step.tables), layout.start("tables")
-        words = self.machine.words(start + width * bucket)
-        for name, nothing in (("ids", 0), ("positions", 0), ("slots", -1), ("sources", -1), ("lengths", 0)):
+        tables.hold(step.local_tables, bucket)
+        words = self.machine.words(start + width * self.runner.kinds * bucket)
+        empty = {"ids": 0, "positions": 0, "slots": -1, "sources": -1, "lengths": 0, "local_slots": -1}
+        for name, nothing in empty.items():
             field = layout.array(words, name)
             given = getattr(step, name)
             field[len(given) :] = nothing
@@ -181,13 +190,13 @@ class Decode:
 class _Tables:
     """Page tables of the last step of a bucket, transposed: most pages of the next step stand there already."""
 
-    def __init__(self, max_pages: int, bucket: int):
-        self.pages_PR = np.zeros((max_pages, bucket), dtype=np.int32)
-        self._held: list[list[int]] = [[] for _ in range(bucket)]
+    def __init__(self, max_pages: int, rows: int):
+        self.pages_PR = np.zeros((max_pages, rows), dtype=np.int32)
+        self._held: list[list[int]] = [[] for _ in range(rows)]
 
-    def hold(self, tables: Many[list[int]]) -> int:
-        """Have these in the first columns.  Returns how many pages the longest has."""
-        for row, table in enumerate(tables):
+    def hold(self, tables: Many[list[int]], first: int = 0) -> int:
+        """Have these in the columns from `first` on.  Returns how many pages the longest has."""
+        for row, table in enumerate(tables, first):
             known = len(self._held[row])
             if self._held[row] != table[:known]:
                 known = 0

@@ -117,7 +117,7 @@ class Engine:
         self._settled_at = 0.0
         self.runner, self.text, self.limits = runner, text, limits
         self.vocab_size = vocab_size
-        self.pages = Pages(num_pages, limits.page_size, sharing, limits.window)
+        self.pages = Pages(num_pages, limits.page_size, sharing, limits.window, limits.local(num_pages))
         self.max_length = length_within(max_length, num_pages, limits)
         if self.max_length < 2:
             raise UserError(
@@ -340,8 +340,11 @@ class Engine:
         self.waiting.sort(key=lambda s: s.number)
         self.counts.preemptions += 1
 
-    def _admit(self, admitted: Many[tuple[Sequence, Match]]) -> list[tuple[int, int]]:
-        """Claim first what all of them share, then make copies: making room could give up what another one matched."""
+    def _admit(self, admitted: Many[tuple[Sequence, Match]]) -> list[list[tuple[int, int]]]:
+        """Claim first what all of them share, then make copies: making room could give up what another one matched.
+
+        Returns the copies to make, (from, to) of each kind of layers.
+        """
         copies = []
         for sequence, match in admitted:
             sequence.held = self.pages.claim(match)
@@ -373,10 +376,11 @@ class Engine:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def _plan(
-        self, parts: Many[tuple[Sequence, int]], copies: list[tuple[int, int]]
+        self, parts: Many[tuple[Sequence, int]], copies: list[list[tuple[int, int]]]
     ) -> tuple[Step, list[tuple[Sequence, range]], list[Sequence]]:
         """The step in numbers; whose logits are asked for, as (sequence, places in its tokens); who draws from them."""
-        step, asked, drawn, size = Step(copies=copies), [], [], self.limits.page_size
+        step, asked, drawn, size = Step(), [], [], self.limits.page_size
+        step.copies, step.local_copies = ([one[kind] for one in copies if kind < len(one)] for kind in range(2))
         unread = any(sequence.unread is not None for sequence, _ in parts)
         for sequence, count in parts:
             held, first = sequence.held, sequence.num_computed
@@ -390,8 +394,10 @@ class Engine:
                 step.sources.extend([-1] * (count - 1) + [drawn_at])
             step.ids.extend(ids if len(ids) == count else [*ids, 0])
             step.positions.extend(places)
-            step.slots.extend(held.pages[place // size] * size + place % size for place in places)
-            step.tables.append(list(held.pages))
+            kinds = ((step.slots, step.tables), (step.local_slots, step.local_tables))
+            for mine, (slots, tables) in zip(held.kinds, kinds, strict=False):
+                slots.extend(mine.pages[place // size] * size + place % size for place in places)
+                tables.append(list(mine.pages))
             step.lengths.append(first + count)
             step.starts.append(begin + count)
             wanted = range(places.stop - 1, places.stop) if places.stop == sequence.num_tokens else range(0)

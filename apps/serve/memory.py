@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.history import BYTES as HISTORY_BYTES
+from apps.serve.pages import most_local_pages
 from apps.serve.sampler import DRAW_BYTES, slab_rows
 from core.config import UserError, in_words
 from core.mesh import MeshConfig
@@ -89,6 +90,7 @@ class Load:
     length        tokens of each at most, prompt and text
     batch_tokens  of a step at most
     window        of all layers of the model, where they have one
+    local_window  of the layers with one, where others see all
     """
 
     sequences: int
@@ -96,6 +98,7 @@ class Load:
     batch_tokens: int
     page_size: int = 16
     window: int | None = None
+    local_window: int | None = None
 
     @property
     def pages(self) -> int:
@@ -104,6 +107,13 @@ class Load:
         if self.window is None:
             return whole
         return min(whole, self.sequences * (self._pages(self.window) + 1) + self._pages(self.batch_tokens))
+
+    @property
+    def local_pages(self) -> int:
+        """Pages that layers with a window have at most, where others see all."""
+        if self.local_window is None:
+            return 0
+        return most_local_pages(self.local_window, self.page_size, self.sequences, self.batch_tokens)
 
     @property
     def seen(self) -> int:
@@ -118,20 +128,33 @@ class Load:
 class Need:
     """Bytes that a model takes on each of its ranks: on the one that takes most.
 
-    weights  as they are stored
-    page     one page of the cache, in all layers
-    work     what a step of the most tokens holds beside them
-    forms    weights once more, in a form that is faster: taken if there is room
+    weights     as they are stored
+    page        one page of the cache, in all layers, or in those that see all where others have a window
+    work        what a step of the most tokens holds beside them
+    forms       weights once more, in a form that is faster: taken if there is room
+    local_page  one page in the layers with a window, where others see all; there are as many of them, but at most
+    most_local
     """
 
     weights: int
     page: int
     work: int
     forms: int = 0
+    local_page: int = 0
+    most_local: int = 0
+
+    def cache(self, num_pages: int) -> int:
+        """Bytes of so many pages."""
+        return num_pages * self.page + min(num_pages, self.most_local) * self.local_page
+
+    def pages_in(self, num_bytes: int) -> int:
+        """Pages that lie in so many bytes."""
+        both = num_bytes // (self.page + self.local_page)
+        return both if both < self.most_local else (num_bytes - self.most_local * self.local_page) // self.page
 
     def total(self, num_pages: int) -> int:
         """Bytes of all, without second forms."""
-        return self.weights + num_pages * self.page + self.work
+        return self.weights + self.cache(num_pages) + self.work
 
 
 def need(model: DecoderConfig, format: Format, load: Load, ranks: int = 1, device: str = "cuda") -> Need:
@@ -142,7 +165,9 @@ def need(model: DecoderConfig, format: Format, load: Load, ranks: int = 1, devic
         weights += math.prod(shape) * format.dtype.itemsize if stored is None else stored(shape)
     page = page_bytes(model, load.page_size, format.pages, ranks)
     kind = torch.device(device).type
-    return Need(weights, page, _work(model, format, load, ranks, kind), weights if kind == "cpu" else 0)
+    local = 0 if load.local_window is None else page // model.num_layers * (model.num_layers - len(model.full_layers))
+    work, forms = _work(model, format, load, ranks, kind), weights if kind == "cpu" else 0
+    return Need(weights, page - local, work, forms, local, load.local_pages)
 
 
 @lru_cache
@@ -248,7 +273,7 @@ class Asked:
     @property
     def pages(self) -> int | None:
         """Pages that were asked for."""
-        return None if self.kv_bytes is None else min(self.kv_bytes // self.need.page, self.most_pages)
+        return None if self.kv_bytes is None else min(self.need.pages_in(self.kv_bytes), self.most_pages)
 
 
 @dataclass(frozen=True)
@@ -262,13 +287,13 @@ class Room:
 def share_out(asked: Sequence[Asked], free: int, device: str) -> list[Room]:
     """Divide `free` bytes of a rank among the models.  Raises UserError where they do not fit."""
     for one in asked:
-        if one.kv_bytes is not None and one.kv_bytes < one.least_pages * one.need.page:
-            least = in_words(1.005 * one.least_pages * one.need.page)  # and so no less, in three digits
+        if one.kv_bytes is not None and one.kv_bytes < one.need.cache(one.least_pages):
+            least = in_words(1.005 * one.need.cache(one.least_pages))  # and so no less, in three digits
             raise UserError(
                 f"--engine.cache {in_words(one.kv_bytes)} holds no sequence of {one.name}; give at least {least}"
             )
-    open_ended = sorted((one for one in asked if one.pages is None), key=lambda one: one.most_pages * one.need.page)
-    least_bytes = sum(one.least_pages * one.need.page for one in open_ended)
+    open_ended = sorted((one for one in asked if one.pages is None), key=lambda one: one.need.cache(one.most_pages))
+    least_bytes = sum(one.need.cache(one.least_pages) for one in open_ended)
     left = free - sum(one.need.total(one.pages or 0) for one in asked)
     if left < least_bytes:
         raise UserError(_too_much(asked, free))
@@ -279,16 +304,16 @@ def share_out(asked: Sequence[Asked], free: int, device: str) -> list[Room]:
     more_bytes, given = max(int(_SHARE[torch.device(device).type] * left) - least_bytes, 0), {}
     for place, one in enumerate(open_ended):  # who can use less than an equal part leaves the others more
         equal = more_bytes // (len(open_ended) - place)
-        more = min(equal // one.need.page, max(one.most_pages - one.least_pages, 0))
-        given[one.name] = one.least_pages + more
-        more_bytes -= more * one.need.page
+        least = one.need.cache(one.least_pages)
+        given[one.name] = max(min(one.need.pages_in(least + equal), one.most_pages), one.least_pages)
+        more_bytes -= one.need.cache(given[one.name]) - least
     return [Room(given[o.name] if o.pages is None else o.pages, f) for o, f in zip(asked, forms, strict=True)]
 
 
 def _too_much(asked: Sequence[Asked], free: int) -> str:
     parts = [
         f"{one.name} {in_words(one.need.weights)} for its weights, "
-        f"{in_words((one.least_pages if one.pages is None else one.pages) * one.need.page)} for "
+        f"{in_words(one.need.cache(one.least_pages if one.pages is None else one.pages))} for "
         f"pages and {in_words(one.need.work)} for a step"
         for one in asked
     ]

@@ -107,14 +107,18 @@ def _plan(
         check_compilable(device, ranks, source.config.moe.num_experts)
     if config.graphs == "on" and source.config.moe.num_experts:
         raise UserError(f"{source.name} has experts, whose steps are not captured; leave --engine.graphs out")
+    model = source.config
     limits = Limits(
-        config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running, source.config.every_window
-    )
+        config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running, model.every_window,
+        model.local_window,
+    )  # fmt: skip
     max_length = longest_text(source, config.max_length)
     dtype = None if config.precision == "auto" else compute_dtype(config.precision)
     pages = None if config.page_dtype == "auto" else PAGE_DTYPES[config.page_dtype]
     format = folder_format(source.config, source.folder, dtype, pages, scheme)
-    load = Load(config.max_running, max_length, config.max_batch_tokens, config.page_size, limits.window)
+    load = Load(
+        config.max_running, max_length, config.max_batch_tokens, config.page_size, limits.window, limits.local_window
+    )
     needed = need(source.config, format, load, ranks, device)
     if is_quantized(source.folder) and ranks == 1:
         needed = replace(needed, forms=0)  # the first form is the mapped file, and leaves memory
@@ -151,7 +155,8 @@ def _build(
         from core.nn.by_kernels import by_kernels  # what it imports, a CPU need not wait for
 
         by_kernels(model)
-    runner = Runner(model, room.num_pages, config.page_size, plan.format.pages, axis)
+    local = plan.limits.local(room.num_pages)
+    runner = Runner(model, room.num_pages, config.page_size, plan.format.pages, axis, local)
     if config.compile:
         from apps.serve.compiled import compile_runner
 

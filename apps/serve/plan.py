@@ -167,10 +167,10 @@ def formats(model: DecoderConfig, folder: Path | None = None, group: int = 64) -
 def fewest(model: DecoderConfig, format: Format, config: ServePlanConfig) -> Found:
     """The fewest devices that hold the model so, or what it needs on as many as its heads allow."""
     ranks = [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == 0 and model.num_heads % n == 0]
-    load, found = replace(config.load, window=model.every_window), None
+    load, found = replace(config.load, window=model.every_window, local_window=model.local_window), None
     for count in ranks if not model.moe.num_experts else [1]:
         needed = need(model, format, load, count, config.kind)
-        found = Found(count, needed, load.pages * needed.page, _RUNTIME_BYTES[config.kind])
+        found = Found(count, needed, needed.cache(load.pages), _RUNTIME_BYTES[config.kind])
         if found.total <= config.memory_bytes:
             return found
     assert found is not None

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.machine import machine_of
 from apps.serve.packet import Layout
+from apps.serve.pages import Local
 from apps.serve.sampler import NUM_NUMBERS, Ask, Reading
 from core.config import UserError
 from core.kernels.paged_attention import Spans, attention_on_cpu, paged_attention, spans, write_pages
@@ -44,6 +45,8 @@ class Step:
     tables, lengths, starts of each sequence: its pages, its tokens with the new ones, its first new token
     rows                    tokens whose logits are wanted
     copies                  pages to be copied before anything is written: (from, to)
+    local_slots, local_tables, local_copies
+                            the same of layers with a window, where others see all; empty: all layers have one table
     drawn, asks             which of `rows` the next tokens are drawn from, and how
     numbers                 what the sampler takes of `asks`, on the device; the runner puts it there
     """
@@ -60,6 +63,9 @@ class Step:
     drawn: list[int] = field(default_factory=list)
     asks: list[Ask] = field(default_factory=list)
     numbers: Tensor | None = None
+    local_slots: list[int] = field(default_factory=list)
+    local_tables: list[list[int]] = field(default_factory=list)
+    local_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def writes_only(self) -> bool:
@@ -74,17 +80,22 @@ HEADER = 16
 """Words of int32 at the beginning of a message: what it is, its length, and what its kind has to say of itself."""
 _MESSAGE = 1 << 13
 """Words of a message; what is longer comes in a second part."""
-_SIZES = ("ids", "sources", "lengths", "width", "rows", "copies", "drawn", "asks", "longest")
+_SIZES = ("ids", "sources", "lengths", "width", "rows", "copies", "drawn", "asks", "kinds", "longest")
+_ASKS = _SIZES.index("asks")
 
 
 @lru_cache(maxsize=64)
-def _layout(ids: int, sources: int, lengths: int, width: int, rows: int, copies: int, drawn: int, asks: int) -> Layout:
-    long, short = torch.int64, torch.int32
+def _layout(
+    ids: int, sources: int, lengths: int, width: int, rows: int, copies: int, drawn: int, asks: int, kinds: int
+) -> Layout:
+    """kinds: of layers, each with slots, tables and copies of its own"""
+    long, short, local = torch.int64, torch.int32, kinds - 1
     return Layout((
         ("header", short, HEADER), ("ids", long, ids), ("positions", long, ids), ("slots", long, ids),
         ("sources", long, sources), ("rows", long, rows), ("drawn", long, drawn),
         ("numbers", torch.float64, NUM_NUMBERS * asks), ("lengths", short, lengths), ("starts", short, lengths + 1),
-        ("copies", short, 2 * copies), ("tables", short, lengths * width),
+        ("copies", short, 2 * copies), ("tables", short, lengths * width), ("local_slots", long, local * ids),
+        ("local_copies", short, local * 2 * copies), ("local_tables", short, local * lengths * width),
     ))  # fmt: skip
 
 
@@ -93,6 +104,7 @@ class PagedContext(StepContext):
     """A step's tensors for `PagedAttend`: those of `paged_attention` and `write_pages`.
 
     spans  window of layers -> what `paged_attention` has `prepared`; None on a GPU
+    local_tables_BP, local_slots_T  of layers with a window, where others see all
     """
 
     tables_BP: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
@@ -101,19 +113,22 @@ class PagedContext(StepContext):
     slots_T: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     max_length: int = 0
     spans: Mapping[int | None, Spans] | None = None
+    local_tables_BP: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    local_slots_T: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
 class PagedAttend:
     """`Attend` of one layer over its pages[P, page_size, J, K]; int8 pages have scales[P, page_size, J].
 
     window  the layer's
+    local   it has a window, and others see all: its pages are of their own
     """
 
     def __init__(
         self, num_pages: int, page_size: int, num_heads: int, head_size: int, dtype: torch.dtype, device: Any,
-        window: int | None = None,
+        window: int | None = None, local: bool = False,
     ):  # fmt: skip
-        self.window = window
+        self.window, self.local = window, local
         shape = (num_pages, page_size, num_heads, head_size)
         self.k, self.v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         scaled = dtype == torch.int8
@@ -144,15 +159,18 @@ class PagedAttend:
         scales: dict[str, Any] = {"k_scales": self.k_scales, "v_scales": self.v_scales}
         seen: dict[str, Any] = {"slopes": slopes, "window": self.window}
         found = None if context.spans is None else context.spans[self.window]
+        tables_BP, slots_T = context.tables_BP, context.slots_T
+        if self.local:
+            tables_BP, slots_T = context.local_tables_BP, context.local_slots_T
         if found is not None and offered(q_THK, self.k):
-            write(k_TJK, v_TJK, self.k, self.v, context.slots_T, **scales)
-            return attention_on_cpu(q_THK, self.k, self.v, context.tables_BP, found, **seen, **scales)
-        write_pages(k_TJK, v_TJK, self.k, self.v, context.slots_T, **scales)
+            write(k_TJK, v_TJK, self.k, self.v, slots_T, **scales)
+            return attention_on_cpu(q_THK, self.k, self.v, tables_BP, found, **seen, **scales)
+        write_pages(k_TJK, v_TJK, self.k, self.v, slots_T, **scales)
         return paged_attention(
             q_THK,
             self.k,
             self.v,
-            context.tables_BP,
+            tables_BP,
             context.lengths_B,
             cu_query_lens=context.starts_B,
             max_length=context.max_length,
@@ -185,22 +203,32 @@ class Runner:
     """A decoder with pages in its `attend` slots.
 
     axis    the tensor-parallel ranks over which the decoder is cut; None: it is whole
+    local   the pages of layers with a window, where others see all; None: all layers have one table of pages
     graph   what computes in the decoder's place, up to its head, if anything does (`apps.serve.compiled`)
     decode  computes steps in which all sequences decode, if anything does (`apps.serve.decode`)
     tokens  on the device, those that the last step drew; None: steps begin when these are read
     """
 
     def __init__(
-        self, model: Decoder, num_pages: int, page_size: int, page_dtype: torch.dtype, axis: DeviceMesh | None = None
-    ):
+        self, model: Decoder, num_pages: int, page_size: int, page_dtype: torch.dtype, axis: DeviceMesh | None = None,
+        local: Local | None = None,
+    ):  # fmt: skip
         self.model, self.axis, self.page_size = model.eval(), axis, page_size
+        self.kinds = 1 if local is None else 2
         self.device = model.embedding.tokens.weight.device
         attentions = [module for module in model.modules() if isinstance(module, Attention)]
         ranks = 1 if axis is None else axis.size()
         try:
             self.pages = [
                 PagedAttend(
-                    num_pages, page_size, a.num_kv_heads // ranks, a.head_dim, page_dtype, self.device, a.window
+                    num_pages if local is None or a.window is None else local.num_pages,
+                    page_size,
+                    a.num_kv_heads // ranks,
+                    a.head_dim,
+                    page_dtype,
+                    self.device,
+                    a.window,
+                    local is not None and a.window is not None,
                 )
                 for a in attentions
             ]
@@ -293,22 +321,25 @@ class Runner:
         width = max(map(len, step.tables), default=0)
         asks = 0 if self.device.type == "cpu" else len(step.asks)  # there the sampler deals them out to groups
         sizes = (len(step.ids), len(step.sources), len(step.tables), width, len(step.rows), len(step.copies))
-        layout = _layout(*sizes, len(step.drawn), asks)
+        sizes += len(step.drawn), asks, self.kinds
+        layout = _layout(*sizes)
         words = self.machine.words(layout.num_words)
         longest = max(step.lengths, default=0)
-        layout.array(words, "header")[2 : 2 + len(_SIZES)] = (*sizes, len(step.drawn), asks, longest)
-        for name in ("ids", "positions", "slots", "sources", "rows", "drawn", "lengths", "starts"):
+        layout.array(words, "header")[2 : 2 + len(_SIZES)] = (*sizes, longest)
+        for name in ("ids", "positions", "slots", "sources", "rows", "drawn", "lengths", "starts", "local_slots"):
             layout.array(words, name)[:] = getattr(step, name)
-        layout.array(words, "copies")[:] = list(chain.from_iterable(step.copies))
+        for name in ("copies", "local_copies"):
+            layout.array(words, name)[:] = list(chain.from_iterable(getattr(step, name)))
         if asks:
             layout.array(words, "numbers").reshape(NUM_NUMBERS, asks).T[:] = [ask.numbers for ask in step.asks]
-        layout.array(words, "tables")[:] = list(chain.from_iterable(_filled(step.tables, width)))
+        for name in ("tables", "local_tables"):
+            layout.array(words, name)[:] = list(chain.from_iterable(_filled(getattr(step, name), width)))
         return words
 
     @torch.inference_mode()
     def _compute(self, step: Step, words: Tensor) -> Tensor:
-        for source, target in step.copies:
-            for pages in self.pages:
+        for pages in self.pages:
+            for source, target in step.local_copies if pages.local else step.copies:
                 pages.copy(source, target)
         if not step.ids:
             return torch.empty(0, 0)
@@ -328,7 +359,10 @@ class Runner:
             max_length=longest,
             spans=self._spans(step) if on_cpu else None,
         )
-        step.numbers = None if on_cpu else of("numbers").view(NUM_NUMBERS, sizes[-1])
+        if self.kinds > 1:
+            context.local_tables_BP = of("local_tables").view(len(step.tables), -1)
+            context.local_slots_T = of("local_slots")
+        step.numbers = None if on_cpu else of("numbers").view(NUM_NUMBERS, sizes[_ASKS])
         ids_T = self.fed(of("ids"), of("sources")) if step.sources else of("ids")
         return self.logits(ids_T[None], of("positions")[None], context)
 
@@ -347,8 +381,9 @@ class Runner:
         return _at_least_fp32(self.model.head(x_1TD, rows_R=rows_R)[0])
 
     def _spans(self, step: Step) -> dict[int | None, Spans]:
-        given = step.tables, step.lengths, step.starts, self.page_size, longest_apart(self.pages[0].k)
-        return {window: spans(*given, window) for window in {pages.window for pages in self.pages}}
+        given = step.lengths, step.starts, self.page_size, longest_apart(self.pages[0].k)
+        tables = {pages.window: step.local_tables if pages.local else step.tables for pages in self.pages}
+        return {window: spans(of_kind, *given, window) for window, of_kind in tables.items()}
 
 
 def _at_least_fp32(logits_RV: Tensor) -> Tensor:
@@ -367,8 +402,14 @@ def _unpacked(words: Tensor) -> Step:
     def of(name: str) -> list[int]:
         return layout.array(words, name).tolist()
 
-    copies, tables = of("copies"), layout.array(words, "tables").reshape(-1, max(width, 1)).tolist()
+    def tables(name: str) -> list[list[int]]:
+        return layout.array(words, name).reshape(-1, max(width, 1)).tolist()
+
+    def copies(name: str) -> list[tuple[int, int]]:
+        return list(zip(of(name)[::2], of(name)[1::2]))
+
     return Step(
-        of("ids"), of("positions"), of("slots"), tables, of("lengths"), of("starts"), of("rows"),
-        list(zip(copies[::2], copies[1::2])), of("sources"), of("drawn"),
+        of("ids"), of("positions"), of("slots"), tables("tables"), of("lengths"), of("starts"), of("rows"),
+        copies("copies"), of("sources"), of("drawn"), local_slots=of("local_slots"),
+        local_tables=tables("local_tables"), local_copies=copies("local_copies"),
     )  # fmt: skip

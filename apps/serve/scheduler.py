@@ -18,6 +18,7 @@ it is admitted when there are pages for its window and a chunk, however long its
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from apps.serve.pages import Local, most_local_pages
 from core.config import UserError
 
 
@@ -29,6 +30,7 @@ class Limits:
     prefill_chunk     of them of prompts, while sequences decode
     max_running       sequences at once
     window            of all layers of the model, where they have one
+    local_window      of the layers with one, where others see all; their pages are of their own, and never lack
     """
 
     page_size: int = 16
@@ -36,6 +38,7 @@ class Limits:
     prefill_chunk: int = 512
     max_running: int = 64
     window: int | None = None
+    local_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "prefill_chunk", "max_running"):
@@ -50,6 +53,13 @@ class Limits:
     def pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
+
+    def local(self, num_pages: int) -> Local | None:
+        """The pages of layers with a window, beside so many of those that see all."""
+        if self.local_window is None:
+            return None
+        most = most_local_pages(self.local_window, self.page_size, self.max_running, self.max_batch_tokens)
+        return Local(min(num_pages, most), self.local_window)  # who holds one holds one of the other kind
 
     @property
     def least_pages(self) -> int:

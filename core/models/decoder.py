@@ -232,6 +232,11 @@ class DecoderConfig:
         """The window, where every layer has it; None: some layer sees all."""
         return None if self.full_layers else self.window
 
+    @property
+    def local_window(self) -> int | None:
+        """The window of some layers, where others see all; None: all layers see alike."""
+        return self.window if 0 < len(self.full_layers) < self.num_layers else None
+
     def num_parameters(self) -> int:
         """All parameters, a tied head counted once."""
         with torch.device("meta"):

@@ -28,6 +28,7 @@ Lepikhin et al. 2020 (GShard), section 3.2; Rajbhandari et al. 2022 (DeepSpeed-M
 Shapes: B batch, L length, A and R rows, E experts, D model, F hidden, N ranks of the axis.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,16 +40,15 @@ from torch.distributed.tensor import Shard
 from core.comm.collectives import all_gather, all_reduce, exchange_rows
 from core.config import UserError
 from core.layout import even_shares
-from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, sub_mesh
+from core.mesh import EXPERT_AXIS, axis_size, sub_mesh
 from core.parallel.context import ShardedContext
 from core.parallel.sequence import GATHER, SCATTER
 from core.parallel.tensor1d import in_features
 from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 
 
-def _refuse(moe: Any, mesh: AnyMesh, axis: str) -> None:
+def require_experts(num_experts: int, ep: int) -> None:
     """Raises UserError where a rank of the ep axis would hold no expert."""
-    num_experts, ep = moe.experts.num_experts, axis_size(mesh, EXPERT_AXIS)
     if num_experts < ep:
         raise UserError(
             f"{num_experts} experts leave a rank of mesh.ep={ep} without any; use a mesh.ep of at most {num_experts}"
@@ -57,21 +57,34 @@ def _refuse(moe: Any, mesh: AnyMesh, axis: str) -> None:
 
 def _exchanged(moe: Any, mesh: DeviceMesh) -> nn.Module:
     axis, experts = sub_mesh(mesh, EXPERT_AXIS), moe.experts
-    held = [share.stop - share.start for share in even_shares(experts.num_experts, axis.size())]
+    held = experts_held(experts.num_experts, axis.size())
     inner = experts.forward
-
-    def forward(x_AD: Tensor, rows_E: Tensor) -> Tensor:
-        arriving_NE = _counts(rows_E, held, axis)
-        sent, received = _splits(rows_E, held, arriving_NE)
-        filling = x_AD.shape[0] - sum(sent)
-        x_RD = exchange_rows(x_AD[: sum(sent)], sent, received, axis)
-        order_R = _by_expert(arriving_NE, sum(received))
-        y_RD = inner(x_RD.index_select(0, order_R), arriving_NE.sum(0))
-        y_AD = exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
-        return nn.functional.pad(y_AD, (0, 0, 0, filling)) if filling else y_AD
-
-    experts.forward = forward
+    experts.forward = lambda x_AD, rows_E: exchanged(inner, x_AD, rows_E, held, axis)
     return moe
+
+
+def experts_held(num_experts: int, ranks: int) -> list[int]:
+    """How many experts each rank holds."""
+    return [share.stop - share.start for share in even_shares(num_experts, ranks)]
+
+
+def exchanged(
+    inner: Callable[[Tensor, Tensor], Tensor], x_AD: Tensor, rows_E: Tensor, held: list[int], axis: DeviceMesh
+) -> Tensor:
+    """Rows by expert, through the experts of all ranks.
+
+    inner  (rows that came here, by expert; how many each of the experts held here has) -> their results
+    rows_E the rows of each expert; x may have more behind them, whose results are zeros
+    held   experts of each rank
+    """
+    arriving_NE = _counts(rows_E, held, axis)
+    sent, received = _splits(rows_E, held, arriving_NE)
+    filling = x_AD.shape[0] - sum(sent)
+    x_RD = exchange_rows(x_AD[: sum(sent)], sent, received, axis)
+    order_R = _by_expert(arriving_NE, sum(received))
+    y_RD = inner(x_RD.index_select(0, order_R), arriving_NE.sum(0))
+    y_AD = exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
+    return nn.functional.pad(y_AD, (0, 0, 0, filling)) if filling else y_AD
 
 
 def _counts(rows_E: Tensor, held: list[int], axis: DeviceMesh) -> Tensor:
@@ -107,13 +120,17 @@ def _both_ways(site: Site) -> float:
     return 2 * _balanced(site)
 
 
-_ROWS = Message("all_to_all", _both_ways, EXPERT_AXIS)
-_COUNTS = Message("all_to_all", lambda site: site.module.experts.num_experts, EXPERT_AXIS, width=8)
+def messages(rows: Callable[[Site], float], num_experts: Callable[[Site], int]) -> Messages:
+    """Closed forms of a layer's: elements of its rows, both ways, and counts."""
+    both_ways = Message("all_to_all", rows, EXPERT_AXIS)
+    counts = Message("all_to_all", num_experts, EXPERT_AXIS, width=8)
+    return Messages((both_ways, counts), (both_ways,))
+
 
 expert_parallel = Style(
     cuts={"experts.**": Cut(0, EXPERT_AXIS, even=True)},
-    messages=Messages((_ROWS, _COUNTS), (_ROWS,)),
-    refuse=_refuse,
+    messages=messages(_both_ways, lambda site: site.module.experts.num_experts),
+    refuse=lambda moe, mesh, axis: require_experts(moe.experts.num_experts, axis_size(mesh, EXPERT_AXIS)),
     wrap=_exchanged,
     is_local=True,
 )

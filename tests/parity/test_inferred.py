@@ -17,14 +17,15 @@ from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.data import Completion
-from core.parallel.infer import infer_context, infer_plan, infer_stages, sample_of
+from core.parallel.expert import exchanged
+from core.parallel.infer import experts, infer_context, infer_experts, infer_plan, infer_stages, sample_of
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeConfig
 from core.placement.messages import microbatch_bytes, partial_sum_bytes
 from core.placement.table import ModelPlan, placement
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
-from tests.support.foreign import CASES, DROPPING, LENGTH, PADDED, ROWS, UNSEEN, Case, batch_of
+from tests.support.foreign import CASES, DROPPING, EXPERTS, LENGTH, PADDED, ROWS, UNSEEN, Case, batch_of
 from tests.support.zoo import in_fp64
 
 LR, STEPS = 1e-2, 10
@@ -43,9 +44,11 @@ def trained(
     cp_mode: Any = "ring",
     recompute: RecomputeConfig = NOT_AGAIN,
     budget: str | None = None,
+    ep: int = 1,
+    microbatch: int | None = None,
 ) -> dict[str, Any]:
     """Losses, and where the parameters began and ended, whole; and a loss afterwards."""
-    case = (CASES | DROPPING | UNSEEN | PADDED)[name]
+    case = (CASES | DROPPING | UNSEEN | PADDED | EXPERTS)[name]
     torch.manual_seed(0)
     with in_fp64():
         model = case.make().double().train()
@@ -54,7 +57,8 @@ def trained(
             precision="fp64",
             steps=steps,
             optim=OptimConfig(lr=LR, clip_norm=0.5),
-            mesh=MeshConfig(tp=tp, pp=pp, cp=cp, cp_mode=cp_mode),
+            mesh=MeshConfig(tp=tp, pp=pp, cp=cp, cp_mode=cp_mode, ep=ep),
+            microbatch=microbatch,
             pipeline=pipeline,
         )
         mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), zero), "cpu")
@@ -65,7 +69,7 @@ def trained(
         start = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
         losses = []
         data_ranks = dist.get_world_size() // (tp * pp * cp)
-        data_rank = dist.get_rank() // (tp * cp) if pp == 1 else 0
+        data_rank = dist.get_rank() % (dist.get_world_size() // pp) // (tp * cp)
         rows = slice(data_rank * ROWS // data_ranks, (data_rank + 1) * ROWS // data_ranks)
         first = {k: v[rows] for k, v in batch_of(0).items()}
         parallel.prepare(state.optimizer, lambda: [lambda model: case.loss(model, first) / num_rows(first)])
@@ -287,6 +291,71 @@ def test_dropout_of_fused_attention_is_alike_on_any_ranks_of_tensor_parallelism(
     expected = ranks(2).run(trained, "gpt2 with fused dropout", 2, 0)[0]
     for found in ranks(4).run(trained, "gpt2 with fused dropout", 4, 0):
         check_equal(found, expected)
+
+
+EACH_EXPERT = [("6 of mixtral", 4, 4, 1, 3), ("qwen2_moe", 2, 2, 1, 0)]
+"""Of every run: (name, ranks, ep, tp, ZeRO); six experts over four ranks, and beside a shared one."""
+MORE_EXPERTS = [
+    *((name, 2, 2, 1, 1) for name in EXPERTS),
+    *((name, 4, 2, 2, 1) for name in EXPERTS if name != "olmoe"),  # tp is refused, whose norms are of all heads
+    *(("6 of mixtral", 4, 4, 1, zero) for zero in (0, 1, 2)),
+    *(("olmoe", 4, 2, 1, zero) for zero in (0, 1, 2, 3)),
+    ("mixtral", 4, 2, 2, 3),
+    ("deepseek_v3", 4, 4, 1, 2),
+    ("gpt_oss", 4, 4, 1, 3),
+    ("6 of mixtral, eager", 4, 4, 1, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "ep", "tp", "zero"),
+    [*EACH_EXPERT, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_EXPERTS)],
+)
+def test_experts_that_are_dealt_out_equal_one_rank(ranks, name: str, num_ranks: int, ep: int, tp: int, zero: Zero):
+    """What routers add to the loss is of the tokens of one forward, so all forwards are of one row."""
+    expected = ranks(1).run(trained, name, 1, 0, microbatch=1)[0]
+    for found in ranks(num_ranks).run(trained, name, tp, zero, ep=ep, microbatch=1):
+        check_equal(found, expected)
+        assert found["cut"] < 0.9
+
+
+@pytest.mark.soak
+def test_experts_in_stages_and_recomputed_equal_one_rank(ranks) -> None:
+    expected = ranks(1).run(trained, "mixtral", 1, 0)[0]
+    check_stages(ranks(4).run(trained, "mixtral", 1, 1, 2, ep=2), expected)
+    for found in ranks(2).run(trained, "mixtral", 1, 0, ep=2, recompute=RecomputeConfig("full")):
+        check_equal(found, expected)
+
+
+def trained_of_other_experts(name: str, **options: Any) -> dict[str, Any]:
+    """With shares of the experts that are shifted by one."""
+    shifted = lambda inner, x, rows_E, held, axis: exchanged(inner, x, rows_E.roll(1), held, axis)  # noqa: E731
+    with patch.object(experts, "exchanged", shifted):
+        return trained(name, 1, 0, **options)
+
+
+def test_shifted_shares_of_experts_are_seen(ranks) -> None:
+    expected = ranks(1).run(trained, "qwen2_moe", 1, 0, microbatch=1)[0]
+    found = ranks(2).run(trained_of_other_experts, "qwen2_moe", ep=2, microbatch=1, steps=2)[0]
+    assert abs(found["losses"][0] - expected["losses"][0]) > 1e-6
+
+
+def sent_and_said_of_experts(name: str) -> tuple[int, int]:
+    """Bytes of a microbatch of balanced loads, and those that left the ranks."""
+    model, mesh = EXPERTS[name].make().train(), MeshConfig(ep=2).resolve(2, 0)
+    plan = ModelPlan(experts=infer_experts(model, 2, sample_of(model)))
+    said = microbatch_bytes(model, plan, mesh, ROWS // 2, LENGTH)
+    parallel = parallelize(model, build_mesh(mesh, "cpu"), ParallelConfig(), plan)
+    rows = slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
+    with count_volume(parallel.mesh) as volume, parallel.microbatch(last=True):
+        EXPERTS[name].loss(parallel.model, {k: v[rows] for k, v in batch_of(0).items()}).backward()
+    return volume.bytes["all_to_all", "ep"], said["all_to_all", "ep"]
+
+
+def test_messages_of_experts_are_those_of_the_closed_forms(ranks) -> None:
+    """Of all ranks together: a rank sends as many rows as its experts get only where loads are balanced."""
+    found = ranks(2).run(sent_and_said_of_experts, "olmoe")
+    assert sum(sent for sent, _ in found) == sum(said for _, said in found)
 
 
 def sent_and_said(name: str) -> tuple[dict[Any, int], dict[Any, int]]:

@@ -16,6 +16,7 @@ from apps.serve.decode import Decode
 from apps.serve.engine import Engine
 from apps.serve.memory import Load, Room, folder_format, need, page_bytes, share_out
 from apps.serve.model import find_model
+from apps.serve.pages import most_local_pages
 from core.mesh import MeshConfig, build_mesh
 from core.models import DecoderConfig, save_pretrained
 from core.precision import compute_dtype
@@ -53,7 +54,10 @@ def engine_of(
     forms  weights may have second forms for speed; that of 4 bits rounds inputs to bf16, of the ranks' sums, too
     """
     source, page_size = find_model(folder), 2
-    cache = f"{round((num_pages + 0.5) * page_bytes(source.config, page_size, torch.float32, tp))}B"
+    page, window = page_bytes(source.config, page_size, torch.float32, tp), source.config.local_window
+    local = 0 if window is None else page * (1 - len(source.config.full_layers) / source.config.num_layers)
+    of_window = 0 if window is None else min(num_pages, most_local_pages(window, page_size, 4, 16))
+    cache = f"{round((num_pages + 0.5) * (page - local) + of_window * local)}B"
     config = EngineConfig(
         "fp32", page_size=page_size, cache=cache, max_running=4, max_batch_tokens=16, prefill_chunk=5, stretch=1e9,
         graphs=graphs,

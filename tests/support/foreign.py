@@ -247,3 +247,47 @@ UNSEEN = {
     "swin": Case(_auto("ImageClassification", "swin", **_SWIN, num_labels=5), _classes),
 }
 """Models that the inference was not written with."""
+
+
+def _tokens_and_routers(model: nn.Module, batch: Batch) -> Tensor:
+    """With what the routers add, which is of all tokens of a forward."""
+    found = model(input_ids=batch["input_ids"])
+    loss = F.cross_entropy(found.logits.flatten(0, 1), batch["labels"].flatten())
+    return loss if getattr(found, "aux_loss", None) is None else loss + 0.1 * found.aux_loss
+
+
+def _implemented(make: Callable[[], nn.Module], experts: str) -> Callable[[], nn.Module]:
+    """A model of transformers whose experts compute in one of its ways."""
+
+    def made() -> nn.Module:
+        model: Any = make()
+        model.set_experts_implementation(experts)
+        return model
+
+    return made
+
+
+_ROUTED = {**_GROUPED, "num_experts_per_tok": 2, "output_router_logits": True}
+_MIXTRAL = {**_ROUTED, "num_local_experts": 6}
+_QWEN = {**_ROUTED, "num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 40}
+_DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_DEEPSEEK |= {
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 20,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_six = _auto("CausalLM", "mixtral", **_MIXTRAL)
+EXPERTS = {
+    "6 of mixtral": Case(_six, _tokens_and_routers),
+    "6 of mixtral, eager": Case(_implemented(_six, "eager"), _tokens_and_routers),
+    "6 of mixtral, batched_mm": Case(_implemented(_six, "batched_mm"), _tokens_and_routers),
+    "qwen2_moe": Case(_auto("CausalLM", "qwen2_moe", **_QWEN), _tokens_and_routers),
+    "qwen3_moe": Case(_auto("CausalLM", "qwen3_moe", **_QWEN, head_dim=6), _tokens_and_routers),
+    "olmoe": Case(_auto("CausalLM", "olmoe", **_ROUTED, num_experts=6), _tokens_and_routers),
+    "gpt_oss": Case(_auto("CausalLM", "gpt_oss", **_MIXTRAL, head_dim=6), _tokens_and_routers),
+    "deepseek_v3": Case(_auto("CausalLM", "deepseek_v3", **_ROUTED | _DEEPSEEK), _tokens_and_routers),
+}
+"""Models with experts: softmax before and after the choice, or sigmoid; normalised or not; biases; shared experts."""

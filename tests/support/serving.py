@@ -115,11 +115,16 @@ def real_engine(
     num_pages: int,
     page_dtype: torch.dtype = torch.float32,
     graphs: bool = False,
+    kinds: bool = True,
     **options,
 ) -> Engine:
-    """graphs: steps in which all sequences decode are captured, and the next one is launched before they are read"""
-    limits = replace(limits, window=model.config.every_window)
-    runner = Runner(model, num_pages, limits.page_size, page_dtype)
+    """graphs: steps in which all sequences decode are captured, and the next one is launched before they are read
+
+    kinds: layers with a window have pages of their own beside those that see all
+    """
+    local_window = model.config.local_window if kinds else None
+    limits = replace(limits, window=model.config.every_window, local_window=local_window)
+    runner = Runner(model, num_pages, limits.page_size, page_dtype, local=limits.local(num_pages))
     max_length = options.pop("max_length", model.config.max_length)
     text = options.pop("text", Letters())
     if graphs:

@@ -190,12 +190,15 @@ def in_fp64() -> Iterator[None]:
 
     And torch's grouped products, which know no fp64, are one product an expert.
     """
-    convert, softmax, grouped_mm = Tensor.to, F.softmax, F.grouped_mm
+    convert, of_type, softmax, grouped_mm = Tensor.to, Tensor.type, F.softmax, F.grouped_mm
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.dtype == torch.float64 and (args[:1] == (torch.float32,) or kwargs.get("dtype") == torch.float32):
             return self
         return convert(self, *args, **kwargs)
+
+    def as_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self if self.dtype == torch.float64 and args[:1] == (torch.float32,) else of_type(self, *args, **kwargs)
 
     def wide_softmax(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
         return softmax(x, dim, _stacklevel, None if x.dtype == torch.float64 else dtype)
@@ -208,6 +211,7 @@ def in_fp64() -> Iterator[None]:
 
     with (
         patch.object(Tensor, "to", to),
+        patch.object(Tensor, "type", as_type),
         patch.object(Tensor, "float", lambda self: convert(self, torch.float64)),
         patch.object(F, "softmax", wide_softmax),
         patch.object(F, "grouped_mm", wide_grouped_mm),

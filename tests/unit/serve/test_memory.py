@@ -10,6 +10,7 @@ from apps.serve.memory import Asked, Format, Load, Need, folder_format, need, qu
 from apps.serve.model import build_engines, find_model
 from apps.serve.plan import formats
 from apps.serve.runner import Runner, Step
+from apps.serve.scheduler import Limits
 from core.config import UserError, size_in_bytes
 from core.models import SHAPES, save_pretrained
 from core.nn.routing import MoEConfig
@@ -216,6 +217,24 @@ def test_a_server_measures_what_is_free_once(tmp_path, monkeypatch):
     engine = EngineConfig(max_running=64, max_batch_tokens=100)
     found = build_engines(sources, engine, "cpu")
     assert found["one"].pages.num_pages == found["two"].pages.num_pages > 100
+
+
+def test_layers_with_a_window_have_few_pages_of_their_own():
+    """Their bytes are what the tensors take, and a gigabyte holds the pages whose bytes it is."""
+    config, half = example("gemma3_text", max_length=100), torch.bfloat16
+    decoder, limits = random_decoder(config).to(half), Limits(2, 24, 8, 2, local_window=config.local_window)
+    needed = need(config, Format(half, half), Load(2, 100, 24, 2, local_window=config.local_window), device="cpu")
+    for num_pages in (5, 200):
+        runner = Runner(decoder, num_pages, 2, half, local=limits.local(num_pages))
+        assert needed.cache(num_pages) == sum(x.nbytes for pages in runner.pages for x in (pages.k, pages.v))
+    assert needed.most_local < 200
+    for num_pages in range(1, 200):
+        assert needed.pages_in(needed.cache(num_pages)) == num_pages == needed.pages_in(needed.cache(num_pages + 1) - 1)
+    gemma, load = SHAPES["gemma3_1b"], Load(8, 32768, 2048)
+    one_kind = need(gemma, Format(half, half), load)
+    two = need(gemma, Format(half, half), replace(load, local_window=gemma.local_window))
+    assert two.page + two.local_page == one_kind.page
+    assert two.cache(load.pages) < one_kind.cache(load.pages) / 5
 
 
 def test_pages_and_keys_of_windows():
