@@ -100,11 +100,6 @@ class MeshConfig:
             )
         if self.tp_mode == "1d":
             return
-        if self.cp != 1:
-            raise UserError(
-                f"mesh.cp={self.cp} with tp_mode={self.tp_mode}: context parallelism cuts the sequence that "
-                f"{self.tp_mode} tensor parallelism keeps whole on a rank; use --mesh.tp-mode 1d, or mesh.cp=1"
-            )
         sizes = [math.prod(_grid(self.tp_mode, n, self.tp_depth)) for n in range(1, self.tp + 2)]
         if self.tp not in sizes:
             form = {"2d": "a square", "2.5d": f"a square times tp_depth={self.tp_depth}", "3d": "a cube"}[self.tp_mode]

@@ -16,7 +16,7 @@ from core.mesh import MeshConfig, TpMode, Zero
 from core.models.decoder import Decoder, DecoderConfig
 from core.nn.mlp import is_gated
 from core.parallel import expert, grid, sequence, tensor2d, tensor3d
-from core.parallel.context import shard_sequence
+from core.parallel.context import ONE_AXIS, shard_sequence
 from core.parallel.grid import FIRST, SECOND
 from core.parallel.ring import attend_by_ring
 from core.parallel.tensor1d import (
@@ -218,10 +218,11 @@ def context_parallel_plan(mesh: MeshConfig, config: DecoderConfig) -> Plan:
 
     A ring's cut is zig-zag under the causal mask alone: then alike much work. Both ways, it is in any case.
     """
+    side = {"1d": ONE_AXIS, "3d": SECOND}.get(mesh.tp_mode, FIRST)
     attend = {
-        "ring": attend_by_ring(config.causal),
-        "ulysses": attend_by_ulysses,
-        "mixed": attend_by_both(mesh.cp_ulysses, config.causal),
+        "ring": attend_by_ring(config.causal, side),
+        "ulysses": attend_by_ulysses(side),
+        "mixed": attend_by_both(mesh.cp_ulysses, config.causal, side),
     }
     zigzag = config.causal and mesh.cp_mode != "ulysses"
     plan = {"": shard_sequence(zigzag), "blocks.*.attention": attend[mesh.cp_mode]}

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from benchmarks.tensor_parallel_bytes import decoder_step_bytes
-from core.mesh import MeshConfig
+from core.mesh import ContextMode, MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
@@ -50,10 +50,16 @@ CASES = {
     "2d-zero1": (8, Case(RAGGED, SQUARE, parallel(1))),
     "2d-zero2-accumulated": (8, Case(ROTARY, SQUARE, parallel(2, reduce_each=True), microbatch=4)),
     "2d-zero3": (8, Case(RAGGED, SQUARE, parallel(3))),
+    "2d-ring": (8, Case(ROTARY, replace(SQUARE, cp=2), parallel(1), documents=True, batch=11)),
+    "2d-ring-microbatches": (8, Case(RAGGED, replace(SQUARE, cp=2), parallel(3), microbatch=5)),
+    "2.5d-1x1x2-ring-full": (4, Case(ALIBI, replace(DEEP, cp=2), parallel(recompute=RecomputeConfig("full")))),
+    "2.5d-1x1x2-ulysses": (4, Case(ALIBI, replace(DEEP, cp=2, cp_mode="ulysses"), parallel(), documents=True)),
+    "2d-ulysses": (8, Case(ROTARY, replace(SQUARE, cp=2, cp_mode="ulysses"), parallel(2), microbatch=4)),
+    "2.5d-mixed": (8, Case(ROTARY, replace(DEEP, cp=4, cp_mode="mixed", cp_ulysses=2), parallel(), batch=11)),
 }
 
 
-FACTORS = ("tp", "zero", "recompute", "accumulation", "documents")
+FACTORS = ("tp", "cp", "zero", "recompute", "accumulation", "documents")
 LONG = ["2d-ragged", "2.5d-1x1x2", "3d-ragged"]
 
 
@@ -62,6 +68,14 @@ def test_trains_as_one_rank_does(ranks, name: str, steps: int) -> None:
     """Losses, and every parameter's displacement."""
     num_ranks, case = CASES[name]
     difference, where = difference_from_single(ranks, num_ranks, replace(case, steps=steps))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cp_mode", ["ring", "ulysses"])
+def test_a_cube_of_parts_of_sequences(ranks, cp_mode: ContextMode) -> None:
+    case = Case(ROTARY, replace(CUBE, cp=2, cp_mode=cp_mode), parallel(1), documents=True, batch=11)
+    difference, where = difference_from_single(ranks, 16, case)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 

@@ -294,8 +294,8 @@ MUTATIONS = [
     mutation(
         "a ring of BERT sees earlier tokens alone",
         "core/models/plan.py",
-        '"ring": attend_by_ring(config.causal),',
-        '"ring": attend_by_ring(True),',
+        '"ring": attend_by_ring(config.causal, side),',
+        '"ring": attend_by_ring(True, side),',
         f"{MASKED}[bert on 2 cp=2 ring zero 0]",
     ),
     mutation(
