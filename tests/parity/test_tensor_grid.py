@@ -4,9 +4,13 @@ Shapes are ragged on purpose: 3 heads over 2 ranks, an odd vocabulary, dims, bat
 """
 
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks.tensor_parallel_bytes import decoder_step_bytes
@@ -17,7 +21,14 @@ from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, par
 from tests.support import grid
 from tests.support.covering import few_rows, products
 from tests.support.grid_resume import resumed_elsewhere
-from tests.support.training import Case, difference_from_single, few_cases
+from tests.support.training import (
+    Case,
+    difference_from_single,
+    few_cases,
+    largest_difference,
+    of_one_rank,
+    run,
+)
 
 SQUARE = MeshConfig(tp=4, tp_mode="2d")
 TESSERACT = MeshConfig(tp=8, tp_mode="2.5d", tp_depth=2)
@@ -77,6 +88,36 @@ def test_a_cube_of_parts_of_sequences(ranks, cp_mode: ContextMode) -> None:
     case = Case(ROTARY, replace(CUBE, cp=2, cp_mode=cp_mode), parallel(1), documents=True, batch=11)
     difference, where = difference_from_single(ranks, 16, case)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+COMPILED = {
+    "2.5d-1x1x2": (2, Case(ALIBI, DEEP, parallel(compile=True), documents=True, batch=11)),
+    "2d": (4, Case(RAGGED, SQUARE, parallel(compile=True), batch=11)),
+    "2d-ring-zero3": (8, Case(ROTARY, replace(SQUARE, cp=2), parallel(3, compile=True), documents=True)),
+    "3d": (8, Case(ROTARY, CUBE, parallel(compile=True), documents=True, microbatch=5)),
+    "3d-selective": (8, Case(RAGGED, CUBE, parallel(compile=True, recompute=RecomputeConfig("selective")))),
+}
+
+
+def compiled(case: Case) -> tuple[int, dict[str, Any]]:
+    """The number of graphs, and what `run` finds."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    eagerly = partialmethod(nn.Module.compile, backend="aot_eager")
+    with patch.object(nn.Module, "compile", eagerly), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        result = run(case)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], result
+
+
+@pytest.mark.parametrize("name", ["2.5d-1x1x2", *(pytest.param(n, marks=pytest.mark.soak) for n in list(COMPILED)[1:])])
+def test_compiled_blocks_train_as_one_rank_does(ranks, name: str) -> None:
+    """What lies between the messages that torch.compile does not trace is in graphs, which blocks share."""
+    num_ranks, case = COMPILED[name]
+    found = ranks(num_ranks).run(compiled, case)
+    difference, where = largest_difference([result for _, result in found], of_one_rank(ranks, case), case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+    if case.parallel.recompute.mode == "none":
+        assert all(graphs > 1 for graphs, _ in found)
 
 
 FORMS = {"2d": SQUARE, "2.5d": DEEP, "3d": CUBE}
