@@ -46,6 +46,7 @@ CASES: dict[str, tuple[int, DecoderConfig, MeshConfig, Zero]] = {
     "tp-ring": (4, ROTARY, MeshConfig(cp=2, tp=2), 1),
     "2d-ring": (8, replace(ROTARY, num_kv_heads=8, num_heads=8), MeshConfig(cp=2, tp=4, tp_mode="2d"), 0),
     "2.5d-ulysses": (4, RAGGED, MeshConfig(cp=2, cp_mode="ulysses", tp=2, tp_mode="2.5d", tp_depth=2), 0),
+    "2.5d-experts-zero3": (4, TOPK, MeshConfig(ep=2, tp=2, tp_mode="2.5d", tp_depth=2), 3),
     "experts-zero3": (4, TOPK, MeshConfig(ep=2), 3),
     "experts-tp-zero1": (4, TOPK, MeshConfig(ep=2, tp=2), 1),
     "stages-zero1": (4, RAGGED, MeshConfig(pp=2), 1),

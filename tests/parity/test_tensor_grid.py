@@ -17,6 +17,7 @@ from benchmarks.tensor_parallel_bytes import decoder_step_bytes
 from core.mesh import ContextMode, MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.recompute import RecomputeConfig
+from tests.parity.test_experts import CHOICE, GSHARD, SWITCH, TOPK
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
 from tests.support import grid
 from tests.support.covering import few_rows, products
@@ -87,6 +88,30 @@ def test_trains_as_one_rank_does(ranks, name: str, steps: int) -> None:
 def test_a_cube_of_parts_of_sequences(ranks, cp_mode: ContextMode) -> None:
     case = Case(ROTARY, replace(CUBE, cp=2, cp_mode=cp_mode), parallel(1), documents=True, batch=11)
     difference, where = difference_from_single(ranks, 16, case)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+UNEVEN = replace(SWITCH, dim=27, num_heads=3, ffn_dim=21)
+EXPERTS = {
+    "2d-switch": (4, Case(UNEVEN, SQUARE, parallel(), batch=11)),
+    "2.5d-1x1x2-topk-ring": (4, Case(TOPK, replace(DEEP, cp=2), parallel(1), microbatch=5, batch=11)),
+    "2.5d-1x1x2-gshard-ep": (4, Case(GSHARD, replace(DEEP, ep=2), parallel(3, recompute=RecomputeConfig("full")))),
+    "2.5d-1x1x2-choice-stages": (4, Case(CHOICE, replace(DEEP, pp=2), parallel(), microbatch=4)),
+    "2d-topk-ep-zero3": (8, Case(TOPK, replace(SQUARE, ep=2), parallel(3), documents=True)),
+    "2d-choice-ulysses": (8, Case(CHOICE, replace(SQUARE, cp=2, cp_mode="ulysses"), parallel(2), batch=11)),
+    "2d-topk-compiled": (4, Case(TOPK, SQUARE, parallel(compile=True), batch=11)),
+    "2.5d-2x2x2-switch": (8, Case(UNEVEN, TESSERACT, parallel(recompute=RecomputeConfig("selective")), batch=11)),
+    "3d-topk": (8, Case(TOPK, CUBE, parallel(), batch=11)),
+    "3d-choice": (8, Case(CHOICE, CUBE, parallel(), microbatch=5)),
+    "3d-gshard": (8, Case(GSHARD, CUBE, parallel(), documents=True)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (i > 2)) for i, n in enumerate(EXPERTS)])
+def test_experts_train_as_on_one_rank(ranks, name: str) -> None:
+    """Of every router, dealt out over the rows of a grid, and over ep."""
+    num_ranks, case = EXPERTS[name]
+    difference, where = difference_from_single(ranks, num_ranks, case)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 

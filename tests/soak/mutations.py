@@ -305,4 +305,32 @@ MUTATIONS = [
         '"head_transform": replace(sequence.replicate, partial={}),',
         f"{MASKED}[bert on 2 tp=2 zero 0]",
     ),
+    mutation(
+        "a rank of a grid is said to pass all heads round a ring",
+        "core/parallel/context.py",
+        "keys = site.share(site.module.num_kv_heads, side.cols)",
+        "keys = site.module.num_kv_heads",
+        "tests/parity/test_placement.py::test_messages_are_those_of_the_closed_forms[2d-ring]",
+    ),
+    mutation(
+        "blocks are not compiled",
+        "core/compose.py",
+        "    if config.compile:",
+        "    if False:",
+        f"{GRID}::test_compiled_blocks_train_as_one_rank_does[2.5d-1x1x2]",
+    ),
+    mutation(
+        "a grid's rows have each its own routers' losses",
+        "core/nn/moe.py",
+        "value = of_batch(loss.detach())",
+        "value = loss.detach()",
+        f"{GRID}::test_experts_train_as_on_one_rank[2d-switch]",
+    ),
+    mutation(
+        "a grid's router learns of one row of it alone",
+        "core/parallel/expert.py",
+        '"router.weight": (*FIRST.rows, FIRST.cols)}',
+        '"router.weight": (FIRST.cols,)}',
+        f"{GRID}::test_experts_train_as_on_one_rank[2d-switch]",
+    ),
 ]
