@@ -134,7 +134,8 @@ def compiled(case: Case) -> tuple[int, dict[str, Any]]:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], result
 
 
-@pytest.mark.parametrize("name", ["2.5d-1x1x2", *(pytest.param(n, marks=pytest.mark.soak) for n in list(COMPILED)[1:])])
+@pytest.mark.soak  # in every run tests/unit/test_plan.py holds that blocks are compiled
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_blocks_train_as_one_rank_does(ranks, name: str) -> None:
     """What lies between the messages that torch.compile does not trace is in graphs, which blocks share."""
     num_ranks, case = COMPILED[name]

@@ -317,7 +317,7 @@ MUTATIONS = [
         "core/compose.py",
         "    if config.compile:",
         "    if False:",
-        f"{GRID}::test_compiled_blocks_train_as_one_rank_does[2.5d-1x1x2]",
+        "tests/unit/test_plan.py::test_blocks_of_a_grid_share_their_graphs",
     ),
     mutation(
         "a grid's rows have each its own routers' losses",
