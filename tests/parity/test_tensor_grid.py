@@ -20,7 +20,7 @@ from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_experts import CHOICE, GSHARD, SWITCH, TOPK
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
 from tests.support import grid
-from tests.support.covering import few_rows, products
+from tests.support.covering import FEW, MANY, few_rows, products
 from tests.support.grid_resume import resumed_elsewhere
 from tests.support.training import (
     Case,
@@ -107,11 +107,20 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (i > 2)) for i, n in enumerate(EXPERTS)])
-def test_experts_train_as_on_one_rank(ranks, name: str) -> None:
+FEW_EXPERTS = ("2d-switch", "2.5d-1x1x2-topk-ring", "2.5d-1x1x2-gshard-ep")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *(pytest.param(name, FEW, id=name) for name in FEW_EXPERTS),
+        *(pytest.param(name, MANY, id=f"{name}-{MANY}-steps", marks=pytest.mark.soak) for name in EXPERTS),
+    ],
+)
+def test_experts_train_as_on_one_rank(ranks, name: str, steps: int) -> None:
     """Of every router, dealt out over the rows of a grid, and over ep."""
     num_ranks, case = EXPERTS[name]
-    difference, where = difference_from_single(ranks, num_ranks, case)
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, steps=steps))
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
