@@ -99,7 +99,6 @@ EXPERTS = {
     "2.5d-1x1x2-choice-stages": (4, Case(CHOICE, replace(DEEP, pp=2), parallel(), microbatch=4)),
     "2d-topk-ep-zero3": (8, Case(TOPK, replace(SQUARE, ep=2), parallel(3), documents=True)),
     "2d-choice-ulysses": (8, Case(CHOICE, replace(SQUARE, cp=2, cp_mode="ulysses"), parallel(2), batch=11)),
-    "2d-topk-compiled": (4, Case(TOPK, SQUARE, parallel(compile=True), batch=11)),
     "2.5d-2x2x2-switch": (8, Case(UNEVEN, TESSERACT, parallel(recompute=RecomputeConfig("selective")), batch=11)),
     "3d-topk": (8, Case(TOPK, CUBE, parallel(), batch=11)),
     "3d-choice": (8, Case(CHOICE, CUBE, parallel(), microbatch=5)),
