@@ -75,11 +75,6 @@ class MeshConfig:
                 f"mesh.cp={self.cp}, cp_mode={self.cp_mode} and cp_ulysses={self.cp_ulysses} do not fit together; "
                 "under mixed cp_ulysses is above 1 and divides cp, under ring and ulysses leave it out"
             )
-        if self.ep > 1 and self.tp_mode != "1d":
-            raise UserError(
-                f"mesh.ep={self.ep} with tp_mode={self.tp_mode}: {self.tp_mode} tensor parallelism does not cut "
-                "experts; use --mesh.tp-mode 1d, or mesh.ep=1 and a model without experts"
-            )
         self._check_grid()
 
     def unread(self) -> dict[str, str]:
@@ -100,11 +95,6 @@ class MeshConfig:
             )
         if self.tp_mode == "1d":
             return
-        if self.cp != 1:
-            raise UserError(
-                f"mesh.cp={self.cp} with tp_mode={self.tp_mode}: context parallelism cuts the sequence that "
-                f"{self.tp_mode} tensor parallelism keeps whole on a rank; use --mesh.tp-mode 1d, or mesh.cp=1"
-            )
         sizes = [math.prod(_grid(self.tp_mode, n, self.tp_depth)) for n in range(1, self.tp + 2)]
         if self.tp not in sizes:
             form = {"2d": "a square", "2.5d": f"a square times tp_depth={self.tp_depth}", "3d": "a cube"}[self.tp_mode]
@@ -123,10 +113,9 @@ class MeshConfig:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh's axes, in their order."""
-        if self.ep > 1:
-            before = AXES.index("cp")
-            return (*AXES[:before], EXPERT_AXIS, *AXES[before:])
-        return AXES if self.tp_mode == "1d" else (*AXES[:-1], *GRID_AXES)
+        axes = AXES if self.tp_mode == "1d" else (*AXES[:-1], *GRID_AXES)
+        before = axes.index("cp")
+        return (*axes[:before], EXPERT_AXIS, *axes[before:]) if self.ep > 1 else axes
 
     def resolve(self, world_size: int, zero: Zero = 0) -> "MeshConfig":
         """The same mesh with every size given, for `world_size` ranks.  Raises UserError when it cannot be laid out."""
@@ -177,12 +166,12 @@ class MeshConfig:
         """Sizes in the order of `axes`; only of a resolved mesh."""
         sizes = tuple(getattr(self, axis) for axis in AXES)
         assert None not in sizes, "resolve the mesh first"
-        if self.ep > 1:
-            pp, replicate, shard, *rest = sizes
-            if shard % self.ep == 0:
-                return (pp, replicate, shard // self.ep, self.ep, *rest)
-            return (pp, replicate // self.ep, shard, self.ep, *rest)
-        return sizes if self.tp_mode == "1d" else (*sizes[:-1], *self.grid)
+        pp, replicate, shard, *rest = sizes if self.tp_mode == "1d" else (*sizes[:-1], *self.grid)
+        if self.ep == 1:
+            return (pp, replicate, shard, *rest)
+        if shard % self.ep == 0:
+            return (pp, replicate, shard // self.ep, self.ep, *rest)
+        return (pp, replicate // self.ep, shard, self.ep, *rest)
 
     @property
     def data_ranks(self) -> int:
@@ -314,10 +303,16 @@ def derive_axes(mesh: DeviceMesh) -> None:
 
 
 def derived_axes(mesh: AnyMesh) -> list[tuple[str, ...]]:
-    """Axes that data parallelism sums and shards over, each as those that it joins; of a mesh with its names."""
-    if not set(DATA_AXES) <= set(mesh.mesh_dim_names or ()):
+    """Axes that data parallelism sums and shards over, each as those that it joins; of a mesh with its names.
+
+    And those of a grid over which experts are dealt out.
+    """
+    names = set(mesh.mesh_dim_names or ())
+    if not set(DATA_AXES) <= names:
         return []
-    return sorted({data_axes(mesh), *(f(mesh, cut) for f in (gradient_axes, shard_axes) for cut in _CUTS)})
+    experts = tuple(axis for axis in (EXPERT_AXIS, *GRID_AXES[:-1]) if axis in names)
+    joined = {data_axes(mesh), *(f(mesh, cut) for f in (gradient_axes, shard_axes) for cut in _CUTS)}
+    return sorted(joined | ({experts} if set(GRID_AXES) <= names else set()))
 
 
 def joined_axis(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

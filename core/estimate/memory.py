@@ -112,7 +112,8 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
         num_microbatches = run.num_microbatches * run.microbatch_size
         yield "--microbatch 1", replace(run, microbatch_size=1, num_microbatches=num_microbatches)
     for ep in range(2 * run.ep, run.num_data_ranks + 1, run.ep):
-        if model.num_experts and run.num_data_ranks % ep == 0 and model.num_experts >= ep:
+        dealt = ep * run.tp // run.tp_side  # over the rows of a grid, too
+        if model.num_experts and run.num_data_ranks % ep == 0 and model.num_experts >= dealt:
             yield f"--mesh.ep {ep}", replace(run, ep=ep)
     for tp in (2 * run.tp, 4 * run.tp, 8 * run.tp):
         if run.tp_mode == "1d" and model.tp_parts % tp == 0:

@@ -55,6 +55,7 @@ class Kept:
     gathered    whole on every tp rank in any case: the inputs of column-parallel products
     statistics  cut by tensor parallelism, and in fp32 or wider whatever the precision
     widened     whole on every tp rank: copies in fp32 of what the model computes in 16 bits
+    whole       all features of the tokens that a rank has: on every tp rank, or on those of a grid's row
     """
 
     replicated: float = 0
@@ -62,10 +63,12 @@ class Kept:
     gathered: float = 0
     statistics: float = 0
     widened: float = 0
+    whole: float = 0
 
     def bytes_per_token(self, run: RunShape) -> float:
         replicated = self.replicated / (run.tp if run.sequence_parallel else 1)
         elements = replicated + self.sharded / run.tp + self.gathered / (1 if run.tp_mode == "1d" else run.tp)
+        elements += self.whole / (1 if run.tp_mode == "1d" else run.tp / run.tp_side)
         widened = run.wide_bytes * self.widened if run.width_bytes < run.wide_bytes else 0
         return run.width_bytes * elements + run.wide_bytes * self.statistics / run.tp + widened
 
@@ -418,21 +421,23 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
         everything=replace(
             everything,
             sharded=everything.sharded + (rows - 1) * mlp,
-            gathered=everything.gathered + 2 * rows * dim,
+            gathered=everything.gathered - dim,
+            whole=dim + 2 * rows * dim,
             statistics=everything.statistics + 10 * experts + 6 * rows,
             widened=everything.widened + dim,
         ),
         selective=replace(
             selective,
             sharded=selective.sharded + (rows - 1) * products,
-            gathered=selective.gathered + (rows - 1) * dim,
+            gathered=selective.gathered - dim,
+            whole=rows * dim,
             statistics=experts,
         ),
-        working=replace(working, sharded=rows * working.sharded, gathered=rows * dim),
+        working=replace(working, sharded=rows * working.sharded, gathered=0, whole=rows * dim),
         weighed=replace(
             weighed,
             sharded=weighed.sharded + (rows - 1) * config.ffn_dim,
-            gathered=weighed.gathered + rows * dim,
+            whole=rows * dim,
             widened=weighed.widened + dim,
         ),
     )

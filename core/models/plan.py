@@ -4,7 +4,7 @@
 2d, 2.5d  every weight and activation on two axes of a grid
 3d        on all three; the residual stream on one side of the linear layers, heads and hidden features on the other
 
-Experts are dealt out over the ep axis; under 1d their hidden features are cut, too.
+Experts are dealt out over the ep axis and the rows of a grid; their hidden features are cut over tp, or its columns.
 """
 
 from dataclasses import replace
@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from core.config import UserError
-from core.mesh import MeshConfig, TpMode, Zero
+from core.mesh import EXPERT_AXIS, MeshConfig, TpMode, Zero
 from core.models.decoder import Decoder, DecoderConfig
 from core.nn.mlp import is_gated
 from core.parallel import expert, grid, sequence, tensor2d, tensor3d
-from core.parallel.context import shard_sequence
+from core.parallel.context import ONE_AXIS, shard_sequence
 from core.parallel.grid import FIRST, SECOND
 from core.parallel.ring import attend_by_ring
 from core.parallel.tensor1d import (
@@ -32,7 +32,7 @@ from core.parallel.tensor1d import (
 )
 from core.parallel.ulysses import attend_by_both, attend_by_ulysses
 from core.placement.stages import ALIKE, Costs, PipelinePlan
-from core.placement.style import Plan
+from core.placement.style import Plan, Style
 from core.placement.table import ModelPlan, Table, placement
 
 
@@ -42,9 +42,9 @@ def decoder_plan(config: DecoderConfig, mesh: MeshConfig, costs: Costs = ALIKE) 
     costs  what its pipeline stages are balanced by
     """
     return ModelPlan(
-        tensor=tensor_parallel_plan(config, mesh.tp_mode),
+        tensor=tensor_parallel_plan(config, mesh.tp_mode, mesh.ep),
         context=context_parallel_plan(mesh, config),
-        experts=expert_parallel_plan(config),
+        experts=expert_parallel_plan(config, mesh.tp_mode),
         pipeline=pipeline_plan(costs),
     )
 
@@ -59,8 +59,11 @@ def decoder_table(config: DecoderConfig, mesh: MeshConfig, zero: Zero = 0) -> Ta
     return placement(model, decoder_plan(config, mesh), mesh, zero)
 
 
-def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
-    """The plan of `Decoder(config)` over what `core.mesh.tensor_axes` gives in this mode; only modules that it has."""
+def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d", ep: int = 1) -> Plan:
+    """The plan of `Decoder(config)` over what `core.mesh.tensor_axes` gives in this mode; only modules that it has.
+
+    ep  ranks of expert parallelism: over them, too, a grid deals experts out
+    """
     has = {
         "embedding.positions": config.positions == "learned",
         "embedding.types": config.token_types > 0,
@@ -79,14 +82,15 @@ def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
         "head_transform.dense": config.mlm_head,
         "head_transform.norm": config.mlm_head,
     }
-    if mode != "1d" and config.moe.num_experts:
-        raise UserError(f"mesh.tp_mode={mode} does not cut experts; use --mesh.tp-mode 1d, or a model without them")
     if mode == "3d" and config.mlm_head:
         raise UserError(
             f"mesh.tp_mode={mode}: the layer before the head of family {config.family} leaves activations on the side "
             "of a cube where its tied head is not; use --mesh.tp-mode 1d, 2d or 2.5d"
         )
     plan = {"1d": _plan_1d, "2d": _plan_2d, "2.5d": _plan_2d, "3d": _plan_3d}[mode](config)
+    if mode != "1d" and (layers := _expert_layers(config)):
+        axes = FIRST.rows if ep == 1 else (EXPERT_AXIS, *FIRST.rows)
+        plan = {**plan, **dict.fromkeys(layers, expert.on_grid(axes))}
     return {pattern: style for pattern, style in plan.items() if has.get(pattern, True)}
 
 
@@ -119,9 +123,9 @@ def _expert_layers(config: DecoderConfig) -> list[str]:
     return [f"blocks.{index}.mlp" for index in range(config.num_layers) if config.moe.has_experts(index)]
 
 
-def expert_parallel_plan(config: DecoderConfig) -> Plan:
-    """The plan of `Decoder(config)` over the mesh's ep axis."""
-    return dict.fromkeys(_expert_layers(config), expert.expert_parallel)
+def expert_parallel_plan(config: DecoderConfig, mode: TpMode = "1d") -> Plan:
+    """The plan of `Decoder(config)` over the mesh's ep axis; of a grid the tensor plan has all that is to be done."""
+    return dict.fromkeys(_expert_layers(config), expert.expert_parallel if mode == "1d" else Style())
 
 
 def _plan_1d(config: DecoderConfig) -> Plan:
@@ -218,10 +222,11 @@ def context_parallel_plan(mesh: MeshConfig, config: DecoderConfig) -> Plan:
 
     A ring's cut is zig-zag under the causal mask alone: then alike much work. Both ways, it is in any case.
     """
+    side = {"1d": ONE_AXIS, "3d": SECOND}.get(mesh.tp_mode, FIRST)
     attend = {
-        "ring": attend_by_ring(config.causal),
-        "ulysses": attend_by_ulysses,
-        "mixed": attend_by_both(mesh.cp_ulysses, config.causal),
+        "ring": attend_by_ring(config.causal, side),
+        "ulysses": attend_by_ulysses(side),
+        "mixed": attend_by_both(mesh.cp_ulysses, config.causal, side),
     }
     zigzag = config.causal and mesh.cp_mode != "ulysses"
     plan = {"": shard_sequence(zigzag), "blocks.*.attention": attend[mesh.cp_mode]}

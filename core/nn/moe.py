@@ -23,6 +23,7 @@ mean over rows, weighted by their targets, summed over the layers. It is the sam
 Shapes: B batch, L length, T = B L, D model, E experts, A rows of all experts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,14 +125,14 @@ class MoE(nn.Module):
         z_B = (logits_BLE.logsumexp(-1).square() * routing.real_BL).sum(1) * per_token_B1[:, 0]
         if self.config.router == "expert_choice":
             balance_B = torch.zeros_like(balance_B)
-        weight_B = auxiliary.weight_B.to(p_BLE.dtype)
+        weight_B = self.rows.own(auxiliary.weight_B).to(p_BLE.dtype)
         balance, z = (balance_B * weight_B).sum(), (z_B * weight_B).sum()
         if auxiliary.open and torch.is_grad_enabled():
-            self._note(choice, routing, balance.detach(), z.detach(), auxiliary)
+            self._note(choice, routing, balance.detach(), z.detach(), weight_B)
         loss = self.config.balance_weight * balance + self.config.z_weight * z
-        return auxiliary.attach(y_BLD, loss, self.share)
+        return auxiliary.attach(y_BLD, loss, self.share, self.rows.of_batch)
 
-    def _note(self, choice: Choice, routing: Routing, balance: Tensor, z: Tensor, auxiliary: "AuxiliaryLoss") -> None:
+    def _note(self, choice: Choice, routing: Routing, balance: Tensor, z: Tensor, weight_B: Tensor) -> None:
         rows_E = choice.kept_BLE.sum((0, 1)).double()
         if self.config.router == "expert_choice":  # what counts there is whether any expert took a token
             wanted = routing.real_BL.sum()
@@ -140,7 +141,7 @@ class MoE(nn.Module):
             wanted = choice.wanted_BLE.sum()
             dropped = wanted - choice.kept_BLE.sum()
         # Rows that ranks share are counted by each for its part.
-        weight = (auxiliary.weight_B * routing.real_BL.sum(1) / routing.tokens_B.clamp(min=1)).sum()
+        weight = (weight_B * routing.real_BL.sum(1) / routing.tokens_B.clamp(min=1)).sum()
         load = torch.cat([rows_E, torch.stack([wanted, dropped, balance, z, weight]).double()])
         self.load = load if self.load is None else self.load + load
 
@@ -167,10 +168,15 @@ class AuxiliaryLoss:
         self.grad: Tensor | None = None
         self.value: Tensor | None = None
 
-    def attach(self, y: Tensor, loss: Tensor, share: float = 1.0) -> Tensor:
-        """y, whose backward also gives `loss` the gradient of the total, times `share`."""
+    def attach(
+        self, y: Tensor, loss: Tensor, share: float = 1.0, of_batch: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Tensor:
+        """y, whose backward also gives `loss` the gradient of the total, times `share`.
+
+        of_batch  what counts is this of the loss
+        """
         if self.open:
-            value = loss.detach()
+            value = of_batch(loss.detach())
             self.value = value if self.value is None else self.value + value
         return _Attach.apply(y, loss, share, self)  # pyright: ignore[reportReturnType]
 

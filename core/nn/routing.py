@@ -137,6 +137,14 @@ class Rows(Protocol):
         """Sums over the part of the rows held here -> over the whole rows."""
         ...
 
+    def own(self, x_B: Tensor) -> Tensor:
+        """Figures of all rows of the batch -> of those held here."""
+        ...
+
+    def of_batch(self, x: Tensor) -> Tensor:
+        """A sum over the rows held here -> over those of the batch."""
+        ...
+
 
 class WholeRows:
     """Rows that this rank holds whole."""
@@ -155,6 +163,12 @@ class WholeRows:
 
     def total(self, x_BE: Tensor) -> Tensor:
         return x_BE
+
+    def own(self, x_B: Tensor) -> Tensor:
+        return x_B
+
+    def of_batch(self, x: Tensor) -> Tensor:
+        return x
 
 
 class Choice(NamedTuple):

@@ -30,7 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_gather, reduce_from, reduce_scatter
 from core.config import UserError
+from core.parallel.grid import Side
 from core.placement.style import Message, Messages, Site, Style
+
+ONE_AXIS = Side((), "tp")
+"""Attention's activations under 1d tensor parallelism: heads over tp, all sequences everywhere."""
 
 _IGNORED = -100
 
@@ -129,6 +133,17 @@ class ShardedContext:
     rows_R: Tensor | None = field(default=None, init=False)
     auxiliary: Any = field(default=None, init=False)
 
+    def once(self, name: tuple, inputs: tuple, build: Callable[[], Any]) -> Any:
+        """build(), once a step where the caller gave something that remembers it."""
+        return build() if self.whole is None else self.whole.once(name, inputs, build)
+
+    def of_sequences(self, choose: Callable[[Tensor], Tensor]) -> "ShardedContext":
+        """The same for the sequences that `choose` takes of a tensor [B, ..]."""
+        documents, mask = (None if x is None else choose(x) for x in (self.documents_BL, self.mask_BL))
+        positions = choose(self.positions_BL) if self.positions_BL.shape[0] > 1 else self.positions_BL
+        whole = None if self.whole is None else self.whole.of_sequences(choose)
+        return ShardedContext(self.cut, documents, mask, positions, whole)
+
 
 def shard_sequence(zigzag: bool) -> Style:
     """A whole model of the one forward signature: its sequence is sharded over the axis.
@@ -220,10 +235,10 @@ def head_size(site: Site) -> int:
     return site.shape("qkv.weight")[0] // (site.module.num_heads + 2 * site.module.num_kv_heads)
 
 
-def heads_here(site: Site) -> tuple[int, int]:
-    """Query and key/value heads that tensor parallelism leaves on a rank."""
-    tp = site.size("tp")
-    return site.module.num_heads // tp, site.module.num_kv_heads // tp
+def heads_here(site: Site, side: Side) -> tuple[int, int]:
+    """Query and key/value heads that tensor parallelism leaves on a rank, those of the side's columns."""
+    keys = site.share(site.module.num_kv_heads, side.cols)
+    return keys * (site.module.num_heads // site.module.num_kv_heads), keys
 
 
 def check_length(length: int, num_ranks: int) -> None:

@@ -20,6 +20,11 @@ Under tensor parallelism (`tensor_parallel`) a rank holds the same hidden featur
 route the whole sequence alike, exchange it each over an ep axis of their own, and scatter the sums of what comes back.
 Under context parallelism (`share_rows`) ranks hold parts of rows; routers see what they must know of the others.
 
+On a grid (`on_grid`) both forms meet: the ranks of one of its rows gather the features of their tokens, route alike and
+hold each a part of the hidden features; its rows, which see other sequences, hold different experts. So a rank has 1/P
+of the experts and of their work, as of all else, and no weight travels: as products of the grid each expert's matrices
+would, for however few tokens.
+
 Bytes that leave a rank for one layer, forward and backward, of A rows sent and R received, w bytes an element:
 2 (A + R) D w, and 8 E for the counts; a token's own rank among them, so a wire carries (ep - 1) / ep of it.
 
@@ -28,6 +33,7 @@ Lepikhin et al. 2020 (GShard), section 3.2; Rajbhandari et al. 2022 (DeepSpeed-M
 Shapes: B batch, L length, A and R rows, E experts, D model, F hidden, N ranks of the axis.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,35 +43,47 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from core.comm.collectives import all_gather, all_reduce, exchange_rows
+from core.comm.collectives import all_gather, all_reduce, exchange_rows, gather_from, scatter_to
+from core.compat import root_of
 from core.config import UserError
-from core.layout import even_shares
-from core.mesh import EXPERT_AXIS, axis_size, sub_mesh
+from core.layout import even_shares, largest_share
+from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, joined_axis
 from core.parallel.context import ShardedContext
+from core.parallel.grid import FIRST, Spread
 from core.parallel.sequence import GATHER, SCATTER
 from core.parallel.tensor1d import in_features
 from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 
 
-def require_experts(num_experts: int, ep: int) -> None:
-    """Raises UserError where a rank of the ep axis would hold no expert."""
-    if num_experts < ep:
+def require_experts(num_experts: int, ranks: int, axes: tuple[str, ...] = (EXPERT_AXIS,)) -> None:
+    """Raises UserError where one of the ranks of the axes would hold no expert."""
+    if num_experts >= ranks:
+        return
+    if axes == (EXPERT_AXIS,):
         raise UserError(
-            f"{num_experts} experts leave a rank of mesh.ep={ep} without any; use a mesh.ep of at most {num_experts}"
+            f"{num_experts} experts leave a rank of mesh.ep={ranks} without any; use a mesh.ep of at most {num_experts}"
         )
+    raise UserError(
+        f"{num_experts} experts leave some of the {ranks} ranks without any over which a grid deals them out; use "
+        f"a smaller mesh.tp{' or mesh.ep' if EXPERT_AXIS in axes else ''}, or --mesh.tp-mode 1d"
+    )
 
 
-def _exchanged(moe: Any, mesh: DeviceMesh) -> nn.Module:
-    axis, experts = sub_mesh(mesh, EXPERT_AXIS), moe.experts
-    held = experts_held(experts.num_experts, axis.size())
+def experts_held(num_experts: int, *sizes: int) -> list[int]:
+    """How many experts each rank holds, dealt out over axes of these sizes one after the other."""
+    held = [num_experts]
+    for size in sizes:
+        held = [share.stop - share.start for many in held for share in even_shares(many, size)]
+    return held
+
+
+def _exchanged(moe: Any, mesh: DeviceMesh, axes: tuple[str, ...] = (EXPERT_AXIS,)) -> nn.Module:
+    root, experts = root_of(mesh), moe.experts
+    axis = joined_axis(root, axes)
+    held = experts_held(experts.num_experts, *(axis_size(root, name) for name in axes))
     inner = experts.forward
     experts.forward = lambda x_AD, rows_E: exchanged(inner, x_AD, rows_E, held, axis)
     return moe
-
-
-def experts_held(num_experts: int, ranks: int) -> list[int]:
-    """How many experts each rank holds."""
-    return [share.stop - share.start for share in even_shares(num_experts, ranks)]
 
 
 def exchanged(
@@ -110,26 +128,26 @@ def _by_expert(arriving_NE: Tensor, num_rows: int) -> Tensor:
     return expert_R.argsort(stable=True)
 
 
-def _balanced(site: Site) -> float:
-    """Elements of the rows that a rank sends away, where loads are balanced: as many as come back."""
-    config = site.module.config
-    return site.batch * site.length * config.per_token * min(1.0, config.capacity) * in_features(site)
-
-
-def _both_ways(site: Site) -> float:
-    return 2 * _balanced(site)
-
-
-def messages(rows: Callable[[Site], float], num_experts: Callable[[Site], int]) -> Messages:
+def messages(rows: Callable[[Site], float], num_experts: Callable[[Site], int], axis: str = EXPERT_AXIS) -> Messages:
     """Closed forms of a layer's: elements of its rows, both ways, and counts."""
-    both_ways = Message("all_to_all", rows, EXPERT_AXIS)
-    counts = Message("all_to_all", num_experts, EXPERT_AXIS, width=8)
+    both_ways = Message("all_to_all", rows, axis)
+    counts = Message("all_to_all", num_experts, axis, width=8)
     return Messages((both_ways, counts), (both_ways,))
+
+
+def _messages(tokens: Callable[[Site], int], axes: tuple[str, ...] = (EXPERT_AXIS,)) -> Messages:
+    """Those of our layer, where loads are balanced: as many rows come back as a rank sends away."""
+
+    def both_ways(site: Site) -> float:
+        config = site.module.config
+        return 2 * tokens(site) * config.per_token * min(1.0, config.capacity) * in_features(site)
+
+    return messages(both_ways, lambda site: site.module.experts.num_experts, "+".join(axes))
 
 
 expert_parallel = Style(
     cuts={"experts.**": Cut(0, EXPERT_AXIS, even=True)},
-    messages=messages(_both_ways, lambda site: site.module.experts.num_experts),
+    messages=_messages(lambda site: site.batch * site.length),
     refuse=lambda moe, mesh, axis: require_experts(moe.experts.num_experts, axis_size(mesh, EXPERT_AXIS)),
     wrap=_exchanged,
     is_local=True,
@@ -168,17 +186,110 @@ Every rank routes the whole sequence; of the router's gradient it has what its p
 """
 
 
-class SharedRows:
-    """Rows of a batch of which the ranks of a cp axis hold parts (`core.nn.routing.Rows`)."""
+class RowsOfGrid:
+    """Rows of a batch of which each row of a grid holds its own, whole (`core.nn.routing.Rows`).
 
-    def __init__(self, axis: DeviceMesh):
-        self.axis, self.rank = axis, axis.get_local_rank()
+    batch  what is known of them without the grid
+    """
+
+    def __init__(self, at: Spread, batch: Any):
+        self.at, self.batch = at, batch
+
+    def real(self, x_BLD: Tensor, mask: Tensor | None, context: Any) -> Tensor:
+        real_BL = self.batch.real(x_BLD, None if mask is None else self.own(mask), context)
+        auxiliary = getattr(context, "auxiliary", None)
+        if auxiliary is None:
+            return real_BL
+        return real_BL & self.own(torch.ones_like(auxiliary.weight_B, dtype=torch.bool))[:, None]
+
+    def gather(self, x_BLE: Tensor, context: Any) -> Tensor:
+        return self.batch.gather(x_BLE, context)
+
+    def take(self, x_BSE: Tensor, context: Any) -> Tensor:
+        return self.batch.take(x_BSE, context)
+
+    def total(self, x_BE: Tensor) -> Tensor:
+        return self.batch.total(x_BE)
+
+    def own(self, x_B: Tensor) -> Tensor:
+        return self.at.batch(x_B)
+
+    def of_batch(self, x: Tensor) -> Tensor:
+        for axis in self.at.row_axes:
+            x = all_reduce(x, axis)
+        return x
+
+
+def _on_grid(moe: Any, mesh: DeviceMesh, axes: tuple[str, ...]) -> nn.Module:
+    at, dim = Spread(mesh), moe.router.weight.shape[1]
+    columns = at.columns(dim)
+    width, most = columns[at.col].stop - columns[at.col].start, columns[0].stop
+    _exchanged(moe, mesh, axes)
+    if moe.experts.down.bias is not None:
+        moe.experts.down.bias_share = 1 / at.col_axis.size()
+    moe.share = 1 / at.col_axis.size()
+    moe.rows = RowsOfGrid(at, moe.rows)
+    inner, axis = moe.forward, at.col_axis
+
+    def forward(x: Tensor, *step: Any) -> Tensor:
+        whole = gather_from(nn.functional.pad(x, (0, most - width)), 2, axis)[..., :dim]
+        return scatter_to(inner(whole, *step), 2, axis)[..., :width]
+
+    moe.forward = forward
+    return moe
+
+
+def on_grid(axes: tuple[str, ...] = FIRST.rows) -> Style:
+    """A MoE layer on a grid.  x[B_rows, L, D_cols] -> y[B_rows, L, D_cols].
+
+    axes  over which experts are dealt out: the grid's rows, behind the mesh's ep axis where it has one
+
+    The router is repeated; of its gradient a rank has what its tokens and features give. The closed forms are of
+    balanced loads, without what routers tell each other.
+    """
+
+    def whole(site: Site) -> int:
+        return FIRST.tokens(site) * site.size(FIRST.cols) * largest_share(in_features(site), site.size(FIRST.cols))
+
+    def size_of(mesh: AnyMesh) -> int:
+        return math.prod(axis_size(mesh, axis) for axis in axes)
+
+    gather, scatter = (Message(operation, whole, FIRST.cols) for operation in ("all_gather", "reduce_scatter"))
+    return Style(
+        cuts={
+            pattern: (*(Cut(0, axis, even=True) for axis in axes), *features)
+            for pattern, features in {
+                "experts.up.*": (Cut(1, FIRST.cols),),
+                "experts.gate.*": (Cut(1, FIRST.cols),),
+                "experts.down.weight": (Cut(2, FIRST.cols),),
+                "experts.down.bias": (),
+            }.items()
+        },
+        partial={"experts.down.bias": (FIRST.cols,), "router.weight": (*FIRST.rows, FIRST.cols)},
+        inputs=FIRST.lies(),
+        outputs=FIRST.lies(),
+        messages=Messages((gather, scatter), (scatter, gather)) + _messages(FIRST.tokens, axes),
+        refuse=lambda moe, mesh, axis: require_experts(moe.experts.num_experts, size_of(mesh), axes),
+        wrap=lambda moe, mesh: _on_grid(moe, mesh, axes),
+        is_local=True,
+    )
+
+
+class SharedRows:
+    """Rows of a batch of which the ranks of a cp axis hold parts (`core.nn.routing.Rows`).
+
+    batch  what is known of the rows without that
+    """
+
+    def __init__(self, axis: DeviceMesh, batch: Any):
+        self.axis, self.rank, self.batch = axis, axis.get_local_rank(), batch
 
     def real(self, x_BLD: Tensor, mask: Tensor | None, context: ShardedContext) -> Tensor:
-        whole = context.mask_BL
-        if whole is None:
-            whole = torch.ones(x_BLD.shape[0], context.cut.length, dtype=torch.bool, device=x_BLD.device)
-        return context.cut.take(whole.bool(), 1, self.rank)
+        cut, whole = context.cut, context.mask_BL
+        if whole is not None:
+            return self.batch.real(x_BLD, cut.take(whole.bool(), 1, self.rank), context)
+        places_1L = torch.ones(1, cut.length, dtype=torch.bool, device=x_BLD.device)
+        return self.batch.real(x_BLD, None, context) & cut.take(places_1L, 1, self.rank)
 
     def gather(self, x_BLE: Tensor, context: ShardedContext) -> Tensor:
         as_numbers = x_BLE.to(torch.uint8) if x_BLE.dtype == torch.bool else x_BLE
@@ -190,9 +301,15 @@ class SharedRows:
     def total(self, x_BE: Tensor) -> Tensor:
         return all_reduce(x_BE, self.axis)
 
+    def own(self, x_B: Tensor) -> Tensor:
+        return self.batch.own(x_B)
+
+    def of_batch(self, x: Tensor) -> Tensor:
+        return self.batch.of_batch(x)
+
 
 def _shared_rows(moe: Any, axis: DeviceMesh) -> nn.Module:
-    moe.rows = SharedRows(axis)
+    moe.rows = SharedRows(axis, moe.rows)
     return moe
 
 

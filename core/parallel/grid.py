@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from core.comm.collectives import all_gather, all_reduce
+from core.compat import uncompiled
 from core.config import UserError
 from core.layout import largest_share, shares
 from core.mesh import AnyMesh, axis_size, sub_mesh
@@ -132,14 +133,14 @@ class Spread:
 
 
 def _norm(module: Any, mesh: DeviceMesh) -> nn.Module:
-    at, (size,) = Spread(mesh), module.normalized_shape
+    axis, (size,) = Spread(mesh).col_axis, module.normalized_shape
     centered = isinstance(module, nn.LayerNorm)
 
     def forward(x: Tensor) -> Tensor:
         eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
         bias = module.bias if centered else None
         weight = module.gain() if hasattr(module, "gain") else module.weight
-        return _Norm.apply(x, weight, bias, eps, size, at.col_axis, centered)  # pyright: ignore[reportReturnType]
+        return _Norm.apply(x, weight, bias, eps, size, axis, centered)  # pyright: ignore[reportReturnType]
 
     module.forward = forward
     return module
@@ -225,15 +226,7 @@ def attention_at(side: Side) -> Style:
             x: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None,
             context: Any = None,
         ) -> Tensor:  # fmt: skip
-            given = (positions, *(rotary or ()), *(() if mask is None else (mask,)))
-
-            def cut() -> tuple:
-                turned = None if rotary is None else tuple(_own(angle, at) for angle in rotary)
-                own_mask = None if mask is None else at.batch(mask)
-                own_context = None if context is None else context.of_sequences(at.batch)
-                return _own(positions, at), turned, own_mask, own_context
-
-            return inner(x, *(cut() if context is None else context.once(("rows", at.rows), given, cut)))
+            return inner(x, *_of_rows(at, positions, rotary, mask, context))
 
         module.forward = forward
         return module
@@ -261,6 +254,22 @@ def check_grid_heads(num_kv_heads: int, side: int, what: str = "tp_col") -> None
             f"{num_kv_heads} key/value heads leave a rank of {what}={side} without one; "
             f"use a grid of at most {fine} ranks a side"
         )
+
+
+@uncompiled  # it looks into what a step remembers
+def _of_rows(
+    at: Spread, positions: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None, context: Any
+) -> tuple:
+    """What attention is given of the whole batch, of this rank's sequences; cut once a step."""
+    given = (positions, *(rotary or ()), *(() if mask is None else (mask,)))
+
+    def cut() -> tuple:
+        turned = None if rotary is None else tuple(_own(angle, at) for angle in rotary)
+        own_mask = None if mask is None else at.batch(mask)
+        own_context = None if context is None else context.of_sequences(at.batch)
+        return _own(positions, at), turned, own_mask, own_context
+
+    return cut() if context is None else context.once(("rows", at.rows), given, cut)
 
 
 def _own(x: Tensor, at: Spread) -> Tensor:

@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import pass_on
 from core.kernels.partial_attention import Part, partial_attention, partial_gradients
-from core.parallel.context import SequenceCut, ShardedContext, head_size, heads_here
+from core.parallel.context import ONE_AXIS, SequenceCut, ShardedContext, head_size, heads_here
+from core.parallel.grid import Side
 from core.placement.style import AXIS, Message, Messages, Site, Style
 
 
@@ -62,22 +63,25 @@ def attend_to_places(q: Tensor, k: Tensor, v: Tensor, cut: SequenceCut, axis: De
     return _Ring.apply(q, k, v, axis, pairs)  # pyright: ignore[reportReturnType]
 
 
-def attend_by_ring(causal: bool = True) -> Style:
-    """Attention modules whose `attend` becomes that of a ring over the axis."""
+def attend_by_ring(causal: bool = True, side: Side = ONE_AXIS) -> Style:
+    """Attention modules whose `attend` becomes that of a ring over the axis.
+
+    side  where tensor parallelism has their heads, and sequences
+    """
 
     def wrap(attention: Any, axis: DeviceMesh) -> nn.Module:
         attention.attend = ring_attention(axis, causal=causal)
         return attention
 
     def passed(site: Site) -> int:
-        return elements_passed(site.size(), site.batch, site.length, heads_here(site)[1], head_size(site))
+        return elements_passed(site.size(), side.tokens(site), heads_here(site, side)[1], head_size(site))
 
     return Style(messages=ring_messages(passed), wrap=wrap)
 
 
-def elements_passed(num_ranks: int, batch: int, places: int, num_kv_heads: int, size: int) -> int:
-    """Elements of keys and values that a rank sends once round a ring."""
-    return (num_ranks - 1) * 2 * batch * places * num_kv_heads * size
+def elements_passed(num_ranks: int, tokens: int, num_kv_heads: int, size: int) -> int:
+    """Elements of its tokens' keys and values that a rank sends once round a ring."""
+    return (num_ranks - 1) * 2 * tokens * num_kv_heads * size
 
 
 def ring_messages(passed: Callable[[Site], int], axis: str = AXIS) -> Messages:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.compat import uncompiled
 from core.layout import layout_of, shares
 from core.mesh import sub_mesh
 from core.parallel import grid_loss
@@ -64,6 +65,7 @@ def linear_in_units(in_unit: int = 1, out_unit: int = 1) -> Style:
         sizes = at.columns(num_in, in_unit) if by_inputs else at.columns(num_out, out_unit)
         grid = Grid(mesh, [share.stop - share.start for share in sizes])
 
+        @uncompiled  # torch.compile does not trace messages from one rank to a line of the grid, or back
         def forward(x: Tensor) -> Tensor:
             y = summa_linear(grid, x.flatten(0, -2), module.weight, by_inputs)
             y = y.view(*x.shape[:-1], y.shape[-1])

@@ -26,8 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.collectives import all_to_all
 from core.config import UserError
+from core.layout import shares
 from core.mesh import CONTEXT_AXES, AnyMesh, axis_size, split_axis
-from core.parallel.context import SequenceCut, ShardedContext, head_size, heads_here
+from core.parallel.context import ONE_AXIS, SequenceCut, ShardedContext, head_size, heads_here
+from core.parallel.grid import Side
 from core.parallel.ring import elements_passed, ring_attention, ring_messages
 from core.placement.style import AXIS, Message, Messages, Site, Style
 
@@ -116,29 +118,33 @@ def exchange(
     return _ToSequence.apply(o, heads, cut, axis)  # pyright: ignore[reportReturnType]
 
 
-def _refuse_exchange(num_ranks: Callable[[AnyMesh, str], int]) -> Callable[[Any, AnyMesh, str], None]:
+def _refuse_exchange(num_ranks: Callable[[AnyMesh, str], int], side: Side) -> Callable[[Any, AnyMesh, str], None]:
     def refuse(attention: Any, mesh: AnyMesh, axis: str) -> None:
-        tp = axis_size(mesh, "tp") if "tp" in (mesh.mesh_dim_names or ()) else 1
-        check_exchange(attention.num_heads // tp, num_ranks(mesh, axis))
+        tp = axis_size(mesh, side.cols) if side.cols in (mesh.mesh_dim_names or ()) else 1
+        fewest = shares(attention.num_kv_heads, tp)[-1]
+        group = attention.num_heads // attention.num_kv_heads
+        check_exchange(group * (fewest.stop - fewest.start), num_ranks(mesh, axis))
 
     return refuse
 
 
 def exchange_messages(
     axis: str,
-    heads: Callable[[Site], tuple[int, int]] = heads_here,
+    heads: Callable[[Site], tuple[int, int]],
     size: Callable[[Site], int] = head_size,
+    side: Side = ONE_AXIS,
 ) -> Messages:
     """Heads for sequence: what a rank has of all heads; and sequence for heads: of its heads, what all ranks have.
 
     heads  queries' and keys', of what a rank has before, of that size
+    side   where the sequences lie
     """
 
     def cut(site: Site) -> HeadCut:
         return HeadCut(*heads(site), site.size(axis))
 
     def places(site: Site) -> int:
-        return site.batch * site.length * size(site)
+        return side.tokens(site) * size(site)
 
     def of_all(site: Site, parts: slice) -> int:
         return places(site) * sum(sum(cut(site).sizes(rank)[parts]) for rank in range(site.size(axis)))
@@ -161,11 +167,19 @@ def _by_exchange(attention: Any, axis: DeviceMesh) -> nn.Module:
     return attention
 
 
-attend_by_ulysses = Style(messages=exchange_messages(AXIS), refuse=_refuse_exchange(axis_size), wrap=_by_exchange)
-"""Attention modules with their own `attend`, over the whole sequence and a share of the heads."""
+def attend_by_ulysses(side: Side = ONE_AXIS) -> Style:
+    """Attention modules with their own `attend`, over the whole sequence and a share of the heads.
+
+    side  where tensor parallelism has their heads, and sequences
+    """
+    return Style(
+        messages=exchange_messages(AXIS, lambda site: heads_here(site, side), side=side),
+        refuse=_refuse_exchange(axis_size, side),
+        wrap=_by_exchange,
+    )
 
 
-def attend_by_both(num_exchange: int, causal: bool = True) -> Style:
+def attend_by_both(num_exchange: int, causal: bool = True, side: Side = ONE_AXIS) -> Style:
     """Attention modules: neighbours of `num_exchange` ranks exchange heads, rings go across them."""
     across, within = CONTEXT_AXES
 
@@ -175,14 +189,15 @@ def attend_by_both(num_exchange: int, causal: bool = True) -> Style:
         return attention
 
     def passed(site: Site) -> int:
-        heads, rank = HeadCut(*heads_here(site), num_exchange), site.index(within)
+        heads, rank = HeadCut(*heads_here(site, side), num_exchange), site.index(within)
         queries, keys, _ = heads.sizes(rank)
         held = keys if keys == 1 or queries == keys * heads.group else queries  # as `HeadCut.spread`
-        return elements_passed(site.size(across), site.batch, num_exchange * site.length, held, head_size(site))
+        return elements_passed(site.size(across), num_exchange * side.tokens(site), held, head_size(site))
 
     return Style(
-        messages=exchange_messages(within) + ring_messages(passed, across),
-        refuse=_refuse_exchange(lambda mesh, axis: num_exchange),
+        messages=exchange_messages(within, lambda site: heads_here(site, side), side=side)
+        + ring_messages(passed, across),
+        refuse=_refuse_exchange(lambda mesh, axis: num_exchange, side),
         wrap=wrap,
     )
 

@@ -65,11 +65,6 @@ class TrainConfig(ParallelConfig):
                 raise UserError(f"{name}={value}; give a positive number")
         if self.hang_after is not None and not 0 < self.hang_after < float("inf"):
             raise UserError(f"hang_after={self.hang_after}; give seconds, or leave it out for 20 median steps")
-        if self.compile and self.mesh.tp_mode != "1d":
-            raise UserError(
-                f"compile with mesh.tp_mode={self.mesh.tp_mode}: torch.compile does not trace the messages inside its "
-                "products; leave --compile out, or use --mesh.tp-mode 1d"
-            )
         if self.gemini.budget is not None:
             self._check_gemini()
         if self.evaluate_every < 0:

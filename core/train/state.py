@@ -1,5 +1,6 @@
 """The state of a training run from step to step, and in checkpoints."""
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from core.checkpoint import Checkpointer, rng_state, set_rng_state
 from core.config import UserError
-from core.mesh import data_axis, gradient_axis, pipeline_ranks
+from core.mesh import GRID_AXES, axis_size, data_axis
 from core.nn.moe import take_load
 from core.optim.average import WeightAverage
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
@@ -154,9 +155,8 @@ def _expert_load(parallel: ParallelModel) -> Tensor | None:
         return None
     if parallel.mesh.size() > 1:
         dist.all_reduce(load)
-    stages = pipeline_ranks(parallel.mesh)  # have other layers; ranks of tensor parallelism route alike
-    copies = parallel.mesh.size() // gradient_axis(parallel.mesh).size() // stages
-    return load / copies
+    alike = [axis for axis in ("tp", GRID_AXES[-1]) if axis in (parallel.mesh.mesh_dim_names or ())]  # route as one
+    return load / math.prod(axis_size(parallel.mesh, axis) for axis in alike)
 
 
 def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -> int | None:

@@ -80,7 +80,7 @@ def test_plan_knows_experts() -> None:
         (("--recipe", "debug_moe", "--mesh.ep", 2), ("ep=2", "1 rank of dp_replicate", "{1}")),
         (("--recipe", "debug_moe", "--nproc", 6, "--mesh.ep", 4, "--zero", 3), ("6 ranks of dp_shard", "{1, 2, 3, 6}")),
         (("--recipe", "debug_moe", "--nproc", 12, "--mesh.ep", 12), ("8 experts", "ep=12", "at most 8")),
-        (("--recipe", "debug_moe", "--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d"), ("experts", "1d")),
+        (("--recipe", "debug_moe", "--nproc", 27, "--mesh.tp", 27, "--mesh.tp-mode", "3d"), ("8 experts", "9 ranks")),
         (("--model.moe.router", "switch"), ("no experts", "moe.num_experts")),
     ],
 )

@@ -48,7 +48,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--nproc", 6, "--mesh.tp", 6, "--mesh.tp-mode", "2d"), ("square", "mesh.tp=4 or 9")),
         (("--nproc", 8, "--mesh.tp", 8, "--mesh.tp-mode", "2.5d"), ("square", "tp_depth=1", "mesh.tp=4 or 9")),
         (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "3d"), ("cube", "mesh.tp=8")),
-        (("--nproc", 4, "--mesh.tp", 4, "--mesh.tp-mode", "2d", "--compile"), ("--compile", "1d")),
         (("--nproc", 25, "--mesh.tp", 25, "--mesh.tp-mode", "2d"), ("8 key/value heads", "tp_col=5", "at most 4")),
         (("--optim.name", "muon", "--optim.trust", 1), ("optim.name=muon", "no option trust", "momentum, betas")),
         (("--mesh.cp", 2), ("cp=2", "1 is running", "--nproc 2")),

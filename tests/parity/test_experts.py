@@ -149,12 +149,21 @@ def collapsed(mesh: MeshConfig, zero: int) -> tuple[list[float], list[list[int]]
     return found, loads, figures["moe_dropped"]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_collapsed_router_is_no_hang(ranks, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "zero"),
+    [
+        (4, MeshConfig(ep=4), 0),
+        (4, MeshConfig(ep=4), 3),
+        (4, MeshConfig(ep=2, tp=2, tp_mode="2.5d", tp_depth=2), 3),
+        pytest.param(8, MeshConfig(tp=4, tp_mode="2.5d", tp_depth=4), 0, marks=pytest.mark.soak),  # 6 rows over 4
+        pytest.param(8, MeshConfig(tp=8, tp_mode="3d"), 1, marks=pytest.mark.soak),
+    ],
+)
+def test_a_collapsed_router_is_no_hang(ranks, num_ranks: int, mesh: MeshConfig, zero: int) -> None:
     (norms, loads, dropped), *_ = ranks(1).run(collapsed, MeshConfig(), 0)
     assert loads == [[12 * 7, 0, 0, 0]] * 3
     assert dropped == 0
-    for found, found_loads, _ in ranks(4).run(collapsed, MeshConfig(ep=4), zero):
+    for found, found_loads, _ in ranks(num_ranks).run(collapsed, mesh, zero):
         assert found == pytest.approx(norms, rel=1e-10)
         assert found_loads == loads
 

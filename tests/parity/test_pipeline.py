@@ -26,6 +26,7 @@ from tests.support.training import Case, difference_from_single, few_cases, larg
 
 TWO, FOUR = MeshConfig(pp=2), MeshConfig(pp=4)
 HYBRID, EXPERTS = MeshConfig(pp=2, dp_replicate=2, dp_shard=2), MeshConfig(pp=2, ep=2)
+DEEP = MeshConfig(pp=2, cp=2, tp=2, tp_mode="2.5d", tp_depth=2)
 
 
 def deep(model: DecoderConfig, num_layers: int = 5) -> DecoderConfig:
@@ -98,6 +99,7 @@ CASES = {
     "1f1b-gshard-ep-tp": (8, Case(deep(GSHARD, 3), replace(EXPERTS, tp=2), staged("1f1b"))),
     "zbv-topk-ep-ring-zero2": (8, Case(deep(TOPK, 4), replace(EXPERTS, cp=2), staged("zbv", 2, microbatches=3))),
     "1f1b-cp-tp": (8, Case(deep(GPT2, 3), MeshConfig(pp=2, cp=2, tp=2), staged("1f1b", microbatches=3))),
+    "1f1b-2.5d-ring": (8, Case(deep(GPT2, 3), DEEP, staged("1f1b", microbatches=3))),
 }  # fmt: skip
 
 

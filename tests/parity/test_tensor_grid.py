@@ -4,20 +4,32 @@ Shapes are ragged on purpose: 3 heads over 2 ranks, an odd vocabulary, dims, bat
 """
 
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks.tensor_parallel_bytes import decoder_step_bytes
-from core.mesh import MeshConfig
+from core.mesh import ContextMode, MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.recompute import RecomputeConfig
+from tests.parity.test_experts import CHOICE, GSHARD, SWITCH, TOPK
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT_350M, TOLERANCE, parallel
 from tests.support import grid
-from tests.support.covering import few_rows, products
+from tests.support.covering import FEW, MANY, few_rows, products
 from tests.support.grid_resume import resumed_elsewhere
-from tests.support.training import Case, difference_from_single, few_cases
+from tests.support.training import (
+    Case,
+    difference_from_single,
+    few_cases,
+    largest_difference,
+    of_one_rank,
+    run,
+)
 
 SQUARE = MeshConfig(tp=4, tp_mode="2d")
 TESSERACT = MeshConfig(tp=8, tp_mode="2.5d", tp_depth=2)
@@ -50,10 +62,16 @@ CASES = {
     "2d-zero1": (8, Case(RAGGED, SQUARE, parallel(1))),
     "2d-zero2-accumulated": (8, Case(ROTARY, SQUARE, parallel(2, reduce_each=True), microbatch=4)),
     "2d-zero3": (8, Case(RAGGED, SQUARE, parallel(3))),
+    "2d-ring": (8, Case(ROTARY, replace(SQUARE, cp=2), parallel(1), documents=True, batch=11)),
+    "2d-ring-microbatches": (8, Case(RAGGED, replace(SQUARE, cp=2), parallel(3), microbatch=5)),
+    "2.5d-1x1x2-ring-full": (4, Case(ALIBI, replace(DEEP, cp=2), parallel(recompute=RecomputeConfig("full")))),
+    "2.5d-1x1x2-ulysses": (4, Case(ALIBI, replace(DEEP, cp=2, cp_mode="ulysses"), parallel(), documents=True)),
+    "2d-ulysses": (8, Case(ROTARY, replace(SQUARE, cp=2, cp_mode="ulysses"), parallel(2), microbatch=4)),
+    "2.5d-mixed": (8, Case(ROTARY, replace(DEEP, cp=4, cp_mode="mixed", cp_ulysses=2), parallel(), batch=11)),
 }
 
 
-FACTORS = ("tp", "zero", "recompute", "accumulation", "documents")
+FACTORS = ("tp", "cp", "zero", "recompute", "accumulation", "documents")
 LONG = ["2d-ragged", "2.5d-1x1x2", "3d-ragged"]
 
 
@@ -63,6 +81,77 @@ def test_trains_as_one_rank_does(ranks, name: str, steps: int) -> None:
     num_ranks, case = CASES[name]
     difference, where = difference_from_single(ranks, num_ranks, replace(case, steps=steps))
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cp_mode", ["ring", "ulysses"])
+def test_a_cube_of_parts_of_sequences(ranks, cp_mode: ContextMode) -> None:
+    case = Case(ROTARY, replace(CUBE, cp=2, cp_mode=cp_mode), parallel(1), documents=True, batch=11)
+    difference, where = difference_from_single(ranks, 16, case)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+UNEVEN = replace(SWITCH, dim=27, num_heads=3, ffn_dim=21)
+EXPERTS = {
+    "2d-switch": (4, Case(UNEVEN, SQUARE, parallel(), batch=11)),
+    "2.5d-1x1x2-topk-ring": (4, Case(TOPK, replace(DEEP, cp=2), parallel(1), microbatch=5, batch=11)),
+    "2.5d-1x1x2-gshard-ep": (4, Case(GSHARD, replace(DEEP, ep=2), parallel(3, recompute=RecomputeConfig("full")))),
+    "2.5d-1x1x2-choice-stages": (4, Case(CHOICE, replace(DEEP, pp=2), parallel(), microbatch=4)),
+    "2d-topk-ep-zero3": (8, Case(TOPK, replace(SQUARE, ep=2), parallel(3), documents=True)),
+    "2d-choice-ulysses": (8, Case(CHOICE, replace(SQUARE, cp=2, cp_mode="ulysses"), parallel(2), batch=11)),
+    "2.5d-2x2x2-switch": (8, Case(UNEVEN, TESSERACT, parallel(recompute=RecomputeConfig("selective")), batch=11)),
+    "3d-topk": (8, Case(TOPK, CUBE, parallel(), batch=11)),
+    "3d-choice": (8, Case(CHOICE, CUBE, parallel(), microbatch=5)),
+    "3d-gshard": (8, Case(GSHARD, CUBE, parallel(), documents=True)),
+}
+
+
+FEW_EXPERTS = ("2d-switch", "2.5d-1x1x2-topk-ring", "2.5d-1x1x2-gshard-ep")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *(pytest.param(name, FEW, id=name) for name in FEW_EXPERTS),
+        *(pytest.param(name, MANY, id=f"{name}-{MANY}-steps", marks=pytest.mark.soak) for name in EXPERTS),
+    ],
+)
+def test_experts_train_as_on_one_rank(ranks, name: str, steps: int) -> None:
+    """Of every router, dealt out over the rows of a grid, and over ep."""
+    num_ranks, case = EXPERTS[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, steps=steps))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+COMPILED = {
+    "2.5d-1x1x2": (2, Case(ALIBI, DEEP, parallel(compile=True), documents=True, batch=11)),
+    "2d": (4, Case(RAGGED, SQUARE, parallel(compile=True), batch=11)),
+    "2d-ring-zero3": (8, Case(ROTARY, replace(SQUARE, cp=2), parallel(3, compile=True), documents=True)),
+    "3d": (8, Case(ROTARY, CUBE, parallel(compile=True), documents=True, microbatch=5)),
+    "3d-selective": (8, Case(RAGGED, CUBE, parallel(compile=True, recompute=RecomputeConfig("selective")))),
+}
+
+
+def compiled(case: Case) -> tuple[int, dict[str, Any]]:
+    """The number of graphs, and what `run` finds."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    eagerly = partialmethod(nn.Module.compile, backend="aot_eager")
+    with patch.object(nn.Module, "compile", eagerly), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        result = run(case)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], result
+
+
+@pytest.mark.soak  # in every run tests/unit/test_plan.py holds that blocks are compiled
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_blocks_train_as_one_rank_does(ranks, name: str) -> None:
+    """What lies between the messages that torch.compile does not trace is in graphs, which blocks share."""
+    num_ranks, case = COMPILED[name]
+    found = ranks(num_ranks).run(compiled, case)
+    difference, where = largest_difference([result for _, result in found], of_one_rank(ranks, case), case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+    if case.parallel.recompute.mode == "none":
+        assert all(graphs > 1 for graphs, _ in found)
 
 
 FORMS = {"2d": SQUARE, "2.5d": DEEP, "3d": CUBE}

@@ -294,8 +294,8 @@ MUTATIONS = [
     mutation(
         "a ring of BERT sees earlier tokens alone",
         "core/models/plan.py",
-        '"ring": attend_by_ring(config.causal),',
-        '"ring": attend_by_ring(True),',
+        '"ring": attend_by_ring(config.causal, side),',
+        '"ring": attend_by_ring(True, side),',
         f"{MASKED}[bert on 2 cp=2 ring zero 0]",
     ),
     mutation(
@@ -304,5 +304,33 @@ MUTATIONS = [
         '"head_transform": sequence.replicate,',
         '"head_transform": replace(sequence.replicate, partial={}),',
         f"{MASKED}[bert on 2 tp=2 zero 0]",
+    ),
+    mutation(
+        "a rank of a grid is said to pass all heads round a ring",
+        "core/parallel/context.py",
+        "keys = site.share(site.module.num_kv_heads, side.cols)",
+        "keys = site.module.num_kv_heads",
+        "tests/parity/test_placement.py::test_messages_are_those_of_the_closed_forms[2d-ring]",
+    ),
+    mutation(
+        "blocks are not compiled",
+        "core/compose.py",
+        "    if config.compile:",
+        "    if False:",
+        "tests/unit/test_plan.py::test_blocks_of_a_grid_share_their_graphs",
+    ),
+    mutation(
+        "a grid's rows have each its own routers' losses",
+        "core/nn/moe.py",
+        "value = of_batch(loss.detach())",
+        "value = loss.detach()",
+        f"{GRID}::test_experts_train_as_on_one_rank[2d-switch]",
+    ),
+    mutation(
+        "a grid's router learns of one row of it alone",
+        "core/parallel/expert.py",
+        '"router.weight": (*FIRST.rows, FIRST.cols)}',
+        '"router.weight": (FIRST.cols,)}',
+        f"{GRID}::test_experts_train_as_on_one_rank[2d-switch]",
     ),
 ]

@@ -33,6 +33,7 @@ MESHES: dict[str, tuple[DecoderConfig, MeshConfig, int, Zero]] = {
     "3d": (PLAIN, MeshConfig(tp=64, tp_mode="3d"), 512, 1),
     "context": (PLAIN, MeshConfig(cp=4, cp_mode="mixed", cp_ulysses=2, tp=2), 32, 3),
     "experts": (EXPERTS, MeshConfig(ep=4, tp=2), 64, 3),
+    "2d-experts": (EXPERTS, MeshConfig(tp=4, tp_mode="2d", ep=2, cp=2), 64, 3),
     "all": (EXPERTS, MeshConfig(dp_replicate=8, ep=8, cp=2, tp=4, pp=2), 4096, 3),
 }
 
@@ -107,7 +108,7 @@ def test_stages_that_share_a_parameter_both_hold_it() -> None:
         (MeshConfig(tp=3), PLAIN, "16 heads do not divide over tp=3"),
         (MeshConfig(tp=16), replace(PLAIN, vocab_size=17), "17 rows of a vocabulary reach 9 ranks of tp=16"),
         (MeshConfig(tp=9, tp_mode="2d"), replace(PLAIN, num_heads=2), "2 key/value heads leave a rank of tp_col=3"),
-        (MeshConfig(tp=4, tp_mode="2d"), EXPERTS, "mesh.tp_mode=2d does not cut experts"),
+        (MeshConfig(tp=16, tp_mode="2d", ep=4), EXPERTS, "8 experts leave some of the 16 ranks without any"),
         (MeshConfig(ep=16), EXPERTS, "8 experts leave a rank of mesh.ep=16 without any; use a mesh.ep of at most 8"),
         (MeshConfig(ep=2), PLAIN, "mesh.ep=2 and the model has no experts"),
         (MeshConfig(cp=8, cp_mode="ulysses", tp=4), PLAIN, "4 heads have none for some of the 8 ranks"),

@@ -1,6 +1,7 @@
 """Plans: which modules a pattern reaches, and what stays of a module that a style has changed."""
 
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
@@ -8,18 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from core.compose import compile_blocks
+from core.compose import ParallelConfig, compile_blocks, parallelize
 from core.config import UserError
 from core.layout import full_tensor, layout_of
 from core.mesh import MeshConfig, build_mesh
-from core.models.decoder import DecoderConfig
-from core.models.plan import decoder_table
+from core.models.decoder import Decoder, DecoderConfig
+from core.models.plan import decoder_plan, decoder_table
 from core.models.shapes import SHAPES
 from core.nn.loss import Head
 from core.parallel.plan import apply_plan, blocks_of
 from core.parallel.tensor1d import colwise, rowwise, vocab_embedding, vocab_head
 from core.placement.style import matches
 from core.placement.table import parameter_names
+from core.runtime import pretended
 
 
 class Net(nn.Module):
@@ -181,3 +183,19 @@ def test_blocks_of_other_stages_do_not_make_those_of_this_one_unlike(monkeypatch
     asked.clear()
     compile_blocks([nn.Linear(3, 3), nn.Linear(3, 4)])
     assert asked == [False] * 2
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(tp=4, tp_mode="2d"), MeshConfig(tp=8, tp_mode="3d")], ids=["2d", "3d"])
+def test_blocks_of_a_grid_share_their_graphs(monkeypatch: pytest.MonkeyPatch, mesh: MeshConfig) -> None:
+    """What lies between messages that torch.compile does not trace is compiled once, however many blocks there are."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    config = DecoderConfig(vocab_size=16, dim=8, num_layers=5, num_heads=2, ffn_dim=12, max_length=4)
+    model, ids = Decoder(config), torch.zeros(4, 4, dtype=torch.int64)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with pretended(mesh.tp), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        built = build_mesh(mesh.resolve(mesh.tp), "cpu")
+        parallel = parallelize(model, built, ParallelConfig(compile=True), decoder_plan(config, mesh))
+        with parallel.microbatch(last=True):
+            parallel.model(ids, targets=ids).backward()
+    assert 1 < torch._dynamo.utils.counters["stats"]["unique_graphs"] < 2 * config.num_layers

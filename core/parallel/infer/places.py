@@ -170,7 +170,7 @@ def _messages(attention: Attention, mode: Mode) -> Messages:
         return attention.num_heads // tp, attention.num_kv_heads // tp
 
     def passed(site: Site) -> int:
-        return elements_passed(site.size(), site.batch, site.length, heads(site)[1], attention.head_size)
+        return elements_passed(site.size(), site.batch * site.length, heads(site)[1], attention.head_size)
 
     if mode == "ring":
         return ring_messages(passed)
