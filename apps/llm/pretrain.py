@@ -25,7 +25,7 @@ from core.config import UserError, as_json, in_words, parse
 from core.estimate import decoder_shape, stage_costs
 from core.mesh import data_axis
 from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
-from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.decoder import Decoder, DecoderConfig, decoder_without_memory, initialise
 from core.models.hf_config import NO_ARCHITECTURE, has_architecture
 from core.models.measured_costs import measured_costs
 from core.models.plan import decoder_plan
@@ -160,8 +160,7 @@ def heldout_evaluation(
 
 
 def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
-    with torch.device("meta"):
-        decoder = Decoder(model)
+    decoder = decoder_without_memory(model)
     looked_up = sum(p.numel() for p in decoder.embedding.parameters())
     head = model.vocab_size * model.embedding_size
     active = sum(p.numel() * model.active_share(name) for name, p in decoder.named_parameters())

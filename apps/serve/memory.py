@@ -22,7 +22,8 @@ from apps.serve.pages import most_local_pages
 from apps.serve.sampler import DRAW_BYTES, slab_rows
 from core.config import UserError, in_words
 from core.mesh import MeshConfig
-from core.models import Decoder, DecoderConfig, stored_dtype
+from core.models import DecoderConfig, stored_dtype
+from core.models.decoder import decoder_without_memory
 from core.nn.mlp import is_gated
 from core.quant import Scheme, is_quantized
 from core.quant.choose import choose
@@ -54,8 +55,7 @@ class Format:
 
 def quantized_format(model: DecoderConfig, scheme: Scheme, dtype: torch.dtype, pages: torch.dtype) -> Format:
     """The format of a model whose every matrix is quantized, embeddings and head too."""
-    with torch.device("meta"):
-        chosen = choose(Decoder(model), embeddings=True, head=True)
+    chosen = choose(decoder_without_memory(model), embeddings=True, head=True)
     stored = partial(weight_bytes, scheme, gain=scheme.name == "llm.int8")
     return Format(dtype, pages, {item.name: stored for item in chosen}, scheme.name)
 
@@ -174,8 +174,7 @@ def need(model: DecoderConfig, format: Format, load: Load, ranks: int = 1, devic
 def _shapes(model: DecoderConfig, ranks: int) -> dict[str, tuple[int, ...]]:
     """parameter -> shape of the largest part of it that a rank holds."""
     if ranks == 1:
-        with torch.device("meta"):
-            return {name: tuple(parameter.shape) for name, parameter in Decoder(model).named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in decoder_without_memory(model).named_parameters()}
     from core.models.plan import decoder_table  # what it imports, one rank need not wait for
 
     table = decoder_table(model, MeshConfig(tp=ranks).resolve(ranks))

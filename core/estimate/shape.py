@@ -15,12 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-import torch
-
 from core.kernels.cross_entropy import TILE_BYTES
 from core.layout import Layout
 from core.mesh import MeshConfig, TpMode, Zero, mesh_shape
-from core.models.decoder import Decoder, DecoderConfig
+from core.models.decoder import Decoder, DecoderConfig, decoder_without_memory
 from core.models.plan import decoder_plan
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
@@ -293,6 +291,7 @@ def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape
     )
 
 
+@lru_cache(64)
 def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelShape:
     """Our decoder: its parameters as they are, and what its eager forward leaves for the backward.
 
@@ -300,8 +299,7 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
     fp32; and the softmax of the loss goes over small tiles.
     Attention is fused (scaled_dot_product_attention), so nothing grows with the square of the length but ALiBi's bias.
     """
-    with torch.device("meta"):
-        model = Decoder(config)
+    model = decoder_without_memory(config)
     tables = ("embedding.tokens.weight", "embedding.positions.weight", "embedding.types.weight")
     weights, num_matmul = [], 0
     for name, parameter in model.named_parameters():

@@ -16,11 +16,13 @@ Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K he
 import hashlib
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from core.compat import without_modes
 from core.config import UserError
 from core.layout import layout_of, local
 from core.models.families import FAMILIES, FamilyName
@@ -239,8 +241,7 @@ class DecoderConfig:
 
     def num_parameters(self) -> int:
         """All parameters, a tied head counted once."""
-        with torch.device("meta"):
-            return sum(p.numel() for p in Decoder(self).parameters())
+        return sum(p.numel() for p in decoder_without_memory(self).parameters())
 
     def active_share(self, name: str) -> float:
         """The part of a parameter that one token is multiplied with: of experts those that it is meant for."""
@@ -369,6 +370,13 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.embedding.tokens.weight
         return self
+
+
+@lru_cache(16)
+def decoder_without_memory(config: DecoderConfig) -> Decoder:
+    """`Decoder(config)` on the meta device, to look at: all who ask for it get the same one."""
+    with without_modes(), torch.device("meta"):
+        return Decoder(config)
 
 
 def positions_from_mask(mask_BL: Tensor) -> Tensor:

@@ -7,13 +7,14 @@
 Experts are dealt out over the ep axis and the rows of a grid; their hidden features are cut over tp, or its columns.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-
-import torch
+from functools import lru_cache
+from types import MappingProxyType
 
 from core.config import UserError
 from core.mesh import EXPERT_AXIS, MeshConfig, TpMode, Zero
-from core.models.decoder import Decoder, DecoderConfig
+from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.nn.mlp import is_gated
 from core.parallel import expert, grid, sequence, tensor2d, tensor3d
 from core.parallel.context import ONE_AXIS, shard_sequence
@@ -33,7 +34,7 @@ from core.parallel.tensor1d import (
 from core.parallel.ulysses import attend_by_both, attend_by_ulysses
 from core.placement.stages import ALIKE, Costs, PipelinePlan
 from core.placement.style import Plan, Style
-from core.placement.table import ModelPlan, Table, placement
+from core.placement.table import ModelPlan, Placed, placement
 
 
 def decoder_plan(config: DecoderConfig, mesh: MeshConfig, costs: Costs = ALIKE) -> ModelPlan:
@@ -49,14 +50,13 @@ def decoder_plan(config: DecoderConfig, mesh: MeshConfig, costs: Costs = ALIKE) 
     )
 
 
-def decoder_table(config: DecoderConfig, mesh: MeshConfig, zero: Zero = 0) -> Table:
+@lru_cache(64)
+def decoder_table(config: DecoderConfig, mesh: MeshConfig, zero: Zero = 0) -> Mapping[str, Placed]:
     """Where the parameters of `Decoder(config)` lie on a resolved mesh, all stages' alike.
 
     Raises UserError for what cannot run on it: heads, experts or a vocabulary that leave a rank without any.
     """
-    with torch.device("meta"):
-        model = Decoder(config)
-    return placement(model, decoder_plan(config, mesh), mesh, zero)
+    return MappingProxyType(placement(decoder_without_memory(config), decoder_plan(config, mesh), mesh, zero))
 
 
 def tensor_parallel_plan(config: DecoderConfig, mode: TpMode = "1d", ep: int = 1) -> Plan:

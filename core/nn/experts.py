@@ -33,7 +33,7 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if bias else None
         self.bias_share = 1.0
         bound = in_features**-0.5
-        for parameter in self.parameters():
+        for parameter in () if self.weight.is_meta else self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x_AI: Tensor, rows_E: Tensor) -> Tensor:

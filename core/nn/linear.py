@@ -9,5 +9,9 @@ from core.kernels.matmul import linear
 
 
 class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # nothing to draw; torch would go through its decompositions for it
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
