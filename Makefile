@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Dozens of interpreters import the same modules: the first one keeps what it compiled, where the user's shell forbids it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-fold demo-serve demo-diffusion test check interpret kernels parity e2e benchmarks soak gpu gpu-pack
+.PHONY: install demo demo-fold demo-serve demo-diffusion test all-but-kernels check lint interpret kernels parity e2e benchmarks soak gpu gpu-pack
 
 install: .venv/.installed
 
@@ -23,12 +23,14 @@ install: .venv/.installed
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --no-deps lm_eval
 	touch $@
 
-check: install
+check: lint
+	$(PYTEST) $(TWO) tests/unit
+
+lint: install
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(PYTEST) $(TWO) tests/unit
 
 interpret: install
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
@@ -46,12 +48,14 @@ e2e: install
 benchmarks: install
 	$(BIN)/python -m benchmarks.run --quick
 
-# Kernels share the machine with type checks, which one core runs, and with what waits. Parity and commands are one call,
-# so that all is imported once, and commands, which wait, run beside ranks, which compute.
+# Kernels share the machine with type checks, which one core runs, and with what waits. Unit tests, parity and commands
+# are one call, so that all is imported once, and commands, which wait, run beside ranks, which compute.
 test: install
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line check interpret
-	$(PYTEST) $(TWO) tests/parity tests/e2e
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line all-but-kernels interpret
 	$(MAKE) --no-print-directory benchmarks
+
+all-but-kernels: lint
+	$(PYTEST) $(TWO) tests/unit tests/parity tests/e2e
 
 soak: install
 	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.chosen import choose_in_a_moment
-from tests.support.forkserver import PRELOADED
+from tests.support.forkserver import PRELOADED, fork_server
 from tests.support.ranks import Pools
 
 gc.disable()  # until all is imported, as commands do: nothing of it is garbage
@@ -66,6 +66,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     PRELOADED.extend(name for name in dict.fromkeys(modules) if name not in PRELOADED)
     gc.collect()
     gc.freeze()  # modules and tests stay; what tests leave is looked for among what came later
+    if session.items and not torch.cuda.is_available():  # a fork of a process that knows of CUDA cannot use it
+        fork_server()
     gc.enable()
 
 

@@ -365,7 +365,7 @@ def test_a_prediction_that_is_not_finite_is_a_failure_and_leaves_nothing(tmp_pat
     assert not (tmp_path / "out" / "a").exists()
 
 
-def test_plan(capsys) -> None:
+def test_plan(weights: Path, capsys) -> None:
     model = ("--model", "model_5_ptm", "--device", "cuda", "--precision", "bf16")
     code, said, _ = fold(capsys, "plan", "--length", 1000, *model, "--memory", "40GiB")
     assert code == 0
@@ -380,7 +380,8 @@ def test_plan(capsys) -> None:
     peak = re.search(r"predicted peak of a rank: ([0-9.]+) GiB, ([0-9.]+) of these", said)
     assert peak
     assert float(peak[1]) <= 3
-    code, _, err = fold(capsys, "plan", *options, 0.5)
+    model = ("--model", weights, *model[2:])
+    code, _, err = fold(capsys, "plan", "--length", 1000, *model, "--nproc", 4, "--memory", 0.01)
     assert code == 2
     assert "on each of 4 ranks" in err
     code, _, err = fold(capsys, "plan", "--length", 30_000, *model, "--memory", 4)

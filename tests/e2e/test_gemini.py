@@ -18,7 +18,20 @@ COMMANDS = {
     "llm pretrain": (LLM, "pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4),
     "diffusion finetune": (DIFFUSION, "finetune", "--data.global-batch", 2),
     "diffusion pretrain": (DIFFUSION, "pretrain", "--data.global-batch", 2, "--precision", "fp32"),
-    "fold train": (FOLD, "train", "--recipe", "debug", "--data.crop", 20, "--num-recycles", 0),
+    "fold train": (
+        FOLD,
+        "train",
+        "--recipe",
+        "debug",
+        "--data.crop",
+        16,
+        "--num-recycles",
+        0,
+        "--max-msa",
+        2,
+        "--max-extra-msa",
+        2,
+    ),
 }
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from core.checkpoint import complete_steps
-from tests.support.command import ended, hang, llm, losses, metrics, run, start, summary
+from tests.support.command import Forked, ended, hang, llm, losses, metrics, run, start, summary
 
-STEPS = 6
+STEPS = 4
 SHALLOW = ("--recipe", "debug", "--model.num-layers", 5, "--precision", "fp64")
 """The recipe with 5 of its 16 layers: enough for stages of unequal length."""
 
@@ -36,7 +36,7 @@ def pretrain(corpora: Path):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
-    """Six uninterrupted steps on one rank: what every other way of running is compared with."""
+    """Uninterrupted steps on one rank: what every other way of running is compared with."""
     out = tmp_path_factory.mktemp("one_rank") / "run"
     llm("pretrain", *SHALLOW, "--steps", STEPS, "--data.cache", corpora, "--out", out)
     return out
@@ -45,7 +45,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
 def test_debug_learns_and_leaves_a_run_folder(one_rank: Path) -> None:
     rows = metrics(one_rank)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
     assert all(row["tokens_per_s"] > 0 for row in rows)
     figures = summary(one_rank)
     assert figures["status"] == "complete"
@@ -82,7 +82,7 @@ def test_hugging_face_folder_is_the_model(one_rank: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--nproc", 3),
+        pytest.param(("--nproc", 3), marks=pytest.mark.soak),
         ("--nproc", 4, "--mesh.tp", 2, "--zero", 3, "--microbatch", 5),
         pytest.param(
             ("--nproc", 4, "--mesh.dp-replicate", 2, "--zero", 2, "--recompute.mode", "full"), marks=pytest.mark.soak
@@ -98,7 +98,7 @@ def test_any_mesh_sees_what_one_rank_sees(one_rank: Path, pretrain, tmp_path: Pa
 
 def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_rank: Path, pretrain, tmp_path: Path):
     """A ring of three, whose parts of 32 tokens are ragged; then heads exchanged by two."""
-    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 3, "--nproc", 3, "--mesh.cp", 3, "--zero", 2)
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, "--nproc", 3, "--mesh.cp", 3, "--zero", 2)
     exchange = ("--mesh.cp", 2, "--mesh.cp-mode", "ulysses")
     pretrain(out, "--steps", STEPS, "--resume", "--nproc", 2, "--zero", 3, *exchange)
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
@@ -108,7 +108,7 @@ def test_shared_sequences_learn_what_one_rank_learns_and_go_on_elsewhere(one_ran
 def test_stages_learn_what_one_rank_learns_and_go_on_as_others(one_rank: Path, pretrain, tmp_path: Path) -> None:
     """Two ranks of two stages each, twice; then three of unequal length, which evaluate and export."""
     turn = ("--nproc", 4, "--mesh.pp", 2, "--zero", 1, "--pipeline.schedule", "zbv", "--pipeline.microbatches", 5)
-    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 3, *turn)
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, *turn)
     pretrain(out, "--steps", STEPS, "--resume", "--nproc", 3, "--mesh.pp", 3, "--pipeline.cost", "measured")
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
@@ -116,13 +116,13 @@ def test_stages_learn_what_one_rank_learns_and_go_on_as_others(one_rank: Path, p
 
 
 def test_gemini_learns_the_same_and_its_checkpoints_go_on_without_it(one_rank: Path, pretrain, tmp_path: Path) -> None:
-    """Two steps in a tight budget, two without one, and two in one again, on two ranks."""
+    """A step in a tight budget, one without, and two in one again, on two ranks."""
     budget = ("--gemini.budget", "5MB", "--microbatch", 4, "--recompute.mode", "full")
-    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, *budget)
+    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 1, *budget)
     figures = summary(out)
     assert figures["device_peak_bytes"] <= 5_000_000
     assert figures["gemini_moved_bytes"] > 0
-    pretrain(out, "--steps", STEPS, "--stop-after", 4, "--resume")
+    pretrain(out, "--steps", STEPS, "--stop-after", 2, "--resume")
     pretrain(out, "--steps", STEPS, "--resume", "--nproc", 2, "--zero", 3, *budget)
     assert losses(out) == pytest.approx(losses(one_rank), rel=1e-9)
     assert summary(out)["heldout_bits_per_byte"] == pytest.approx(summary(one_rank)["heldout_bits_per_byte"], rel=1e-9)
@@ -138,13 +138,9 @@ def test_torchrun_runs_the_same_command(one_rank: Path, corpora: Path, tmp_path:
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-10)
 
 
-def test_resume_on_the_same_mesh_is_exact_and_on_others_close(one_rank: Path, pretrain, tmp_path: Path) -> None:
-    out = pretrain(tmp_path / "run", "--steps", STEPS, "--stop-after", 2, "--nproc", 2, "--mesh.tp", 2)
-    assert [row["step"] for row in metrics(out)] == [1, 2]
-    pretrain(out, "--steps", STEPS, "--resume")
-    assert losses(out) == pytest.approx(losses(one_rank), rel=1e-6)
-
-    again = pretrain(tmp_path / "again", "--steps", STEPS, "--stop-after", 3)
+def test_resume_on_the_same_mesh_is_exact(one_rank: Path, pretrain, tmp_path: Path) -> None:
+    again = pretrain(tmp_path / "again", "--steps", STEPS, "--stop-after", 2)
+    assert [row["step"] for row in metrics(again)] == [1, 2]
     pretrain(again, "--steps", STEPS, "--resume")
     assert losses(again) == losses(one_rank)
     assert summary(again)["heldout_bits_per_byte"] == summary(one_rank)["heldout_bits_per_byte"]
@@ -170,41 +166,47 @@ def test_every_form_of_tensor_parallelism_goes_on_where_another_stopped(
 SHORT = ("pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4, "--steps", 100000)
 
 
-def _started(corpora: Path, out: Path, *options: object) -> subprocess.Popen:
-    """A long run of short steps, once it has written some."""
-    process = start("-m", "apps.llm", *SHORT, "--data.cache", corpora, "--out", out, *options)
+def _long(corpora: Path, out: Path, *options: object) -> tuple[object, ...]:
+    """The words of a long run of short steps."""
+    return ("-m", "apps.llm", *SHORT, "--data.cache", corpora, "--out", out, *options)
+
+
+def _under_way(process: subprocess.Popen | Forked, out: Path) -> None:
+    """Wait until it has written some steps."""
     deadline = time.monotonic() + 240
     while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 5:
-        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert process.poll() is None, process.communicate()[1]
         if time.monotonic() > deadline:
             hang(process, "no steps within 240 s")
         time.sleep(0.1)
-    return process
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_sigterm_saves_and_exits_0(corpora: Path, tmp_path: Path, num_ranks: int) -> None:
     out = tmp_path / "run"
-    process = _started(corpora, out, "--nproc", num_ranks)
-    process.send_signal(signal.SIGTERM)
-    assert ended(process, 120) == 0, process.stderr and process.stderr.read().decode()
+    with Forked(*_long(corpora, out, "--nproc", num_ranks)) as process:
+        _under_way(process, out)
+        process.send_signal(signal.SIGTERM)
+        assert ended(process, 120) == 0, process.communicate()[1]
     assert summary(out)["status"] == "stopped"
     assert max(complete_steps(out / "checkpoints")) == metrics(out)[-1]["step"]
 
 
 def test_a_stage_that_dies_brings_the_job_down(corpora: Path, tmp_path: Path) -> None:
     """The ranks that wait for it, and those that wait for these, do not wait on (until their timeout, half an hour)."""
-    process = _started(corpora, tmp_path / "run", "--nproc", 4, "--mesh.pp", 4)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if b"apps.llm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(ranks) == 4
-    os.kill(ranks[2], signal.SIGKILL)
-    assert ended(process, 60) not in (0, 2)
+    out = tmp_path / "run"
+    with Forked(*_long(corpora, out, "--nproc", 4, "--mesh.pp", 4)) as process:
+        _under_way(process, out)
+        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        assert len(ranks) == 4
+        os.kill(ranks[2], signal.SIGKILL)
+        assert ended(process, 60) not in (0, 2)
 
 
 def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _started(corpora, out, "--checkpoint.every", 2)
+    process = start(*_long(corpora, out, "--checkpoint.every", 2))
+    _under_way(process, out)
     process.kill()
     process.wait(30)
     last = max(complete_steps(out / "checkpoints"))
@@ -214,7 +216,7 @@ def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_pa
 
 
 def test_fp16_counts_skipped_steps(pretrain, tmp_path: Path) -> None:
-    out = pretrain(tmp_path / "run", "--steps", 6, "--precision", "fp16", "--loss-scale.initial", 1e8)
+    out = pretrain(tmp_path / "run", "--steps", 3, "--precision", "fp16", "--loss-scale.initial", 1e8)
     assert summary(out)["skipped_steps"] > 0
     assert metrics(out)[-1]["loss_scale"] < 1e8
 

@@ -13,29 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.command import ENVIRONMENT, ROOT, ended, run
+from tests.support.command import ENVIRONMENT, ROOT, Forked, ended, run
 from tests.support.http_server import HANGS_S, get, post, small_model
 from tests.unit.serve.test_http import CHAT
 
 
 @contextmanager
-def command(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, int]]:
-    """`serve --model FOLDER OPTIONS`: the process and its port. Ended afterwards."""
-    options = ("--model", str(folder), "--port", "0", "--engine.cache", "10MB", "--device", "cpu", *options)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "apps.serve", *options],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("serving tiny at http://127.0.0.1:"), line + (process.communicate()[1] if not line else "")
-    yield process, int(line.split("/")[2].split(":")[1])
-    process.terminate()  # a launcher that is killed leaves its ranks behind
-    ended(process, HANGS_S)
+def command(*options: str) -> Iterator[tuple[Forked, int]]:
+    """`serve OPTIONS`: the process and its port. Ended afterwards."""
+    with Forked("-m", "apps.serve", *options, "--port", "0", "--engine.cache", "10MB", "--device", "cpu") as process:
+        line = process.first_line(HANGS_S)
+        assert line.startswith("serving tiny at http://127.0.0.1:"), line
+        yield process, int(line.split("/")[2].split(":")[1])
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)  # a launcher that is killed leaves its ranks behind
+        ended(process, HANGS_S)
 
 
 @pytest.fixture(
@@ -43,16 +35,16 @@ def command(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, int
     params=[(), ("--tp", "2"), pytest.param(("--tp", "2", "--quantize", "int8"), marks=pytest.mark.soak)],
     ids=lambda options: " ".join(options) or "one rank",
 )
-def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, int]]:
+def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Forked, int]]:
     """Of a folder in bfloat16, which is what it computes in."""
     folder = small_model(tmp_path_factory.mktemp("models") / "tiny", dtype=torch.bfloat16)
-    with command(folder, *request.param) as found:
+    with command("--model", str(folder), *request.param) as found:
         yield found
-    assert found[0].stderr is not None
-    assert "computed in bfloat16" in found[0].stderr.read()
+        ended(found[0], HANGS_S)
+        assert "computed in bfloat16" in found[0].communicate()[1]
 
 
-def test_served_benched_chatted_and_stopped(running: tuple[subprocess.Popen, int], tmp_path: Path) -> None:
+def test_served_benched_chatted_and_stopped(running: tuple[Forked, int], tmp_path: Path) -> None:
     process, port = running
     url = f"http://127.0.0.1:{port}"
     assert get(port, "/ready")[0] == 200

@@ -1,8 +1,9 @@
 """Running the commands as a user does: a process of their own, with one thread a rank.
 
-`run` and `llm` fork that process from one that has imported torch already, because importing it takes longer than most
-commands do; the ranks that it launches are forked, too (`forked_ranks`). What `start` starts is an interpreter of its
-own, and so are its ranks. On a GPU all are: what is forked from a process that knows of CUDA cannot use it.
+`run`, `llm` and `Forked` fork that process from one that has imported torch already, because importing it takes longer
+than most commands do; the ranks that it launches are forked, too (`forked_ranks`). What `start` starts is an
+interpreter of its own, and so are its ranks. On a GPU all are: what is forked from a process that knows of CUDA cannot
+use it.
 """
 
 import faulthandler
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,7 +83,55 @@ def start(*arguments: object) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def ended(process: subprocess.Popen, timeout_s: float) -> int:
+class Forked:
+    """`python ARGUMENTS`, forked and left running: as much of a Popen as tests use. Ended where the `with` ends."""
+
+    def __init__(self, *arguments: object):
+        self.args = [str(argument) for argument in arguments]
+        self._folder = tempfile.TemporaryDirectory(prefix="command-")
+        self._out, self._err = (Path(self._folder.name, name) for name in ("out", "err"))
+        self._process = context().Process(target=_python, args=(self.args, str(ROOT), str(self._out), str(self._err)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.poll() is None:
+            end_with_stacks(self.pid)
+        self._process.join()
+        self._folder.cleanup()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self) -> tuple[str, str]:
+        self._process.join()
+        return self._out.read_text(), self._err.read_text()
+
+    def first_line(self, timeout_s: float) -> str:
+        """What it prints first, once it has.  Raises Hang when that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while not (self._out.exists() and "\n" in self._out.read_text()):
+            assert self.poll() is None, self.communicate()[1]
+            if time.monotonic() > deadline:
+                hang(self, f"nothing printed within {timeout_s} s")
+            time.sleep(0.05)
+        return self._out.read_text().splitlines()[0]
+
+
+def ended(process: "subprocess.Popen | Forked", timeout_s: float) -> int:
     """The exit code of what `start` started.  Raises Hang when it takes longer."""
     try:
         return process.wait(timeout_s)
@@ -89,7 +139,7 @@ def ended(process: subprocess.Popen, timeout_s: float) -> int:
         hang(process, f"not ended after {timeout_s} s")
 
 
-def hang(process: subprocess.Popen, what: str) -> NoReturn:
+def hang(process: "subprocess.Popen | Forked", what: str) -> NoReturn:
     """End what `start` started, and raise Hang."""
     end_with_stacks(process.pid)
     printed = process.communicate()[1]

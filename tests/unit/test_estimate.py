@@ -33,7 +33,7 @@ from tests.support.accounted import accounted_peak_bytes
 from tests.support.masked import bert
 
 GPT3 = DecoderConfig(vocab_size=50257, dim=12288, num_layers=96, num_heads=96, ffn_dim=49152, max_length=2048)
-SMALL = DecoderConfig(vocab_size=515, dim=64, num_layers=6, num_heads=4, ffn_dim=256, max_length=128)
+SMALL = DecoderConfig(vocab_size=515, dim=64, num_layers=4, num_heads=4, ffn_dim=256, max_length=128)
 
 
 def worked_example(batch):
@@ -299,7 +299,7 @@ FAMILIES["qwen3"] = replace(FAMILIES["llama"], family="qwen3", head_dim=32, qk_n
 FAMILIES["gpt_neox"] = replace(
     SMALL, family="gpt_neox", positions="rotary", activation="gelu", rotary_share=0.25, parallel_residual=True
 )
-FAMILIES["bert"] = bert(vocab_size=515, dim=64, num_layers=6, num_heads=4, ffn_dim=256, max_length=128)
+FAMILIES["bert"] = bert(vocab_size=515, dim=64, num_layers=4, num_heads=4, ffn_dim=256, max_length=128)
 FAMILIES["mixtral"] = replace(FAMILIES["llama"], moe=MoEConfig(num_experts=4))
 FAMILIES["gpt2, experts in every second block"] = replace(SMALL, moe=MoEConfig(4, every=2, experts_per_token=3))
 

@@ -16,7 +16,9 @@ from tests.support.diffusion_training import tiny_pipeline, write_pictures
 
 
 @pytest.mark.parametrize(
-    "size", [Size("sample", 128, 3, guided=False), Size("train", 64, 2)], ids=lambda size: size.task
+    "size",
+    [Size("sample", 128, 3, guided=False), pytest.param(Size("train", 64, 2), marks=pytest.mark.soak)],
+    ids=lambda size: size.task,
 )
 def test_the_process_stays_within_the_plan(size: Size) -> None:
     """In a child that runs 64 px first; tests/soak/test_diffusion_memory.py takes 30 random sizes."""

@@ -144,28 +144,30 @@ def test_recipes_are_planned_as_they_run():
     assert all(recipe().precision == "bf16" for name, recipe in RECIPES.items() if name.endswith("gb"))
 
 
-def test_the_plan_counts_what_sampling_allocates(folder):
-    """The narrow U-Net on meta, and on the CPU under an account, with attention in slices."""
+@by_depth
+def test_the_plan_counts_what_sampling_allocates(folder, name):
+    """The U-Net on meta, and on the CPU under an account, with attention in slices."""
+    pixels, side, text_shape = {"narrow": (128, 16, (2, 77, 32)), "tiny": (64, 32, (2, 16, 16))}[name]
     from apps.diffusion.attention import set_attention
     from apps.diffusion.loading import load_pipeline
 
     foreseen = footprint(
         DiffusionPlanConfig(
-            model=str(folder / "narrow"), precision="fp32", attention="sliced", batch=2, pixels=128, guided=False
+            model=str(folder / name), precision="fp32", attention="sliced", batch=2, pixels=pixels, guided=False
         )
     )
-    unet = load_pipeline(folder / "narrow").unet
+    unet = load_pipeline(folder / name).unet
     set_attention(unet, "sliced")
     account = MemoryAccount()
     account.add(unet.parameters())
     before = account.current_bytes
     with torch.no_grad(), account:
-        x, text = torch.randn(2, 4, 16, 16), torch.randn(2, 77, 32)
+        x, text = torch.randn(2, 4, side, side), torch.randn(text_shape)
         unet(x, 500.0, text)
     assert foreseen.moments["U-Net"] == pytest.approx(account.peak_bytes - before, rel=0.02)
     assert foreseen.resident["U-Net"] == stored_bytes(unet)
     quantize(unet)
-    assert int8_bytes(narrow_pipeline(0).unet) == stored_bytes(unet)
+    assert int8_bytes(load_pipeline(folder / name).unet) == stored_bytes(unet)
 
 
 def test_the_command_of_the_plan(capsys, tmp_path):

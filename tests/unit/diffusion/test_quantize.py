@@ -31,7 +31,7 @@ def _psnr(found, wanted):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_pipeline(narrow_pipeline(0), tmp_path_factory.mktemp("quantize") / "narrow")
+    return save_pipeline(tiny_pipeline(), tmp_path_factory.mktemp("quantize") / "tiny")
 
 
 def test_one_line_rounds_every_layer_and_keeps_the_pictures():
@@ -63,7 +63,7 @@ def test_out_and_in_again(folder, tmp_path, capsys):
     out = tmp_path / "int8"
     assert command.main([str(folder), str(out), "--parts", "unet", "text_encoder", "--precision", "fp32"]) == 0
     assert "in fp32" in capsys.readouterr().out
-    wanted = narrow_pipeline(0)
+    wanted = tiny_pipeline()
     quantize(wanted.unet, "int8")
     quantize(wanted.text_encoder, "int8", embeddings=True)
     found = load_pipeline(out)
