@@ -54,8 +54,9 @@ test: install
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line all-but-kernels interpret
 	$(MAKE) --no-print-directory benchmarks
 
+# Three, of which one waits at most times.
 all-but-kernels: lint
-	$(PYTEST) $(TWO) tests/unit tests/parity tests/e2e
+	$(PYTEST) --numprocesses 3 --dist worksteal tests/unit tests/parity tests/e2e
 
 soak: install
 	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit
