@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,7 +32,7 @@ from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig
 from core.parallel.pipeline.stages import Stages, cut_into_stages, split_into_stages
-from core.parallel.plan import blocks_of, check_trained, wrap
+from core.parallel.plan import RECOMPUTED, blocks_of, check_trained, wrap
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.placement.style import Plan, matched
 from core.placement.table import NO_PLAN, ModelPlan, Table, Transforms, model_plan, place, placement
@@ -60,6 +61,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.reduce_each and self.zero < 2:
             raise UserError(f"reduce_each with zero={self.zero} keeps whole gradients all the same; use --zero 2 or 3")
+        if self.compile and self.recompute.mode == "selective":
+            raise UserError(
+                "compile with recompute.mode=selective: torch compiles nothing where operators are told apart one by "
+                "one; use --recompute.mode full, or no compile"
+            )
 
     def check_pipeline(self, num_ranks: int) -> None:
         """Raises UserError for what does not go with a pipeline of that many ranks, 1 being none."""
@@ -231,5 +237,10 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
     if len(kinds) > 1:
         # One each in training and in evaluation, for some shapes of a batch: sizes of pictures, the last rows.
         allow_graphs(16 * len(blocks), 64 * len(blocks))
+    dynamic = None if len(kinds) == 1 else False
     for block in blocks:
-        block.compile(dynamic=None if len(kinds) == 1 else False)
+        recomputed = getattr(block, RECOMPUTED, None)
+        if recomputed is None:
+            block.compile(dynamic=dynamic)
+        else:  # torch compiles nothing of what its checkpoint is called on, but what that calls
+            setattr(block, RECOMPUTED, torch.compile(recomputed, dynamic=dynamic))

@@ -48,6 +48,7 @@ from core.compat import uncompiled
 from core.config import UserError
 from core.layout import shares
 from core.mesh import pipeline_ranks, tensor_axes
+from core.parallel.plan import RECOMPUTED
 from core.placement.style import AXIS, Style
 
 _ALPHA = 1.7580993408473766  # -(SELU's lower bound), what alpha dropout puts in the place of zero
@@ -229,7 +230,7 @@ class Draws:
         """Draw, from now on, for a module that calls functional dropout, also where it is recomputed."""
         if id(owner) not in self._owners:
             self._owners.add(id(owner))
-            forward = "recomputed_forward" if hasattr(owner, "recomputed_forward") else "forward"
+            forward = RECOMPUTED if hasattr(owner, RECOMPUTED) else "forward"
             setattr(owner, forward, partial(_by_functional, self, getattr(owner, forward)))
 
     def _forward(self, module: nn.Module, name: str, function: str, x: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from core.config import UserError
 from core.placement.style import Plan, matched
 from core.placement.table import checked, cut_by, parameter_table, place
 
+RECOMPUTED = "recomputed_forward"
+"""The attribute of a block whose forward is run again: its forward as it was."""
+
 
 def apply_plan(model: nn.Module, plan: Plan, axis: DeviceMesh) -> nn.Module:
     """Cut the modules whose dotted names match, and wrap their forwards, in the plan's order.

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import core.kernels.matmul  # noqa: F401 - registers an operator that is named below
 from core.config import UserError
 from core.parallel.pipeline.recompute import checkpoint_once
-from core.parallel.plan import blocks_of
+from core.parallel.plan import RECOMPUTED, blocks_of
 
 RecomputeMode = Literal["none", "full", "selective"]
 
@@ -59,12 +59,12 @@ def apply_recompute(model: nn.Module, config: RecomputeConfig, *, in_parts: bool
     if config.mode == "selective":
         again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
     for block in blocks_of(model)[:: config.every]:
-        block.recomputed_forward = block.forward  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        setattr(block, RECOMPUTED, block.forward)
         block.forward = partial(again, partial(_forward, block))
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return block.recomputed_forward(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    return getattr(block, RECOMPUTED)(*args, **kwargs)
 
 
 def _keep_matrix_products(ctx, operator, *args, **kwargs) -> CheckpointPolicy:

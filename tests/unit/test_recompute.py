@@ -1,10 +1,13 @@
 """Recomputation: the same gradients, from fewer kept activations, in the blocks that were asked for."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.compose import ParallelConfig, compile_blocks
 from core.config import UserError
 from core.parallel.recompute import RecomputeConfig, RecomputeMode, apply_recompute
 from core.trace.account import MemoryAccount
@@ -83,3 +86,31 @@ def test_convolutions_are_kept_as_matrix_products_are(mode: RecomputeMode, convo
 def test_every_is_at_least_one() -> None:
     with pytest.raises(UserError, match=r"recompute\.every=0"):
         RecomputeConfig("full", 0)
+
+
+def test_what_is_computed_again_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles nothing of what its checkpoint is called on: the graphs are of what that calls."""
+    graphs: list[torch.fx.GraphModule] = []
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph)
+    )
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain, again = (
+        nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))})
+        for _ in range(2)
+    )
+    again.load_state_dict(plain.state_dict())
+    apply_recompute(again, RecomputeConfig("full"))
+    compile_blocks(list(again["blocks"]))
+    x, found = torch.randn(2, 8), []
+    for net in (plain, again):
+        y = x
+        for block in net["blocks"]:
+            y = block(y)
+        found.append(torch.autograd.grad(y.sum(), list(net.parameters())))
+    assert graphs
+    for wanted, computed in zip(*found, strict=True):
+        torch.testing.assert_close(computed, wanted)
+    with pytest.raises(UserError, match=r"compile with recompute\.mode=selective"):
+        ParallelConfig(compile=True, recompute=RecomputeConfig("selective"))
