@@ -128,6 +128,7 @@ COMPILED = {
     "2d": (4, Case(RAGGED, SQUARE, parallel(compile=True), batch=11)),
     "2d-ring-zero3": (8, Case(ROTARY, replace(SQUARE, cp=2), parallel(3, compile=True), documents=True)),
     "3d": (8, Case(ROTARY, CUBE, parallel(compile=True), documents=True, microbatch=5)),
+    "2.5d-1x1x2-switch": (2, Case(SWITCH, DEEP, parallel(compile=True), documents=True)),
     "3d-full": (8, Case(RAGGED, CUBE, parallel(compile=True, recompute=RecomputeConfig("full")))),
 }
 
