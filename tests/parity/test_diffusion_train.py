@@ -303,7 +303,7 @@ def test_compiled_blocks_train_as_they_are(ranks) -> None:
     graphs, compiled = ranks(1).run(counted, replace(case, compile=True))[0]
     difference, where = largest_difference([compiled], ranks(1).run(ours, case)[0], case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"
-    assert graphs > torch._dynamo.config.recompile_limit
+    assert graphs > 8, "at which torch gives up, left to itself"
 
 
 def counted(case: Case) -> tuple[int, dict[str, Any]]:

@@ -234,7 +234,7 @@ def rows_of_this_rank_alone() -> Iterator[None]:
 def losses_of_every_rank() -> Iterator[None]:
     """Under tensor parallelism every rank adds the whole gradient of the routers' loss."""
     attach = AuxiliaryLoss.attach
-    with patch.object(AuxiliaryLoss, "attach", lambda self, y, loss, share: attach(self, y, loss, 1.0)):
+    with patch.object(AuxiliaryLoss, "attach", lambda self, y, loss, share, rows: attach(self, y, loss, 1.0, rows)):
         yield
 
 

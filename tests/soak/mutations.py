@@ -273,8 +273,8 @@ MUTATIONS = [
     mutation(
         "rows that fill up a step write to a page",
         "apps/serve/decode.py",
-        '("slots", -1)',
-        '("slots", 0)',
+        '"slots": -1',
+        '"slots": 0',
         "tests/unit/serve/test_decode.py::test_captured_steps_write_what_others_write[gpt2-plain-scarce]",
     ),
     mutation(

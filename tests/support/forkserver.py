@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import select
@@ -57,6 +58,7 @@ def _serve(listener: int, alive: int) -> None:
             continue
     # pytest has its own streams here, which go elsewhere than to 1 and 2.
     sys.stdin, sys.stdout = open(os.devnull), open(1, "w", closefd=False)  # noqa: SIM115
+    logging.root.handlers.clear()
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115  as Python's own
     asked, _, _ = select.select([listener, alive], [], [])
     if alive in asked:

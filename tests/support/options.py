@@ -21,6 +21,9 @@ from unittest import mock
 import tyro
 
 from core.config import UserError, option, option_names
+from core.estimate import decoder_shape
+from core.models.decoder import decoder_without_memory
+from core.models.plan import decoder_table
 
 TRAINING: dict[str, Any] = {
     "gemini.policy": "cpu",
@@ -53,6 +56,8 @@ def recorded(config: Any, notes: Collection[str] = ()) -> Iterator[set[str]]:
 
     notes  names of functions that only write down what was given, which does not count either
     """
+    for remembered in (decoder_without_memory, decoder_table, decoder_shape):
+        remembered.cache_clear()  # what an earlier config of equal values had read
     places: dict[type, list[str]] = {}
     _find(config, "", places)
     read: set[str] = set()

@@ -193,7 +193,7 @@ def test_quick_writes_only_where_it_is_told(toy: Path) -> None:
 
 def test_several_run_all_the_same_where_one_fails(capsys: pytest.CaptureFixture, monkeypatch) -> None:
     """Each says a line; the failed are named, with what they said; what hangs is killed with all that it started."""
-    monkeypatch.setattr(runner, "QUICK_LIMIT_S", 3)
+    monkeypatch.setattr(runner, "QUICK_LIMIT_S", 6)
 
     def fine() -> int:
         print("- DeepSpeed is left out: no package\na figure")
