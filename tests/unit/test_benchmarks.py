@@ -214,7 +214,7 @@ def test_several_run_all_the_same_where_one_fails(capsys: pytest.CaptureFixture,
     assert failed == ["broken", "hangs"]
     assert re.search(r"^ran fine, \d+ s\n  DeepSpeed is left out: no package$", said, re.MULTILINE)
     assert re.search(r"^what went wrong\n\nFAILED broken, exit code 2, \d+ s$", said, re.MULTILINE)
-    assert re.search(r"^begun\n\nnot done after 3 s\nFAILED hangs, exit code -9", said, re.MULTILINE)
+    assert re.search(r"^begun\n\nnot done after 6 s\nFAILED hangs, exit code -9", said, re.MULTILINE)
     assert "a figure" not in said
 
 
