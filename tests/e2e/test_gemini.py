@@ -19,18 +19,8 @@ COMMANDS = {
     "diffusion finetune": (DIFFUSION, "finetune", "--data.global-batch", 2),
     "diffusion pretrain": (DIFFUSION, "pretrain", "--data.global-batch", 2, "--precision", "fp32"),
     "fold train": (
-        FOLD,
-        "train",
-        "--recipe",
-        "debug",
-        "--data.crop",
-        16,
-        "--num-recycles",
-        0,
-        "--max-msa",
-        2,
-        "--max-extra-msa",
-        2,
+        *(FOLD, "train", "--recipe", "debug"),
+        *["--data.crop", "16", "--num-recycles", "0", "--max-msa", "2", "--max-extra-msa", "2"],
     ),
 }
 

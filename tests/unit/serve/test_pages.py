@@ -1,6 +1,7 @@
 """The books of the cache of layers with a window: pages are dropped, and texts are shared without."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -80,18 +81,20 @@ def test_a_broken_text_is_forgotten_with_what_it_dropped():
     assert pages.num_free == 20
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_page_is_lost_or_held_twice(seed):
-    """Texts that begin alike come, go on, break and go in any order, with hardly more pages than they need."""
-    dice, pages = random.Random(seed), Pages(14, SIZE, window=WINDOW)
+def lives(pages: Pages, dice: random.Random, num_turns: int) -> Iterator[list]:
+    """At most two texts, which begin alike, come, go on, break and go: after each turn, those that are there.
+
+    Each as [its pages, its tokens, how many of them are computed].
+    """
     running: list = []
-    for _ in range(300):
+    for _ in range(num_turns):
         if len(running) < 2 and dice.random() < 0.4:
             text = [dice.randrange(2) for _ in range(40)]
             match = pages.match(text)
             held = pages.claim(match)
             if match.source is not None:
-                pages.copy(held, match)
+                copied = pages.copy(held, match)
+                assert [source for source, _ in copied] == match.source.pages
             running.append([held, text, pages.num_tokens(match)])
         elif running and dice.random() < 0.1:
             held, *_ = running.pop(dice.randrange(len(running)))
@@ -105,12 +108,20 @@ def test_no_page_is_lost_or_held_twice(seed):
             pages.grow(held, computed)
             pages.commit(held, text, computed)
             pages.drop(held, computed)
+        yield running
+    for held, *_ in running:
+        pages.give_back(held)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_page_is_lost_or_held_twice(seed):
+    """Texts that begin alike come, go on, break and go in any order, with hardly more pages than they need."""
+    dice, pages = random.Random(seed), Pages(14, SIZE, window=WINDOW)
+    for running in lives(pages, dice, 300):
         mine = [{page for page in held.pages if page != DROPPED} for held, *_ in running]
         assert pages.num_free == 14 - len(set().union(*mine))
         for held, _, computed in running:
             assert all(page != DROPPED for page in held.pages[max(0, computed + 1 - WINDOW) // SIZE :])
-    for held, *_ in running:
-        pages.give_back(held)
     assert pages.num_free == 14
 
 
@@ -185,36 +196,13 @@ def test_no_page_of_two_kinds_is_lost_or_held_twice(seed):
     dice, pages = random.Random(seed), Kinds(46)
     of_window = pages.num_free_of_kinds[1]
     assert of_window < 46
-    running: list = []
-    for _ in range(400):
-        if len(running) < 2 and dice.random() < 0.4:
-            text = [dice.randrange(2) for _ in range(40)]
-            match = pages.match(text)
-            held = pages.claim(match)
-            if match.source is not None:
-                copied = pages.copy(held, match)
-                assert [source for source, _ in copied] == match.source.pages
-            running.append([held, text, pages.num_tokens(match)])
-        elif running and dice.random() < 0.1:
-            held, *_ = running.pop(dice.randrange(len(running)))
-            if dice.random() < 0.3:
-                pages.forget(held)
-            pages.give_back(held)
-        elif running:
-            one = dice.choice(running)
-            held, text, computed = one
-            one[2] = computed = min(computed + dice.randrange(1, 4), 39)
-            pages.grow(held, computed)
-            pages.commit(held, text, computed)
-            pages.drop(held, computed)
+    for running in lives(pages, dice, 400):
         for kind, all_pages in enumerate((46, of_window)):
             mine = [{page for page in held.kinds[kind].pages if page != DROPPED} for held, *_ in running]
             assert pages.num_free_of_kinds[kind] == all_pages - len(set().union(*mine))
         for held, _, computed in running:
             assert DROPPED not in held.pages
             assert all(p != DROPPED for p in held.kinds[1].pages[max(0, computed + 1 - WINDOW) // SIZE :])
-    for held, *_ in running:
-        pages.give_back(held)
     assert pages.num_free_of_kinds == [46, of_window]
 
 
