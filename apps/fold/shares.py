@@ -22,7 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.fold.axial import FirstTwo, read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.subbatch import HEADS, FoldJob, How
-from apps.fold.subbatch.planner import gib_up, meta_features, planned, stand_in, weights_bytes, without_masks
+from apps.fold.subbatch.planner import (
+    gib_up,
+    layer_bytes,
+    meta_features,
+    planned,
+    stand_in,
+    weights_bytes,
+    without_masks,
+)
 from core.comm.collectives import all_reduce_max
 from core.config import UserError
 from core.kernels.operator import forced
@@ -100,7 +108,7 @@ def rank_bytes(job: FoldJob, choices: Mapping[str, How], axis: Axis) -> int:
     config = job.config
     stacks = {name: replace(getattr(config, name), num_blocks=min(1, getattr(config, name).num_blocks))
               for name in ("evoformer", "extra")}  # fmt: skip
-    short = replace(config, **stacks)
+    short = replace(config, **stacks, structure=replace(config.structure, num_layers=1))
     with torch.device("meta"):
         model = AlphaFold(short).to(job.dtype).eval()
         others = torch.empty(weights_bytes(config, job.dtype) - weights_bytes(short, job.dtype), dtype=torch.uint8)
@@ -117,4 +125,4 @@ def rank_bytes(job: FoldJob, choices: Mapping[str, How], axis: Axis) -> int:
         features.map(lambda tensor: account.add([tensor]) or tensor)
         found = model.fold([features] * min(2, job.iterations))
         read_shards(model.heads, found.pair_BNNZ, features.mask_BN, mesh, two.get(HEADS), host, distances=job.distances)
-    return account.peak_bytes
+    return account.peak_bytes + (config.structure.num_layers - 1) * layer_bytes(found.structure)

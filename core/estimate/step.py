@@ -32,7 +32,7 @@ from core.parallel.parallel_model import ParallelModel
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan, parameter_names, set_parameter
 from core.runtime import pretended
-from core.trace.account import MemoryAccount, plain_tensors
+from core.trace.account import DEVICE_OF, MemoryAccount, plain_tensors
 from core.trace.machine import Speed
 from core.trace.tracer import operator_cost
 
@@ -209,10 +209,9 @@ class _Account(MemoryAccount):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.updating and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1  # an update takes the same memory whatever a norm is
-        has_values = any(
-            isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))
-        )
-        if has_values and FakeTensor not in types and func.namespace == "aten":
+        if func is DEVICE_OF:
+            return args[0].device
+        if FakeTensor not in types and func.namespace == "aten" and _has_values((args, kwargs)):
             with without_modes():  # what a step knows without its data, such as the numbers of ranks
                 return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -249,7 +248,11 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return model
 
 
+def _has_values(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in tree_leaves(tree))
+
+
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Bytes of each storage that some tensors lie in, once."""
-    plain = [inner for tensor in tensors if isinstance(tensor, Tensor) for inner in plain_tensors(tensor.detach())]
+    plain = [inner for tensor in tensors if isinstance(tensor, Tensor) for inner in plain_tensors(tensor)]
     return {id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in plain)}

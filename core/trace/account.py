@@ -27,6 +27,9 @@ from torch import Tensor
 
 from core.compat import TorchDispatchMode
 
+DEVICE_OF = torch.ops.prim.device.default
+"""By which torch asks a dispatch mode for a fake tensor's device, more often than it asks for everything else."""
+
 
 def peak_bytes(device: torch.device | str, account: MemoryAccount | None = None) -> int:
     """The most bytes that were allocated at once on `device`.

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 
 from core.compat import OUTSIDE, FakeTensor, FakeTensorMode, backward_number, own_part, tree_leaves, tree_map_only
 from core.config import UserError
-from core.trace.account import MemoryAccount, plain_tensors
+from core.trace.account import DEVICE_OF, MemoryAccount, plain_tensors
 from core.trace.machine import Speed
 
 StretchKind = Literal["forward", "backward"]
@@ -286,6 +286,8 @@ class _Recorder(MemoryAccount):
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].device
         if self.fake is not None:
             args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)

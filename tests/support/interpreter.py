@@ -1,5 +1,6 @@
 """Triton's interpreter, which has to be chosen before triton defines a kernel."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 
 def take_interpreter() -> None:
-    """Repair its products of bf16, and its loops over a number that was loaded.
+    """Repair its products of bf16, and its loops over a number that was loaded; spare it what it does over and over.
 
     Raises pytest.UsageError where kernels were defined before it was chosen.
     """
@@ -23,6 +24,7 @@ def take_interpreter() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_dot = with_bf16(builder.create_dot)
     interpreter._patch_lang_tensor = with_index(interpreter._patch_lang_tensor)
+    spare(interpreter)
 
 
 def with_bf16(dot: Callable) -> Callable:
@@ -46,3 +48,79 @@ def with_index(patch: Callable) -> Callable:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     return patched
+
+
+def spare(interpreter: Any) -> None:
+    """Do once what the interpreter does at each call of a function and for each value: half of its time.
+
+    Which members of the language it replaces is looked up once; a function that a kernel calls finds them replaced
+    already. numpy's name of a type, and a block's type of a shape, are made once.
+    """
+    import triton.language as tl
+
+    members: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in members:
+            members[package] = [(n, m) for n, m in inspect.getmembers(package) if tl.core.is_builtin(m)]
+        for name, member in members[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    met: set[Any] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in met:  # what Triton's own functions see of the language stays replaced
+            met.add(self.fn)
+            interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter._patch_builtin = patch_builtin
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter._get_np_dtype = once_a_type(interpreter._get_np_dtype)
+    tl.block_type.__init__ = once_a_shape(tl.block_type.__init__)
+    tl.tensor.__init__ = with_one_shape(tl.tensor.__init__)
+
+
+def once_a_type(find: Callable) -> Callable:
+    found: dict[str, Any] = {}
+
+    def np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in found:
+            found[scalar.name] = find(scalar)
+        return found[scalar.name]
+
+    return np_dtype
+
+
+def once_a_shape(make: Callable) -> Callable:
+    from triton.language import constexpr
+
+    made: dict[tuple, dict[str, Any]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = shape.value if isinstance(shape, constexpr) else shape
+        key = (element_ty.name, *(s.value if isinstance(s, constexpr) else s for s in sizes))
+        if key not in made:
+            make(self, element_ty, shape)
+            made[key] = dict(vars(self))
+        vars(self).update(made[key], element_ty=element_ty)
+
+    return init
+
+
+def with_one_shape(make: Callable) -> Callable:
+    """A block's shape and number of elements belong to its type: its values share them."""
+    made: dict[tuple, dict[str, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in made:
+            make(self, handle, type)
+            made[key] = {"shape": self.shape, "numel": self.numel}
+        vars(self).update(made[key], handle=handle, type=type, dtype=type.scalar)
+
+    return init

@@ -245,7 +245,7 @@ class _Survey:
             self._visit_heads(model, found.pair_BNNZ, features.mask_BN)
         B, N = features.aatype_BN.shape
         last = B * N * (short.msa_dim * self.job.dtype.itemsize + 12)  # of later iterations: what recycling hands on
-        layers = (self.job.config.structure.num_layers - 1) * _layer_bytes(found.structure)
+        layers = (self.job.config.structure.num_layers - 1) * layer_bytes(found.structure)
         for name, turn in self.turns.items():
             of_layers = layers if name == HEADS or name.startswith("structure_module") else 0
             turn.beside += self._left_out + last + of_layers
@@ -536,7 +536,7 @@ def _alike(value: Any) -> Any:
     return value
 
 
-def _layer_bytes(structure: Structure) -> int:
+def layer_bytes(structure: Structure) -> int:
     """Bytes that each layer of the structure module leaves."""
     kept = (structure.backbone, structure.groups, structure.torsions, structure.unnormalized, structure.atom14)
     return sum(t.numel() * t.element_size() for t in _tensors(kept))
