@@ -28,13 +28,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -272,7 +272,13 @@ def _alone(benchmark: Callable[[], int], said: Path) -> None:
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    sys.exit(benchmark())
+    forks: AbstractContextManager[Any] = nullcontext()
+    if not torch.cuda.is_available():
+        with suppress(ImportError):
+            forks = importlib.import_module("tests.support.command").forked_modules("benchmarks")
+    with forks:
+        code = benchmark()
+    sys.exit(code)
 
 
 def _has_ended(started: _Started) -> bool:

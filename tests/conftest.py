@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.support.chosen import choose_in_a_moment
 from tests.support.forkserver import PRELOADED, fork_server
+from tests.support.parsed_once import parse_with_known_parsers
 from tests.support.ranks import Pools
 
 gc.disable()  # until all is imported, as commands do: nothing of it is garbage
@@ -46,6 +47,11 @@ def ranks() -> Iterator[Pools]:
 @pytest.fixture(autouse=True, scope="session")
 def kernels_are_chosen_in_a_moment() -> None:
     choose_in_a_moment()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def parsers_of_options_are_made_once() -> None:
+    parse_with_known_parsers()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 from tests.support.device import DEVICE
-from tests.support.forkserver import context
+from tests.support.forkserver import context, fork_server
 from tests.support.stacks import end_with_stacks
 
 ROOT = Path(__file__).parents[2]
@@ -58,20 +60,20 @@ def _interpreter(words: list[str], cwd: Path, timeout_s: float) -> subprocess.Co
         raise Hang(f"{words} took longer than {timeout_s} s\n{error.stdout}\n{error.stderr}") from None
 
 
-def _python(words: list[str], cwd: str, out: str, err: str) -> None:
+def _python(words: list[str], cwd: str, out: str, err: str, environment: Mapping[str, str] = ENVIRONMENT) -> None:
     import torch
 
     from tests.support.forked_ranks import forked_ranks, run_python
 
     gc.freeze()  # what was imported before the fork is not looked through again, nor copied for it
     for number, path in ((1, out), (2, err)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     faulthandler.enable()
     os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(environment)
     torch.set_num_threads(1)  # read from the environment when the process that this one is forked from imported it
     with forked_ranks(words):
         run_python(words)
@@ -86,11 +88,20 @@ def start(*arguments: object) -> subprocess.Popen:
 class Forked:
     """`python ARGUMENTS`, forked and left running: as much of a Popen as tests use. Ended where the `with` ends."""
 
-    def __init__(self, *arguments: object):
+    def __init__(
+        self,
+        *arguments: object,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] = ENVIRONMENT,
+        files: tuple[Path | None, ...] = (None, None),
+    ):
         self.args = [str(argument) for argument in arguments]
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
-        self._out, self._err = (Path(self._folder.name, name) for name in ("out", "err"))
-        self._process = context().Process(target=_python, args=(self.args, str(ROOT), str(self._out), str(self._err)))
+        self._out, self._err = (
+            file or Path(self._folder.name, name) for file, name in zip(files, ("out", "err"), strict=True)
+        )
+        given = self.args, str(cwd), str(self._out), str(self._err), dict(environment)
+        self._process = context().Process(target=_python, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -137,6 +148,57 @@ def ended(process: "subprocess.Popen | Forked", timeout_s: float) -> int:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         hang(process, f"not ended after {timeout_s} s")
+
+
+@contextmanager
+def forked_modules(package: str) -> Iterator[None]:
+    """Inside, `subprocess.run` and `subprocess.Popen` fork `python -m PACKAGE.MODULE …` where the python is this one.
+
+    To be entered before this process computes anything: the server of forks is a fork of it.
+    """
+    fork_server()
+    started = subprocess.Popen
+
+    def popen(line: list[Any], **options: Any) -> Any:
+        words = [str(word) for word in line]
+        if words[:2] == [sys.executable, "-m"] and words[2].startswith(f"{package}."):
+            return _Module(words[1:], **options)
+        return started(line, **options)
+
+    module = cast(Any, subprocess)
+    module.Popen = popen
+    try:
+        yield
+    finally:
+        module.Popen = started
+
+
+class _Module(Forked):
+    """As much of a Popen as `subprocess.run` and benchmarks use."""
+
+    def __init__(
+        self,
+        words: list[str],
+        *,
+        stdout: IO[str] | int,
+        stderr: IO[str] | int,
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
+        text: bool = True,
+    ):
+        files = (None if isinstance(file, int) else Path(file.name) for file in (stdout, stderr))
+        super().__init__(*words, cwd=cwd, environment=os.environ if env is None else env, files=tuple(files))
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return super().communicate()
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def hang(process: "subprocess.Popen | Forked", what: str) -> NoReturn:
