@@ -3,8 +3,8 @@
     python -m core.kernels.compile [--quick] [--turns] [--json FILE] [KERNEL …]
     python -m core.kernels.compile --table FILE
 
---quick compiles the first of a SPEC's `timed` cases only, in one dtype; --turns each family for AMD's chip and one of
-NVIDIA's, the next family for the next one. --json keeps what was found in FILE, family by family, beside what it
+--quick compiles the first of a SPEC's `timed` cases only, in one dtype; --turns each family for one chip, the next
+family for the next chip. --json keeps what was found in FILE, family by family, beside what it
 holds of others; --table shows FILE as a table in Markdown and compiles nothing.
 
 1. Each SPEC's `timed` cases, in each dtype, run forward and backward on meta tensors: shapes are real, memory is not.
@@ -205,16 +205,10 @@ def _most(binaries: list[Binary]) -> str:
     return f"{registers}, {shared_bytes / 1024:.3g}" + (f", **spills {spilled}**" if spilled else "")
 
 
-def chips_of(number: int) -> list[str]:
-    """AMD's chip, and the one of NVIDIA's whose turn it is: three families together have all."""
-    nvidia = [chip for chip, target in TARGETS.items() if target.backend == "cuda"]
-    return [nvidia[number % len(nvidia)], *(chip for chip in TARGETS if chip not in nvidia)]
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m core.kernels.compile", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the first case of a family, in one dtype")
-    parser.add_argument("--turns", action="store_true", help="for AMD's chip and one of NVIDIA's, family by family")
+    parser.add_argument("--turns", action="store_true", help="each family for one chip, whose turn it is")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep what was found here, a line a binary")
     parser.add_argument("--table", type=Path, metavar="FILE", help="show what --json kept as a table; compile nothing")
     parser.add_argument("names", nargs="*", metavar="KERNEL")
@@ -234,7 +228,7 @@ def main(argv: list[str]) -> int:
     print(f"{'family':24}{'kernel':40}{'chip':8}{'registers':>10}{'shared':>9}{'spilled':>9}  case")
     for number, name in enumerate(given.names or known):
         found: list[Binary] = []
-        for chip in chips_of(number) if given.turns else TARGETS:
+        for chip in [list(TARGETS)[number % len(TARGETS)]] if given.turns else TARGETS:
             for b in compile_spec(known[name], chip, given.quick):
                 numbers = f"{b.registers:10}{b.shared_bytes:9}{b.spilled_bytes:9}"
                 print(f"{b.spec:24}{b.kernel:40}{b.chip:8}{numbers}  {b.case}", flush=True)

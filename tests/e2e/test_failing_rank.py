@@ -23,7 +23,7 @@ def test_the_watch_leaves_time() -> None:
 @pytest.mark.parametrize("mode", ["raise", "kill", "far"])
 def test_the_others_end_with_it(tmp_path: Path, mode: str) -> None:
     """From the failure to the last sign of life of the other rank, which hears no signal."""
-    done = run("-m", "tests.support.failing", mode, tmp_path)
+    done = run("-m", "tests.support.failing", mode, tmp_path, "--ranks", 2)
     assert done.returncode == 1, done.stderr
     took_s = float((tmp_path / "alive_at").read_text()) - float((tmp_path / "failed_at").read_text())
     assert took_s < BUSY * LIMIT_S, f"{took_s:.1f} s\n{done.stderr}"
@@ -38,7 +38,7 @@ def test_the_others_end_with_it(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["early", "both"])
 def test_what_a_rank_meets_before_there_is_a_group_is_told_once(tmp_path: Path, mode: str) -> None:
     """By whichever rank it is, since the launcher ends the others before they come to it."""
-    done = run("-m", "tests.support.failing", mode, tmp_path)
+    done = run("-m", "tests.support.failing", mode, tmp_path, "--ranks", 2)
     assert done.returncode == 2, done.stderr
     said = [line for line in done.stderr.splitlines() if "corpora" in line]
     assert said == [f"error: {tmp_path}/corpora: No space left on device; free space, or choose another path"]

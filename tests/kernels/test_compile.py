@@ -38,11 +38,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(1800)
 def test_every_family_compiles_without_spills() -> None:
-    """AMD's and one of NVIDIA's, whose turn it is; `make soak` compiles every configuration for all four."""
+    """For one chip, whose turn it is; `make soak` compiles every configuration for all four."""
     done = run("-m", "core.kernels.compile", "--quick", "--turns")
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = [tuple(line.split()[0:3:2]) for line in done.stdout.splitlines()[1:-1]]
-    assert set(compiled) == {(name, chip) for n, name in enumerate(specs()) for chip in (CHIPS[n % 3], "gfx942")}
+    assert set(compiled) == {(name, CHIPS[n % 4]) for n, name in enumerate(specs())}
 
 
 def test_spills_are_seen() -> None:

@@ -1,4 +1,4 @@
-"""Ranks of which one fails while the other waits and hears no signal: `python -m tests.support.failing MODE FOLDER`.
+"""Ranks of which one fails while the other waits and hears no signal: `python -m tests.support.failing MODE FOLDER --ranks 2`.
 
 raise  rank 1 raises    kill  rank 1 is killed    far  rank 1 raises, and rank 0 waits for it in a collective
 early  before there is a process group rank 1 meets a full disk, and rank 0 takes longer    both  rank 0 meets it, too
@@ -64,4 +64,4 @@ if __name__ == "__main__":
             sys.exit(run_command(prepare, sys.argv[1:], tells))
         main(*sys.argv[1:])
     else:
-        sys.exit(launch(2, "tests.support.failing", sys.argv[1:]))
+        sys.exit(launch(2, "tests.support.failing", sys.argv[1:3]))

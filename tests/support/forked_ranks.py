@@ -95,10 +95,17 @@ def _rank(given: Connection) -> None:
 
 
 def run_python(words: Sequence[str]) -> None:
-    """`python WORDS`, in this process: -m MODULE … or FILE …"""
-    if words[0] == "-m":
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(words)
-        runpy.run_path(words[0], run_name="__main__")
+    """`python WORDS`, in this process: -m MODULE … or FILE …
+
+    What it raises goes to the hook that an interpreter would call, and not to multiprocessing, which prints it always.
+    """
+    try:
+        if words[0] == "-m":
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            runpy.run_path(words[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)

@@ -91,8 +91,17 @@ def start(engine: Engine, way: str, count: int = 3, **options: object) -> None:
         engine.submit(Request(f"{way} {number}", (1, 2, 3 + number), 20, sampling, **options))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "llama"])
-@pytest.mark.parametrize("way", WAYS)
+FAMILIES = ("gpt2", "opt", "bloom", "llama")
+
+
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [
+        pytest.param(way, family, marks=() if at == of else pytest.mark.soak)
+        for at, way in enumerate(WAYS)
+        for of, family in enumerate(FAMILIES)
+    ],
+)
 def test_a_step_is_one_launch_two_copies_and_a_wait(gpu: FakeGpu, family: str, way: str) -> None:
     engine, counter = engine_on(gpu, family), gpu.counter
     start(engine, way)
