@@ -13,7 +13,7 @@ needs no ranks, so `fold plan --nproc` asks the same of ranks that are not there
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.fold.axial import FirstTwo, read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.subbatch import HEADS, FoldJob, How
+from apps.fold.subbatch.counting import MetaAccount
 from apps.fold.subbatch.planner import (
     gib_up,
     layer_bytes,
@@ -35,23 +36,23 @@ from core.comm.collectives import all_reduce_max
 from core.config import UserError
 from core.kernels.operator import forced
 from core.runtime import process_holding, tensors_within
-from core.trace.account import MemoryAccount
 
 _BISECTIONS = 3
 
 
 @dataclass(frozen=True)
 class Absent:
-    """An axis of `count` ranks that were not started, seen from the first, which has the largest share."""
+    """An axis of `count` ranks that were not started, seen from one of them; the first has the largest share."""
 
     count: int
+    rank: int = 0
     mesh_dim_names: tuple[str, ...] = ("tp",)
 
     def size(self) -> int:
         return self.count
 
     def get_local_rank(self) -> int:
-        return 0
+        return self.rank
 
 
 Axis = DeviceMesh | Absent
@@ -105,6 +106,11 @@ def _largest(number: float, axis: Axis) -> float:
 
 def rank_bytes(job: FoldJob, choices: Mapping[str, How], axis: Axis) -> int:
     """The most bytes that this rank has alive at once on its device in a prediction with these slices."""
+    return _counted(job, tuple(choices.items()), Absent(axis.size(), axis.get_local_rank()))
+
+
+@lru_cache(maxsize=256)  # other seeds and models of the same shape ask again
+def _counted(job: FoldJob, choices: tuple[tuple[str, How], ...], axis: Absent) -> int:
     config = job.config
     stacks = {name: replace(getattr(config, name), num_blocks=min(1, getattr(config, name).num_blocks))
               for name in ("evoformer", "extra")}  # fmt: skip
@@ -113,14 +119,14 @@ def rank_bytes(job: FoldJob, choices: Mapping[str, How], axis: Axis) -> int:
         model = AlphaFold(short).to(job.dtype).eval()
         others = torch.empty(weights_bytes(config, job.dtype) - weights_bytes(short, job.dtype), dtype=torch.uint8)
     mesh = cast(DeviceMesh, axis)  # of which sizes alone are asked where nothing travels
-    two = {name: FirstTwo(how.method, how.rows) for name, how in choices.items()}
+    two = {name: FirstTwo(how.method, how.rows) for name, how in choices}
     shard_evoformer(model, mesh, two)
     if not job.hidden:
         without_masks(model)
     features = meta_features(job)
     on_gpu = job.device == "cuda"
     kernels, host = (forced(), stand_in) if on_gpu else (nullcontext(), partial(torch.empty, device="meta"))
-    with torch.inference_mode(), kernels, MemoryAccount("meta") as account:
+    with torch.inference_mode(), kernels, MetaAccount() as account:
         account.add([*model.parameters(), others])
         features.map(lambda tensor: account.add([tensor]) or tensor)
         found = model.fold([features] * min(2, job.iterations))

@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -12,11 +13,14 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from apps.fold.axial import partial_parameters, read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig, preset, tiny
 from apps.fold.model.features import Features
+from apps.fold.model.folding import Folding
+from apps.fold.model.heads import Logits
 from apps.fold.output.unfinished import Unfinished
 from apps.fold.predict import main
 from apps.fold.shares import Absent, plan_shares, rank_bytes
@@ -112,48 +116,62 @@ def _pieces(axis) -> None:
         assert largest <= -(-rows // parts)
 
 
-def _prediction(axis) -> float:
+@cache  # for all cases that a rank runs
+def _single() -> tuple[list[Features], Folding]:
+    """Features of two iterations, and what one rank makes of them."""
+    features = [random_features(7, rows=5, extra=3, templates=2, pad=1).to("cpu", torch.float64)] * 2
+    with torch.inference_mode():
+        return features, _model().fold(features)
+
+
+def _prediction(axis, sliced: tuple[bool, ...] = (False, True)) -> float:
     """The largest difference of an output, whole and in slices."""
     off = []
-    features = [random_features(7, rows=5, extra=3, templates=2, pad=1).to("cpu", torch.float64)] * 2
-    model = _model()
-    with torch.inference_mode():
-        expected = model.fold(features)
+    features, expected = _single()
+    model, mine = _model(), shard_of(8, axis)
     names = {name: How("rows", 2) for name, _, _ in operations_of(model)}
-    for choices in ({}, names):
-        sharded = shard_evoformer(_model(), axis, choices)
+    for choices in (names if one else {} for one in sliced):
+        sharded = shard_evoformer(model, axis, choices)
         with torch.inference_mode():
             got = sharded.fold(features)
-        mine = shard_of(8, axis)
         off.append(_off(got.positions_BN373, expected.positions_BN373))
         off.append(_off(got.msa_BSND, expected.msa_BSND))
         off.append(_off(got.pair_BNNZ[:, : mine.stop - mine.start], expected.pair_BNNZ[:, mine]))
     return _largest(off)
 
 
+def _whole(axis) -> float:
+    return _prediction(axis, (False,))
+
+
+def _learned(axis=None) -> tuple[Logits, dict[str, Tensor]]:
+    """Logits and gradients; on one rank, or over the axis."""
+    features = [random_features(7, rows=5, extra=3, templates=2).to("cpu", torch.float64)]
+    model = _model()
+    if axis is not None:
+        shard_evoformer(model, axis)
+    prediction = model(features)
+    logits = prediction.logits
+    loss = (prediction.positions_BN373**2).mean() + (logits.distogram**2).mean() + (logits.masked_msa**2).mean()
+    assert logits.pae is not None
+    (loss + (logits.pae**2).mean()).backward()
+    grads, sums = {}, partial_parameters(model)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            partial = axis is not None and name in sums
+            grads[name] = all_reduce(parameter.grad, axis) if partial else parameter.grad
+    return logits, grads
+
+
+_learned_by_one = cache(_learned)
+
+
 def _gradients(axis) -> float:
     """The largest difference of a logit or, relative to the largest of all, of a gradient."""
-    features = [random_features(7, rows=5, extra=3, templates=2).to("cpu", torch.float64)]
-    results = []
-    for sharded in (False, True):
-        model = _model()
-        if sharded:
-            shard_evoformer(model, axis)
-        prediction = model(features)
-        logits = prediction.logits
-        loss = (prediction.positions_BN373**2).mean() + (logits.distogram**2).mean() + (logits.masked_msa**2).mean()
-        assert logits.pae is not None
-        (loss + (logits.pae**2).mean()).backward()
-        grads = {}
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                partial = sharded and name in partial_parameters(model)
-                grads[name] = all_reduce(parameter.grad, axis) if partial else parameter.grad
-        results.append((prediction, grads))
-    (single, expected), (several, got) = results
-    assert several.logits.pae is not None
-    assert single.logits.pae is not None
-    off = [_off(several.logits.distogram, single.logits.distogram), _off(several.logits.pae, single.logits.pae)]
+    (single, expected), (several, got) = _learned_by_one(), _learned(axis)
+    assert several.pae is not None
+    assert single.pae is not None
+    off = [_off(several.distogram, single.distogram), _off(several.pae, single.pae)]
     assert got.keys() == expected.keys()
     largest = max(float(g.abs().max()) for g in expected.values())
     return _largest([*off, *(float((got[n] - expected[n]).abs().max()) / largest for n in expected)])
@@ -166,10 +184,10 @@ def test_n_ranks_equal_one(ranks, size: int) -> None:
 
 # What the prediction or the gradients need, by the module that calls it.
 _COLLECTIVES = (
-    ("core.parallel.axial", "all_to_all_single", _prediction),
-    ("core.parallel.axial", "batch_isend_irecv", _prediction),
-    ("core.parallel.axial", "broadcast", _prediction),
-    ("core.comm.collectives", "all_gather_into_tensor", _prediction),
+    ("core.parallel.axial", "all_to_all_single", _whole),
+    ("core.parallel.axial", "batch_isend_irecv", _whole),
+    ("core.parallel.axial", "broadcast", _whole),
+    ("core.comm.collectives", "all_gather_into_tensor", _whole),
     ("core.parallel.axial", "all_to_all_single", _gradients),
     ("core.comm.collectives", "all_gather_into_tensor", _gradients),
     ("core.comm.collectives", "reduce_scatter_tensor", _gradients),
@@ -276,9 +294,8 @@ def test_a_slow_rank_hears_of_the_predictions_that_are_left(ranks, tmp_path: Pat
 def _budgets(size: int, shares: tuple[float, ...]) -> list[tuple[int, int, int, float]]:
     """(budget, counted, allocated, largest difference) for budgets of so many times the least."""
     axis = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")["tp"]
-    whole = tiny(templates=False)
-    stack = replace(whole.evoformer, num_blocks=1)
-    config = replace(whole, evoformer=stack, structure=replace(whole.structure, num_layers=1))
+    whole = tiny(templates=False)  # with two layers of structure, of which one is counted, and what the other leaves
+    config = replace(whole, evoformer=replace(whole.evoformer, num_blocks=1))
     features = replace(random_features(31, rows=6, extra=5, templates=0), templates=None)
     job = FoldJob(config, 31, 6, 5, iterations=1)
     least = _least(job, axis)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -35,22 +36,20 @@ NO_USE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 Clock = Counter[int]
 
 
-@dataclass(frozen=True)
-class Use:
-    """Of a storage, by an actor.  places: bool[bytes], which of them"""
-
-    actor: int
-    places: np.ndarray
-    writes: bool
-    name: str
+Where = tuple[int, tuple[int, ...], tuple[int, ...]] | None
+"""Bytes of a storage: the first, the shape and the strides of all; None: the whole of it."""
 
 
 @dataclass
 class _Storage:
-    """uses: with the tick of their actor's clock"""
+    """uses: (actor, where, whether it writes) -> the tick of the actor's clock at the last of them, and its name
 
+    Who comes after the last comes after those before it, which are of the same actor.
+    """
+
+    num_bytes: int
     on_host: bool = False
-    uses: list[tuple[int, Use]] = field(default_factory=list)
+    uses: dict[tuple[int, Where, bool], tuple[int, str]] = field(default_factory=dict)
 
 
 class RecordedStreams(DeviceStreams, TorchDispatchMode):
@@ -113,7 +112,8 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
 
     def host(self, tensor: Tensor) -> Tensor:
         """Say that it lies on the host."""
-        self._storages[id(tensor.untyped_storage())] = _Storage(on_host=True)
+        storage = tensor.untyped_storage()
+        self._storages[id(storage)] = _Storage(storage.nbytes(), on_host=True)
         return tensor
 
     def lies_on_host(self, tensor: Tensor) -> bool:
@@ -144,35 +144,44 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
         return result
 
     def _use(self, actor: int, tensor: Tensor, writes: bool, name: str) -> None:
-        known, some = self._known(tensor, name), np.zeros(tensor.untyped_storage().nbytes(), dtype=bool)
-        size, first = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
+        size = tensor.element_size()
         strides = (*(step * size for step in tensor.stride()), 1)
-        as_strided(some[first:], (*tensor.shape, size), strides)[...] = True
-        self._note(known, Use(actor, some, writes, name))
+        where = tensor.storage_offset() * size, (*tensor.shape, size), strides
+        self._note(self._known(tensor, name), actor, where, writes, name)
 
     def _known(self, tensor: Tensor, name: str) -> _Storage:
         storage = tensor.untyped_storage()
-        known, everything = self._storages.get(id(storage)), np.ones(storage.nbytes(), dtype=bool)
+        known = self._storages.get(id(storage))
         if known is None:
-            known = self._storages[id(storage)] = _Storage()
-            weakref.finalize(storage, self._freed, id(storage), everything).atexit = False
-            self._note(known, Use(COMPUTING, everything, True, f"allocation by {name}"))
+            known = self._storages[id(storage)] = _Storage(storage.nbytes())
+            weakref.finalize(storage, self._freed, id(storage)).atexit = False
+            self._note(known, COMPUTING, None, True, f"allocation by {name}")
         return known
 
-    def _note(self, known: _Storage, use: Use) -> None:
-        clock = self._issued(use.actor)
-        clock[use.actor] += 1
-        for tick, before in known.uses:
-            if before.actor == use.actor or not (before.writes or use.writes) or clock[before.actor] >= tick:
+    def _note(self, known: _Storage, actor: int, where: Where, writes: bool, name: str) -> None:
+        clock = self._issued(actor)
+        clock[actor] += 1
+        for (other, there, wrote), (tick, before) in known.uses.items():
+            if other == actor or not (wrote or writes) or clock[other] >= tick:
                 continue
-            if (before.places & use.places).any():
-                self.races.append(f"{before.name} of {before.actor} and {use.name} of {use.actor}")
-        known.uses.append((clock[use.actor], use))
+            if (_places(known.num_bytes, there) & _places(known.num_bytes, where)).any():
+                self.races.append(f"{before} of {other} and {name} of {actor}")
+        known.uses[actor, where, writes] = clock[actor], name
 
-    def _freed(self, key: int, everything: np.ndarray) -> None:
+    def _freed(self, key: int) -> None:
         known = self._storages.pop(key)
         if not known.on_host:
-            self._note(known, Use(COMPUTING, everything, True, "the next allocation"))
+            self._note(known, COMPUTING, None, True, "the next allocation")
+
+
+@lru_cache(maxsize=1024)
+def _places(num_bytes: int, where: Where) -> np.ndarray:
+    """bool[bytes]: which of a storage's are meant."""
+    if where is None:
+        return np.ones(num_bytes, dtype=bool)
+    places, (first, shape, strides) = np.zeros(num_bytes, dtype=bool), where
+    as_strided(places[first:], shape, strides)[...] = True
+    return places
 
 
 def _tensors(tree: Any) -> list[Tensor]:

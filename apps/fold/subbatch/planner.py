@@ -1,7 +1,7 @@
 """The plan of slices: each operation's, so that a prediction stays within a budget and takes the least time.
 
 The plan is a pure function of the model's shape, the sizes of the input, the number format, the kind of device and the
-budget. It does not guess what an operation allocates: `core.trace.account` counts tensors on the meta device.
+budget. It does not guess what an operation allocates: tensors are counted on the meta device (counting.py).
 
     1. The model runs once, one block of each stack. It tells what is alive when each operation has its turn, and the
        most that is alive outside of operations. Residuals are added in place, so neither depends on what is chosen.
@@ -37,6 +37,7 @@ from apps.fold.model.features import Features, TemplateFeatures
 from apps.fold.model.network import Network, network
 from apps.fold.model.structure import Structure
 from apps.fold.model.triangle import TriangleMultiplication
+from apps.fold.subbatch.counting import MetaAccount
 from apps.fold.subbatch.execute import normalise_in_slices, offload_pairs, replace_method, wrap
 from apps.fold.subbatch.operations import Operation, Work, operations_of
 from apps.fold.subbatch.reading import read_pairs
@@ -46,7 +47,6 @@ from apps.fold.weights.table import name_table
 from core.config import UserError
 from core.kernels.operator import forced
 from core.runtime import process_holding, tensors_within
-from core.trace.account import MemoryAccount
 
 Device = Literal["cpu", "cuda"]
 HEADS = "heads"  # what the heads read of the pairs: no module of the model is wrapped for it
@@ -221,7 +221,7 @@ class _Survey:
         self.job, self.offload = job, offload
         self.turns: dict[str, _Turn] = {}
         self.outside = 0  # the most bytes alive outside of all operations
-        self._account = MemoryAccount("meta")
+        self._account = MetaAccount()
         self._allocated: dict[Hashable, int] = {}
         self._measures = False
         self._left_out = weights_bytes(config, job.dtype) - weights_bytes(short, job.dtype)
@@ -290,7 +290,7 @@ class _Survey:
         key = turn.alike, how
         if key not in self._allocated:
             self._measures = True
-            with torch.no_grad(), self._kernels(), MemoryAccount("meta") as account:
+            with torch.no_grad(), self._kernels(), MetaAccount() as account:
                 account.add(turn.module.parameters())
                 given = _filled(turn.given)
                 account.add(_tensors(given))

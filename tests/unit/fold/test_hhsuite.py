@@ -71,8 +71,10 @@ def test_hhblits_finds_the_families_and_is_kept(profiles: tuple[Path, dict[str, 
     assert main([*options, "--out", str(tmp_path / "again"), "--threads", "2"]) == 0
     assert "0 searches run, 2 known" in capsys.readouterr().out
     assert (tmp_path / "again" / "ubi" / "profiles.a3m").read_bytes() == path.read_bytes()
+    (tmp_path / "one.fasta").write_text(f">ubi\n{UBIQUITIN}\n")
+    options[0] = str(tmp_path / "one.fasta")
     assert main([*options, "--out", str(tmp_path / "strict"), "--hhblits-e-value", "1e-60"]) == 0
-    assert "2 searches run, 0 known" in capsys.readouterr().out
+    assert "1 searches run, 0 known" in capsys.readouterr().out
     assert len((tmp_path / "strict" / "ubi" / "profiles.a3m").read_text().splitlines()) < len(lines)
 
 

@@ -12,6 +12,7 @@ from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import preset, tiny
 from apps.fold.model.features import Features
 from apps.fold.subbatch import HEADS, FoldJob, How, Plan, apply_subbatches
+from apps.fold.subbatch.counting import MetaAccount
 from apps.fold.subbatch.execute import offload_pairs
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.planner import _Decision, _survey, meta_features, stand_in, without_masks
@@ -19,7 +20,6 @@ from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every, host_zeros, settle, update_rows
 from core.kernels.operator import forced
 from core.link import Coming
-from core.trace.account import MemoryAccount
 from tests.support.fold import random_features, random_parameters
 from tests.support.recorded_streams import COMPUTING, HOST, RecordedStreams, recorded_link
 
@@ -141,7 +141,7 @@ def _carried_out(job: FoldJob, plan: Plan) -> int:
     apply_subbatches(model, {name: how for name, how in plan.choices.items() if name != HEADS})
     offload_pairs(model, stand_in)
     features = meta_features(job)
-    with torch.no_grad(), forced(), MemoryAccount("meta") as account:
+    with torch.no_grad(), forced(), MetaAccount() as account:
         account.add(model.parameters())
         features.map(lambda tensor: account.add([tensor]) or tensor)
         found = model.fold([features] * job.iterations)

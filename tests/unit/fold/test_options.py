@@ -4,8 +4,9 @@ import pytest
 
 from apps.fold.__main__ import APP
 from apps.fold.toy import DEMO_WEIGHTS, STRUCTURES
+from apps.fold.training.config import _OWN_MODELS
 from apps.fold.training.plan import FoldTrainPlanConfig, without_effect
-from tests.support.fold import GOLDEN
+from tests.support.fold import GOLDEN, one_block
 from tests.support.options import TRAINING, Probe
 
 SEQUENCE = "TTCCPSIVARSNFNVCRLPG"
@@ -33,6 +34,7 @@ VALUES_ALONE = ["compile", "optim.lr", "optim.betas", "optim.eps", "optim.weight
 @pytest.mark.parametrize(("command", "mode"), [(c, mode) for c, modes in COMMANDS.items() for mode in modes])
 def test_an_option_is_obeyed_or_refused(command, mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(_OWN_MODELS, "debug", one_block)
     (tmp_path / "in.fasta").write_text(f">one\n{SEQUENCE}\n")
     (tmp_path / "out" / "one").mkdir(parents=True)
     (tmp_path / "db.fasta").write_text(f">a\n{SEQUENCE}\n>b\n{SEQUENCE[::-1]}\n")

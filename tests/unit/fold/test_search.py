@@ -282,7 +282,8 @@ def test_mmseqs_finds_the_family(tmp_path: Path, capsys) -> None:
     made = next((tmp_path / "cache" / "databases").glob("*/mmseqs/database"))
     capsys.readouterr()
     options[1] = str(tmp_path / "again")
-    assert main([str(tmp_path / "in.fasta"), "--mmseqs-databases", str(made), *options]) == 0
+    (tmp_path / "one.fasta").write_text(f">ubi\n{UBIQUITIN}\n")
+    assert main([str(tmp_path / "one.fasta"), "--mmseqs-databases", str(made), *options]) == 0
     again = _a3m_rows(tmp_path / "again" / "ubi" / "database.a3m")
     assert sorted(again) == sorted(_a3m_rows(path))
 

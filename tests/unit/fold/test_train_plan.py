@@ -7,12 +7,19 @@ import pytest
 
 from apps.fold import plan
 from apps.fold.train import main as train
+from apps.fold.training.config import _OWN_MODELS
 from apps.fold.training.plan import FoldTrainPlanConfig, recipes
 from apps.fold.training.recipes import RECIPES
 from core.config import UserError
+from tests.support.fold import one_block
 
 TINY = ("--recipe", "debug", "--max-msa", "1", "--max-extra-msa", "1", "--data.crop", "20", "--average", "None")
 TINY += ("--num-recycles", "0")
+
+
+@pytest.fixture(autouse=True)
+def a_block_alone(monkeypatch) -> None:
+    monkeypatch.setitem(_OWN_MODELS, "debug", one_block)
 
 
 def test_a_plan_says_what_a_run_takes(tmp_path, capsys) -> None:
