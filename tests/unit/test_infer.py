@@ -204,6 +204,35 @@ def roles_of(make: Callable[[], nn.Module]) -> tuple[Any, nn.Module, dict[str, A
     return mode, whole, inputs, roles
 
 
+class Stack(nn.Module):
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(3, DIM), nn.LayerNorm(DIM)
+        self.layers = nn.ModuleList(Attention() for _ in range(num_layers))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.norm(x)
+
+
+def test_modules_of_one_class_are_tried_together(monkeypatch) -> None:
+    """A model of more layers is not tried more often."""
+    tried, counts = trial.tried, []
+
+    def counted(*given: Any) -> Any:
+        counts[-1] += 1
+        return tried(*given)
+
+    monkeypatch.setattr(trial, "tried", counted)
+    for num_layers in (2, 4):
+        counts.append(0)
+        plan = inferred(Stack(num_layers)).plan
+        assert {f"layers.{i}.out" for i in range(num_layers)} <= plan.keys()
+    assert counts[0] == counts[1] > 1
+
+
 def test_axes_are_taken_apart_and_made_one() -> None:
     whole, heads, size = Axis(12), Axis(3), Axis(4)
     axes.unify((whole,), (heads, size))
