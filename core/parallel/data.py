@@ -634,7 +634,9 @@ def allocate(model: nn.Module, device: str) -> None:
     for names in parameter_names(model):
         parameter = model.get_parameter(names[0])
         if parameter.is_meta:
-            real = with_local(parameter, torch.empty_like(local(parameter.detach()), device=device))
+            like = local(parameter.detach())  # empty_like of a meta tensor is computed in Python
+            value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            real = with_local(parameter, value)
             for name in names:
                 set_parameter(model, name, real)
 

@@ -1,16 +1,19 @@
 """Small models that are awkward for whoever moves parameters, trained plainly and under Gemini."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from core.gemini import Gemini, wrap
+from core.gemini import Gemini, replicas, wrap
 from core.gemini.executor import Executor
+from core.trace.tracer import StepTrace
 
 WIDTH = 16
 
@@ -122,6 +125,20 @@ def require_equal(found: Run, expected: Run) -> None:
     assert found.losses == expected.losses
     for name, value in expected.values.items():
         assert torch.equal(found.values[name], value), name
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Within, the first step that is traced is that of all: of one model and its rows, in one budget after another."""
+    trace, kept = replicas.trace_step, []
+
+    def kept_trace(*args: Any, **options: Any) -> StepTrace:
+        if not kept:
+            kept.append(trace(*args, **options))
+        return kept[0]
+
+    with patch.object(replicas, "trace_step", kept_trace):
+        yield
 
 
 def model_bytes(make: Callable[[], nn.Module]) -> int:

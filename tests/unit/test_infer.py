@@ -1,7 +1,9 @@
 """Tensor parallelism that is inferred: what is cut, what is refused and why, and that the trial sees what is wrong."""
 
 import copy
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from core.config import UserError
 from core.parallel.infer import axes, find, infer_plan, infer_stages, sample_of, trial
 from core.parallel.infer.axes import Axis
+from core.parallel.infer.roles import Roles
 from core.placement.stages import Costs
 from tests.support.foreign import CASES, gpt2, llama, t5
 
@@ -168,24 +171,66 @@ def test_transformers_own_plan_cuts_alike() -> None:
     ],
     ids=["columns for rows", "no sizes", "no part of an argument"],
 )
-def test_the_trial_sees_a_wrong_role(break_it, monkeypatch) -> None:
-    """Each of the roles of T5 and BLOOM in turn is broken; those that it changes anything of are seen."""
+def test_the_trial_sees_a_wrong_role(break_it) -> None:
+    """Each of the roles of T5 and BLOOM in turn is broken; those that it changes anything of are seen.
+
+    But for those of the second blocks of T5, which are as the first.
+    """
     seen = 0
     for make in (t5, CASES["bloom"].make):
-        model = make()
-        sample = sample_of(model)
-        with find.FakeTensorMode(allow_non_fake_inputs=True), find.quiet():
-            whole = find.without_values(model)
-            inputs = {name: find.without_value(value) for name, value in sample.items()}
-            _, roles, _ = find.fitted(whole, 2, inputs)
-            assert trial.tried(whole, inputs, roles, 2) is None
-            for role in roles.roles.values():
+        mode, whole, inputs, roles = roles_of(make)
+        with mode, find.quiet():
+            for module, role in roles.roles.items():
+                if re.search(r"\bblock\.1\b", module):
+                    continue
                 before = {name: copy.copy(value) for name, value in vars(role).items()}
                 break_it(role)
                 if vars(role) != before and role.leave not in ("gather", "lookup"):
                     seen += trial.tried(whole, inputs, roles, 2) is not None
                 vars(role).update(before)
     assert seen >= 2
+
+
+@cache
+def roles_of(make: Callable[[], nn.Module]) -> tuple[Any, nn.Module, dict[str, Any], Roles]:
+    """Those of a model on two ranks, with what they are tried on."""
+    model, mode = make(), find.FakeTensorMode(allow_non_fake_inputs=True)
+    sample = sample_of(model)
+    with mode, find.quiet():
+        whole = find.without_values(model)
+        inputs = {name: find.without_value(value) for name, value in sample.items()}
+        _, roles, _ = find.fitted(whole, 2, inputs)
+        assert trial.tried(whole, inputs, roles, 2) is None
+    return mode, whole, inputs, roles
+
+
+class Stack(nn.Module):
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(3, DIM), nn.LayerNorm(DIM)
+        self.layers = nn.ModuleList(Attention() for _ in range(num_layers))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.norm(x)
+
+
+def test_modules_of_one_class_are_tried_together(monkeypatch) -> None:
+    """A model of more layers is not tried more often."""
+    tried, counts = trial.tried, []
+
+    def counted(*given: Any) -> Any:
+        counts[-1] += 1
+        return tried(*given)
+
+    monkeypatch.setattr(trial, "tried", counted)
+    for num_layers in (2, 4):
+        counts.append(0)
+        plan = inferred(Stack(num_layers)).plan
+        assert {f"layers.{i}.out" for i in range(num_layers)} <= plan.keys()
+    assert counts[0] == counts[1] > 1
 
 
 def test_axes_are_taken_apart_and_made_one() -> None:

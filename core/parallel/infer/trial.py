@@ -1,7 +1,7 @@
 """The trial of roles: the model runs as one rank would, without values, and must do what the trace foresees."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from math import prod
 from operator import attrgetter
@@ -41,7 +41,7 @@ class _Differs(Exception):
 
 def fit(whole: nn.Module, inputs: Mapping[str, Any], roles: Roles, ranks: int) -> None:
     """Find the attributes with which the model runs as a rank of it should.  Raises Unsure where none are found."""
-    sizes, known = _sizes(roles, ranks), dict[type, tuple[str, ...]]()
+    sizes = _sizes(roles, ranks)
     for name in sorted(roles.handlers):
         role = Role() if _candidates(whole.get_submodule(name), sizes) else None
         if role is not None:
@@ -52,28 +52,42 @@ def fit(whole: nn.Module, inputs: Mapping[str, Any], roles: Roles, ranks: int) -
         if name is None or name not in roles.roles:
             raise Unsure(_axes_at(roles, differs.at), str(differs))
         handled.add(name)
-        module = whole.get_submodule(name)
+        module, before = whole.get_submodule(name), roles.role(name).sizes
         candidates = _candidates(module, sizes)
-        first = known.get(type(module), ())
+        alike = [name, *_alike_to_come(whole, roles, name, sizes, differs.at)]
         counts = range(min(len(candidates), MOST_SIZES) + 1)
-        options = [first, *(o for n in counts for o in combinations(candidates, n) if o != first)]
-        best: tuple[tuple[str, ...], _Differs] | None = None
-        for option in options:
-            roles.role(name).sizes = _sized(module, option, sizes)
+        best = before, differs
+        for option in (_sized(module, o, sizes) for n in counts for o in combinations(candidates, n)):
+            if option == before:
+                continue
+            _give(roles, alike, option)
             found = tried(whole, inputs, roles, ranks)
-            if found is None or (found.at > differs.at and name not in found.modules):
-                best = None if found is None else (option, found)
-                break
-            if best is None or found.at > best[1].at:
+            if found is None:
+                return
+            passed = found.at > differs.at and name not in found.modules
+            if passed or found.at > best[1].at:
                 best = option, found
-        else:
-            assert best is not None
-            roles.role(name).sizes = _sized(module, best[0], sizes)
-        if best is None:
-            return
+            if passed:
+                break
         if best[1].at <= differs.at:
             raise Unsure(_axes_at(roles, differs.at), str(differs))
-        known[type(module)], differs = best
+        _give(roles, alike, best[0])
+        differs = best[1]
+
+
+def _alike_to_come(whole: nn.Module, roles: Roles, name: str, sizes: Mapping[int, int], at: int) -> Iterator[str]:
+    """Modules that the trial has not come to, of the same class and counts: nearly always they need the same."""
+    module, come = whole.get_submodule(name), {n for op in _foreseen(roles)[: at + 1] for n in op.modules}
+    counts = _sized(module, _candidates(module, sizes), sizes)
+    for other in sorted(roles.handlers - come - {name}):
+        found = whole.get_submodule(other)
+        if type(found) is type(module) and _sized(found, _candidates(found, sizes), sizes) == counts:
+            yield other
+
+
+def _give(roles: Roles, names: Iterable[str], option: Mapping[str, int]) -> None:
+    for name in names:
+        roles.role(name).sizes = dict(option)
 
 
 def _axes_at(roles: Roles, at: int) -> set[Axis]:
@@ -132,7 +146,7 @@ def tried(whole: nn.Module, inputs: Mapping[str, Any], roles: Roles, ranks: int)
     axis = Trial(ranks)
     for name, role in roles.roles.items():
         role.wrap(model.get_submodule(name), axis, roles.axes)
-    expected = [op for op in roles.found.operations if op.name not in NOTHING and not roles.apart & set(op.modules)]
+    expected = _foreseen(roles)
     attempt = Trace(opaque=roles.found.opaque)
     compared = _Compared(expected, roles, ranks, attempt)
     try:
@@ -147,6 +161,11 @@ def tried(whole: nn.Module, inputs: Mapping[str, Any], roles: Roles, ranks: int)
     if compared.at != len(expected):
         return _Differs(compared.at, expected[compared.at].modules, "it stops early")
     return None
+
+
+def _foreseen(roles: Roles) -> list[Operation]:
+    """The operations that a trial is compared with."""
+    return [op for op in roles.found.operations if op.name not in NOTHING and not roles.apart & set(op.modules)]
 
 
 class _Compared(TorchDispatchMode):

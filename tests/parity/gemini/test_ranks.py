@@ -22,7 +22,7 @@ from core.parallel.recompute import RecomputeConfig
 from tests.parity.test_experts import SWITCH, TOPK
 from tests.parity.test_train import LLAMA
 from tests.support.covering import FEW, MANY
-from tests.support.gemini import Net, Run, Tempered, batch, loss, train
+from tests.support.gemini import Net, Run, Tempered, batch, loss, traced_once, train
 from tests.support.grid_resume import resumed_elsewhere
 from tests.support.training import (
     Case,
@@ -147,13 +147,14 @@ def of_wrapped(name: str, make: Callable[[], torch.nn.Module] = Net) -> dict[str
 
 def planned(given: Case, share: float) -> dict[str, Any]:
     """A run in a budget in which `share` of the model data fits beside everything else of the step."""
-    everything = gemini_of(build(replace(given, budget="1GB", planned=True))[0].parallel)
-    trace, plan = everything.planned.trace, everything.planned.plan
-    alone = [[member] for chunk in everything.chunks for member in chunk.members]
-    messages = everything.executor.transport.message_bytes(alone, everything.reduce_dtype)
-    others = torch.tensor(plan.device_peak_bytes - trace.model_bytes + messages + int(share * trace.model_bytes))
-    dist.all_reduce(others, op=dist.ReduceOp.MAX)  # stages differ
-    return run(replace(given, budget=str(int(others)), planned=True))
+    with traced_once():
+        everything = gemini_of(build(replace(given, budget="1GB", planned=True))[0].parallel)
+        trace, plan = everything.planned.trace, everything.planned.plan
+        alone = [[member] for chunk in everything.chunks for member in chunk.members]
+        messages = everything.executor.transport.message_bytes(alone, everything.reduce_dtype)
+        others = torch.tensor(plan.device_peak_bytes - trace.model_bytes + messages + int(share * trace.model_bytes))
+        dist.all_reduce(others, op=dist.ReduceOp.MAX)  # stages differ
+        return run(replace(given, budget=str(int(others)), planned=True))
 
 
 def test_planned_on_two_ranks(ranks) -> None:
@@ -216,7 +217,7 @@ def test_experts_in_a_budget_go_on_elsewhere(ranks, tmp_path: Path) -> None:
     ("num_ranks", "mesh", "schedule", "model", "microbatches"),
     [
         (2, MeshConfig(pp=2), "1f1b", replace(GPT2, num_layers=5), 3),
-        (2, MeshConfig(pp=2), "interleaved", replace(TOPK, num_layers=4), 5),
+        (2, MeshConfig(pp=2), "interleaved", replace(TOPK, num_layers=4), 3),
         soak(2, MeshConfig(pp=2), "1f1b", GPT2, 5),
         soak(2, MeshConfig(pp=2), "interleaved", OPT, 3),
         soak(2, MeshConfig(pp=2), "1f1b", replace(SWITCH, num_layers=5), 3),
@@ -228,10 +229,10 @@ def test_experts_in_a_budget_go_on_elsewhere(ranks, tmp_path: Path) -> None:
 def test_stages_have_their_own_chunks(
     ranks, num_ranks: int, mesh: MeshConfig, schedule: Any, model: Any, microbatches: int
 ) -> None:
-    """Planned with several microbatches under way (12 rows in 5), experts, a tied head on two stages."""
+    """Planned with several microbatches under way (10 rows in 3), experts, a tied head on two stages."""
     pipeline = PipelineConfig(schedule, microbatches=microbatches)
     parallel = ParallelConfig(zero=3, precision="fp64", pipeline=pipeline)
-    given = Case(model, mesh=mesh, parallel=parallel)
+    given = Case(model, mesh=mesh, parallel=parallel, batch=4 * microbatches - 2)
     results = ranks(num_ranks).run(planned, given, 0.4)
     require_alike(ranks, given, results)
     for found in results:
@@ -244,7 +245,7 @@ FAILURES = {"a mistake": ArithmeticError, "a refusal": UserError}
 
 def foresee_what_fails(failure: str, bad_stage: int) -> str:
     """What this rank says of a step in which the forward of one stage fails; then of one that is fine."""
-    parallel = ParallelConfig(precision="fp64", pipeline=PipelineConfig("interleaved", microbatches=3))
+    parallel = ParallelConfig(precision="fp64", pipeline=PipelineConfig("interleaved", microbatches=2))
     given = Case(OPT, mesh=MeshConfig(pp=2), parallel=parallel, budget=str(2**30), planned=True)
     compute = Stages.compute
 

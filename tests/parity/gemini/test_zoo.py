@@ -23,7 +23,7 @@ from core.mesh import MeshConfig, build_mesh
 from core.parallel.plan import blocks_of
 from tests.support import forkserver
 from tests.support.covering import FEW, MANY
-from tests.support.gemini import Accounted, Run, require_equal, train
+from tests.support.gemini import Accounted, Run, require_equal, traced_once, train
 from tests.support.zoo import CASES, LIBRARIES, in_fp64
 
 forkserver.PRELOADED += [name for name in LIBRARIES if name not in forkserver.PRELOADED]
@@ -99,28 +99,31 @@ ALONE = [*((name, FEW) for name in QUICK), *(pytest.param(name, MANY, marks=pyte
 @pytest.mark.parametrize(("name", "steps"), ALONE)
 def test_bit_equal_on_one_rank(name: str, steps: int) -> None:
     expected = run(name, None, steps=steps)
-    everything = run(name, 1 << 30, steps=steps)
-    require_equal(everything, expected)
-    assert everything.gemini.moved_bytes == 0
-    for budget, is_tight in budgets(everything, random.Random(name)):
-        with Accounted() as accounted:
-            found = run(name, budget, steps=steps)
-        require_equal(found, expected)
-        require_accounted(found, is_tight, steps)
-        assert accounted.num_checks > steps * len(found.gemini.parallel.chunks)
+    with traced_once():
+        everything = run(name, 1 << 30, steps=steps)
+        require_equal(everything, expected)
+        assert everything.gemini.moved_bytes == 0
+        for budget, is_tight in budgets(everything, random.Random(name)):
+            with Accounted() as accounted:
+                found = run(name, budget, steps=steps)
+            require_equal(found, expected)
+            require_accounted(found, is_tight, steps)
+            assert accounted.num_checks > steps * len(found.gemini.parallel.chunks)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("unet", marks=pytest.mark.soak)])
 def test_bit_equal_in_the_smallest_budget(name: str) -> None:
-    require_equal(run(name, least(name)), run(name, None))
+    with traced_once():
+        require_equal(run(name, least(name)), run(name, None))
 
 
 def on_ranks(name: str, steps: int) -> dict[str, Any]:
     """What a rank has to say of fp32 in a tight budget, and of fp64 (all is twice as wide) in twice one for more."""
-    everything = run(name, 1 << 30, steps=steps)
-    (tight, _), (more, _) = budgets(everything, random.Random(f"{name} on {dist.get_world_size()}"))
-    with Accounted():
-        found = run(name, tight, steps=steps)
+    with traced_once():
+        everything = run(name, 1 << 30, steps=steps)
+        (tight, _), (more, _) = budgets(everything, random.Random(f"{name} on {dist.get_world_size()}"))
+        with Accounted():
+            found = run(name, tight, steps=steps)
     require_equal(found, everything)
     require_accounted(found, True, steps)
     found = run(name, 2 * more, "fp64", steps)
@@ -224,8 +227,9 @@ def with_fsdp2(name: str) -> Run:
 
 
 def tight_in_bf16(name: str, doors: bool = False) -> Run:
-    (tight, _), _ = budgets(run(name, 1 << 30, "bf16", steps=0), random.Random(name))
-    found = run(name, tight, "bf16", MIXED_STEPS, doors)
+    with traced_once():
+        (tight, _), _ = budgets(run(name, 1 << 30, "bf16", steps=0, doors=doors), random.Random(name))
+        found = run(name, tight, "bf16", MIXED_STEPS, doors)
     require_moved(found, MIXED_STEPS)
     return found
 
@@ -289,5 +293,6 @@ def in_plain_bf16(name: str) -> Run:
 def test_bf16_is_that_of_autograd_alone(name: str) -> None:
     """Bit for bit: no sum has another order, none is in another format."""
     expected = in_plain_bf16(name)
-    require_equal(run(name, 1 << 30, "bf16", MIXED_STEPS), expected)
-    require_equal(tight_in_bf16(name), expected)
+    with traced_once():
+        require_equal(run(name, 1 << 30, "bf16", MIXED_STEPS), expected)
+        require_equal(tight_in_bf16(name), expected)
