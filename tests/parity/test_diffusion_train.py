@@ -59,12 +59,11 @@ class Case:
     lora: LoraConfig | None = None
     budget: str | None = None
     compile: bool = False
-    shallow: bool = False
 
 
 def denoiser(case: Case) -> tuple[Pipeline, Denoiser]:
     """What learns, in fp32 as it is loaded; adapters begin with a part of their own."""
-    pipeline = tiny_pipeline(prediction=case.prediction, shallow=case.shallow)  # pyright: ignore[reportArgumentType]
+    pipeline = tiny_pipeline(prediction=case.prediction)  # pyright: ignore[reportArgumentType]
     model = Denoiser(pipeline.unet, pipeline.text_encoder if case.train_text else None, channels_last=True).train()
     if case.lora is not None:
         add_adapters(model, case.lora, seed=3)
@@ -300,7 +299,7 @@ def test_a_missing_collective_is_seen(ranks) -> None:
 
 def test_compiled_blocks_train_as_they_are(ranks) -> None:
     """A U-Net's blocks are unlike each other: all are compiled, for two sizes of pictures, not only the first few."""
-    case = Case(prior=True, train_text=True, steps=2, shallow=True)
+    case = Case(prior=True, train_text=True, steps=2)
     graphs, compiled = ranks(1).run(counted, replace(case, compile=True))[0]
     difference, where = largest_difference([compiled], ranks(1).run(ours, case)[0], case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"
