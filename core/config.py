@@ -70,7 +70,9 @@ def parse(
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            found = tyro.cli(type(config), default=config, args=options, prog=command)
+            # Docstrings are the texts of options; to look for comments beside them takes longer than to parse.
+            no_comments = (tyro.conf.HelptextFromCommentsOff,)
+            found = tyro.cli(type(config), default=config, args=options, prog=command, config=no_comments)
     except SystemExit:
         raise UserError(_one_line(_as_called(complaint.getvalue(), config), command)) from None
     _check_values(found, config)

@@ -50,7 +50,7 @@ from core.parallel.recompute import apply_recompute
 from core.quant.choose import choose
 from core.runtime import process_holding
 from core.trace.machine import Bandwidth, bandwidth_of, described_bandwidth
-from core.trace.tracer import trace_step
+from core.trace.tracer import StepTrace, trace_step
 from core.weights import read_json
 
 
@@ -308,9 +308,18 @@ def _own_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
 
 def by_gemini(config: DiffusionPlanConfig, shape: Shape, model: nn.Module) -> Footprint:
     """The footprint under Gemini on a rank's device; the budget holds model data, activations and messages."""
-    assert config.gemini.budget is not None
+    return under_budget(config, model, traced(config, shape, model))
+
+
+def traced(config: DiffusionPlanConfig, shape: Shape, model: nn.Module) -> StepTrace:
+    """A step of the model, which recomputes from then on what the run would recompute."""
     apply_recompute(model, config.recompute)
-    step = trace_step(model, _loss_of(config, shape), config.speed)
+    return trace_step(model, _loss_of(config, shape), config.speed)
+
+
+def under_budget(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace) -> Footprint:
+    """The footprint of such a step under Gemini's budget."""
+    assert config.gemini.budget is not None
     ranks, budget_bytes = config.nproc if config.zero else 1, parse_bytes(config.gemini.budget)
     found = estimate_gemini(
         model,

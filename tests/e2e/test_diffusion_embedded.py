@@ -21,15 +21,16 @@ RIGHT = 0.9
 
 def test_what_is_painted_is_what_the_captions_say(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    (tmp_path / "prompts.txt").write_text("\n".join(caption(thing) for thing in things()))
+    shown = things()[::3]  # every shape, colour and ground, on equal terms
+    (tmp_path / "prompts.txt").write_text("\n".join(map(caption, shown)))
     options = ("--prompts", tmp_path / "prompts.txt", "--batch", 40, "--steps", 15, "--guidance", 3)
     done = run("-m", "apps.diffusion", "sample", *options, "--out", tmp_path / "out", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     painted = as_pixels(Image.open(path) for path in sorted((tmp_path / "out").glob("*.png")))
     detector = train_detector(load_pipeline(EMBEDDED).vae, num_pictures=1200, epochs=8)
-    found = asdict(attributes(detector, painted, things()))
+    found = asdict(attributes(detector, painted, shown))
     assert min(found[name] for name in ("shape", "colour", "ground")) >= RIGHT, found
-    mixed = asdict(attributes(detector, painted, things()[::-1]))
+    mixed = asdict(attributes(detector, painted, shown[::-1]))
     assert max(mixed[name] for name in ("shape", "colour", "ground")) < 0.5, "the captions of other pictures are wrong"
 
 

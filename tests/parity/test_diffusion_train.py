@@ -59,11 +59,14 @@ class Case:
     lora: LoraConfig | None = None
     budget: str | None = None
     compile: bool = False
+    shallow: bool = False
+    layers: int = 1
 
 
 def denoiser(case: Case) -> tuple[Pipeline, Denoiser]:
     """What learns, in fp32 as it is loaded; adapters begin with a part of their own."""
-    pipeline = tiny_pipeline(prediction=case.prediction)  # pyright: ignore[reportArgumentType]
+    shape = {"shallow": case.shallow, "layers": case.layers}
+    pipeline = tiny_pipeline(prediction=case.prediction, **shape)  # pyright: ignore[reportArgumentType]
     model = Denoiser(pipeline.unet, pipeline.text_encoder if case.train_text else None, channels_last=True).train()
     if case.lora is not None:
         add_adapters(model, case.lora, seed=3)
@@ -248,16 +251,17 @@ def test_adapters_learn_as_pefts_do(ranks) -> None:
 
 LORA = LoraConfig(rank=2, alpha=3.0, targets="all")
 TEXT = {"train_text": True}
+FULL = {"recompute": RecomputeConfig("full")}
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1-zero3": (1, TEXT | {"zero": 3}),
     "1-gemini": (1, TEXT | {"budget": "6.6MB"}),
-    "1-gemini-accumulated": (1, {"budget": "2.4MB", "microbatch": 3, "recompute": RecomputeConfig("full")}),
+    "1-gemini-accumulated": (1, FULL | {"budget": "1.7MB", "microbatch": 3, "shallow": True}),
     "2-zero1-accumulated": (2, {"zero": 1, "microbatch": 3}),
     "2-zero2": (2, TEXT | {"zero": 2}),
-    "2-zero3-recomputed": (2, TEXT | {"zero": 3, "recompute": RecomputeConfig("full")}),
+    "2-zero3-recomputed": (2, TEXT | FULL | {"zero": 3}),
     "2-gemini": (2, TEXT | {"zero": 3, "budget": "4.1MB"}),
     "2-lora-zero2": (2, TEXT | {"lora": LORA, "zero": 2}),
-    "4-zero0-recomputed": (4, {"recompute": RecomputeConfig("selective")}),
+    "2-zero0-recomputed": (2, {"recompute": RecomputeConfig("selective")}),
     "4-zero3-accumulated": (4, TEXT | {"zero": 3, "microbatch": 1}),
     "4-gemini-copies": (4, {"budget": "1.8MB", "recompute": RecomputeConfig("full", every=2)}),
 }
@@ -266,7 +270,7 @@ _WANTED: dict[Case, dict[str, Any]] = {}
 
 FACTORS = {
     name: {
-        "ranks": num_ranks,
+        "ranks": min(num_ranks, 2),  # four see nothing that two do not: they are for `make soak`
         "zero": options.get("zero", 0),
         "gemini": "budget" in options,
         "accumulated": "microbatch" in options,
@@ -291,7 +295,7 @@ def test_ranks_train_as_one(ranks, mesh: str) -> None:
 def test_a_missing_collective_is_seen(ranks) -> None:
     for options, without in (
         (TEXT, ("core.parallel.data", "all_reduce")),
-        ({"lora": LORA, "zero": 2}, ("core.parallel.data", "reduce_scatter_tensor")),
+        (TEXT | {"lora": LORA, "zero": 2}, ("core.parallel.data", "reduce_scatter_tensor")),
     ):
         difference, _, _ = _difference(ranks, 2, options, without)
         assert not difference <= 1e4 * TOLERANCE, without
@@ -299,7 +303,7 @@ def test_a_missing_collective_is_seen(ranks) -> None:
 
 def test_compiled_blocks_train_as_they_are(ranks) -> None:
     """A U-Net's blocks are unlike each other: all are compiled, for two sizes of pictures, not only the first few."""
-    case = Case(prior=True, train_text=True, steps=2)
+    case = Case(prior=True, train_text=True, steps=2, shallow=True, layers=2)
     graphs, compiled = ranks(1).run(counted, replace(case, compile=True))[0]
     difference, where = largest_difference([compiled], ranks(1).run(ours, case)[0], case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"

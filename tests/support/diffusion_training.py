@@ -16,7 +16,12 @@ LATENTS = (4, 8, 8)
 TOKENS = 16
 
 
-def tiny_pipeline(seed: int = 0, prediction: Prediction = "epsilon", width: int = 16) -> Pipeline:
+def tiny_pipeline(
+    seed: int = 0, prediction: Prediction = "epsilon", width: int = 16, shallow: bool = False, layers: int = 1
+) -> Pipeline:
+    """
+    shallow  with a U-Net of one block that reads the prompt: a third of the parameters, for what no depth matters to
+    """
     tokenizer = narrow_tokenizer(TOKENS)
     unet = {
         "sample_size": 8,
@@ -25,11 +30,12 @@ def tiny_pipeline(seed: int = 0, prediction: Prediction = "epsilon", width: int 
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
         "block_out_channels": [8, 16],
-        "layers_per_block": 1,
+        "layers_per_block": layers,
         "cross_attention_dim": width,
         "attention_head_dim": 2,
         "norm_num_groups": 4,
     }
+    one_block = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["UpBlock2D"], "mid_block_type": None}
     vae = {
         "down_block_types": ["DownEncoderBlock2D"] * 2,
         "up_block_types": ["UpDecoderBlock2D"] * 2,
@@ -52,6 +58,7 @@ def tiny_pipeline(seed: int = 0, prediction: Prediction = "epsilon", width: int 
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        unet |= one_block | {"block_out_channels": [8]} if shallow else {}
         modules = (build_unet(unet).eval(), build_vae(vae).eval(), build_text_encoder(text).eval())
     return Pipeline(*modules, tokenizer, schedule(prediction_type=prediction))
 

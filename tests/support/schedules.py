@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apps.diffusion.generate import PictureJob, Sampling, check_sampling, draw_latents
 from apps.diffusion.noise import fields_of
-from apps.diffusion.pipeline import Pipeline, build_unet
+from apps.diffusion.pipeline import Pipeline
 from apps.diffusion.samplers import CLASSES, MODEL, draw_noise
 from core.config import UserError
 from tests.support.diffusion_training import tiny_pipeline
@@ -48,13 +48,7 @@ FEW_TIMESTEPS = {"num_train_timesteps": 100}
 
 def shallow_pipeline() -> Pipeline:
     """fp64, with a U-Net of one block that reads the prompt: compared is what samplers do with a prediction."""
-    pipeline = tiny_pipeline(0)
-    given = dict(pipeline.unet.config)
-    one_block = {"down_block_types": ["CrossAttnDownBlock2D"], "up_block_types": ["UpBlock2D"], "mid_block_type": None}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pipeline.unet = build_unet(given | one_block | {"block_out_channels": [8]}).eval()
-    return pipeline.to(F64)
+    return tiny_pipeline(shallow=True).to(F64)
 
 
 @dataclass(frozen=True)

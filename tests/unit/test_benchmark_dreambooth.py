@@ -99,9 +99,15 @@ def _value(command: list[str], name: str) -> str:
 def test_a_folder_without_the_script_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no examples/dreambooth/train_dreambooth\.py; give a checkout of"):
         dreambooth.measure(Options(peers_source=tmp_path))
-    figures = tmp_path / "none.json"
-    with pytest.raises(UserError, match="failed: "):
-        dreambooth.watched([sys.executable, str(tmp_path / "nothing.py")], figures)
+
+
+def test_a_run_that_fails_is_told_by_its_last_words(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # whose every program fails
+    python.write_text("#!/bin/sh\necho first >&2\necho $PWD $2 $3 $4 >&2\nexit 3\n")
+    python.chmod(0o755)
+    words = f"{dreambooth.ROOT} benchmarks.dreambooth_run none.json nothing.py"
+    with pytest.raises(UserError, match=rf"failed: \['{words}'\]"):
+        dreambooth.watched([str(python), "nothing.py"], Path("none.json"))
 
 
 def test_a_run_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ class AutoencoderConfig(TrainConfig):
 
     global_batch: int = 8
     num_pictures: int = 4096
+    num_heldout: int = 256
+    """pictures that the PSNR is of"""
 
 
 def autoencoder(out: Path, steps: int = 1000) -> AutoencoderConfig:
@@ -123,7 +125,7 @@ def _pictures(config: AutoencoderConfig) -> Tensor:
 
 
 def _heldout(vae: VAE, config: AutoencoderConfig) -> dict[str, float]:
-    pixels_N3HW = pixels_of(varied_drawings(512, config.seed + 1)[1::2])
+    pixels_N3HW = pixels_of(varied_drawings(2 * config.num_heldout, config.seed + 1)[1::2])
     return {"heldout_psnr_db": psnr_db(reconstruct(vae, pixels_N3HW), pixels_N3HW)}
 
 

@@ -22,9 +22,8 @@ MOST_BYTES = 6_000_000
 
 
 def test_training_starts_from_what_follows_from_a_seed(tmp_path: Path) -> None:
-    config = dataclasses.replace(
-        autoencoder.autoencoder(tmp_path, steps=2), num_pictures=16, global_batch=2, device="cpu"
-    )
+    config = autoencoder.autoencoder(tmp_path, steps=2)
+    config = dataclasses.replace(config, num_pictures=16, num_heldout=4, global_batch=2, device="cpu")
     pictures, start = prepare.prepare(tmp_path / "one", config, config, num_pictures=6)
     assert len(list(pictures.glob("*.png"))) == 6
     files = {path.relative_to(start): path.read_bytes() for path in start.rglob("*") if path.is_file()}

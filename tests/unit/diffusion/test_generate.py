@@ -93,7 +93,7 @@ def test_without_guidance_there_is_one_pass(narrow, monkeypatch):
 def test_sliced_attention_is_the_same_attention_in_less_memory(narrow):
     pipeline = narrow_pipeline(1).to(torch.float64)
     x, text = torch.randn(2, 4, 16, 16, dtype=torch.float64), torch.randn(2, 7, 32, dtype=torch.float64)
-    peaks, results = [], []
+    peaks, results, pictures = [], [], []
     for name, heads in (("flash", 1), ("sliced", 1), ("sliced", 16)):
         for module in (pipeline.unet, pipeline.vae):
             set_attention(module, name, heads)
@@ -101,12 +101,12 @@ def test_sliced_attention_is_the_same_attention_in_less_memory(narrow):
         with torch.no_grad(), account:
             results.append(pipeline.unet(x, 10, text)[0])
         peaks.append(account.peak_bytes)
-        results.append(torch.stack(list(decode(pipeline, x))))
-    for found in results[2:4]:
-        assert found.dtype in (torch.float64, torch.float32)
+        if heads == 1:
+            pictures += decode(pipeline, x[:1])
+    assert results[1].dtype == torch.float64
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(results[2], results[0], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(results[4], results[0], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(results[3], results[1])
+    torch.testing.assert_close(pictures[1], pictures[0])
     assert peaks[2] > peaks[1] + 10 * 8 * 256 * 256
     processors = pipeline.unet.attn_processors.values()
     assert len(processors) == 32
@@ -115,9 +115,9 @@ def test_sliced_attention_is_the_same_attention_in_less_memory(narrow):
 
 def test_a_tiled_decoder_needs_less_memory():
     pipeline = narrow_pipeline(2)
-    latents = torch.randn(1, 4, 32, 32)
+    latents = torch.randn(1, 4, 24, 24)
     peaks, pictures = [], []
-    for tile in (None, 256, 64):
+    for tile in (None, 192, 64):
         if tile is not None:
             sample.tile_vae(pipeline, tile)
         account = MemoryAccount()

@@ -31,7 +31,7 @@ def test_the_process_stays_within_the_plan(size: Size) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("memory")
-    save_pipeline(tiny_pipeline(), folder / "tiny")
+    save_pipeline(tiny_pipeline(shallow=True), folder / "weights")
     write_pictures(folder / "pictures", 2)
     return folder
 
@@ -53,7 +53,7 @@ def test_what_was_trained_is_gone_when_the_pipeline_is_loaded_again(
         saved(config)
 
     denoiser, saved = train.denoiser, train.save
-    argv = ["--model", folder / "tiny", "--data.images", folder / "pictures", "--data.global-batch", 1, "--steps", 1]
+    argv = ["--model", folder / "weights", "--data.images", folder / "pictures", "--data.global-batch", 1, "--steps", 1]
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--log.no-tensorboard", "--data.resolution", 16, *options]
     with patch.object(train, "denoiser", build), patch.object(train, "save", save):
         assert finetune.main([str(word) for word in argv]) == 0
@@ -62,10 +62,10 @@ def test_what_was_trained_is_gone_when_the_pipeline_is_loaded_again(
 
 def test_drawing_gives_freed_memory_back(folder: Path, tmp_path: Path) -> None:
     """On a CPU, to the process's allocator as it was before."""
-    argv = ["--model", folder / "tiny", "--prompt", "a", "--steps", 1, "--device", "cpu", "--out", tmp_path / "out"]
+    argv = ["--model", folder / "weights", "--prompt", "a", "--steps", 1, "--device", "cpu", "--out", tmp_path / "out"]
     with patch("core.runtime.give_back_freed_memory") as gives_back, patch("core.runtime._set_allocator") as before:
         assert sample.main([str(word) for word in argv]) == 0
-        held = tiny_pipeline().stored_bytes
+        held = tiny_pipeline(shallow=True).stored_bytes
         assert [call.args for call in gives_back.call_args_list] == [(held,)]
         assert before.call_count == 1
         with freed_memory_given_back(held, torch.device("cuda")):
@@ -73,5 +73,5 @@ def test_drawing_gives_freed_memory_back(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_plan_says_what_a_process_on_a_cpu_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", str(folder / "tiny"), "--task", "train"]) == 0
+    assert main(["--model", str(folder / "weights"), "--task", "train"]) == 0
     assert "on a CPU the process takes" in capsys.readouterr().out

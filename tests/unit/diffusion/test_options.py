@@ -59,8 +59,8 @@ TOLD = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("diffusion")
-    save_pipeline(tiny_pipeline(), folder / "weights")
-    adapted = Denoiser(tiny_pipeline().unet, None, False)
+    save_pipeline(tiny_pipeline(shallow=True), folder / "weights")
+    adapted = Denoiser(tiny_pipeline(shallow=True).unet, None, False)
     add_adapters(adapted, LoraConfig(), seed=0)
     save_lora(adapters_of(adapted), folder / "lora.safetensors", "diffusers", torch.float32)
     write_pictures(folder / "pictures", 3)

@@ -10,13 +10,14 @@ import torch
 from apps.diffusion import finetune
 from apps.diffusion.adapters import LoraConfig
 from apps.diffusion.footprint import (
-    by_gemini,
     by_replicas,
     footprint,
     int8_bytes,
     modules_of,
     shape_of,
+    traced,
     trained_model,
+    under_budget,
 )
 from apps.diffusion.pipeline import save_pipeline
 from apps.diffusion.plan import main
@@ -32,6 +33,7 @@ from tests.support.diffusion_training import tiny_pipeline, write_pictures
 
 UNET, VAE, TEXT = 859_520_964, 83_653_863, 123_060_480
 FULL = RecomputeConfig("full")
+SHALLOW = tiny_pipeline(shallow=True)
 by_depth = pytest.mark.parametrize("name", ["tiny", pytest.param("narrow", marks=pytest.mark.soak)])
 """Two levels with a block each, and Stable Diffusion's depth."""
 
@@ -41,6 +43,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     save_pipeline(narrow_pipeline(0), folder / "narrow")
     save_pipeline(tiny_pipeline(), folder / "tiny")
+    save_pipeline(SHALLOW, folder / "shallow")
     write_pictures(folder / "pictures", 4, sizes=((64, 64),))
     return folder
 
@@ -56,9 +59,9 @@ def test_the_plan_of_sampling_at_full_size():
 
 def test_the_plan_of_sampling(folder):
     """Int8 spares what the weights spare; slices of scores need more than a flash kernel; tiles less than a picture."""
-    base = DiffusionPlanConfig(model=str(folder / "tiny"), pixels=128, precision="fp16")
+    base = DiffusionPlanConfig(model=str(folder / "shallow"), pixels=128, precision="fp16")
     plain = footprint(base)
-    assert sum(plain.resident.values()) == sum(2 * p.numel() for m in tiny_modules() for p in m.parameters())
+    assert sum(plain.resident.values()) == sum(2 * p.numel() for m in SHALLOW.modules.values() for p in m.parameters())
     eighth = footprint(replace(base, scheme="int8"))
     assert eighth.resident["U-Net"] < plain.resident["U-Net"]
     assert plain.moments["U-Net"] < eighth.moments["U-Net"] < plain.moments["U-Net"] + plain.resident["U-Net"]
@@ -68,19 +71,15 @@ def test_the_plan_of_sampling(folder):
     assert sliced.moments["VAE"] < 4 * 4096 * 4096  # the scores of a tile are those of 1024 positions
 
 
-def tiny_modules():
-    return tiny_pipeline().modules.values()
-
-
 def planned(config, by):
     shape = shape_of(config)
     return by(config, shape, trained_model(config, modules_of(config, shape)))
 
 
 def test_the_plan_of_training(folder):
-    count = sum(p.numel() for p in tiny_pipeline().unet.parameters())
+    count = sum(p.numel() for p in SHALLOW.unet.parameters())
     base = DiffusionPlanConfig(
-        task="train", model=str(folder / "tiny"), batch=8, pixels=64, precision="bf16", recompute=FULL
+        task="train", model=str(folder / "shallow"), batch=8, pixels=64, precision="bf16", recompute=FULL
     )
     whole = planned(base, by_replicas)
     expected = {"parameters": 2 * count, "masters": 4 * count, "optimizer's state": 8 * count}
@@ -93,21 +92,28 @@ def test_the_plan_of_training(folder):
     assert 0 < message < 4 * count  # which one rank does not make
     # gradients scattered in fp32, parameters gathered in bf16
     assert spread.seconds["messages between devices"] == pytest.approx((4 + 2) * count * 3 / 4 / 25e9, rel=0.02)
-    kept = footprint(replace(base, recompute=RecomputeConfig()))
+    kept = planned(replace(base, recompute=RecomputeConfig()), by_replicas)
     assert kept.moments["forward and backward"] > whole.moments["forward and backward"]
     assert kept.seconds["computing"] < 0.9 * whole.seconds["computing"]
 
 
 def test_gemini_fits_a_step_into_its_budget(folder):
-    base = DiffusionPlanConfig(task="train", model=str(folder / "tiny"), batch=1, recompute=FULL)
+    base = DiffusionPlanConfig(task="train", model=str(folder / "shallow"), batch=1, recompute=FULL)
+    shape = shape_of(base)
+    model = trained_model(base, modules_of(base, shape))
+    step = traced(base, shape, model)
+
+    def planned(budget):
+        return under_budget(replace(base, gemini=GeminiConfig(budget)), model, step)
+
     with pytest.raises(UserError, match="too small for this model and batch; give at least") as refused:
-        planned(replace(base, gemini=GeminiConfig("10KiB")), by_gemini)
+        planned("10KiB")
     [least] = re.findall(r"give at least ([\d.]+) MiB", str(refused.value))
-    tight = planned(replace(base, gemini=GeminiConfig(f"{least}MiB")), by_gemini)
+    tight = planned(f"{least}MiB")
     assert tight.least_bytes <= tight.peak_bytes <= float(least) * 2**20
-    roomy = footprint(replace(base, gemini=GeminiConfig("1GB")))
+    roomy = planned("1GB")
     assert roomy.host_bytes == 0
-    assert tight.host_bytes > 8 * sum(p.numel() for p in tiny_pipeline().unet.parameters())
+    assert tight.host_bytes > 8 * sum(p.numel() for p in SHALLOW.unet.parameters())
     assert sum(tight.seconds.values()) > sum(roomy.seconds.values())
     assert "the smallest budget is" in tight.said
 
@@ -170,9 +176,9 @@ def test_the_plan_counts_what_sampling_allocates(folder, name):
     assert int8_bytes(load_pipeline(folder / name).unet) == stored_bytes(unet)
 
 
-def test_the_command_of_the_plan(capsys, tmp_path):
-    tiny = str(save_pipeline(tiny_pipeline(), tmp_path / "tiny"))
-    words = ["--model", tiny, "--precision", "fp16", "--scheme", "int8", "--memory", "4GB"]
+def test_the_command_of_the_plan(folder, capsys, tmp_path):
+    weights = str(folder / "shallow")
+    words = ["--model", weights, "--precision", "fp16", "--scheme", "int8", "--memory", "4GB"]
     for planned_for in (["--device", "cuda"], ["--gpu", "A100"]):
         assert main([*words, *planned_for]) == 0
         said = capsys.readouterr().out
@@ -183,14 +189,14 @@ def test_the_command_of_the_plan(capsys, tmp_path):
     assert "how long a CPU takes is not foreseen" in said
     assert "the plan is the same without --utilisation" in said
     # Between what the tensors of this narrow pipeline take and what a process does: a device of that size holds it.
-    between = ["--model", tiny, "--memory", "30MiB"]
+    between = ["--model", weights, "--memory", "30MiB"]
     assert main([*between, "--device", "cuda"]) == 0
     with pytest.raises(UserError, match="per rank, the CPU has 30 MiB"):
         main([*between, "--device", "cpu"])
     for argv, line in (
         (["--gpu", "A100", "--device", "cpu"], "gpu=A100 with device=cpu; give one of them"),
         (
-            ["--model", tiny, "--device", "cuda", "--memory", "1KB"],
+            ["--model", weights, "--device", "cuda", "--memory", "1KB"],
             r"needs .* per rank, the device has 1000 bytes; try --scheme int8",
         ),
         (["--recipe", "lora_1gb"], "no recipe 'lora_1gb', did you mean lora_4gb"),
@@ -207,7 +213,7 @@ def test_the_command_of_the_plan(capsys, tmp_path):
 
 def test_a_budget_on_a_cpu_is_planned_by_what_its_run_would_measure(folder, capsys, monkeypatch):
     """By Gemini's own probe of this machine, whatever a GPU's data sheet says."""
-    words = ["--task", "train", "--model", str(folder / "tiny"), "--gemini.budget", "60MB"]
+    words = ["--task", "train", "--model", str(folder / "shallow"), "--gemini.budget", "60MB"]
     asked = []
 
     def probe(device, ranks, num_bytes):
@@ -219,7 +225,7 @@ def test_a_budget_on_a_cpu_is_planned_by_what_its_run_would_measure(folder, caps
     assert main([*words, "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert asked == [("cpu", 1, LEAST_PROBE_BYTES)]
-    touched_s = 8 * sum(p.numel() for p in tiny_pipeline().unet.parameters()) / 1e6
+    touched_s = 8 * sum(p.numel() for p in SHALLOW.unet.parameters()) / 1e6
     assert float(re.search(r"a step takes about ([\d.e+]+) s", said)[1]) > touched_s
     assert "copies as measured on this CPU now" in said
     assert "A100" not in said
