@@ -6,12 +6,9 @@ A table is options in rows and columns. What stands in a cell, and the reasons b
 with which every run begins says it, and that asks the records of schedules, grids, forms and optimizers.
 """
 
-import inspect
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from unittest.mock import patch
 
 from apps.llm.config import check_combination
 from apps.llm.recipes import RECIPES
@@ -168,7 +165,6 @@ def refusal(row: str, column: str) -> str | None:
     return None
 
 
-@patch.object(inspect, "getsource", cache(inspect.getsource))  # tyro's texts of options: half of its time
 def shown(table: Combinations) -> str:
     """The table and the reasons of what it refuses; cells of two settings of one option are empty."""
     lines = [

@@ -1,4 +1,6 @@
-"""Ranks of which one fails while the other waits and hears no signal: `python -m tests.support.failing MODE FOLDER --ranks 2`.
+"""Ranks of which one fails while the other waits and hears no signal.
+
+    python -m tests.support.failing MODE FOLDER --ranks 2
 
 raise  rank 1 raises    kill  rank 1 is killed    far  rank 1 raises, and rank 0 waits for it in a collective
 early  before there is a process group rank 1 meets a full disk, and rank 0 takes longer    both  rank 0 meets it, too

@@ -1,11 +1,11 @@
-"""Parsers of options that are made once: tyro makes one anew for each line of words, a quarter of a second on 150
-options, and tests of options parse thousands."""
+"""Parsers of options that are made once: tyro makes one anew for each line of words, and tests of options parse
+thousands."""
 
 from typing import Any
 
 
 def parse_with_known_parsers() -> None:
-    """Keep tyro's specification of each parser, by the type of its options and by their defaults, which it is made of."""
+    """Keep tyro's specification of each parser, by what it is made of: the type of its options and their defaults."""
     from tyro import _parsers
 
     known: dict[tuple[Any, ...], Any] = {}
