@@ -154,8 +154,8 @@ def _use_old_names() -> None:
 
 
 @contextmanager
-def pretended(num_ranks: int) -> Iterator[None]:
-    """Pretend, for the length of the block, to be rank 0 of a process group of which no other rank exists.
+def pretended(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Pretend, for the length of the block, to be one rank of a process group of which no other rank exists.
 
     Messages come back at once, with whatever was in their memory: for shapes, bytes and FLOPs, not for values.
     Raises RuntimeError in a process that has a group.
@@ -163,7 +163,7 @@ def pretended(num_ranks: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("this process has a process group, and ranks can be pretended only without one")
     _use_old_names()
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=num_ranks)
     try:
         yield
     finally:

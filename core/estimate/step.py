@@ -1,55 +1,72 @@
 """A training step of any module before it runs: its own code, on tensors without memory and ranks that do not exist.
 
-1. The model is spread over a mesh of pretended ranks by `core.compose` and gets its optimizer, as in a run.
+1. The model is spread over a mesh of pretended ranks by `core.compose` and gets its optimizer, as in a run. Blocks
+   that are alike are traced once (`core.trace.alike`): the step with few of them and with one period more says to the
+   byte what it takes with all.
 2. A step of the run's runs on fake tensors, as rank 0: forwards, backwards, reduction, clipping's norm, update,
-   publishing. Autograd keeps what it would keep, FSDP2 gathers what it would gather, checkpoints compute again.
+   publishing. Autograd keeps what it would keep, FSDP2 gathers what it would gather, checkpoints compute again. Of a
+   pipeline those ranks' steps run of which one is the fullest, each by itself (`core.estimate.stages`).
 3. Meanwhile an account notes which storages are alive (`core.trace.account`), which messages are sent over which axis
    (`core.comm.volume`), and what each operator computes and touches. The step is cut where its phases end.
 
-Microbatches between the first and the last repeat the first, so two stand for any number.
+Microbatches between the first and the last repeat the first, so two stand for any number. Routers send each expert as
+many rows as another (`core.trace.balanced`), as many as it has room for.
 
 Not seen: memory inside one operator, libraries' workspaces, the allocator's fragmentation. Operators are those of a
-CPU, whose norms and attention keep a little more or less than a GPU's. A step that looks at values is refused, and so
-are pipelines, whose stages wait for each other.
+CPU, whose norms and attention keep a little more or less than a GPU's. A step that looks at values is refused.
 """
 
+import gc
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.volume import Volume, count_volume
 from core.compat import FakeTensor, FakeTensorMode, tree_leaves, without_modes
 from core.compose import ParallelConfig, parallelize
 from core.config import UserError, in_words
+from core.estimate.growth import cuts_of, plan_of
+from core.estimate.stages import ActionSums, Sums, added, few_microbatches, telling_ranks
 from core.mesh import MeshConfig, build_mesh, mesh_shape
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import gradient_norm, scale_gradients
+from core.optim.home import WholeMatrixOptimizer
 from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.run import Pipeline
+from core.parallel.pipeline.schedule import Action, Kind
+from core.parallel.pipeline.shapes import Form
+from core.parallel.pipeline.stages import split_into_stages
+from core.placement.stages import StageSplit
 from core.placement.style import Plan
-from core.placement.table import NO_PLAN, ModelPlan, parameter_names, set_parameter
+from core.placement.table import NO_PLAN, ModelPlan, model_plan, parameter_names, set_parameter
 from core.runtime import pretended
 from core.trace.account import DEVICE_OF, MemoryAccount, plain_tensors
+from core.trace.alike import Cut, Growth, Label, NotAlike, Section, Traced, grown, shortened
+from core.trace.balanced import balanced_loads
 from core.trace.machine import Speed
-from core.trace.tracer import operator_cost
-
-_Work = dict[tuple[str, str, str], float]
-"""FLOPs and seconds; calls and bytes of messages, by operation and axis."""
+from core.trace.tracer import operator_cost, tensors_in
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The estimate of the first rank, who has the largest shards.
+    """The estimate of the first rank, who has the largest shards; of a pipeline, of the fullest stage's.
 
     gradients_bytes    what the optimizer reads
     masters_bytes      those that are not the parameters themselves
     state_bytes        the optimizer's
-    activations_bytes  what a microbatch's forward leaves for its backward
+    activations_bytes  what a microbatch's forward leaves for its backward; of a pipeline's first backward, those of all
+                       microbatches that are in flight then
     phases             the most bytes alive at once in each part of the step
-    flops, compute_s   of the whole step, what is recomputed included
+    flops, compute_s   of the whole step, what is recomputed included; seconds of the stage that takes longest, without
+                       the time in which it waits for others
     sent               messages and their bytes of the whole step, by operation and axis
     """
 
@@ -101,134 +118,297 @@ def estimate_step(
 ) -> StepEstimate:
     """One optimizer step of `num_microbatches` microbatches.
 
-    model  without values, on the meta device; it is spread, and of no more use
+    model  without values, on the meta device; it may be spread, and be of no more use
     loss   of a microbatch; makes its tensors itself, which then have no memory
     mesh   resolved
 
-    Raises UserError for what `parallelize` refuses, for pipelines and Gemini, and for a step that looks at values.
+    Raises UserError for what `parallelize` refuses, for Gemini, and for a step that looks at values.
     """
-    if mesh.pp > 1:
-        raise UserError(f"mesh.pp={mesh.pp}: a pipeline's step is not estimated for this model; use --mesh.pp 1")
     if parallel.gemini.budget is not None:
         raise UserError(f"gemini.budget={parallel.gemini.budget}: Gemini plans the step by itself; leave it out")
-    with pretended(mesh_shape(mesh).size()):
-        built, chosen = build_mesh(mesh, "cpu"), optimizer or OptimConfig()
+    step = _Step(mesh, parallel, speed, model_plan(plan), optimizer or OptimConfig(), loss, num_microbatches)
+    split = step.split(model)
+    ranks = [0] if split is None else telling_ranks(split, parallel.pipeline, num_microbatches)
+    found = [step.of_rank(model, split, rank) for rank in ranks]
+    fullest = max(found, key=lambda estimate: estimate.peak_bytes)
+    return replace(fullest, compute_s=max(estimate.compute_s for estimate in found))
+
+
+@dataclass
+class _Step:
+    """The step of a run, to be traced on any rank and with any number of blocks.
+
+    form  of what pipeline stages hand on, once the first one has been traced
+    axes  sizes of those that messages are counted by
+    """
+
+    sizes: MeshConfig
+    parallel: ParallelConfig
+    speed: Speed
+    plan: ModelPlan
+    options: OptimConfig
+    loss: Callable[[nn.Module], Tensor]
+    num_microbatches: int
+    form: Form | None = None
+    axes: dict[str, int] = field(default_factory=dict)
+
+    def split(self, model: nn.Module) -> StageSplit | None:
+        """The stages of a pipeline.  Raises UserError for a model that is in no plan for one."""
+        if self.sizes.pp == 1:
+            return None
+        if self.plan.pipeline is None:
+            raise UserError(
+                f"mesh.pp={self.sizes.pp}: no plan says what of this model is a stage's; use --mesh.pp 1, or a model "
+                "of our decoder"
+            )
+        return split_into_stages(model, self.plan.pipeline, self.sizes.pp, self.parallel.pipeline)
+
+    def of_rank(self, model: nn.Module, split: StageSplit | None, rank: int) -> StepEstimate:
+        """The estimate of the first rank of a pipeline's stage; the model is left as it was."""
+        shape = mesh_shape(self.sizes)
+        behind = shape.shape[shape.mesh_dim_names.index("pp") + 1 :] if "pp" in shape.mesh_dim_names else ()
+        given = model, self.sizes, self.parallel, self.plan, split, rank
+        with pretended(shape.size(), rank * math.prod(behind)):
+            mesh = build_mesh(self.sizes, "cpu")
+            trace = partial(self.trace, model, mesh, split)
+            cuts = cuts_of(*given)
+            growths = [growth for cut in cuts for growth in cut.growths]
+            if growths:
+                with suppress(NotAlike):
+                    few, *more = (trace(cuts, longer) for longer in (None, *growths))
+                    return _estimate(*grown(few, list(zip(growths, more, strict=True))), self.axes)
+            return _estimate(*grown(trace(cuts_of(*given, few=False))), self.axes)
+
+    def trace(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        split: StageSplit | None,
+        cuts: Sequence[Cut],
+        longer: Growth | None = None,
+    ) -> Traced:
+        """The step with the blocks that the cuts leave.  Raises NotAlike where it is known not to grow with them."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        eager = torch.compiler.set_stance("force_eager")
-        with fake, eager, count_volume(built) as sent, _Account(speed, sent) as account:
+        with (
+            fake,
+            torch.compiler.set_stance("force_eager"),
+            balanced_loads(),
+            _collected(),
+            count_volume(mesh) as sent,
+            _Account(self.speed, sent) as account,
+        ):
             try:
-                spread = parallelize(_without_memory(model), built, parallel, plan)
-                made = build_optimizer(chosen, spread.masters)
+                parallel = self.parallel if split is None else _with_split(self.parallel, cuts[0], longer)
+                few, plan = shortened(model, cuts, longer), plan_of(self.plan, cuts, longer)
+                spread = parallelize(_without_memory(few), mesh, parallel, plan)
+                optimizer = build_optimizer(self.options, spread.masters)
+                if any(cut.growths for cut in cuts) and isinstance(optimizer, WholeMatrixOptimizer):
+                    raise NotAlike("whole matrices are dealt out by their cost")
                 for master in spread.masters.values():
                     master.grad = torch.empty_like(master)
                 account.updating = True
-                made.step()  # its state comes to be
+                optimizer.step()  # its state comes to be
                 account.updating = False
                 spread.release()
-                return _run(account, spread, made, loss, num_microbatches)
+                for cut in cuts:
+                    account.watch(spread.model, cut.name)
+                self.axes |= sent.sizes
+                return self._run(account, spread, optimizer)
             except RuntimeError as error:  # torch: a value that is not there, an operator without shapes
-                said = next(iter(str(error).splitlines()), "")
-                why = f"cannot be foreseen without values ({type(error).__name__}: {said})"
-                if account.updating:
-                    given = f"optim.name={chosen.name} on {built.size()} ranks"
-                    raise UserError(f"{given}: its update {why}; plan one rank, or another optimizer") from error
-                raise UserError(f"this model's step {why}; plan one that does not look at them") from error
+                raise self._refusal(account, error) from error
+
+    def _refusal(self, account: "_Account", error: RuntimeError) -> UserError:
+        said = next(iter(str(error).splitlines()), "")
+        why = f"cannot be foreseen without values ({type(error).__name__}: {said})"
+        if account.updating:
+            given = f"optim.name={self.options.name} on {mesh_shape(self.sizes).size()} ranks"
+            return UserError(f"{given}: its update {why}; plan one rank, or another optimizer")
+        return UserError(f"this model's step {why}; plan one that does not look at them")
+
+    def _run(self, account: "_Account", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> Traced:
+        """The step, on a rank that has all that it keeps from step to step."""
+        parameters = _storages(spread.model.parameters())
+        masters = _storages(spread.masters.values())
+        state = _storages(value for of_one in optimizer.state.values() for value in of_one.values())
+        run = self._run_stages if isinstance(spread, Pipeline) else self._run_whole
+        sums = run(account, spread)
+        spread.reduce()
+        gradients = _storages(master.grad for master in spread.masters.values() if master.grad is not None)
+        self._update(account, spread, optimizer)
+        sums = added(account.sums(), sums)
+        sums |= {
+            "parameters": sum(parameters.values()),
+            "gradients": sum(gradients.values()),
+            "masters": sum(size for key, size in masters.items() if key not in parameters),
+            "state": sum(state.values()),
+        }
+        return Traced(sums, account.sections[:-1])
+
+    def _run_whole(self, account: "_Account", spread: ParallelModel) -> Sums:
+        """Forwards and backwards; returns the sums of those left out, less what came before."""
+        begun: list[Sums] = []
+        kept = 0
+        account.begin()
+
+        def forward(_: int) -> Tensor:
+            nonlocal kept
+            if begun:
+                account.end("backward")
+            begun.append(account.sums())
+            before = account.current_bytes
+            value = self.loss(spread.model)
+            account.end("forward")
+            kept = account.current_bytes - before
+            return value
+
+        few = min(self.num_microbatches, 2)
+        spread.run(range(few), forward)
+        account.end("backward")
+        # Those between the first microbatch and the last do what the first one does.
+        one = added(begun[-1], begun[0], -1)
+        return added(added({"activations": kept}, begun[0], -1), one, self.num_microbatches - few)
+
+    def _run_stages(self, account: "_Account", spread: Pipeline) -> Sums:
+        """The same of a pipeline rank's actions, one after the other."""
+        if self.form is None:
+            self.form = spread.first_form(lambda: self.loss(spread.model))
+        spread.expect(self.form)
+        account.begin()
+        begun, first = account.sums(), account.current_bytes
+        of_actions, kept, is_filling = ActionSums(begun), 0, True
+
+        def note(action: Action, *_: float) -> None:
+            nonlocal kept, is_filling
+            is_filling &= action.kind is Kind.FORWARD
+            if is_filling:
+                kept = account.current_bytes - first
+            account.end("forward" if action.kind is Kind.FORWARD else "backward")
+            of_actions.note(action, account.sums())
+
+        few = few_microbatches(spread.stages.split, spread.config, spread.rank, self.num_microbatches)
+        spread.observe = note
+        spread.run(range(few), lambda _: self.loss(spread.model))
+        account.end("backward")
+        left_out = of_actions.left_out(self.num_microbatches, account.sums())
+        return added(added({"activations": kept}, begun, -1), left_out)
+
+    def _update(self, account: "_Account", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+        account.mark(Label("norm"))
+        gradient_norm(spread.masters.values(), spread.mesh)
+        scale_gradients(spread.masters.values(), 0.5)
+        account.mark(Label("update"))
+        account.updating = True
+        spread.update(optimizer)
+        account.updating = False
+        account.end("update")
+        spread.release()
+        spread.publish()
+        account.end("publish")
 
 
-def _run(
-    account: "_Account",
-    spread: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[[nn.Module], Tensor],
-    num_microbatches: int,
-) -> StepEstimate:
-    """The step, on a rank that has all that it keeps from step to step."""
-    parameters = _storages(spread.model.parameters())
-    masters = _storages(spread.masters.values())
-    state = _storages(value for of_one in optimizer.state.values() for value in of_one.values())
-    begun: list[_Work] = []
-    activations, account.peak_bytes = 0, account.current_bytes
+def _with_split(parallel: ParallelConfig, cut: Cut, longer: Growth | None) -> ParallelConfig:
+    """The same with as many blocks in each stage as are left."""
+    split = tuple(len(stage) for stage in cut.kept(longer))
+    return replace(parallel, pipeline=replace(parallel.pipeline, split=split))
 
-    def forward(_: int) -> Tensor:
-        nonlocal activations
-        if begun:
-            account.end("backward")
-        begun.append(account.work())
-        before = account.current_bytes
-        value = loss(spread.model)
-        account.end("forward")
-        activations = account.current_bytes - before
-        return value
 
-    few = min(num_microbatches, 2)
-    spread.run(range(few), forward)
-    account.end("backward")
-    spread.reduce()
-    gradients = _storages(master.grad for master in spread.masters.values() if master.grad is not None)
-    gradient_norm(spread.masters.values(), spread.mesh)
-    scale_gradients(spread.masters.values(), 0.5)
-    account.updating = True
-    spread.update(optimizer)
-    account.updating = False
-    account.end("update")
-    spread.release()
-    spread.publish()
-    account.end("publish")
-    # Those between the first microbatch and the last do what the first one does.
-    after, more = account.work(), num_microbatches - few
-    first, second = begun[0], begun[-1]
-    work = {key: n - first.get(key, 0) + more * (second.get(key, 0) - first.get(key, 0)) for key, n in after.items()}
+def _estimate(sums: Sums, phases: dict[str, int], sizes: dict[str, int]) -> StepEstimate:
     calls, num_bytes = (
-        Counter({key[1:]: round(n) for key, n in work.items() if key[0] == kind and n}) for kind in ("calls", "bytes")
+        Counter({key[1:]: round(n) for key, n in sums.items() if key[0] == kind and n}) for kind in ("calls", "bytes")
     )
-    return StepEstimate(
-        parameters_bytes=sum(parameters.values()),
-        gradients_bytes=sum(gradients.values()),
-        masters_bytes=sum(size for key, size in masters.items() if key not in parameters),
-        state_bytes=sum(state.values()),
-        activations_bytes=activations,
-        phases=account.phases,
-        flops=work["flops", "", ""],
-        compute_s=work["seconds", "", ""],
-        sent=Volume(calls, num_bytes, account.sent.sizes),
-    )
+    held = ("parameters", "gradients", "masters", "state", "activations")
+    bytes_of = {f"{kind}_bytes": round(sums[kind]) for kind in held}
+    sent = Volume(calls, num_bytes, sizes)
+    return StepEstimate(**bytes_of, phases=phases, flops=sums["flops"], compute_s=sums["seconds"], sent=sent)
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Garbage goes before, and not at some moment of it: moments are compared."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class _Account(MemoryAccount):
-    """The account of fake tensors, phase by phase, and of what is done."""
+    """The account of fake tensors, section by section, and of what is done."""
 
     _plain_types = (*MemoryAccount._plain_types, FakeTensor)
 
     def __init__(self, speed: Speed, sent: Volume):
         super().__init__()
         self.speed, self.sent = speed, sent
-        self.flops, self.seconds = 0.0, 0.0
+        self.flops, self.seconds = 0, 0.0
         self.updating = False
-        self.phases: dict[str, int] = {}
+        self.sections: list[Section] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.updating and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1  # an update takes the same memory whatever a norm is
         if func is DEVICE_OF:
-            return args[0].device
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         if FakeTensor not in types and func.namespace == "aten" and _has_values((args, kwargs)):
             with without_modes():  # what a step knows without its data, such as the numbers of ranks
                 return func(*args, **(kwargs or {}))
+        before = self.current_bytes
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             flops, num_bytes = operator_cost(func, args, kwargs or {}, result)
             self.flops += flops
             self.seconds += self.speed.seconds(flops, num_bytes)
+            if self.peak_bytes > before:
+                self._note_moment((func, result.nbytes if isinstance(result, Tensor) else 0))
         return result
 
-    def end(self, phase: str) -> None:
-        """A part of the step is over; what was alive meanwhile is noted as its."""
-        self.phases[phase] = max(self.phases.get(phase, 0), self.peak_bytes)
+    def _note_tensor(self, tensor: Tensor) -> None:
+        for plain in plain_tensors(tensor):  # all are of the one device that there is
+            self._note(plain.untyped_storage())
+
+    def _note_moment(self, maker: Any) -> None:
+        if self.sections:
+            self.sections[-1].makers.append(maker)
+            self.sections[-1].alive_bytes.append(self.peak_bytes)
         self.peak_bytes = self.current_bytes
 
-    def work(self) -> _Work:
+    def begin(self) -> None:
+        """Open the first section, and forget those before."""
+        self.sections = []
+        self.peak_bytes = self.current_bytes
+        self.mark(Label("begin"))
+
+    def mark(self, label: Label) -> None:
+        """Begin a section."""
+        self._note_moment(("end",))
+        self.sections.append(Section(label))
+        self._note_moment(("begin",))
+
+    def end(self, phase: str) -> None:
+        """A part of the step is over: the phase of the sections since the last one."""
+        self.mark(Label(phase))
+        for section in self.sections[:-1]:
+            section.phase = section.phase or phase
+
+    def watch(self, model: nn.Module, name: str) -> None:
+        """Mark where blocks of a list begin and end, and where their backwards begin."""
+        for index, block in enumerate(model.get_submodule(name).children()):
+            block.register_forward_pre_hook(self._marks(Label("forward", name, index)))
+            block.register_forward_hook(self._marks(Label("behind", name, index)))
+
+    def _marks(self, label: Label) -> Callable[..., None]:
+        def mark(module: nn.Module, inputs: Any, output: Any = None) -> None:
+            self.mark(label)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.mark(label._replace(what="backward")))
+
+        return mark
+
+    def sums(self) -> Sums:
         """Since the account was opened."""
-        found: _Work = {("flops", "", ""): self.flops, ("seconds", "", ""): self.seconds}
+        found: Sums = {"flops": self.flops, "seconds": self.seconds}
         for kind, counted in (("calls", self.sent.calls), ("bytes", self.sent.bytes)):
             found |= {(kind, *key): n for key, n in counted.items()}
         return found

@@ -17,7 +17,7 @@ Sums are in fp32. A group without rows has a gradient of zeros.
 Shapes: A rows, E groups, I in_features, O out_features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,8 +51,13 @@ def grouped_matmul(x_AI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 def reference(x_AI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """One product a group, also for a group without rows: its weight then has a gradient; what runs on a CPU."""
-    rows = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    return torch.cat([linear(x, weight) for x, weight in zip(x_AI.split(rows), weight_EOI.unbind(), strict=True)])
+    return one_by_one(x_AI, weight_EOI, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
+
+
+def one_by_one(x_AI: Tensor, weight_EOI: Tensor, rows_E: Sequence[int]) -> Tensor:
+    """The same of groups whose numbers of rows the host knows."""
+    groups = x_AI.split(list(rows_E))
+    return torch.cat([linear(x, weight) for x, weight in zip(groups, weight_EOI.unbind(), strict=True)])
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

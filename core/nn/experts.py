@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.kernels.grouped_matmul import grouped_matmul
+from core.kernels.grouped_matmul import grouped_matmul, one_by_one
 from core.nn.mlp import ActivationName, activation_function, is_gated
+from core.trace.balanced import are_balanced, numbers
 
 _ALIGNMENT_BYTES = 16
 _WITHOUT_WAITING = (9, 10)
@@ -72,6 +73,8 @@ def grouped_linear(x_AI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """The rows of expert e times weight[e] transposed, for all e; ends_E int64: where the rows of each end."""
     if takes_torchs_product(x_AI, weight_EOI):
         return by_torchs_product(x_AI, weight_EOI, ends_E)
+    if are_balanced():
+        return one_by_one(x_AI, weight_EOI, numbers(ends_E, x_AI.shape[0]))
     return grouped_matmul(x_AI, weight_EOI, ends_E)
 
 

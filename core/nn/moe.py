@@ -34,6 +34,7 @@ from core.compat import uncompiled
 from core.nn.experts import Experts
 from core.nn.mlp import ActivationName
 from core.nn.routing import Choice, MoEConfig, Routing, Rows, WholeRows, by_expert, choose, most_rows
+from core.trace.balanced import are_balanced
 
 COUNTS_ROWS = ("cpu", "meta")
 """Devices that the host need not wait for to know how many rows there are."""
@@ -99,7 +100,7 @@ class MoE(nn.Module):
 
     def _through_experts(self, x_BLD: Tensor, choice: Choice) -> Tensor:
         x_TD, kept_TE, gates_TE = (x.flatten(0, 1) for x in (x_BLD, choice.kept_BLE, choice.gates_BLE))
-        counts = x_BLD.device.type in COUNTS_ROWS
+        counts = x_BLD.device.type in COUNTS_ROWS and not are_balanced()
         most = None if counts else most_rows(self.config, self.rows, *x_BLD.shape[:2])
         order = by_expert(kept_TE, most)
         y_AD = self.experts(order.real(x_TD.index_select(0, order.token_A)), kept_TE.sum(0))

@@ -260,24 +260,8 @@ class Replicas(DataParallel):
         return self.table[name].master.cuts[-1][1] if self.is_sharded(name) else 0
 
     def _make_buckets(self) -> list["_Bucket"]:
-        """Cut parameters, in the order in which the backward finishes them, into messages of about BUCKET_BYTES.
-
-        A message holds parameters that travel among the same ranks; its place in the order is that of its last one.
-        """
-        buckets: list[list[str]] = []
-        filling: dict[bool, tuple[list[str], int]] = {}
-        order = list(reversed(self.masters))
-        for name in order:
-            num_bytes = local(self.parameters[name]).numel() * self.reduce_dtype.itemsize
-            kind = is_expert(self.table[name])
-            names, room = filling.get(kind, (None, 0))
-            if names is None or num_bytes > room:
-                names, room = [], BUCKET_BYTES
-                buckets.append(names)
-            names.append(name)
-            filling[kind] = names, room - num_bytes
-        buckets.sort(key=lambda names: order.index(names[-1]))
-        return [_Bucket(names, self) for names in buckets]
+        sizes = {n: local(self.parameters[n]).numel() * self.reduce_dtype.itemsize for n in self.masters}
+        return [_Bucket(names, self) for names in in_buckets(sizes, self.table)]
 
     def _hook(self, name: str, bucket: "_Bucket") -> Callable[[Tensor], None]:
         # The garbage collector does not see into these hooks of a parameter: what they held could never be freed.
@@ -342,6 +326,27 @@ class Replicas(DataParallel):
     def publish(self) -> None:
         for bucket in self._buckets:
             bucket.publish()
+
+
+def in_buckets(sizes: Mapping[str, int], table: Table) -> list[list[str]]:
+    """Cut parameters, in the order in which the backward finishes them, into messages of about BUCKET_BYTES.
+
+    A message holds parameters that travel among the same ranks; its place in the order is that of its last one.
+
+    sizes  bytes of each parameter's gradient, in the order of the forward
+    """
+    buckets: list[list[str]] = []
+    filling: dict[bool, tuple[list[str], int]] = {}
+    order = {name: place for place, name in enumerate(reversed(sizes))}
+    for name in order:
+        kind = is_expert(table[name])
+        names, room = filling.get(kind, (None, 0))
+        if names is None or sizes[name] > room:
+            names, room = [], BUCKET_BYTES
+            buckets.append(names)
+        names.append(name)
+        filling[kind] = names, room - sizes[name]
+    return sorted(buckets, key=lambda names: order[names[-1]])
 
 
 class _Bucket:

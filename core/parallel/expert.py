@@ -53,6 +53,7 @@ from core.parallel.grid import FIRST, Spread
 from core.parallel.sequence import GATHER, SCATTER
 from core.parallel.tensor1d import in_features
 from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
+from core.trace.balanced import numbers
 
 
 def require_experts(num_experts: int, ranks: int, axes: tuple[str, ...] = (EXPERT_AXIS,)) -> None:
@@ -96,7 +97,7 @@ def exchanged(
     held   experts of each rank
     """
     arriving_NE = _counts(rows_E, held, axis)
-    sent, received = _splits(rows_E, held, arriving_NE)
+    sent, received = _splits(rows_E, held, arriving_NE, x_AD.shape[0])
     filling = x_AD.shape[0] - sum(sent)
     x_RD = exchange_rows(x_AD[: sum(sent)], sent, received, axis)
     order_R = _by_expert(arriving_NE, sum(received))
@@ -113,11 +114,11 @@ def _counts(rows_E: Tensor, held: list[int], axis: DeviceMesh) -> Tensor:
     return arriving.view(axis.size(), mine)
 
 
-def _splits(rows_E: Tensor, held: list[int], arriving_NE: Tensor) -> tuple[list[int], list[int]]:
-    """Rows to each rank, and from each; one wait for the device."""
+def _splits(rows_E: Tensor, held: list[int], arriving_NE: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Rows to each rank, and from each; one wait for the device.  num_rows: of all, if loads are balanced"""
     leaving_N = torch.stack([rows.sum() for rows in rows_E.split(held)])
-    both = torch.cat([leaving_N, arriving_NE.sum(1)]).tolist()
-    return both[: len(held)], both[len(held) :]
+    both = numbers(torch.stack([leaving_N, arriving_NE.sum(1)], 1).flatten(), 2 * num_rows)
+    return both[::2], both[1::2]
 
 
 def _by_expert(arriving_NE: Tensor, num_rows: int) -> Tensor:

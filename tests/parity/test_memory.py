@@ -114,8 +114,16 @@ def test_estimate_of_stages(ranks, schedule: ScheduleName, recompute: RecomputeM
     shape = decoder_shape(STAGED, device_type="cpu")
     given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
     parallel = ParallelConfig(precision=precision, pipeline=given, recompute=RecomputeConfig(recompute))
-    measured = max(ranks(2).run(peak, STAGED, MeshConfig(pp=2), parallel, 4, run.num_microbatches))
+    of_ranks = ranks(2).run(counted, STAGED, MeshConfig(pp=2), parallel, 4, run.num_microbatches)
+    measured, sent, calls = max(of_ranks, key=lambda of_rank: of_rank[0])
     assert estimate_memory(shape, run).peak_bytes == pytest.approx(measured, rel=0.1)
+    mesh, loss = MeshConfig(pp=2).resolve(2), partial(decoder_loss, 4, STAGED.max_length)
+    with torch.device("meta"):
+        model = Decoder(STAGED)
+    plan, speed = decoder_plan(STAGED, mesh), Speed(1e12, 1e12)
+    traced = estimate_step(model, loss, mesh, parallel, speed, plan, num_microbatches=run.num_microbatches)
+    assert traced.peak_bytes == pytest.approx(measured, rel=0.02)
+    assert (traced.sent.bytes, traced.sent.calls) == (sent, calls)
 
 
 def state_bytes(parallel: ParallelConfig) -> dict[str, int]:

@@ -127,6 +127,23 @@ class Pipeline(ParallelModel):
         dist.all_reduce(step.total, group=self.group)
         return step.total
 
+    # --- without other ranks -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def first_form(self, loss: Callable[[], Tensor]) -> Form:
+        """The form of what the first stage, which must be this rank's, hands on of a microbatch."""
+        with self.stages.computing(0, None):
+            try:
+                loss()
+            except StageEnd as end:
+                activation = check_activation(end.activation)
+                return form_of((activation, *_added(self.stages.carried, activation.device)))
+        raise AssertionError("the loss of stage 0 was computed without calling the model")
+
+    def expect(self, form: Form) -> None:
+        """Take it for the form of all that comes of microbatches without tensors, so that no other rank need say it."""
+        self._shapes |= {(cut, ()): form for cut in range(self.stages.num_stages - 1)}
+
     # --- parameters that stages share ---------------------------------------------------------------------------------
 
     def reduce(self) -> None:
