@@ -171,12 +171,20 @@ def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: Paral
             if config.gemini.budget is not None:
                 raise UserError("experts that are dealt out do not go with gemini.budget; use mesh.ep=1")
             plan = replace(plan, experts=infer_experts(model, ep, sample_of(model)))
-    if pp > 1 and plan.pipeline is None:
-        from core.parallel.infer import infer_stages, sample_of
+    return with_stages(plan, model, pp)
 
-        with _of_option("pp", pp):
-            plan = replace(plan, pipeline=infer_stages(model, sample_of(model)))
-    return plan
+
+def with_stages(plan: ModelPlan, model: nn.Module, pp: int) -> ModelPlan:
+    """The plan of a pipeline of so many ranks; where it says no stages, with those that the model's forward shows.
+
+    Raises UserError where it shows none.
+    """
+    if pp == 1 or plan.pipeline is not None:
+        return plan
+    from core.parallel.infer import infer_stages, sample_of
+
+    with _of_option("pp", pp):
+        return replace(plan, pipeline=infer_stages(model, sample_of(model)))
 
 
 def _context_mode(plan: ModelPlan, mesh: DeviceMesh, config: ParallelConfig, tp: int) -> Literal["ring", "ulysses"]:

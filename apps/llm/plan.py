@@ -35,6 +35,7 @@ from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.optim.build import without_size
+from core.parallel.pipeline.schedule import bubble_in_theory
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,15 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
         raise UserError("--timeline draws the stages of our decoder's pipelines; leave it out with this --model")
     mesh = resolved_mesh(config)
 
+    def microbatches(rows: int | None) -> list[int]:
+        return config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
+
     @cache
     def step(rows: int | None = None) -> StepEstimate:
         """The step of a batch of `rows`, by default the full one."""
-        microbatches = config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
-        loss = model.loss(max(microbatches), config.data.sequence_length)
+        loss = model.loss(max(microbatches(rows)), config.data.sequence_length)
         made = model.build(), loss, mesh, config, config.speed
-        return estimate_step(*made, optimizer=config.optim, num_microbatches=len(microbatches))
+        return estimate_step(*made, optimizer=config.optim, num_microbatches=len(microbatches(rows)))
 
     found, machine = step(), config.machine
     console.print(_table(config, mesh, model.num_parameters, found.table()))
@@ -184,7 +187,10 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
 
         def time_of(rows: int | None) -> TimeEstimate:
             of, tokens = step(rows), (rows or config.data.global_batch) * config.data.sequence_length
-            return TimeEstimate(of.compute_s, of.sent.wire_bytes / machine.bandwidth, 0.0, tokens)
+            pipeline, again = config.pipeline, float(config.recompute.mode == "full")
+            idle = bubble_in_theory(pipeline.schedule, mesh.pp, len(microbatches(rows)), pipeline.chunks, again=again)
+            sending_s = of.sent.wire_bytes / machine.bandwidth
+            return TimeEstimate(of.compute_s, sending_s, idle / (1 - idle) * of.compute_s, tokens)
 
         _show_time(config, time_of, console)
     advice = "try --zero 3 with more ranks, --recompute.mode full, --microbatch 1 or --gemini.budget"

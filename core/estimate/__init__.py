@@ -1,10 +1,11 @@
 """Bytes and seconds of a training step before it runs.
 
-step     estimate_step: any module under any ParallelConfig but pipelines, by running its step on tensors without memory
+step     estimate_step: any module under any ParallelConfig, by running its step on tensors without memory
+growth, stages  by how many blocks a list is cut down for it; the ranks and microbatches of a pipeline that tell of all
 residency estimate_budget: the same with Gemini, in a given device memory
 options  PlannedMachine, PlannedRun: the machine that a run is planned for, and a run's configuration with it
 
-and of our decoder in closed form, in no time and for pipelines too:
+and of our decoder in closed form, in no time:
 
 shape    what is estimated: ModelShape (weights, what a block keeps for its backward, head) and RunShape (precision,
          optimizer, mesh, ZeRO level, checkpointing, batch)

@@ -44,16 +44,19 @@ def cuts_of(
     runs = {run.name: run for run in alike_blocks(model, partial(_told_of, plan))} if few else {}
     places: Mapping[str, int] = {}
     if runs and _sends_buckets(mesh, parallel):
-        if mesh.tp > 1 and plan.tensor is None:  # who has what of a block is inferred later
+        forms = (mesh.tp, plan.tensor), (mesh.cp, plan.context), (mesh.ep, plan.experts)
+        if any(ranks > 1 and part is None for ranks, part in forms):  # who has what of a block is inferred later
             runs = {}
-        places = _places_in_buckets(model, mesh, parallel, plan, split, rank)
+        else:
+            places = _places_in_buckets(model, mesh, parallel, plan, split, rank)
     if split is None:
         parts = {name: [range(len(list(model.get_submodule(name).children())))] for name in runs}
     else:
         others = [blocks[: 1 + (len(blocks) - 1) % every] for blocks in split.ranges]
         own = split.own(rank)
         parts = {split.plan.blocks: [b if s in own else others[s] for s, b in enumerate(split.ranges)]}
-    return [_cut(name, blocks, runs.get(name), every, places) for name, blocks in parts.items()]
+    front = int(parallel.zero == 3)
+    return [_cut(name, blocks, runs.get(name), every, places, front) for name, blocks in parts.items()]
 
 
 def plan_of(plan: ModelPlan, cuts: Sequence[Cut], longer: Growth | None) -> ModelPlan:
@@ -117,23 +120,29 @@ def _places_in_buckets(
     return places
 
 
-def _cut(name: str, stages: Sequence[range], run: AlikeBlocks | None, every: int, places: Mapping[str, int]) -> Cut:
+def _cut(
+    name: str, stages: Sequence[range], run: AlikeBlocks | None, every: int, places: Mapping[str, int], front: int
+) -> Cut:
     """stages: of each the blocks that may have to stay."""
     cut: list[tuple[Part, ...]] = []
     first = 0
     for blocks in stages:
-        parts = (blocks,) if run is None else _grown(blocks, run, first, math.lcm(run.period, every), places)
+        parts = (blocks,) if run is None else _grown(blocks, run, first, math.lcm(run.period, every), places, front)
         first += sum(part.few if isinstance(part, Growth) else len(part) for part in parts)
         cut.append(parts)
     return Cut(name, tuple(cut))
 
 
-def _grown(blocks: range, run: AlikeBlocks, first: int, period: int, places: Mapping[str, int]) -> tuple[Part, ...]:
+def _grown(
+    blocks: range, run: AlikeBlocks, first: int, period: int, places: Mapping[str, int], front: int
+) -> tuple[Part, ...]:
     """The blocks with the fewest of the run among them; all, where that saves nothing."""
     before, behind = range(blocks.start, run.start), range(run.stop, blocks.stop)
     alike = range(max(blocks.start, run.start), min(blocks.stop, run.stop))
     backwards = [_places_of(run.name, index, places) for index in reversed(alike)]
-    growths = [Growth(run.name, alike, first + len(before), many, back) for many, back in _repeats(backwards, period)]
+    growths = [
+        Growth(run.name, alike, first + len(before), many, back, front) for many, back in _repeats(backwards, period)
+    ]
     growth = min(growths, key=lambda growth: growth.few + growth.period, default=None)
     if growth is None or growth.steps < 2:
         return (blocks,)

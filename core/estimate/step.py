@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.comm.volume import Volume, count_volume
 from core.compat import FakeTensor, FakeTensorMode, tree_leaves, without_modes
-from core.compose import ParallelConfig, parallelize
+from core.compose import ParallelConfig, parallelize, with_stages
 from core.config import UserError, in_words
 from core.estimate.growth import cuts_of, plan_of
 from core.estimate.stages import ActionSums, Sums, added, few_microbatches, telling_ranks
@@ -153,14 +153,11 @@ class _Step:
     axes: dict[str, int] = field(default_factory=dict)
 
     def split(self, model: nn.Module) -> StageSplit | None:
-        """The stages of a pipeline.  Raises UserError for a model that is in no plan for one."""
+        """The stages of a pipeline.  Raises UserError where no plan says them, nor the model's forward."""
         if self.sizes.pp == 1:
             return None
-        if self.plan.pipeline is None:
-            raise UserError(
-                f"mesh.pp={self.sizes.pp}: no plan says what of this model is a stage's; use --mesh.pp 1, or a model "
-                "of our decoder"
-            )
+        self.plan = with_stages(self.plan, model, self.sizes.pp)
+        assert self.plan.pipeline is not None
         return split_into_stages(model, self.plan.pipeline, self.sizes.pp, self.parallel.pipeline)
 
     def of_rank(self, model: nn.Module, split: StageSplit | None, rank: int) -> StepEstimate:
@@ -212,10 +209,15 @@ class _Step:
                 spread.release()
                 for cut in cuts:
                     account.watch(spread.model, cut.name)
+                traced = self._run(account, spread, optimizer)
                 self.axes |= sent.sizes
-                return self._run(account, spread, optimizer)
-            except RuntimeError as error:  # torch: a value that is not there, an operator without shapes
-                raise self._refusal(account, error) from error
+                return traced
+            except Exception as error:  # of the model's own code, which may count its blocks by a number of its own
+                if any(cut.growths for cut in cuts):
+                    raise NotAlike(f"with fewer blocks: {error}") from error
+                if isinstance(error, RuntimeError):  # torch: a value that is not there, an operator without shapes
+                    raise self._refusal(account, error) from error
+                raise
 
     def _refusal(self, account: "_Account", error: RuntimeError) -> UserError:
         said = next(iter(str(error).splitlines()), "")
@@ -326,11 +328,13 @@ def _estimate(sums: Sums, phases: dict[str, int], sizes: dict[str, int]) -> Step
 def _collected() -> Iterator[None]:
     """Garbage goes before, and not at some moment of it: moments are compared."""
     gc.collect()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 class _Account(MemoryAccount):
@@ -360,16 +364,16 @@ class _Account(MemoryAccount):
             self.flops += flops
             self.seconds += self.speed.seconds(flops, num_bytes)
             if self.peak_bytes > before:
-                self._note_moment((func, result.nbytes if isinstance(result, Tensor) else 0))
+                self._note_moment(func, result)
         return result
 
     def _note_tensor(self, tensor: Tensor) -> None:
         for plain in plain_tensors(tensor):  # all are of the one device that there is
             self._note(plain.untyped_storage())
 
-    def _note_moment(self, maker: Any) -> None:
+    def _note_moment(self, maker: Any, made: Any = ()) -> None:
         if self.sections:
-            self.sections[-1].makers.append(maker)
+            self.sections[-1].makers.append((maker, tuple(tuple(tensor.shape) for tensor in tensors_in(made))))
             self.sections[-1].alive_bytes.append(self.peak_bytes)
         self.peak_bytes = self.current_bytes
 
@@ -381,9 +385,9 @@ class _Account(MemoryAccount):
 
     def mark(self, label: Label) -> None:
         """Begin a section."""
-        self._note_moment(("end",))
+        self._note_moment("end")
         self.sections.append(Section(label))
-        self._note_moment(("begin",))
+        self._note_moment("begin")
 
     def end(self, phase: str) -> None:
         """A part of the step is over: the phase of the sections since the last one."""

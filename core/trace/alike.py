@@ -124,6 +124,7 @@ class Growth:
     first   place of the first of them in the list that is cut down
     period  of their kinds and of all else that repeats with them
     back    blocks at the end whose edges differ: messages that have not begun to repeat
+    front   blocks beside the first period whose edges differ: nothing is gathered ahead of the first block's backward
     """
 
     name: str
@@ -131,11 +132,12 @@ class Growth:
     first: int
     period: int
     back: int = 0
+    front: int = 0
 
     @property
     def few(self) -> int:
-        """A period at each end and one between, and what is no whole period."""
-        least = 3 * self.period + self.back
+        """A period at each end and one between, those whose edges differ, and what is no whole period."""
+        least = 3 * self.period + self.front + self.back
         return least + (len(self.blocks) - least) % self.period
 
     @property
@@ -145,13 +147,14 @@ class Growth:
 
     def kept(self, number: int) -> Sequence[int]:
         """Their places in the whole list, where so many are left: those in the middle go."""
-        return [*self.blocks[: self.period], *self.blocks[len(self.blocks) - (number - self.period) :]]
+        first = self.period + self.front
+        return [*self.blocks[:first], *self.blocks[len(self.blocks) - (number - first) :]]
 
     def partners(self, index: int) -> Sequence[int]:
         """Places of a block of the few where there is one period more, by those before it and by those behind it."""
         place = index - self.first
         by_front = [index] if place < self.few - self.period - self.back else []
-        return by_front + ([index + self.period] if place >= self.period else [])
+        return by_front + ([index + self.period] if place >= self.period + self.front else [])
 
 
 Part = range | Growth
@@ -204,13 +207,17 @@ class Label(NamedTuple):
     place: int = 0
 
 
+Maker = tuple[Any, tuple[tuple[int, ...], ...]]
+"""What made bytes come to be, and the shapes of its tensors."""
+
+
 @dataclass
 class Section:
     """What runs between two marks: what made bytes come to be, and how many were alive then."""
 
     label: Label
     phase: Any = None
-    makers: list[Any] = field(default_factory=list)
+    makers: list[Maker] = field(default_factory=list)
     alive_bytes: list[int] = field(default_factory=list)
 
 
@@ -277,13 +284,28 @@ def _same_moments(section: Section, other: Section) -> list[list[int]]:
     return [[other.alive_bytes[place] for place in places] for places in zip(front, from_back, strict=True)]
 
 
-def _places(ours: Sequence[Any], theirs: Sequence[Any]) -> list[int] | None:
+def _places(ours: Sequence[Maker], theirs: Sequence[Maker]) -> list[int] | None:
     """The first places at which ours stand in theirs in the same order; None where they do not."""
     places, start = [], 0
     for maker in ours:
-        place = next((place for place in range(start, len(theirs)) if theirs[place] == maker), None)
+        rest = range(start, len(theirs))
+        place = next((place for place in rest if theirs[place] == maker), None)
+        if place is None:
+            place = next((place for place in rest if _is_of_more(theirs[place], maker)), None)
         if place is None:
             return None
         places.append(place)
         start = place + 1
     return places
+
+
+def _is_of_more(theirs: Maker, ours: Maker) -> bool:
+    """Return whether the same was made of more parameters: a row for each, or a list of tensors."""
+    (maker, shapes), (other, fewer) = theirs, ours
+    if maker != other:
+        return False
+    if len(shapes) == len(fewer) == 1:
+        (shape,), (less,) = shapes, fewer
+        return shape[1:] == less[1:] and shape[:1] > less[:1]
+    rest = iter(shapes)
+    return all(shape in rest for shape in fewer)

@@ -1,6 +1,7 @@
 """On several ranks a real step allocates and sends what the estimators say, and each ZeRO level what its formula is."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -8,6 +9,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.compose import ParallelConfig, parallelize
 from core.estimate import RunShape, decoder_shape, estimate_memory, estimate_step
@@ -20,15 +22,12 @@ from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig, RecomputeMode
 from core.trace.machine import Speed
-from tests.support.accounted import accounted_decoder, decoder_loss
+from tests.support import zoo
+from tests.support.accounted import accounted_decoder, accounted_step, decoder_loss
 from tests.support.covering import few_rows
 
 MODEL = DecoderConfig(vocab_size=1024, dim=128, num_layers=4, num_heads=4, ffn_dim=512, max_length=64)
 STAGED = replace(MODEL, vocab_size=2048, dim=256, num_layers=6, ffn_dim=1024)
-
-
-def peak(model: DecoderConfig, mesh: MeshConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
-    return counted(model, mesh, parallel, rows, num_microbatches)[0]
 
 
 def counted(
@@ -122,6 +121,27 @@ def test_estimate_of_stages(ranks, schedule: ScheduleName, recompute: RecomputeM
         model = Decoder(STAGED)
     plan, speed = decoder_plan(STAGED, mesh), Speed(1e12, 1e12)
     traced = estimate_step(model, loss, mesh, parallel, speed, plan, num_microbatches=run.num_microbatches)
+    assert traced.peak_bytes == pytest.approx(measured, rel=0.02)
+    assert (traced.sent.bytes, traced.sent.calls) == (sent, calls)
+
+
+def counted_gpt2(parallel: ParallelConfig, num_microbatches: int) -> tuple[int, Counter, Counter]:
+    built, loss = build_mesh(MeshConfig(pp=2).resolve(2), "cpu"), zoo_loss("gpt2")
+    most, sent = accounted_step(zoo.CASES["gpt2"].make(), loss, built, parallel, num_microbatches)
+    return most, sent.bytes, sent.calls
+
+
+def zoo_loss(name: str) -> Callable[[nn.Module], torch.Tensor]:
+    case = zoo.CASES[name]
+    return lambda model: case.loss(model, case.batch(0))
+
+
+def test_estimate_of_stages_that_a_forward_shows(ranks) -> None:
+    parallel, mesh = ParallelConfig(), MeshConfig(pp=2).resolve(2)
+    measured, sent, calls = max(ranks(2).run(counted_gpt2, parallel, 4), key=lambda of_rank: of_rank[0])
+    with torch.device("meta"):
+        model = zoo.CASES["gpt2"].make()
+    traced = estimate_step(model, zoo_loss("gpt2"), mesh, parallel, Speed(1e12, 1e12), num_microbatches=4)
     assert traced.peak_bytes == pytest.approx(measured, rel=0.02)
     assert (traced.sent.bytes, traced.sent.calls) == (sent, calls)
 

@@ -225,6 +225,8 @@ def test_a_plan_is_of_any_causal_model_by_its_config_alone(family, tmp_path, cap
         assert line in said
     assert APP.dispatch([*words, "--gemini.budget", "10MB"]) == 0
     assert "on the host" in capsys.readouterr().out
+    assert APP.dispatch([*words, "--nproc", "2", "--mesh.pp", "2"]) == 0
+    assert "send over pp" in capsys.readouterr().out
 
 
 def test_heads_that_a_default_makes_impossible_are_named(tmp_path):
@@ -238,7 +240,7 @@ def test_heads_that_a_default_makes_impossible_are_named(tmp_path):
     ("family", "more", "said"),
     [
         ("qwen2", ["--nproc", "7", "--mesh.tp", "7"], r"mesh\.tp=7 without a plan: .* do not divide over tp=7"),
-        ("qwen2", ["--nproc", "2", "--mesh.pp", "2"], r"mesh\.pp=2"),
+        ("qwen2", ["--nproc", "3", "--mesh.pp", "3"], r"mesh\.pp=3"),
         ("qwen2", ["--nproc", "2", "--mesh.ep", "2"], r"mesh\.ep=2 without a plan"),
         ("qwen2", ["--memory", "100KB"], r"the run needs .* per rank, the device has .*; try --zero 3"),
         ("qwen2", ["--data.sequence-length", "1024"], "has positions for 512"),
