@@ -232,8 +232,8 @@ class _Step:
         parameters = _storages(spread.model.parameters())
         masters = _storages(spread.masters.values())
         state = _storages(value for of_one in optimizer.state.values() for value in of_one.values())
-        run = self._run_stages if isinstance(spread, Pipeline) else self._run_whole
-        sums = run(account, spread)
+        staged = isinstance(spread, Pipeline)
+        sums = self._run_stages(account, spread) if staged else self._run_whole(account, spread)
         spread.reduce()
         gradients = _storages(master.grad for master in spread.masters.values() if master.grad is not None)
         self._update(account, spread, optimizer)

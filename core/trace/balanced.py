@@ -1,6 +1,6 @@
 """Loads of experts in a step without values: balanced, for what a router chooses is not known."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -23,7 +23,7 @@ def are_balanced() -> bool:
     return _balanced
 
 
-def numbers(counts: Tensor, total: int) -> Sequence[int]:
+def numbers(counts: Tensor, total: int) -> list[int]:
     """The counts, for which the host waits; balanced, those that `total` comes to, nearly equal."""
     if not _balanced:
         return counts.tolist()
