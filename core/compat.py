@@ -5,6 +5,7 @@ What takes long to import is imported when it is asked for. Operators (`torch.op
 which torch documents, are no matter of this file.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,14 @@ def flight_record() -> str | None:
 
     ask = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     return None if ask is None else ask()
+
+
+def name_methods_by_frame() -> None:
+    """Let the elastic launcher's rendezvous take a method's name from its frame, for which it reads the sources of the
+    whole stack: a second of a launch, where many modules are imported."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def symmetric_memory() -> Any:

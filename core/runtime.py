@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.compat import connection_to_store, fake_store, has_cpp_compiler
+from core.compat import connection_to_store, fake_store, has_cpp_compiler, name_methods_by_frame
 from core.config import LAUNCHER, UserError, in_one_line, require_device
 from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
@@ -389,6 +389,7 @@ def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
         max_restarts=0,
         monitor_interval=0.2,
     )
+    name_methods_by_frame()
     os.environ[LAUNCHER] = str(os.getpid())  # which the ranks inherit
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "core.rank", str(os.getpid()), module, *arguments)

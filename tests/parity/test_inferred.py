@@ -104,10 +104,22 @@ def of_one_rank(ranks, name: str, steps: int, **options: Any) -> dict[str, Any]:
     return _REFERENCES[key]
 
 
+LONG = {
+    "test_four_ranks_equal_one": "gpt2",
+    "test_stages_equal_one_rank": "gpt2",
+    "test_places_of_a_sequence_equal_one_rank": "llama",
+    "test_experts_that_are_dealt_out_equal_one_rank": "qwen2_moe",
+}
+"""Of each form of parallelism the model that takes many steps in every run."""
+
+
 @pytest.fixture
 def steps(request: pytest.FixtureRequest) -> int:
-    """Of every run few, of `make soak` many."""
-    return MANY if request.node.get_closest_marker("soak") else FEW
+    """Of `make soak` many, and of `LONG`; else few."""
+    node: Any = request.node
+    parameters = node.callspec.params if hasattr(node, "callspec") else {}
+    is_long = LONG.get(node.originalname, "") == parameters.get("name")
+    return MANY if is_long or node.get_closest_marker("soak") else FEW
 
 
 def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ CASES = {
 
 
 FACTORS = ("tp", "cp", "zero", "recompute", "accumulation", "documents")
-LONG = ["2d-ragged", "2.5d-1x1x2"]
+LONG = ["2d-ragged", "2.5d-1x1x2", "3d-ragged"]
 
 
 @pytest.mark.parametrize(("name", "steps"), few_cases(CASES, *FACTORS, many=LONG))

@@ -22,11 +22,19 @@ def context() -> ForkServerContext:
     return server
 
 
+_servers_parent: int | None = None
+
+
 def fork_server() -> None:
     """Make the server a fork of this process, which has imported the tests already, as an interpreter would once more.
 
     To be called before the first test, while nothing computes. What else is to be there it imports when it is needed.
+    A fork of a process that has a server needs one of its own, since it may not wait for another's child.
     """
+    global _servers_parent
+    if _servers_parent not in (None, os.getpid()):
+        forkserver._forkserver.__init__()
+    _servers_parent = os.getpid()
     resource_tracker.ensure_running()
     spawn = util.spawnv_passfds
 

@@ -222,6 +222,23 @@ def test_functions_of_subclasses() -> None:
     assert torch.equal(value.as_subclass(Tensor), torch.full((2,), 2.0))
 
 
+def test_methods_of_a_rendezvous_are_named_by_their_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch asks for it: from a method that the one to be named calls."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def recorded() -> str:
+        return dynamic_rendezvous.get_method_name()
+
+    def joins() -> str:
+        return recorded()
+
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", dynamic_rendezvous.get_method_name)
+    assert joins() == "joins"
+    compat.name_methods_by_frame()
+    assert "stack" not in dynamic_rendezvous.get_method_name.__code__.co_names
+    assert joins() == "joins"
+
+
 def test_memory_that_ranks_share() -> None:
     """It takes GPUs: here, that what is asked of it is there."""
     found = compat.symmetric_memory()
