@@ -337,7 +337,7 @@ def in_buckets(sizes: Mapping[str, int], table: Table) -> list[list[str]]:
     """
     buckets: list[list[str]] = []
     filling: dict[bool, tuple[list[str], int]] = {}
-    order = {name: place for place, name in enumerate(reversed(sizes))}
+    order = {name: place for place, name in enumerate(reversed(list(sizes)))}
     for name in order:
         kind = is_expert(table[name])
         names, room = filling.get(kind, (None, 0))
