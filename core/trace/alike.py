@@ -42,10 +42,6 @@ class AlikeBlocks:
     stop: int
     period: int
 
-    @property
-    def number(self) -> int:
-        return self.stop - self.start
-
 
 def alike_blocks(
     model: nn.Module, beside: Callable[[str, int], Hashable] = lambda name, index: None
