@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu a|b|c --out DIR [--device cpu] [--quick]`; see docs/gpu.md.
+"""`python -m benchmarks.gpu a|b|c --out DIR [--minutes M] [--only TEXT ...] [--device cpu] [--quick]`; see docs/gpu.md.
 
 From a plain checkout: what is not installed comes from .gpu-pack (`make gpu-pack`), which is not installed either.
 `python -m benchmarks.gpu tests` is `make gpu`: the tests that are marked gpu, in fourteen processes.
@@ -19,11 +19,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder of the results; needed but by tests")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
     parser.add_argument("--quick", action="store_true", help="sizes that take seconds and measure nothing")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which it ends, whatever is left to do")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="the entries whose names have one of these in them")
     given = parser.parse_args(argv)
     if given.out is None and given.command != "tests":
         parser.error(f"{given.command} needs --out FOLDER, where its results go")
     if given.device == "cpu" and not given.quick and given.command != "tests":
         parser.error("--device cpu is to see that a command runs; give --quick with it")
+    if not 0.5 <= given.minutes <= 60:
+        parser.error(f"--minutes {given.minutes:g}: from 0.5 to 60")
     try:
         taken = use_pack()
     except Unusable as error:
@@ -35,7 +39,8 @@ def main(argv: list[str]) -> int:
 
     if given.command == "tests":
         return suite.main(given.device)
-    return protocol.main(given.command, given.out, protocol.Where(given.device, given.quick))
+    part = protocol.Part(given.minutes, tuple(given.only or ()))
+    return protocol.main(given.command, given.out, protocol.Where(given.device, given.quick), part)
 
 
 SAID = (

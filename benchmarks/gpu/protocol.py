@@ -11,6 +11,7 @@ The exit code is 1 where an entry failed. One that was left out for lack of time
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,8 +28,8 @@ from typing import Any
 from benchmarks.result import ROOT, Measured, Number, Row, Target, beginning, result_of, write
 from benchmarks.run import in_a_line
 
-BUDGET_S = 9 * 60 - 15
-"""of a command: what is left to nine minutes is for its start and its end"""
+START_AND_END_S = 15
+"""of a command's minutes, which its entries do not get"""
 TITLES = {"a": "Right on a GPU", "b": "Kernels and decoding on a GPU", "c": "Training on a GPU"}
 MEASURES = ("core", "apps", "benchmarks")
 
@@ -72,12 +73,40 @@ class Phase:
     workers: int = 1
 
 
+@dataclass(frozen=True)
+class Part:
+    """Of a command: the minutes that it may take, and the entries of which one of `only` is in the name; () for all."""
+
+    minutes: float = 9.0
+    only: tuple[str, ...] = ()
+
+    @property
+    def budget_s(self) -> float:
+        return 60 * self.minutes - START_AND_END_S
+
+    def of(self, phases: Sequence[Phase]) -> list[Phase]:
+        """Raises ValueError where no entry is left."""
+        chosen = [Phase([e for e in phase.entries if self._has(e.name)], phase.workers) for phase in phases]
+        if not any(phase.entries for phase in chosen):
+            names = ", ".join(entry.name for phase in phases for entry in phase.entries)
+            raise ValueError(f"--only {' '.join(self.only)}: no entry has that in its name; they are: {names}")
+        return chosen
+
+    def _has(self, name: str) -> bool:
+        return not self.only or any(text in name for text in self.only)
+
+    def options(self) -> list[str]:
+        minutes = [] if self.minutes == Part.minutes else ["--minutes", f"{self.minutes:g}"]
+        return minutes + (["--only", *map(shlex.quote, self.only)] if self.only else [])
+
+
 @dataclass
 class Record:
     """What came of a command so far, on paper after each figure."""
 
     command: str
     where: Where
+    part: Part
     out: Path
     targets: Callable[[list[Row]], list[Target]]
     began: float = field(default_factory=time.monotonic)
@@ -90,7 +119,7 @@ class Record:
 
     @property
     def left_s(self) -> float:
-        return BUDGET_S - (time.monotonic() - self.began)
+        return self.part.budget_s - (time.monotonic() - self.began)
 
     def add(self, row: Row) -> None:
         with self._lock:
@@ -111,20 +140,24 @@ class Record:
     def _write(self) -> None:
         if not self.figures:
             return
-        options = ["--device", self.where.device, *["--quick"] * self.where.quick]
+        options = ["--device", self.where.device, *["--quick"] * self.where.quick, *self.part.options()]
         line = " ".join(["python -m benchmarks.gpu", self.command, "--out PATH", *options])
         measured = Measured(tuple(self.figures), tuple(self.targets(self.figures)), tuple(self.notes))
         write(result_of(f"gpu_{self.command}", TITLES[self.command], line, measured, self._beginning), self.out)
 
 
-def main(command: str, out: Path, where: Where) -> int:
+def main(command: str, out: Path, where: Where, part: Part) -> int:
     from benchmarks.gpu import entries
 
     if where.on_gpu and (reason := no_gpu()):
         print(f"error: {reason}; --device cpu --quick shows that the command runs", file=sys.stderr)
         return 2
-    record = Record(command, where, out, entries.targets_of(command))
-    phases = entries.phases(command, where)
+    try:
+        phases = part.of(entries.phases(command, where))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    record = Record(command, where, part, out, entries.targets_of(command))
     if where.quick:  # nothing is timed, and a worker imports for longer than its entries take
         phases = [Phase([entry for phase in phases for entry in phase.entries])]
     for phase in phases:

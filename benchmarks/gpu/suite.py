@@ -27,6 +27,7 @@ def files() -> list[str]:
 def command(where: Where, *chosen: str, verbose: bool = False) -> list[str]:
     """pytest's, of this interpreter. `loadfile` would leave most processes idle: files are few and long."""
     line = [sys.executable, "-m", "pytest", "-v" if verbose else "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    line += ["-p", "benchmarks.gpu.told", "--tb", "short"]
     line += ["--numprocesses", str(where.untimed_workers), "--dist", "worksteal", *(chosen or files())]
     return line if where.on_gpu else [*line, "--device", "cpu"]
 

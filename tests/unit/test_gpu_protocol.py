@@ -103,7 +103,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_entry_that_fails_dies_or_hangs_takes_no_other_with_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert protocol.main("a", tmp_path, CPU) == 1
+    assert protocol.main("a", tmp_path, CPU, protocol.Part()) == 1
     result = read(tmp_path / "gpu_a.json")
     found = [(row.case["entry"], row.numbers["value"].value) for row in result.figures]
     assert found == [("failing", 3.0), ("dying", 4.0), ("hanging", 5.0), ("fine", 1.0), ("fine", 2.0)]
@@ -121,10 +121,21 @@ def test_an_entry_that_fails_dies_or_hangs_takes_no_other_with_it(
 def test_the_budget_holds_for_all_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_s = chain([300.0, 300.0, 3.0], repeat(0.0))  # before the entry and its process, for the entry, and then
     monkeypatch.setattr(protocol.Record, "left_s", property(lambda record: next(left_s)))
-    record = protocol.Record("a", CPU, tmp_path, lambda figures: [])
+    record = protocol.Record("a", CPU, protocol.Part(), tmp_path, lambda figures: [])
     protocol.run_phase(Phase([Entry("hanging", hanging, most_s=1000.0), Entry("fine", fine)]), record)
     assert any("hanging was stopped after 3 s" in note for note in record.notes)
     assert any("fine is left out" in note for note in record.notes)
+
+
+@pytest.mark.usefixtures("tested")
+def test_only_some_entries_in_the_minutes_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert protocol.main("a", tmp_path, CPU, protocol.Part(2.0, ("fine", "dyin"))) == 1
+    result = read(tmp_path / "gpu_a.json")
+    assert [row.case["entry"] for row in result.figures] == ["dying", "fine", "fine"]
+    assert result.command.endswith("--device cpu --quick --minutes 2 --only fine dyin")
+    assert protocol.main("a", tmp_path, CPU, protocol.Part(only=("finest",))) == 2
+    assert "--only finest: no entry has that in its name; they are: failing, dying" in capsys.readouterr().err
+    assert protocol.Part(2.0).budget_s == 105
 
 
 def test_entries_of_a_command_have_names_of_their_own() -> None:
@@ -141,7 +152,7 @@ def test_where_there_is_no_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.C
 
     if torch.cuda.is_available():
         pytest.skip("is about a machine without a GPU; runs there")
-    assert protocol.main("b", tmp_path, Where("cuda", quick=False)) == 2
+    assert protocol.main("b", tmp_path, Where("cuda", quick=False), protocol.Part()) == 2
     said = capsys.readouterr().err
     assert said == "error: torch finds no CUDA device; --device cpu --quick shows that the command runs\n"
 
