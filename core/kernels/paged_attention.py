@@ -291,11 +291,12 @@ class _Gather:
         num_pages = len(span.table)
         if isinstance(span.pages, int):
             return pages[span.pages : span.pages + num_pages].flatten(0, 1)
+        numbers = span.pages.to(pages.device)
         if pages is not self.pages:
-            return pages.index_select(0, span.pages).flatten(0, 1)
+            return pages.index_select(0, numbers).flatten(0, 1)
         if self.room is None:
             self.room = pages.new_empty(self.most_pages, *pages.shape[1:])
-        return torch.index_select(pages, 0, span.pages, out=self.room[:num_pages]).flatten(0, 1)
+        return torch.index_select(pages, 0, numbers, out=self.room[:num_pages]).flatten(0, 1)
 
 
 def _one_query(q_1JGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
