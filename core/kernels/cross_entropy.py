@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.kernels import matmul
 from core.kernels.blocks import Blocks
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
@@ -51,6 +52,8 @@ TILE_BYTES = 1 << 20
 SLAB_BYTES = 16 << 20
 # Chunks whose products are summed in 16 bits rather than in fp32, where that takes less memory.
 FEW_CHUNKS = 4
+# Elements of 16 bits that a GPU's matrix units take at once, and to a multiple of which rows of logits are filled up.
+_PIECE, _ROW = 8, 64
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 Combine = Callable[[Tensor, Tensor, Tensor], Statistics]
@@ -182,23 +185,26 @@ def _over_chunks(
     num_tokens = x_ND.shape[0]
     loss = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
     dx_ND = torch.empty_like(x_ND) if with_gradients else None
-    dweight = _Sum(weight_VD, product, sum_dtype, in_parts=chunk_tokens < num_tokens)
+    vocabulary = _Vocabulary(weight_VD, product)
+    dweight = _Sum(vocabulary, sum_dtype, in_parts=chunk_tokens < num_tokens)
     dbias_V = None if bias_V is None or not with_gradients else torch.zeros_like(bias_V, dtype=loss.dtype)
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, num_tokens))
         x_CD, targets_C = x_ND[chunk], targets_N[chunk]
-        logits_CV = product(x_CD, weight_VD.T)
-        shard = cross_entropy_of_shard(logits_CV if bias_V is None else logits_CV.add_(bias_V), targets_C, objective)
+        logits_CV = vocabulary.logits(x_CD)
+        logits_CV = logits_CV if bias_V is None else logits_CV.add_(bias_V)
+        shard = cross_entropy_of_shard(logits_CV, targets_C, objective, padded=vocabulary.apart)
         del logits_CV
         logsumexp_C, target_C = shard.logsumexp_C, shard.statistics[2]
         if combine is not None:
             max_C, sum_C, target_C = combine(*shard.statistics)
             logsumexp_C = max_C + sum_C.log()
         loss_C = logsumexp_C - target_C + objective.z_loss * logsumexp_C.square()
-        loss += (loss_C * (targets_C != objective.ignore_index)).sum()
+        # Not in place: torch 2.11 compiles a sum in place in an autograd.Function to one whose gradient is zero.
+        loss = loss + (loss_C * (targets_C != objective.ignore_index)).sum()
         if dx_ND is not None:
             g_CV = shard.gradients(logsumexp_C)
-            dx_ND[chunk] = product(g_CV, weight_VD)
+            dx_ND[chunk] = vocabulary.input_gradient(g_CV)
             dweight.add(g_CV.T, x_CD)
             if dbias_V is not None:
                 dbias_V += g_CV.sum(0, dtype=dbias_V.dtype)
@@ -207,26 +213,69 @@ def _over_chunks(
     return loss, dx_ND, dweight.total() if with_gradients else None, dbias_V
 
 
-class _Sum:
-    """Sum of products a @ b of the shape of `like`, which it is given back in the dtype of; of fp16 in fp32.
+class _Vocabulary:
+    """Products of a chunk with the rows of a vocabulary.
 
-    Several are summed in `dtype`, by slabs of rows, so that no second tensor of this size is alive.
+    A GPU's matrix units take 16 bits in pieces of 8, and a matrix that ends within one (GPT-2's 50,257 rows) by kernels
+    that are six times slower, however its rows lie. So the few rows of the last piece are multiplied `apart`, and rows
+    of logits begin where pieces do, filled up with -inf.
     """
 
-    def __init__(self, like: Tensor, product: Product, dtype: torch.dtype, in_parts: bool):
-        self.like = like
-        self.product = product
+    def __init__(self, weight_VD: Tensor, product: Product):
+        self.weight_VD, self.product = weight_VD, product
+        self.by_library = product in (torch.matmul, matmul.product) and _by_library(weight_VD)
+        num_rows = len(weight_VD)
+        self.apart = self.by_library and weight_VD.dtype.itemsize == 2 and num_rows % _PIECE != 0
+        whole = num_rows - num_rows % _PIECE if self.apart else num_rows
+        self.parts = [slice(start, stop) for start, stop in ((0, whole), (whole, num_rows)) if stop > start]
+
+    def logits(self, x_CD: Tensor) -> Tensor:
+        """[C, V]; where rows are taken apart a view of something wider."""
+        if not self.apart:
+            return self.product(x_CD, self.weight_VD.T)
+        num_rows = len(self.weight_VD)
+        room = x_CD.new_empty(len(x_CD), -(-num_rows // _ROW) * _ROW)
+        room[:, num_rows:] = float("-inf")
+        for rows in self.parts:
+            torch.mm(x_CD, self.weight_VD[rows].T, out=room[:, rows])
+        return room[:, :num_rows]
+
+    def input_gradient(self, g_CV: Tensor) -> Tensor:
+        if not self.apart:
+            return self.product(g_CV, self.weight_VD)
+        first, *others = self.parts
+        dx_CD = torch.mm(g_CV[:, first], self.weight_VD[first])
+        for rows in others:
+            dx_CD.addmm_(g_CV[:, rows], self.weight_VD[rows])
+        return dx_CD
+
+
+class _Sum:
+    """Sum of products a @ b of a vocabulary's shape, given back in the dtype of its weight; of fp16 in fp32.
+
+    Several are summed in `dtype`: on a GPU by its library as it multiplies, elsewhere by slabs of rows, so that no
+    second tensor of this size is alive.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary, dtype: torch.dtype, in_parts: bool):
+        self.vocabulary = vocabulary
+        self.like = like = vocabulary.weight_VD
+        self.product = vocabulary.product
         self.dtype = dtype
         self.overflows = like.dtype == torch.float16
         self.in_parts = in_parts or self.overflows
         self.value: Tensor | None = None
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        if not self.in_parts:
+        if not self.in_parts and not self.vocabulary.apart:
             self.value = self.product(a, b)
             return
         if self.value is None:
-            self.value = torch.zeros_like(self.like, dtype=self.dtype)
+            self.value = torch.zeros_like(self.like, dtype=self.dtype if self.in_parts else self.like.dtype)
+        if self.vocabulary.by_library:
+            for rows in self.vocabulary.parts:
+                _add_product(self.value[rows], a[rows], b)
+            return
         slab_rows = max(1, SLAB_BYTES // (b.shape[1] * self.dtype.itemsize))
         for start in range(0, a.shape[0], slab_rows):
             slab = slice(start, start + slab_rows)
@@ -235,6 +284,19 @@ class _Sum:
     def total(self) -> Tensor:
         dtype = self.dtype if self.overflows else self.like.dtype
         return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
+
+
+def _by_library(weight: Tensor) -> bool:
+    """Return whether products go into what is there; a compiler knows none that writes into a part of a tensor."""
+    return weight.is_cuda and not torch.compiler.is_compiling()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, added in its dtype; of 16 bits or what `total` has."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -286,28 +348,34 @@ class CrossEntropyOfShard(Protocol):
         ...
 
 
-def cross_entropy_of_shard(logits_CV: Tensor, targets_C: Tensor, objective: Objective) -> CrossEntropyOfShard:
-    """The loss over a shard in two steps, between which the caller may reduce over ranks. Takes the logits' memory."""
+def cross_entropy_of_shard(
+    logits_CV: Tensor, targets_C: Tensor, objective: Objective, padded: bool = False
+) -> CrossEntropyOfShard:
+    """The loss over a shard in two steps, between which the caller may reduce over ranks. Takes the logits' memory.
+
+    padded  rows of logits go on with -inf up to where the next begins
+    """
     if runs_kernel("cross_entropy_of_shard", logits_CV, unless=unsupported_dtype(logits_CV)):
-        return _KernelShard(logits_CV, targets_C, objective)
+        return _KernelShard(logits_CV, targets_C, objective, padded)
     return _TorchShard(logits_CV, targets_C, objective)
 
 
 class _KernelShard:
     """By kernels: the logits stay until `gradients` is asked for."""
 
-    def __init__(self, logits_CV: Tensor, targets_C: Tensor, objective: Objective):
-        self.logits_CV = logits_CV.contiguous()  # as every product of ours and of torch's already is
-        self.targets_C = targets_C.contiguous()
+    def __init__(self, logits_CV: Tensor, targets_C: Tensor, objective: Objective, padded: bool):
+        # Contiguous is what every product of ours and of torch's already is.
+        self.logits_CV = logits_CV if padded else logits_CV.contiguous()
+        self.targets_C, self.padded = targets_C.contiguous(), padded
         self.objective = o = objective
-        self.statistics = _statistics(self.logits_CV, self.targets_C, o.vocab_start, o.q_target, o.q_each)
+        self.statistics = _statistics(self.logits_CV, self.targets_C, o.vocab_start, o.q_target, o.q_each, padded)
         self.logsumexp_C = self.statistics[0] + self.statistics[1].log()
 
     def gradients(self, logsumexp_C: Tensor) -> Tensor:
         o = self.objective
         _turn_into_gradients(
             self.logits_CV, self.targets_C, logsumexp_C.contiguous(),
-            o.vocab_start, o.ignore_index, o.q_target, o.q_each, o.z_loss,
+            o.vocab_start, o.ignore_index, o.q_target, o.q_each, o.z_loss, self.padded,
         )  # fmt: skip
         return self.logits_CV
 
@@ -372,18 +440,21 @@ def _softmax_(logits_CV: Tensor, factor_C: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _cross_entropy_statistics(
-    logits, targets, maximum, sum_exp, target_logit, length, vocab_start, q_target, q_each,
+    logits, targets, maximum, sum_exp, target_logit, length, width, vocab_start, q_target, q_each,
     BLOCK: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
-    """A row a program; the running maximum is one number, so an element costs one exponential."""
+    """A row a program; the running maximum is one number, so an element costs one exponential.
+
+    width: of the rows, with what they are filled up by; a multiple of 16 lets accesses be wide
+    """
     row = tl.program_id(0).to(tl.int64)
-    logits += row * length
+    logits += row * width
     highest = float("-inf")
     sums = tl.zeros((BLOCK,), tl.float32)
     plain_sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, length, BLOCK):
+    for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + column, mask=column < length, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + column, mask=column < width, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(highest, tl.max(x, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
         sums = sums * tl.exp(highest - shift) + tl.exp(x - shift)
@@ -402,19 +473,19 @@ def _cross_entropy_statistics(
 
 @triton.jit
 def _cross_entropy_gradients(
-    logits, targets, logsumexp, length, vocab_start, ignore_index, q_target, q_each, z_loss, BLOCK: tl.constexpr
+    logits, targets, logsumexp, width, vocab_start, ignore_index, q_target, q_each, z_loss, BLOCK: tl.constexpr
 ):
-    """A tile of a row a program."""
-    num_tiles = tl.cdiv(length, BLOCK)
+    """A tile of a row a program; what a row is filled up by is written, too, and not read."""
+    num_tiles = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
     column = tl.program_id(0) % num_tiles * BLOCK + tl.arange(0, BLOCK)
-    logits += row * length
+    logits += row * width
     target, whole = tl.load(targets + row), tl.load(logsumexp + row)
-    x = tl.load(logits + column, mask=column < length, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + column, mask=column < width, other=float("-inf")).to(tl.float32)
     g = tl.exp(x - whole) * (1.0 + 2.0 * z_loss * whole) - q_each
     g = tl.where(column == target - vocab_start, g - q_target, g)
     g = tl.where(target != ignore_index, g, 0.0)
-    tl.store(logits + column, g, mask=column < length)
+    tl.store(logits + column, g, mask=column < width)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -422,15 +493,15 @@ def _cross_entropy_gradients(
 
 @operator("cross_entropy_statistics")
 def _statistics(
-    logits_CV: Tensor, targets_C: Tensor, vocab_start: int, q_target: float, q_each: float
+    logits_CV: Tensor, targets_C: Tensor, vocab_start: int, q_target: float, q_each: float, padded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(max, sum_exp, target_logit), each [C]; of contiguous logits."""
+    """(max, sum_exp, target_logit), each [C]; of contiguous logits, or of padded ones."""
     num_tokens, length = logits_CV.shape
     max_C, sum_C, target_C = (torch.empty(num_tokens, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
     if launches(logits_CV):
         _cross_entropy_statistics[(num_tokens,)](
-            logits_CV, targets_C, max_C, sum_C, target_C, length, vocab_start, q_target, q_each,
-            SMOOTHED=q_each != 0, **_blocks(length),
+            logits_CV, targets_C, max_C, sum_C, target_C, length, _width(logits_CV, padded), vocab_start, q_target,
+            q_each, SMOOTHED=q_each != 0, **_blocks(length),
         )  # fmt: skip
     return max_C, sum_C, target_C
 
@@ -438,14 +509,17 @@ def _statistics(
 @operator("cross_entropy_gradients", mutates=("logits_CV",))
 def _turn_into_gradients(
     logits_CV: Tensor, targets_C: Tensor, logsumexp_C: Tensor,
-    vocab_start: int, ignore_index: int, q_target: float, q_each: float, z_loss: float,
+    vocab_start: int, ignore_index: int, q_target: float, q_each: float, z_loss: float, padded: bool = False,
 ) -> None:  # fmt: skip
     if launches(logits_CV):
-        num_tokens, length = logits_CV.shape
-        blocks = _blocks(length)
-        _cross_entropy_gradients[(num_tokens * triton.cdiv(length, blocks["BLOCK"]),)](
-            logits_CV, targets_C, logsumexp_C, length, vocab_start, ignore_index, q_target, q_each, z_loss, **blocks
+        width, blocks = _width(logits_CV, padded), _blocks(logits_CV.shape[1])
+        _cross_entropy_gradients[(len(logits_CV) * triton.cdiv(width, blocks["BLOCK"]),)](
+            logits_CV, targets_C, logsumexp_C, width, vocab_start, ignore_index, q_target, q_each, z_loss, **blocks
         )
+
+
+def _width(logits_CV: Tensor, padded: bool) -> int:
+    return logits_CV.stride(0) if padded else logits_CV.shape[1]
 
 
 def _blocks(length: int) -> Blocks:

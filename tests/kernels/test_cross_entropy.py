@@ -40,6 +40,29 @@ def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == [5, 5, 31, 5, 5, 31, 3, 3, 31]
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [5, 13])
+@pytest.mark.parametrize("num_rows", [31, 32, 5])
+def test_rows_beyond_a_whole_number_of_pieces(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, chunk_tokens: int, kernels: bool
+) -> None:
+    """Products by a GPU's library: the last rows apart, the weight's gradient added where it is."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_tokens * num_rows * 2)
+    monkeypatch.setattr(cross_entropy, "FEW_CHUNKS", 1)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cross_entropy, "_by_library", lambda weight: True)
+        monkeypatch.setattr(cross_entropy, "_add_product", lambda total, a, b: total.add_(a.float() @ b.float()))
+    x, weight, targets = (t.bfloat16() if t.is_floating_point() else t for t in inputs(13, 6, num_rows))
+    with forced() if kernels else torch.enable_grad():
+        loss = linear_cross_entropy(x, weight, targets, **OPTIONS)
+    wide = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = reference(*wide, targets, **OPTIONS)
+    torch.testing.assert_close(loss.double(), exact, rtol=4e-3, atol=0)
+    found, expected = torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(exact, wide)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1.6e-2
+
+
 def test_in_shards() -> None:
     """Ragged shards of the vocabulary: statistics combined between the steps, gradients side by side."""
     x, weight, targets = inputs(9, 6, 40)
