@@ -32,7 +32,7 @@ from core.compat import FakeTensor
 from core.kernels import attention_loops
 from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
-from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
+from core.kernels.operator import is_forced, launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_HEAD_SIZE = 256
@@ -62,9 +62,32 @@ def attention(
     _validate(q, k, v, window, bias, mask, slopes)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     offset = k.shape[1] - q.shape[1] if offset is None else offset
+    plain = bias is None and mask is None and slopes is None
+    if plain and window is None and offset == k.shape[1] - q.shape[1] and _library_is_faster(q, k, causal):
+        return _dot_product(q, k, v, *_band(causal, window), offset, scale, bias, mask, slopes)
     if runs_kernel("attention", q, unless=_unsupported(q, bias)):
         return _forward(q, k, v, bias, mask, slopes, *_band(causal, window), offset, scale)[0]
     return _dot_product(q, k, v, *_band(causal, window), offset, scale, bias, mask, slopes)
+
+
+def _library_is_faster(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Return whether torch's operator has cuDNN's attention for Hopper, half again as fast as ours, twice backward.
+
+    Measured on an H200 with torch 2.11 (benchmarks/results/gpu_b-h200.json). Its backward adds in any order, so that
+    `torch.use_deterministic_algorithms` takes ours.
+    """
+    if not q.is_cuda or is_forced() or q.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper():
+        return False
+    L, S, K = q.shape[1], k.shape[1], q.shape[3]
+    return K % 8 == 0 and K <= 128 and (L == S or not causal) and not torch.are_deterministic_algorithms_enabled()
+
+
+def _is_hopper() -> bool:
+    return chip() == "sm_90"
+
+
+# As torch.compiler.assume_constant_result marks it (see core.kernels.operator).
+_is_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def attention_with_lse(

@@ -87,6 +87,11 @@ def forced(compiling: bool = False) -> Iterator[None]:
         _forced, _compiling = before
 
 
+def is_forced() -> bool:
+    """Return whether kernels are asked for whatever else there is."""
+    return _forced
+
+
 def unsupported_dtype(*tensors: Tensor | None) -> str | None:
     """The reason why kernels cannot take these tensors' formats; None where they can (fp32, bf16, fp16)."""
     for tensor in tensors:
