@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from core.compat import int_mm
-from core.kernels.blocks import Blocks, tuned
+from core.kernels.blocks import Blocks, choose, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
@@ -45,6 +45,11 @@ Way = Literal["tile", "wide", "library"]
 _SLAB = 1024
 """Rows of the weight that the reference widens at a time."""
 _MOST_ROWS_OF_DECODE = 2
+_ROWS = (
+    (4, 1024, 4), (2, 1024, 4), (1, 2048, 4), (2, 2048, 4), (4, 2048, 4), (4, 2048, 8), (8, 1024, 8), (1, 4096, 4),
+    (2, 4096, 8), (2, 1024, 2), (1, 1024, 2), (8, 1024, 4), (16, 1024, 8),
+)  # fmt: skip
+"""Ways to deal with one row of x, the default and what a tuner tries: rows of the weight, columns at a time, warps."""
 _MOST_ROWS_IN_PARTS = 32
 _WIDE_FROM = 1024
 """Rows of x from which a weight is widened where nothing was measured: then that is a small part of the product."""
@@ -57,7 +62,7 @@ _PROGRAMS = 264
 def quantize_int8(w_OI: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [O, I] and fp32 scales [O]: the largest element of each row becomes 127."""
     wide = w_OI.float()
-    scale_O = (wide.abs().amax(1) if w_OI.shape[1] else wide.new_ones(len(wide))) / 127
+    scale_O = _divided(wide.abs().amax(1) if w_OI.shape[1] else wide.new_ones(len(wide)), 127)
     scale_O = torch.where(scale_O > 0, scale_O, 1.0)
     return (wide / scale_O[:, None]).round_().to(torch.int8), scale_O
 
@@ -113,11 +118,16 @@ def _squared_error(w_OGK: Tensor, scale_OG: Tensor, zero_OG: Tensor, importance_
 
 def _steps(w_OGK: Tensor, symmetric: bool, scale_bits: int | None, share: float) -> tuple[Tensor, Tensor]:
     if symmetric:
-        scale_OG = _scale(share * w_OGK.abs().amax(2) / 7, scale_bits)
+        scale_OG = _scale(_divided(share * w_OGK.abs().amax(2), 7), scale_bits)
         return scale_OG, torch.full_like(scale_OG, 8, dtype=torch.float32)
     low_OG, high_OG = share * w_OGK.amin(2).clamp_(max=0), share * w_OGK.amax(2).clamp_(min=0)
-    scale_OG = _scale((high_OG - low_OG) / 15, scale_bits)
+    scale_OG = _scale(_divided(high_OG - low_OG, 15), scale_bits)
     return scale_OG, (-low_OG / scale_OG.float()).round_().clamp_(0, 15)
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded alike on every device: a GPU multiplies by a reciprocal where the divisor is a Python number."""
+    return x / x.new_full((), by)
 
 
 def int4_codes(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -585,9 +595,14 @@ def _int8(
     scale, bias = scale.contiguous(), _contiguous(bias_O, x_MI)
     sizes = (K, *x_MI.stride(), *weight_OI.stride())
     if M <= _MOST_ROWS_OF_DECODE and not along_k:
-        _int8_rows[(triton.cdiv(N, 4), M)](
-            x_MI, weight_OI, scale, bias, y_MO, N, *sizes, BN=4, BK=1024, HAS_BIAS=bias_O is not None
-        )
+
+        def run_rows(blocks: Blocks) -> None:
+            _int8_rows[(triton.cdiv(N, blocks["BN"]), M)](
+                x_MI, weight_OI, scale, bias, y_MO, N, *sizes, HAS_BIAS=bias_O is not None, **blocks
+            )
+
+        default, *others = ({"BN": n, "BK": k, "num_warps": warps} for n, k, warps in _ROWS)
+        run_rows(choose("int8_rows", (x_MI.dtype,), default, others, run_rows))
         return y_MO
     if (how or _how("int8_matmul", x_MI, N, along_k)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int8(weight_OI, scale, rows, along_k, x_MI.dtype))
@@ -656,7 +671,13 @@ def _int4(
     if M <= _MOST_ROWS_OF_DECODE:
         has = has_zero | {"HAS_BIAS": bias_O is not None}
         bias = _contiguous(bias_O, x_MI)
-        _int4_rows[(triton.cdiv(N, 4), M)](*given, bias, y_MO, *sizes, BN=4, BG=1024 // group, HALF=group // 2, **has)
+
+        def run_rows(blocks: Blocks) -> None:
+            grid = triton.cdiv(N, blocks["BN"]), M
+            _int4_rows[grid](*given, bias, y_MO, *sizes, HALF=group // 2, **has, **blocks)
+
+        default, *others = ({"BN": n, "BG": k // group, "num_warps": warps} for n, k, warps in _ROWS)
+        run_rows(choose("int4_rows", (x_MI.dtype, group), default, others, run_rows))
         return y_MO
     if (how or _how("int4_matmul", x_MI, N, group)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int4(packed, scale_OG, zero_OG, rows, K, x_MI.dtype))
@@ -934,7 +955,7 @@ SPECS = (
         ),
         space=_SPACE | {"how": (None, "tile", "wide")},
         timed=(
-            {"M": 1, "N": 4096, "K": 4096, "bias": True},
+            {"M": 1, "N": 12288, "K": 4096, "bias": True},
             {"M": 16, "N": 4096, "K": 4096, "bias": True},
             {"M": 4096, "N": 4096, "K": 4096},
             {"M": 4096, "N": 4096, "K": 4096, "how": "wide"},
@@ -987,7 +1008,7 @@ SPECS = (
         ),
         space=_SPACE | {"group": GROUPS, "symmetric": (False, True), "how": (None, "tile", "wide")},
         timed=(
-            {"M": 1, "N": 4096, "K": 4096, "group": 128, "bias": True},
+            {"M": 1, "N": 12288, "K": 4096, "group": 64, "symmetric": False, "bias": True},
             {"M": 16, "N": 4096, "K": 4096, "group": 32, "symmetric": False},
             {"M": 4096, "N": 4096, "K": 4096, "group": 128, "symmetric": False},
             {"M": 4096, "N": 4096, "K": 4096, "group": 128, "symmetric": False, "how": "wide"},

@@ -36,6 +36,8 @@ from core.quant.scheme import Scheme
 PARTS = ("codes", "scale", "zero", "gain")
 # Elements of a weight that are rounded at a time: temporaries stay small beside one layer.
 _SLAB = 1 << 16
+# And on a device, where some dozens of operators on little take as long as on much.
+_SLAB_OF_A_DEVICE = 1 << 24
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Of a group's range that 4 bits may cover; others were hardly ever the best."""
 _SMALL = 0.25
@@ -253,7 +255,8 @@ def quantized_weight(
         parts = gptq(matrix_OI, moments, Steps(scheme.group_size, scheme.symmetric, _scale_bits(scheme), _SHARES))
         return QuantizedWeight(scheme, *parts, tuple(weight.shape), weight.dtype, transposed)
     num_rows, num_columns = matrix_OI.shape
-    step = max(1, _SLAB // max(num_columns, 1))
+    slab = _SLAB if matrix_OI.device.type == "cpu" else _SLAB_OF_A_DEVICE
+    step = max(1, slab // max(num_columns, 1))
     whole: list[Tensor | None] = []
     gain_I = _gain(matrix_OI, step) if scheme.name == "llm.int8" and weight.ndim == 2 else None
     for start in range(0, max(num_rows, 1), step):
