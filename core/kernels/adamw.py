@@ -22,6 +22,7 @@ from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 from core.kernels.tensor_lists import (
     TYPES,
     aligned,
+    count_at,
     on_clones,
     on_keywords,
     owners,
@@ -129,7 +130,7 @@ def _adamw(
     owner = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * 6
     start = (tl.program_id(0) - tl.load(owner + 1)) * BLOCK
     lane = tl.arange(0, BLOCK)
-    inside = lane < tl.load(owner) - start
+    inside = lane < count_at(owner, ALIGNED) - start
     if HAS_SCALE:
         factor = factor * tl.load(scale).to(tl.float32)
     g = tl.load(pointer_at(owner + 3, G, ALIGNED) + start + lane, mask=inside, other=0.0).to(tl.float32) * factor
@@ -159,7 +160,8 @@ def _update(
     quadruples = {i: _alike(params[i], grads[i], exp_avgs[i], exp_avg_sqs[i]) for i in members}
     launched: dict[tuple, list[int]] = {}
     for i, tensors in quadruples.items():
-        launched.setdefault((*(TYPES[t.dtype] for t in tensors), aligned(tensors)), []).append(i)
+        is_aligned = aligned(tensors) and tensors[0].numel() % 16 == 0
+        launched.setdefault((*(TYPES[t.dtype] for t in tensors), is_aligned), []).append(i)
     size, root, stream = lr / (1 - beta1**step), math.sqrt(1 - beta2**step), 0
     for (P, G, M, V, is_aligned), members in launched.items():
         device = params[members[0]].device

@@ -27,6 +27,7 @@ from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 from core.kernels.tensor_lists import (
     TYPES,
     aligned,
+    count_at,
     on_clones,
     on_keywords,
     owners,
@@ -155,7 +156,7 @@ def _adamw_8bit(
     """Columns: number of blocks, first program, row length, blocks of a row, p, g, m's codes and scales, v's."""
     owner = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * 10
     block = (tl.program_id(0) - tl.load(owner + 1)) * BLOCKS + tl.arange(0, BLOCKS)
-    length, of_row = tl.load(owner + 2), tl.load(owner + 3)
+    length, of_row = count_at(owner + 2, ALIGNED), tl.load(owner + 3)
     whole = block < tl.load(owner)
     column = (block % of_row * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     inside = whole[:, None] & (column < length)
@@ -189,7 +190,8 @@ def _update(
     taken = {i: [t.contiguous() for t in given[i]] for i in members}
     launched: dict[tuple, list[int]] = {}
     for i, tensors in taken.items():
-        launched.setdefault((TYPES[tensors[0].dtype], TYPES[tensors[1].dtype], aligned(tensors)), []).append(i)
+        is_aligned = aligned(tensors) and params[i][0].numel() % 16 == 0
+        launched.setdefault((TYPES[tensors[0].dtype], TYPES[tensors[1].dtype], is_aligned), []).append(i)
     for (P, G, is_aligned), members in launched.items():
         device = params[members[0]].device
         blocks = [taken[i][3].numel() for i in members]

@@ -173,7 +173,7 @@ def _gated_residual_backward(
     added = tl.zeros((1, BLOCK), tl.float32)
     if HAS_BIAS:
         added = tl.load(bias + column, mask=column < length, other=0.0).to(tl.float32)
-    total = tl.zeros((1, BLOCK), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over rows once: programs of several warps would wait each time
     for start in range(0, rows_each, ROWS):
         row = program * rows_each + start + tl.arange(0, ROWS)[:, None]
         inside = (row < num_rows) & (column < length)
@@ -188,9 +188,9 @@ def _gated_residual_backward(
             tl.store(dgate + row * length + column, d * value * s * (1.0 - s), mask=inside)
             d *= s
         tl.store(dy + row * length + column, d, mask=inside)
-        total += tl.sum(d, 0)[None, :]
+        total += d
     if HAS_BIAS:
-        tl.store(partial + program * length + column, total, mask=column < length)
+        tl.store(partial + program * length + column, tl.sum(total, 0)[None, :], mask=column < length)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

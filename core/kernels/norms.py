@@ -423,9 +423,9 @@ def _blocks(length: int) -> Blocks:
 
 
 def _num_programs(num_rows: int, blocks: Blocks) -> int:
-    """Programs that sum over rows: enough to fill a chip, few enough that their sums (4 MiB) are small beside x."""
-    most = min(2048, max(256, (1 << 20) // blocks["BLOCK"]))
-    return min(most, triton.cdiv(num_rows, blocks["ROWS"]))
+    """Programs that sum over rows: as many as 132 processors run at a time, three on each for their registers, so that
+    none begins when others end; few enough that their sums (4 MiB) are small beside x."""
+    return min(396, max(256, (1 << 20) // blocks["BLOCK"]), triton.cdiv(num_rows, blocks["ROWS"]))
 
 
 # --- specs ------------------------------------------------------------------------------------------------------------

@@ -88,6 +88,15 @@ def pointer_at(row, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def count_at(row, ALIGNED: tl.constexpr):
+    """A number of elements in the table; a multiple of 16 where aligned, so that no mask splits an access."""
+    count = tl.load(row)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    return count
+
+
+@triton.jit
 def store_rounded(pointer, x, inside, lane, seed, stream, TYPE: tl.constexpr, AT_RANDOM: tl.constexpr):
     """Store fp32 as TYPE; at random where asked (bf16). `lane` numbers elements in a program, `stream` programs.
 
