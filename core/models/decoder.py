@@ -15,6 +15,7 @@ Shapes: B batch, L length, S keys, D model, E embedding size, V vocabulary, K he
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -439,19 +440,29 @@ def constant_of(name: str, config: DecoderConfig) -> float:
 def init_rows(name: str, shape: tuple[int, ...], box: tuple[slice, ...], seed: int, std: float) -> Tensor:
     """fp32 normal values of the part `box` of parameter `name`; they depend on (seed, name, shape) alone.
 
-    Rows come in blocks of about 64k values, each from its own generator, so only the blocks that `box` meets are made.
+    Rows come in blocks of about 64k values, each from its own generator, so only the blocks that `box` meets are made,
+    by as many threads as torch has.
     """
     width = math.prod(shape[1:])
     block_rows = max(1, (1 << 16) // width)
     rows = box[0]
     value = torch.empty(rows.stop - rows.start, *(s.stop - s.start for s in box[1:]), device="cpu")
-    for first in range(rows.start - rows.start % block_rows, rows.stop, block_rows):
+
+    def fill(first: int) -> None:
         stop = min(first + block_rows, shape[0])
         digest = hashlib.blake2b(f"{seed}/{name}/{first // block_rows}".encode(), digest_size=8).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
         block = torch.empty(stop - first, *shape[1:], device="cpu").normal_(0.0, std, generator=generator)
         a, b = max(first, rows.start), min(stop, rows.stop)
         value[a - rows.start : b - rows.start] = block[(slice(a - first, b - first), *box[1:])]
+
+    firsts = range(rows.start - rows.start % block_rows, rows.stop, block_rows)
+    if type(value) is Tensor and (threads := min(torch.get_num_threads(), len(firsts))) > 1:  # modes are a thread's own
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, firsts))
+    else:
+        for first in firsts:
+            fill(first)
     return value
 
 
