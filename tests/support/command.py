@@ -25,8 +25,9 @@ from tests.support.stacks import end_with_stacks
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
-    **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT),
-    "PYTHONFAULTHANDLER": "1",
+    **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1",
+    # Before what is there already: where packages are not installed but unpacked (benchmarks.gpu.packed).
+    "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
 }  # fmt: skip
 
 
