@@ -17,7 +17,8 @@ its column j + group / 2 in the high half, so that both halves meet contiguous p
 Ways, of which `core.kernels.ways` knows the fastest where it was measured:
 
     rows     for one or two rows of x: a program reads some rows of the weight once and multiplies without matrix units
-             (decode: the time is that of reading W)
+             (decode: the time is that of reading W); where x has 16 bits and its columns come in whole groups, by words
+             of 32 bits, without converting integers (x of less than 2^64)
     tile     a program makes a tile by matrix units. For up to 32 rows the columns of the weight are dealt to several
              programs, whose sums are added after, so that all of the chip reads W; to how many follows from the
              weight's sizes alone, so that a row's result does not depend on how many there are
@@ -45,11 +46,13 @@ Way = Literal["tile", "wide", "library"]
 _SLAB = 1024
 """Rows of the weight that the reference widens at a time."""
 _MOST_ROWS_OF_DECODE = 2
-_ROWS = (
-    (4, 1024, 4), (2, 1024, 4), (1, 2048, 4), (2, 2048, 4), (4, 2048, 4), (4, 2048, 8), (8, 1024, 8), (1, 4096, 4),
-    (2, 4096, 8), (2, 1024, 2), (1, 1024, 2), (8, 1024, 4), (16, 1024, 8),
+_WORDS = (
+    (4, 1024, 1), (2, 1024, 1), (8, 1024, 1), (4, 2048, 2), (8, 2048, 2), (2, 2048, 2), (4, 4096, 4), (2, 4096, 4),
+    (8, 4096, 4), (4, 4096, 8), (8, 4096, 8), (4, 8192, 8),
 )  # fmt: skip
-"""Ways to deal with one row of x, the default and what a tuner tries: rows of the weight, columns at a time, warps."""
+"""Ways to deal with one row of x, the default and what a tuner tries: rows of the weight, columns at a time, warps.
+
+The default has no warp wait for another, and five instructions a weight in 4 bits."""
 _MOST_ROWS_IN_PARTS = 32
 _WIDE_FROM = 1024
 """Rows of x from which a weight is widened where nothing was measured: then that is a small part of the product."""
@@ -444,6 +447,94 @@ def _int4_rows(
     _store(y, tl.sum(total, 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
+@triton.jit
+def _sixteen(four, b: tl.constexpr, DTYPE: tl.constexpr):
+    """The b-th of four numbers of 16 bits that stand in 64, as fp32."""
+    return ((four >> (16 * b)) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bits(word, first: tl.constexpr, mask: tl.constexpr):
+    """Bits `first` and on of a word under the mask as the fp32 that has them: their number times 2^(first - 149).
+
+    A number below the normal ones, which a multiplication takes like any other: so a weight costs an operation of bits
+    and one multiplication and addition, where the conversion of a byte alone is four, one of them on units that are a
+    quarter as many. x comes with 2^(64 - first) (`_raised`), and sums are 2^85 times smaller than what they are.
+    """
+    return (word & (mask << first)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _raised(x, first: tl.constexpr):
+    return x * (18446744073709551616.0 / (1 << first))
+
+
+_RAISED = tl.constexpr(2.0**85)
+
+
+@triton.jit
+def _int8_words(x, w, scale, bias, y, N, K, xm, BN: tl.constexpr, BT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """`_int8_rows` for x in 16 bits and rows of whole words of four columns; BT words at a time."""
+    m = tl.program_id(1) + tl.arange(0, 1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    words, x_row = w.to(tl.pointer_type(tl.int32)), x + tl.program_id(1).to(tl.int64) * xm
+    fours = x_row.to(tl.pointer_type(tl.int64))
+    total, plain = tl.zeros([BN, BT], tl.float32), tl.zeros([BT], tl.float32)
+    for start in range(0, K // 4, BT):
+        t = start + tl.arange(0, BT)
+        inside = (n < N)[:, None] & (t < K // 4)[None, :]
+        # The sign is turned over: -128 .. 127 as 0 .. 255, and 128 times the sum of x is taken off in the end.
+        word = tl.load(words + n.to(tl.int64)[:, None] * (K // 4) + t[None, :], mask=inside, other=0) ^ -2139062144
+        four = tl.load(fours + t, mask=t < K // 4, other=0)
+        for b in tl.static_range(4):
+            one = _sixteen(four, b, x.dtype.element_ty)
+            total += _bits(word >> (16 * (b // 2)), 8 * (b % 2), 255) * _raised(one, 8 * (b % 2))[None, :]
+            plain += one
+    sums = tl.sum(total * _RAISED - 128.0 * plain[None, :], 1)
+    sums *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)
+    _store(y, sums[None, :], bias, m, n, m + 1, N, HAS_BIAS)
+
+
+@triton.jit
+def _int4_words(
+    x, w, scale, zero, bias, y, N, G, xm,
+    BN: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """`_int4_rows` for x in 16 bits and whole groups: words of eight numbers, BG groups at a time.
+
+    sum (q - zero) x = sum q x - zero sum x, so that zeros cost little.
+    """
+    m = tl.program_id(1) + tl.arange(0, 1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    WORDS: tl.constexpr = HALF // 4
+    words, x_row = w.to(tl.pointer_type(tl.int32)), x + tl.program_id(1).to(tl.int64) * xm
+    fours = x_row.to(tl.pointer_type(tl.int64))
+    t = tl.arange(0, WORDS)[None, :]
+    total = tl.zeros([BN, BG, WORDS], tl.float32)
+    for start in range(0, G, BG):
+        g = start + tl.arange(0, BG)
+        inside = (n < N)[:, None] & (g < G)[None, :]
+        at = n.to(tl.int64)[:, None, None] * (G * WORDS) + (g[:, None] * WORDS + t)[None, :, :]
+        word = tl.load(words + at, mask=inside[:, :, None], other=0)
+        of_group = n.to(tl.int64)[:, None] * G + g[None, :]
+        factor = tl.load(scale + of_group, mask=inside, other=0.0).to(tl.float32)
+        low = tl.load(fours + g[:, None] * (2 * WORDS) + t, mask=(g < G)[:, None], other=0)
+        high = tl.load(fours + g[:, None] * (2 * WORDS) + t + WORDS, mask=(g < G)[:, None], other=0)
+        sums = tl.zeros([BN, BG, WORDS], tl.float32)
+        plain = tl.zeros([BG, WORDS], tl.float32)
+        for b in tl.static_range(4):
+            x_low, x_high = _sixteen(low, b, x.dtype.element_ty), _sixteen(high, b, x.dtype.element_ty)
+            part = word >> (16 * (b // 2))
+            sums += _bits(part, 8 * (b % 2), 15) * _raised(x_low, 8 * (b % 2))[None, :, :]
+            sums += _bits(part, 8 * (b % 2) + 4, 15) * _raised(x_high, 8 * (b % 2) + 4)[None, :, :]
+            plain += x_low + x_high
+        middle = 8.0
+        if HAS_ZERO:
+            middle = tl.load(zero + of_group, mask=inside, other=0).to(tl.float32)[:, :, None]
+        total += (sums * _RAISED - middle * plain[None, :, :]) * factor[:, :, None]
+    _store(y, tl.sum(tl.sum(total, 2), 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _int4_tile(
     x, w, scale, zero, bias, y, M, N, K, G, xm, xk, wn, wk, part,
@@ -595,14 +686,17 @@ def _int8(
     scale, bias = scale.contiguous(), _contiguous(bias_O, x_MI)
     sizes = (K, *x_MI.stride(), *weight_OI.stride())
     if M <= _MOST_ROWS_OF_DECODE and not along_k:
+        has_bias = {"HAS_BIAS": bias_O is not None}
+        if not _in_words(x_MI, weight_OI, 4):
+            _int8_rows[(triton.cdiv(N, 4), M)](x_MI, weight_OI, scale, bias, y_MO, N, *sizes, BN=4, BK=1024, **has_bias)
+            return y_MO
 
-        def run_rows(blocks: Blocks) -> None:
-            _int8_rows[(triton.cdiv(N, blocks["BN"]), M)](
-                x_MI, weight_OI, scale, bias, y_MO, N, *sizes, HAS_BIAS=bias_O is not None, **blocks
-            )
+        def run_words(blocks: Blocks) -> None:
+            grid = triton.cdiv(N, blocks["BN"]), M
+            _int8_words[grid](x_MI, weight_OI, scale, bias, y_MO, N, K, x_MI.stride(0), **has_bias, **blocks)
 
-        default, *others = ({"BN": n, "BK": k, "num_warps": warps} for n, k, warps in _ROWS)
-        run_rows(choose("int8_rows", (x_MI.dtype,), default, others, run_rows))
+        default, *others = ({"BN": n, "BT": k // 4, "num_warps": warps} for n, k, warps in _WORDS)
+        run_words(choose("int8_words", (x_MI.dtype,), default, others, run_words))
         return y_MO
     if (how or _how("int8_matmul", x_MI, N, along_k)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int8(weight_OI, scale, rows, along_k, x_MI.dtype))
@@ -672,12 +766,17 @@ def _int4(
         has = has_zero | {"HAS_BIAS": bias_O is not None}
         bias = _contiguous(bias_O, x_MI)
 
-        def run_rows(blocks: Blocks) -> None:
-            grid = triton.cdiv(N, blocks["BN"]), M
-            _int4_rows[grid](*given, bias, y_MO, *sizes, HALF=group // 2, **has, **blocks)
+        if not _in_words(x_MI, packed, group):
+            rows = {"BN": 4, "BG": 1024 // group, "HALF": group // 2}
+            _int4_rows[(triton.cdiv(N, 4), M)](*given, bias, y_MO, *sizes, **rows, **has)
+            return y_MO
 
-        default, *others = ({"BN": n, "BG": k // group, "num_warps": warps} for n, k, warps in _ROWS)
-        run_rows(choose("int4_rows", (x_MI.dtype, group), default, others, run_rows))
+        def run_words(blocks: Blocks) -> None:
+            grid = triton.cdiv(N, blocks["BN"]), M
+            _int4_words[grid](*given, bias, y_MO, N, G, x_MI.stride(0), HALF=group // 2, **has, **blocks)
+
+        default, *others = ({"BN": n, "BG": k // group, "num_warps": warps} for n, k, warps in _WORDS)
+        run_words(choose("int4_words", (x_MI.dtype, group), default, others, run_words))
         return y_MO
     if (how or _how("int4_matmul", x_MI, N, group)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int4(packed, scale_OG, zero_OG, rows, K, x_MI.dtype))
@@ -715,6 +814,13 @@ def _part(length: int, N: int, blocks: Blocks) -> int:
     steps = triton.cdiv(length, blocks["BK"])
     num_parts = max(1, min(_PROGRAMS // triton.cdiv(N, blocks["BN"]), steps // 4))
     return triton.cdiv(steps, num_parts) * blocks["BK"]
+
+
+def _in_words(x_MI: Tensor, weight: Tensor, columns: int) -> bool:
+    """Return whether a row of x is read by fours of 16 bits and the weight by words, columns in whole such pieces."""
+    aligned = x_MI.is_meta or (x_MI.data_ptr() % 8 == 0 and weight.data_ptr() % 4 == 0)
+    whole = x_MI.shape[1] % columns == 0 and x_MI.stride(0) % 4 == 0 and x_MI.stride(1) == 1
+    return aligned and whole and weight.is_contiguous() and x_MI.dtype.itemsize == 2
 
 
 def _how(kernel: str, x_MI: Tensor, N: int, *more: object) -> str:
@@ -945,7 +1051,7 @@ SPECS = (
         inputs=_int8_inputs,
         grads=("x",),
         cases=(
-            {"M": 1, "N": 63, "K": 1000, "bias": True},
+            {"M": 1, "N": 63, "K": 1100, "bias": True},
             {"M": 140, "N": 100, "K": 130, "bias": True},
             {"M": 3, "N": 1, "K": 1},
             {"M": 5, "N": 40, "K": 1500, "bias": True},
@@ -1000,6 +1106,8 @@ SPECS = (
             {"M": 1, "N": 63, "K": 1000, "group": 128, "bias": True},
             {"M": 140, "N": 100, "K": 130, "group": 32, "symmetric": False, "bias": True},
             {"M": 2, "N": 5, "K": 100, "group": 64, "symmetric": False},
+            {"M": 2, "N": 5, "K": 1088, "group": 64, "symmetric": False, "bias": True},
+            {"M": 1, "N": 9, "K": 256, "group": 128},
             {"M": 3, "N": 1, "K": 1, "group": 32},
             {"M": 5, "N": 40, "K": 1500, "group": 64, "symmetric": False, "bias": True},
             {"M": 20, "N": 30, "K": 2100, "group": 128, "symmetric": False, "bias": True, "how": "wide"},
