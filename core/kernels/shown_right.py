@@ -7,7 +7,7 @@ The protocol of docs/gpu.md measures each family on a card and leaves a table, s
     right     results and gradients are within the SPEC's tolerance of the fp64 reference, in all formats
     speedup   torch's time over ours, the least of the timed cases
 
-A chip without a table takes no such kernel unless it is asked to. There is none yet: no GPU has run them.
+A chip without a table takes no such kernel unless it is asked to. There is none yet: no GPU has timed them all.
 """
 
 import json

@@ -69,7 +69,7 @@ def config_of(out: Path, **options: Any) -> TrainConfig:
 
 def build(config: TrainConfig, model: nn.Module | None = None) -> TrainState:
     """The small model (or another) spread over a fresh mesh, with its optimizer."""
-    with start("cpu", config.seed) as runtime:
+    with start(config.device, config.seed) as runtime:
         mesh = runtime.mesh(config.mesh, config.zero)
         plan = PLAN if config.mesh.tp > 1 else None
         model = Small() if model is None else model
