@@ -32,6 +32,7 @@ from benchmarks.serving import PAGE_SIZE, NoText, page_dtype
 from core.models import SHAPES, Decoder, DecoderConfig
 from core.nn.by_kernels import by_kernels
 from core.quant import Scheme, quantize, stored_bytes
+from core.quant.measured import measure_weights
 
 MODELS, SCHEMES, SEQUENCES = ("llama_7b", "bloom_7b1"), ("bf16", "int8", "int4"), (1, 8, 64)
 PROMPT, STEPS = 128, 48
@@ -63,6 +64,7 @@ def model_of(config: DecoderConfig, scheme: str, where: Where) -> Decoder:
     fill(model, where.device)
     if scheme != "bf16":
         quantize(model, Scheme(scheme), embeddings=True, head=True)
+        measure_weights(model, dtype)  # as the server does when it loads a model
     return by_kernels(model.eval())
 
 
