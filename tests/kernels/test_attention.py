@@ -3,14 +3,21 @@
 import itertools
 import sys
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from core.kernels import attention as kernels
-from core.kernels.attention import attention, attention_varlen, attention_with_lse, reference
+from core.kernels.attention import (
+    _library_is_faster,
+    attention,
+    attention_varlen,
+    attention_with_lse,
+    reference,
+)
+from core.kernels.blocks import compiling_for
 from core.kernels.operator import forced
 from core.kernels.partial_attention import Part, partial_attention, partial_gradients
 from tests.support.device import DEVICE
@@ -158,3 +165,35 @@ def test_packed_sequences_need_their_limits() -> None:
         attention_varlen(
             shaped(4, 2, 8), shaped(4, 2, 8), shaped(4, 2, 8), torch.tensor([0, 1, 4]), torch.tensor([0, 4]), 3, 4
         )
+
+
+class OnGpu(NamedTuple):
+    """As much of a tensor as the choice looks at."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    is_cuda: bool = True
+
+
+def test_plain_attention_in_16_bits_is_the_librarys_on_hopper() -> None:
+    def taken(chip: str = "sm_90", causal: bool = True, keys: int = 300, **given: Any) -> bool:
+        q = OnGpu(**{"shape": (2, 300, 4, 64)} | given)
+        with compiling_for(chip):
+            return _library_is_faster(cast(Tensor, q), cast(Tensor, q._replace(shape=(2, keys, 4, 64))), causal)
+
+    assert taken()
+    assert taken(dtype=torch.float16)
+    assert taken(keys=400, causal=False)
+    assert not taken(keys=400)
+    assert not taken("sm_80")
+    assert not taken(dtype=torch.float32)
+    assert not taken(shape=(2, 300, 4, 20))
+    assert not taken(shape=(2, 300, 4, 256))
+    assert not taken(is_cuda=False)
+    with forced():
+        assert not taken()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not taken()
+    finally:
+        torch.use_deterministic_algorithms(False)
