@@ -3,15 +3,17 @@
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.support.chosen import choose_in_a_moment
 from tests.support.forkserver import PRELOADED, fork_server
 from tests.support.parsed_once import parse_with_known_parsers
 from tests.support.ranks import Pools
+
+if TYPE_CHECKING:  # not before a test or a list of tests needs it: xdist's own process has none
+    import torch
 
 gc.disable()  # until all is imported, as commands do: nothing of it is garbage
 
@@ -29,8 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device() -> "torch.device":
     """Where a test that is marked gpu makes its tensors; each of them asks for it (tests/unit/test_gpu_marks.py)."""
+    import torch
+
     from tests.support.device import DEVICE
 
     return torch.device(DEVICE)
@@ -58,12 +62,16 @@ def parsers_of_options_are_made_once() -> None:
 def no_process_group_is_left() -> Iterator[None]:
     """What joins one for as long as the process lives (`core.gemini.wrap`) leaves it to the other tests here."""
     yield
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What ranks will run is imported once, before they are forked."""
+    import torch
+
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support.interpreter import take_interpreter
 
@@ -80,6 +88,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "soak" not in config.getoption("markexpr"):
         items[:] = [item for item in items if not _marked(item, "soak")]
+    import torch
+
     if torch.cuda.is_available():
         return
     on_cpu = config.getoption("--device") == "cpu"
