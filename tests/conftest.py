@@ -26,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything asks for a GPU, or defines a kernel."""
+    # Inductor's pool of compilers is one more process that imports torch, for the one file that a test has compiled.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if config.getoption("--device") == "cpu":
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 

@@ -55,9 +55,9 @@ def spare(interpreter: Any) -> None:
     """Do once what the interpreter does at each call of a function and for each value: half of its time.
 
     Which members of the language it replaces is looked up once, and by what; a function that a kernel calls finds them
-    replaced already. numpy's name of a type, and a block's type of a shape, are made once. Sums and products of integers
-    are not computed once more in 64 bits, to be compared with what 32 hold: of that nobody is told where kernels do not
-    run for debugging, and here they do not.
+    replaced already. numpy's name of a type, and a block's type of a shape, are made once. Sums and products of
+    integers are not computed once more in 64 bits, to be compared with what 32 hold: of that nobody is told where
+    kernels do not run for debugging, and here they do not.
     """
     import triton.language as tl
 

@@ -180,7 +180,7 @@ FEW = {
 
 
 def _starts_nothing() -> None:
-    """Runs that have processes of their own are runs here: the quick benchmarks `gemini` and `dreambooth` start them."""
+    """Runs in processes of their own are runs here; the quick benchmarks `gemini` and `dreambooth` start theirs."""
     from benchmarks import dreambooth_run
     from benchmarks.gpu import pictures, training
     from benchmarks.offload import Ran, Turn, take_turn
