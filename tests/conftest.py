@@ -2,7 +2,11 @@
 
 import gc
 import os
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +19,9 @@ from tests.support.ranks import Pools
 if TYPE_CHECKING:  # not before a test or a list of tests needs it: xdist's own process has none
     import torch
 
+HERE = Path(__file__).parent
+_COMPILED, _COMPILING_S = "MEGALITH_TESTS_COMPILED", 180.0
+
 gc.disable()  # until all is imported, as commands do: nothing of it is garbage
 
 
@@ -26,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything asks for a GPU, or defines a kernel."""
+    is_first = "PYTEST_XDIST_WORKER" not in os.environ
+    if is_first and not sys.dont_write_bytecode and not any(HERE.glob("unit/__pycache__/*.pyc")):
+        folder = tempfile.TemporaryDirectory(prefix="compiled-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[_COMPILED] = folder.name
     # Inductor's pool of compilers is one more process that imports torch, for the one file that a test has compiled.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if config.getoption("--device") == "cpu":
@@ -68,6 +80,25 @@ def no_process_group_is_left() -> Iterator[None]:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """In a fresh clone the first of xdist's processes imports all before the others do, and leaves them the bytecode.
+
+    Compiling takes three times as long as all else of an import, and each of them would do it by itself.
+    """
+    worker, folder = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get(_COMPILED)
+    if worker is None or folder is None:
+        return (yield)
+    is_done = Path(folder, "done")
+    deadline = time.monotonic() + _COMPILING_S
+    while worker != "gw0" and not is_done.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    try:
+        return (yield)
+    finally:
+        is_done.touch()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
