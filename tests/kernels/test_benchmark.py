@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from benchmarks import kernels, liger
+from benchmarks.gpu import checks
+from benchmarks.gpu.protocol import Where
 from core.config import UserError
 from core.kernels import specs
 from core.kernels.spec import outputs_of
@@ -18,6 +20,17 @@ def test_a_red_family_is_not_timed() -> None:
     kernels.check_green(SPEC)
     with pytest.raises(UserError, match=r"softmax is off by 0.001.*no result"):
         kernels.check_green(replace(SPEC, function=lambda **inputs: SPEC.reference(**inputs) * 1.001))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about the interpreter; runs where there is no CUDA device")
+def test_a_check_on_a_gpu_is_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the protocol's command a."""
+    [row] = checks.check("softmax", Where("cpu", quick=True))
+    assert 0 < row.numbers["error"].value <= 1
+    off = replace(SPEC, function=lambda **inputs: SPEC.function(**inputs) * 1.001)
+    monkeypatch.setattr(checks, "specs", lambda: {"softmax": off})
+    with pytest.raises(AssertionError, match=r"float32, .* times what is allowed"):
+        list(checks.check("softmax", Where("cpu", quick=True)))
 
 
 def test_a_row_is_a_share_of_the_nearer_bound() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.kernels import specs
+from core.kernels import compile, specs
 
 ROOT = Path(__file__).parents[2]
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -51,21 +51,21 @@ def test_spills_are_seen() -> None:
     assert "kernels spill registers" in done.stdout
 
 
-def test_an_unknown_kernel_is_one_line_and_exit_code_2() -> None:
-    done = run("-m", "core.kernels.compile", "sofmax")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no kernel 'sofmax'; the kernels are ")
-    assert done.stderr.count("\n") == 1
+def test_an_unknown_kernel_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compile.main(["sofmax"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no kernel 'sofmax'; the kernels are ")
+    assert said.count("\n") == 1
 
 
-def test_what_was_compiled_is_shown_as_a_table(tmp_path: Path) -> None:
+def test_what_was_compiled_is_shown_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Kept by family: a second run replaces its own lines only."""
     path = tmp_path / "binaries.jsonl"
     one = {"spec": "softmax", "chip": "sm_90", "kernel": "_f", "case": "", "registers": 40, "shared_bytes": 2048}
     lines = [one | {"spilled_bytes": 0}, one | {"registers": 50, "spilled_bytes": 8, "chip": "gfx942"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[0] | {"registers": 64}]))
-    done = run("-m", "core.kernels.compile", "--table", str(path))
-    assert done.stdout.splitlines() == [
+    assert compile.main(["--table", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
         "| family | kernel | binaries | sm_90 | gfx942 |",
         "|---|---|---|---|---|",
         "| softmax | `_f` | 3 | 64, 2 | 50, 2, **spills 8** |",

@@ -13,6 +13,7 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan, tensor_parallel_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import gradient_norm
+from core.parallel.pipeline.run import Pipeline
 from core.placement.table import NO_PLAN, ModelPlan
 from core.trace.account import MemoryAccount
 
@@ -49,7 +50,7 @@ def accounted_step(
     plan: ModelPlan = NO_PLAN,
     materialise: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[int, Volume]:
-    """The same of any model, in its second step, when the optimizer's state exists."""
+    """The same of any model, when the optimizer's state exists; a pipeline's stages know by then what they send."""
     spread = parallelize(model, mesh, parallel, plan, materialise=materialise)
     del model
     optimizer = build_optimizer(OptimConfig(), spread.masters)
@@ -62,7 +63,13 @@ def accounted_step(
         spread.release()
         spread.publish()
 
-    step(min(num_microbatches, 2))
+    if isinstance(spread, Pipeline):
+        step(min(num_microbatches, 2))
+    else:
+        for master in spread.masters.values():
+            master.grad = torch.zeros_like(master)
+        optimizer.step()
+        spread.release()
     with count_volume(mesh) as sent, MemoryAccount() as account:
         account.add(spread.model.parameters())
         account.add(spread.masters.values())

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,18 +54,24 @@ def with_index(patch: Callable) -> Callable:
 def spare(interpreter: Any) -> None:
     """Do once what the interpreter does at each call of a function and for each value: half of its time.
 
-    Which members of the language it replaces is looked up once; a function that a kernel calls finds them replaced
-    already. numpy's name of a type, and a block's type of a shape, are made once.
+    Which members of the language it replaces is looked up once, and by what; a function that a kernel calls finds them
+    replaced already. numpy's name of a type, and a block's type of a shape, are made once. Sums and products of
+    integers are not computed once more in 64 bits, to be compared with what 32 hold: of that nobody is told where
+    kernels do not run for debugging, and here they do not.
     """
     import triton.language as tl
 
     members: dict[Any, list[tuple[str, Any]]] = {}
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         if package not in members:
-            members[package] = [(n, m) for n, m in inspect.getmembers(package) if tl.core.is_builtin(m)]
+            found = [(name, m) for name, m in inspect.getmembers(package) if tl.core.is_builtin(m)]
+            members[package] = [(name, interpreted(m, interpreter.interpreter_semantic)) for name, m in found]
         for name, member in members[package]:
-            interpreter._patch_attr(package, name, member, builder, scope)
+            scope.set_attr(package, name, member)
 
     met: set[Any] = set()
 
@@ -82,6 +89,17 @@ def spare(interpreter: Any) -> None:
     interpreter._get_np_dtype = once_a_type(interpreter._get_np_dtype)
     tl.block_type.__init__ = once_a_shape(tl.block_type.__init__)
     tl.tensor.__init__ = with_one_shape(tl.tensor.__init__)
+
+
+def interpreted(member: Any, semantic: Any) -> Callable:
+    """A member of the language, called without the wrapper that asks for what it is called with here."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    return call
 
 
 def once_a_type(find: Callable) -> Callable:

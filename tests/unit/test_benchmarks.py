@@ -40,6 +40,7 @@ from benchmarks.tensor_parallel_bytes import pair_bytes
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.optim.build import build_optimizer
+from tests.support.command import run
 
 DATA = Path(__file__).parents[1] / "data" / "fold"
 ROW = Row({"model": "tiny", "ranks": 2, "contender": "ours"}, {"throughput": Number(1234.5, "tokens/s")})
@@ -164,9 +165,7 @@ def test_stale_runs_nothing() -> None:
 
 
 def test_an_unknown_name_is_one_line_and_exit_code_2() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "trian"], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run("-m", "benchmarks.run", "trian", timeout_s=120)
     assert done.returncode == 2
     assert done.stderr.startswith("error: no benchmark 'trian'; the benchmarks are ")
     assert done.stderr.count("\n") == 1

@@ -1,14 +1,16 @@
 """The tests of `make gpu`: each asks for the device that it runs on, and none of a CPU's own paths is among them."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.gpu.suite import files
-from tests.support.command import ENVIRONMENT, ROOT
+from tests.support.command import ROOT, run
 
+# Nothing is run: kernels need not be the interpreter's, nor has anybody to be forked.
 COLLECT = """
 import sys, pytest
+from tests import conftest
+from tests.support import interpreter
+interpreter.take_interpreter = conftest.fork_server = lambda: None
 
 class Collected:
     def pytest_collection_finish(self, session):
@@ -21,12 +23,11 @@ sys.exit(pytest.main(["--collect-only", "-q", "--no-header", "-p", "no:cacheprov
 OF_A_CPU = ("compile", "vnni", "paged_loops", "matmul", "attention_on_cpu", "references_on_cpu", "traffic", "far_apart")
 
 
-def _collected() -> dict[str, tuple[bool, bool]]:
+def _collected(folder: Path) -> dict[str, tuple[bool, bool]]:
     """Test without its parameters -> (it asks for `device`, it is marked gpu), on a machine without a GPU."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if _may_be_marked(path)]
-    command = [sys.executable, "-c", COLLECT, *map(str, files)]
-    environment = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    (folder / "collect.py").write_text(COLLECT)
+    done = run(folder / "collect.py", *files)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("ITEM ")]
     return {name: (asks == "True", marked == "True") for _, name, asks, marked in lines}
@@ -37,12 +38,12 @@ def _may_be_marked(path: Path) -> bool:
     return any("gpu" in file.read_text() for file in (path, path.parent / "conftest.py") if file.exists())
 
 
-def test_what_is_marked_gpu() -> None:
+def test_what_is_marked_gpu(tmp_path: Path) -> None:
     """It asks for the device; `make gpu` looks into every file that has one; none of a CPU's own paths is among it.
 
     `make gpu` looks into no other file: they would be imported, with what they need.
     """
-    collected = _collected()
+    collected = _collected(tmp_path)
     marked = {name: asks for name, (asks, is_marked) in collected.items() if is_marked}
     assert len(marked) > 60
     assert [name for name, asks in marked.items() if not asks] == []

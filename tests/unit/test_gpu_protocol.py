@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -59,12 +59,15 @@ def phases(where: Where) -> list[Phase]:
 
 
 class Forked:
-    """A worker of the entries above, forked from what has imported torch: as much of a Popen as the protocol uses."""
+    """A worker that is forked from what has imported torch: as much of a Popen as the protocol uses.
 
-    def __init__(self, line: list[str]) -> None:
+    prepare  what it changes of its process before it works
+    """
+
+    def __init__(self, line: list[str], prepare: Callable[[], None]) -> None:
         asked, ask = Pipe(duplex=False)
         answer, answers = Pipe(duplex=False)
-        self._process = context().Process(target=_work, args=(line[3:], asked, answers))
+        self._process = context().Process(target=_work, args=(line[3:], asked, answers, prepare))
         self._process.start()
         self.pid = self._process.pid
         self.stdin, self.stdout = os.fdopen(os.dup(ask.fileno()), "w"), os.fdopen(os.dup(answer.fileno()))
@@ -76,14 +79,27 @@ class Forked:
         return self._process.exitcode
 
 
-def _work(argv: list[str], asked: Connection, answers: Connection) -> None:
+def _work(argv: list[str], asked: Connection, answers: Connection, prepare: Callable[[], None]) -> None:
     os.setsid()
     for number, end in enumerate((asked, answers)):
         os.dup2(end.fileno(), number)
         end.close()
     sys.stdin = os.fdopen(0)
-    worker.phases = lambda command, where: phases(where)
+    prepare()
     worker.main(argv)
+
+
+def _fork_workers(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[], None]) -> None:
+    started = subprocess.Popen
+
+    def popen(line: list[str], **options: Any) -> Any:
+        return Forked(line, prepare) if "benchmarks.gpu.worker" in line else started(line, **options)
+
+    monkeypatch.setattr(protocol.subprocess, "Popen", popen)
+
+
+def _has_entries_above() -> None:
+    worker.phases = lambda command, where: phases(where)
 
 
 @pytest.fixture
@@ -91,12 +107,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command of the entries above, in this process and in its workers."""
     monkeypatch.setattr(entries, "phases", lambda command, where: phases(where))
     monkeypatch.setattr(entries, "targets_of", lambda command: lambda figures: [])
-    started = subprocess.Popen
-
-    def popen(line: list[str], **options: Any) -> Any:
-        return Forked(line) if "benchmarks.gpu.worker" in line else started(line, **options)
-
-    monkeypatch.setattr(protocol.subprocess, "Popen", popen)
+    _fork_workers(monkeypatch, _has_entries_above)
 
 
 @pytest.mark.usefixtures("tested")
@@ -158,7 +169,7 @@ def test_where_there_is_no_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.C
 
 
 FEW = {
-    "a": ("softmax is right", "tests of a GPU"),
+    "a": ("tests of a GPU",),
     "b": ("roofline", "softmax, speed", "llama_7b, bf16", "bloom_7b1, int4"),
     "c": (
         *("pretrain gpt3_1_3b, our kernels", "Gemini", "Evoformer block, 16 residues", "Evoformer block, the longest"),
@@ -168,8 +179,27 @@ FEW = {
 """One entry of each kind: families of kernels are run one by one in tests/kernels and in the benchmark `kernels`."""
 
 
+def _starts_nothing() -> None:
+    """Runs in processes of their own are runs here; the quick benchmarks `gemini` and `dreambooth` start theirs."""
+    from benchmarks import dreambooth_run
+    from benchmarks.gpu import pictures, training
+    from benchmarks.offload import Ran, Turn, take_turn
+
+    def attempt(turn: Turn, python: Path) -> Ran:
+        return take_turn(turn)
+
+    def watched(command: list[str], figures: Path) -> dict[str, Any]:
+        assert dreambooth_run.main([str(figures), *command[1:]]) == 0
+        return json.loads(figures.read_text())
+
+    training.attempt, pictures.watched = attempt, watched
+
+
 @pytest.mark.parametrize("command", FEW)
 def test_every_command_runs_on_a_cpu(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """b by a worker that starts anew, with Triton's interpreter."""
+    if command != "b":
+        _fork_workers(monkeypatch, _starts_nothing)
     of_command = entries.phases(command, CPU)
     few = [Phase([entry for entry in phase.entries if entry.name in FEW[command]]) for phase in of_command]
     monkeypatch.setattr(entries, "phases", lambda command, where: few)

@@ -45,9 +45,12 @@ def test_every_element_is_updated_by_as_many_ranks_as_hold_copies(name: str) -> 
     table, shape = decoder_table(config, mesh, zero), mesh_shape(mesh)
     assert not dist.is_initialized()
     assert shape.size() == world
+    of_axes = {row.master.axes() for row in table.values()}
+    ranks = {axes: Counter(tuple(_index(a, shape, rank) for a in axes) for rank in range(world)) for axes in of_axes}
     for row in table.values():
-        coordinates = [{a: _index(a, shape, rank) for a in row.master.axes()} for rank in range(world)]
-        boxes = Counter(tuple((s.start, s.stop) for s in row.master.box(at)) for at in coordinates)
+        axes, boxes = row.master.axes(), Counter[tuple[tuple[int, int], ...]]()
+        for at, number in ranks[axes].items():
+            boxes[tuple((s.start, s.stop) for s in row.master.box(dict(zip(axes, at, strict=True))))] += number
         held = {box: math.prod(stop - start for start, stop in box) for box in boxes}
         assert sum(held.values()) == math.prod(row.master.shape), "the boxes do not tile the whole"
         copies = world // math.prod(axis_size(shape, axis) for axis in row.master.axes())

@@ -35,7 +35,7 @@ def test_rows_before_adds_up_and_batches_only_grow(full, ramp, step):
     assert (size.rows(0), size.rows(ramp.steps)) == (ramp.start, full)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(ramp=ramps, num_ranks=st.sampled_from([1, 2, 3]))
 def test_samples_follow_each_other_over_steps_and_ranks(ramp, num_ranks):
     ramp = RampConfig(6 * ((ramp.start or 1) % 5 + 1), ramp.steps, 6)

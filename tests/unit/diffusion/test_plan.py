@@ -130,7 +130,7 @@ def test_the_plan_counts_what_a_training_step_allocates(folder, tmp_path, name):
     assert foreseen.peak_bytes == pytest.approx(measured, rel=0.02)
 
 
-@by_depth
+@pytest.mark.parametrize("name", ["shallow", pytest.param("narrow", marks=pytest.mark.soak)])
 def test_the_plan_of_adapters_counts_what_a_step_allocates(folder, tmp_path, name):
     argv = ["--model", folder / name, "--data.images", folder / "pictures", "--data.global-batch", 4, "--steps", 2]
     argv += ["--device", "cpu", "--out", tmp_path / "run", "--checkpoint.every", 0, "--method", "lora"]

@@ -81,7 +81,7 @@ def _weights(out: Path, file: str = UNET) -> dict[str, torch.Tensor]:
 
 def test_a_run_leaves_a_pipeline_that_diffusers_loads(folder: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "run"
-    options = {"data__images": folder / "pictures", "data__global_batch": 2, "noise__min_snr": 5}
+    options = {"data__images": folder / "pictures", "data__global_batch": 2, "noise__min_snr": 5, "steps": 1}
     assert finetune.main([*_argv(folder, out, **options), "--train-text-encoder", "--data.flip"]) == 0
     said = capsys.readouterr().out
     assert "left out: broken.png" in said
@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path)
 def test_what_begins_anew_learns_another_noise(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = {"data__images": folder / "pictures", "noise__prediction": "v_prediction", "data__resolution": 24}
-    argv = _argv(folder, out, **options, data__global_batch=2, precision="fp32", save_precision="fp16", seed=1)
+    argv = _argv(folder, out, **options, data__global_batch=2, precision="fp32", save_precision="fp16", seed=1, steps=1)
     assert pretrain.main([*argv, "--noise.zero-terminal-snr", "--data.no-buckets"]) == 0
     pipeline = load_pipeline(out)
     assert pipeline.prediction_type == "v_prediction"
@@ -167,13 +167,14 @@ def test_adapters_add_a_product_to_what_a_layer_makes() -> None:
 def test_a_lora_run_leaves_files_that_diffusers_loads(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = {"method": "lora", "lora__rank": 4, "lora__alpha": 6, "lora__targets": "all", "lora__layout": "both"}
+    options |= {"model": folder / "shallow"}
     argv = [*_argv(folder, out, **_subject(folder), **options, steps=2, optim__lr=0.05), "--train-text-encoder"]
     assert dreambooth.main(argv) == 0
     assert not (out / "model_index.json").exists()
     held = [name for name in read_full(checkpoint_path(out)) if name.startswith("model/")]
     assert held
     assert all("lora_" in name for name in held)  # checkpoints are small
-    pipeline = load_pipeline(folder / "weights")
+    pipeline = load_pipeline(folder / "shallow")
     lora = load_lora(out / LORA_FILES["diffusers"], pipeline)
     again = load_lora(out / LORA_FILES["kohya"], pipeline)
     assert all(
@@ -181,7 +182,7 @@ def test_a_lora_run_leaves_files_that_diffusers_loads(folder: Path, tmp_path: Pa
     )
     assert {name.partition(".")[0] for name in lora} == {"unet", "text_encoder"}
     assert any("conv" in name for name in lora)
-    theirs = StableDiffusionPipeline.from_pretrained(folder / "weights", safety_checker=None, local_files_only=True)
+    theirs = StableDiffusionPipeline.from_pretrained(folder / "shallow", safety_checker=None, local_files_only=True)
     seen, times, text = torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 16, 16)
     before = theirs.unet(seen, times, text).sample
     theirs.load_lora_weights(out, weight_name=LORA_FILES["diffusers"])
@@ -194,11 +195,11 @@ def test_a_lora_run_leaves_files_that_diffusers_loads(folder: Path, tmp_path: Pa
     on = {name: value for name, value in options.items() if name not in taken}
     on |= {"lora__start": out / LORA_FILES["kohya"], "optim__lr": 0.0, "steps": 1}
     assert dreambooth.main([*_argv(folder, tmp_path / "on", **_subject(folder), **on), "--train-text-encoder"]) == 0
-    kept = load_lora(tmp_path / "on" / LORA_FILES["diffusers"], load_pipeline(folder / "weights"))
+    kept = load_lora(tmp_path / "on" / LORA_FILES["diffusers"], load_pipeline(folder / "shallow"))
     assert all(torch.equal(kept[name].down, pair.down) for name, pair in lora.items())
     with pytest.raises(UserError, match="add --train-text-encoder"):
         dreambooth.main(_argv(folder, tmp_path / "off", **_subject(folder), **on))
-    other = load_lora(out / LORA_FILES["diffusers"], load_pipeline(folder / "weights"))
+    other = load_lora(out / LORA_FILES["diffusers"], load_pipeline(folder / "shallow"))
     name, pair = next(iter(other.items()))
     save_lora({name: replace(pair, up=pair.up[:-1])}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="made for another model"):

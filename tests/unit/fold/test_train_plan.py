@@ -24,7 +24,7 @@ def a_block_alone(monkeypatch) -> None:
 
 def test_a_plan_says_what_a_run_takes(tmp_path, capsys) -> None:
     """Of chains without alignments, of which the crop is shorter than each."""
-    more = ("--precision", "bf16", "--optim.name", "adafactor", "--recompute.mode", "full")
+    more = ("--precision", "bf16", "--recompute.mode", "full")
     more += ("--data.global-batch", "1", "--data.validation", "None")
     words = [*TINY, *more, "--optim.schedule.warmup-steps", "0"]
     assert train([*words, "--steps", "2", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0

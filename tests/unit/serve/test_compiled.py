@@ -120,8 +120,11 @@ def test_a_step_of_which_nobody_wants_logits(monkeypatch: pytest.MonkeyPatch) ->
     assert runner.run(step).shape == (0, runner.model.config.vocab_size)
 
 
-@pytest.mark.parametrize("family", ["opt", "bloom", "llama"])
-@pytest.mark.parametrize("page_dtype", [torch.float64, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("family", "page_dtype"),
+    [*((family, torch.float64) for family in ("opt", "bloom", "llama")), ("bloom", torch.int8), ("llama", torch.int8)],
+    ids=str,
+)
 def test_attention_over_pages(family: str, page_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64 but for pages of int8, whose rounding is the same: parity to 1e-10, beside prompts in parts, too."""
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, given, **options: graph)

@@ -107,7 +107,7 @@ def test_a_step_is_one_launch_two_copies_and_a_wait(gpu: FakeGpu, family: str, w
     start(engine, way)
     for _ in range(3):  # prompts, and the first step by a graph
         engine.step()
-    for _ in range(10):
+    for _ in range(4):
         counter.reset()
         assert engine.step()
         assert (counter.graphs, counter.waits, counter.launches) == (1, 1, [])
