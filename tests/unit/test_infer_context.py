@@ -213,6 +213,22 @@ class LooksAtValues(Block):
         return x * 2 if bool((x > 0).any()) else x
 
 
+class HoldsWhatLooksAtValues(Block):
+    """As transformers' experts do that are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Looks()
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.router(x)
+
+
+class Looks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if bool((x > 0).any()) else x
+
+
 @pytest.mark.parametrize(
     ("block", "why"),
     [
@@ -240,7 +256,8 @@ class LooksAtValues(Block):
         (CutsTheMask, r"calls slice, where on the whole sequence blocks\.0 \(transpose\) is called"),
         (SeesTheStart, r"blocks\.0 \(slice\) has a sequence twice, or a part of it"),
         (TwoSizes, "has heads of two sizes, 6 and 12"),
-        (LooksAtValues, "blocks"),
+        (LooksAtValues, r"no list of blocks .* scaled_dot_product_attention \(blocks\.0 looks at values\); use"),
+        (HoldsWhatLooksAtValues, r"blocks\.0\.router looks at values"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -123,9 +123,10 @@ def _lists(model: nn.Module, found: Trace) -> list[str]:
         if attends or inside > LEAST_SHARE * (inside + costs.before + costs.behind):
             chosen.append(name)
     if not chosen:
+        looks = next((f" ({name} looks at values)" for name in found.opaque), "")
         raise UserError(
             "it has no list of blocks that are called once each, in their order, and attend by torch's "
-            f"scaled_dot_product_attention{_advice(model)}"
+            f"scaled_dot_product_attention{looks}{_advice(model)}"
         )
     return chosen
 
