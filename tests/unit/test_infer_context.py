@@ -267,6 +267,53 @@ def test_blocks_that_are_not_sure_are_refused_with_the_reason(block: Callable[[]
         infer_context(model, 2, sample_of(model), "ulysses")
 
 
+class Experts(nn.Module):
+    """A stack of matrices, which waits for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(3, DIM, DIM))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for number in chosen.unique():
+            token, choice = (chosen == number).nonzero(as_tuple=True)
+            y = y.index_add(0, token, self.one(x)[token] @ self.stack[number] * weights[token, choice, None])
+        return y
+
+    def one(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OverTokens(Experts):
+    def one(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def routed(experts: Callable[[], nn.Module], reordered: bool = False) -> Callable[[], nn.Module]:
+    class Routed(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(DIM, 3), experts()
+
+        def mixed(self, x: Tensor) -> Tensor:
+            routed = x.transpose(0, 1) if reordered else x
+            weights, chosen = self.router(routed).flatten(0, 1).softmax(-1).topk(2)
+            return x + self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
+
+    return Routed
+
+
+def test_experts_compute_each_place_by_itself() -> None:
+    assert places(Model(routed(Experts))).keys() == {"blocks.0", "blocks.1"}
+    for block, why in (
+        (routed(OverTokens), r"blocks\.0\.experts looks at values"),
+        (routed(Experts, reordered=True), r"blocks\.0\.experts \(experts\) is given tokens and .* different orders"),
+    ):
+        with pytest.raises(UserError, match=why):
+            places(Model(block))
+
+
 class AddsBetween(Model):
     def through(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         return self.blocks[1](2 * self.blocks[0](x, positions, mask), positions, mask)

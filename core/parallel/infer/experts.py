@@ -128,6 +128,21 @@ def infer_experts(model: nn.Module, ranks: int, sample: Mapping[str, Any]) -> Pl
 
     Raises UserError where no module is found that holds experts, and where one is not sure to compute the same.
     """
+    return {stacks.name: stacks.style() for stacks in _holding_experts(model, ranks, sample)}
+
+
+def by_token(model: nn.Module, sample: Mapping[str, Any]) -> dict[str, Place]:
+    """Modules that hold experts and compute each token by itself -> which of their arguments is the tokens."""
+    if all(parameter.ndim < 3 for parameter in model.parameters()):
+        return {}
+    try:
+        return {stacks.name: stacks.tokens for stacks in _holding_experts(model, 1, sample)}
+    except UserError:
+        return {}
+
+
+def _holding_experts(model: nn.Module, ranks: int, sample: Mapping[str, Any]) -> list[Stacks]:
+    """Raises UserError as `infer_experts` does."""
     with on_tensors_without_values(model, sample) as (bare, inputs):
         calls = traced(bare, inputs).calls
     called: dict[str, list[Call]] = {}
@@ -158,7 +173,7 @@ def infer_experts(model: nn.Module, ranks: int, sample: Mapping[str, Any]) -> Pl
         found.append(replace(stacks, counts=tried[kind]))
     if not found:
         raise UserError(f"{_none(model, why)}; use mesh.ep=1, or say which modules hold experts")
-    return {stacks.name: stacks.style() for stacks in found}
+    return found
 
 
 def _none(model: nn.Module, why: Mapping[str, str]) -> str:
