@@ -137,7 +137,7 @@ def by_token(model: nn.Module, sample: Mapping[str, Any]) -> dict[str, Place]:
     if all(parameter.ndim < 3 for parameter in model.parameters()):
         return {}
     try:
-        return {stacks.name: stacks.tokens for stacks in _holding_experts(model, 1, sample)}
+        return {stacks.name: stacks.tokens for stacks in _holding_experts(model, 2, sample)}
     except UserError:
         return {}
 
