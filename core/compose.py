@@ -168,8 +168,6 @@ def _inferred(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: Paral
         from core.parallel.infer import infer_experts, sample_of
 
         with _of_option("ep", ep):
-            if config.gemini.budget is not None:
-                raise UserError("experts that are dealt out do not go with gemini.budget; use mesh.ep=1")
             plan = replace(plan, experts=infer_experts(model, ep, sample_of(model)))
     return with_stages(plan, model, pp)
 
@@ -193,7 +191,6 @@ def _context_mode(plan: ModelPlan, mesh: DeviceMesh, config: ParallelConfig, tp:
     for there, what, instead in (
         (tp > 1 and plan.tensor is not None, "a given plan of tensor parallelism", "mesh.tp=1, or leave that out, too"),
         (plan.experts is not None, "a given plan of experts", "mesh.cp=1"),
-        (EXPERT_AXIS in (mesh.mesh_dim_names or ()), "experts that are dealt out", "mesh.ep=1"),
         (bool(plan.kernels or plan.precision), "kernels or formats of a given plan", "mesh.cp=1"),
         (pipeline_ranks(mesh) > 1, "stages of a pipeline", "mesh.pp=1"),
         (config.compile, "compile, whose graphs would hold the attention that is replaced", "no compile"),

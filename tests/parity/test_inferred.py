@@ -26,7 +26,7 @@ from core.placement.table import ModelPlan, placement
 from core.precision import LossScale
 from core.train import TrainConfig, TrainState, num_rows, train_step
 from tests.support.covering import FEW, MANY
-from tests.support.foreign import CASES, DROPPING, EXPERTS, LENGTH, PADDED, ROWS, UNSEEN, Case, batch_of
+from tests.support.foreign import CASES, DROPPING, EXPERTS, LENGTH, PADDED, QUIET, ROWS, UNSEEN, Case, batch_of
 from tests.support.gemini import traced_once
 from tests.support.zoo import in_fp64
 
@@ -50,7 +50,7 @@ def trained(
     microbatch: int | None = None,
 ) -> dict[str, Any]:
     """Losses, and where the parameters began and ended, whole; and a loss afterwards."""
-    case = (CASES | DROPPING | UNSEEN | PADDED | EXPERTS)[name]
+    case = (CASES | DROPPING | UNSEEN | PADDED | EXPERTS | QUIET)[name]
     torch.manual_seed(0)
     with in_fp64():
         model = case.make().double().train()
@@ -219,7 +219,6 @@ IN_PLACES = {"gpt2": "ring", "llama": "ring", "bert with padding": "ulysses"}
 MORE_IN_PLACES = [name for name in CASES | UNSEEN | PADDED if name not in IN_PLACES]
 WHOLE = {
     **dict.fromkeys(("bloom", "gptj", "gemma2"), "argument attention_mask that has a sequence twice"),
-    "mixtral": "model.layers.0.mlp.experts looks at values",
     "falcon": "joins places with what all ranks have of the whole sequence",
     "t5": "decoder.block.1 is given an argument 2 that another block has made",
     **dict.fromkeys(("twice", "albert"), "it has no list of blocks that"),
@@ -301,6 +300,52 @@ def test_places_in_the_least_memory_equal_one_rank(
     options = {"cp": 2, "cp_mode": IN_PLACES.get(name, "ring"), "steps": steps}
     expected = of_one_rank(ranks, name, steps)
     for found in ranks(num_ranks).run(in_the_least_memory, name, tp, zero, **options):
+        check_equal(found, expected)
+        assert found["moved"] > 0
+        assert found["peak"] <= size_in_bytes(found["least"], "")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "cp_mode", "ep", "zero"),
+    [
+        (4, "qwen2_moe in silence", "ring", 2, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                (2, "olmoe in silence", "ulysses", 1, 3),
+                (2, "mixtral", "ulysses", 1, 1),
+                (4, "mixtral", "ulysses", 2, 3),
+                (4, "olmoe in silence", "ring", 2, 0),
+            )
+        ),
+    ],
+)
+def test_places_beside_experts_equal_one_rank(
+    ranks, steps: int, num_ranks: int, name: str, cp_mode: str, ep: int, zero: Zero
+) -> None:
+    """Each rank routes its places; those of a sequence go to experts of all ranks of ep."""
+    expected = of_one_rank(ranks, name, steps)
+    for found in ranks(num_ranks).run(trained, name, 1, zero, cp=2, cp_mode=cp_mode, ep=ep, steps=steps):
+        check_equal(found, expected)
+        assert ep == 1 or found["cut"] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "ep", "zero"),
+    [
+        (2, "qwen2_moe", 2, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((4, "6 of mixtral", 4, 3), (4, "olmoe", 2, 3), (2, "olmoe", 2, 0), (4, "6 of mixtral", 2, 0))
+        ),
+    ],
+)
+def test_experts_in_the_least_memory_equal_one_rank(
+    ranks, steps: int, num_ranks: int, name: str, ep: int, zero: Zero
+) -> None:
+    expected = of_one_rank(ranks, name, steps, microbatch=1)
+    options = {"ep": ep, "microbatch": 1, "steps": steps}
+    for found in ranks(num_ranks).run(in_the_least_memory, name, 1, zero, **options):
         check_equal(found, expected)
         assert found["moved"] > 0
         assert found["peak"] <= size_in_bytes(found["least"], "")

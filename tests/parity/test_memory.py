@@ -18,6 +18,7 @@ from core.layout import local
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
+from core.nn.routing import MoEConfig
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig, RecomputeMode
@@ -83,6 +84,43 @@ def test_estimate(ranks, name: str) -> None:
         expected = max(expected, traced.phases["update"] + 4 * MODEL.num_parameters() // tp)
     assert expected == pytest.approx(measured, rel=0.02)
     assert (traced.sent.bytes, traced.sent.calls) == of_ranks[0][1:]
+
+
+EXPERTS = replace(MODEL, num_layers=3, moe=MoEConfig(4, experts_per_token=4))
+"""All tokens go to all experts, so that loads are balanced, as the estimators take them to be."""
+GRIDS = {
+    "a square": (4, MeshConfig(tp=4, tp_mode="2d"), 0),
+    "a square in depth": (8, MeshConfig(tp=8, tp_mode="2.5d", tp_depth=2), 0),
+    "a cube": (8, MeshConfig(tp=8, tp_mode="3d"), 0),
+    "squares with ep": (8, MeshConfig(tp=4, tp_mode="2d", ep=2), 3),
+    "no grid": (4, MeshConfig(tp=2, ep=2), 1),
+}
+
+
+def counted_experts(mesh: MeshConfig, parallel: ParallelConfig) -> tuple[int, Counter, Counter]:
+    sizes = mesh.resolve(dist.get_world_size(), parallel.zero)
+    with torch.device("meta"):
+        model = Decoder(EXPERTS)
+    loss, plan = partial(decoder_loss, 4, EXPERTS.max_length), decoder_plan(EXPERTS, sizes)
+    built = build_mesh(sizes, "cpu")
+    most, sent = accounted_step(model, loss, built, parallel, 1, plan, lambda m: initialise(m, 0))
+    return most, sent.bytes, sent.calls
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "a square" else pytest.param(name, marks=pytest.mark.soak) for name in GRIDS]
+)
+def test_estimate_of_experts_on_grids(ranks, name: str) -> None:
+    num_ranks, mesh, zero = GRIDS[name]
+    parallel = ParallelConfig(zero=zero)
+    measured, sent, calls = max(ranks(num_ranks).run(counted_experts, mesh, parallel), key=lambda of_rank: of_rank[0])
+    sizes = mesh.resolve(num_ranks, zero)
+    with torch.device("meta"):
+        model = Decoder(EXPERTS)
+    loss, plan = partial(decoder_loss, 4, EXPERTS.max_length), decoder_plan(EXPERTS, sizes)
+    traced = estimate_step(model, loss, sizes, parallel, Speed(1e12, 1e12), plan)
+    assert traced.peak_bytes == pytest.approx(measured, rel=0.02)
+    assert (traced.sent.bytes, traced.sent.calls) == (sent, calls)
 
 
 STAGES = [

@@ -291,3 +291,9 @@ EXPERTS = {
     "deepseek_v3": Case(_auto("CausalLM", "deepseek_v3", **_ROUTED | _DEEPSEEK), _tokens_and_routers),
 }
 """Models with experts: softmax before and after the choice, or sigmoid; normalised or not; biases; shared experts."""
+_QUIET = {"output_router_logits": False}
+QUIET = {
+    "qwen2_moe in silence": Case(_auto("CausalLM", "qwen2_moe", **_QWEN | _QUIET), _tokens),
+    "olmoe in silence": Case(_auto("CausalLM", "olmoe", **_ROUTED | _QUIET, num_experts=6), _tokens),
+}
+"""Models with experts whose routers add nothing to the loss, which is of all tokens of a forward."""

@@ -213,6 +213,22 @@ class LooksAtValues(Block):
         return x * 2 if bool((x > 0).any()) else x
 
 
+class HoldsWhatLooksAtValues(Block):
+    """As transformers' experts do that are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Looks()
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.router(x)
+
+
+class Looks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if bool((x > 0).any()) else x
+
+
 @pytest.mark.parametrize(
     ("block", "why"),
     [
@@ -240,7 +256,8 @@ class LooksAtValues(Block):
         (CutsTheMask, r"calls slice, where on the whole sequence blocks\.0 \(transpose\) is called"),
         (SeesTheStart, r"blocks\.0 \(slice\) has a sequence twice, or a part of it"),
         (TwoSizes, "has heads of two sizes, 6 and 12"),
-        (LooksAtValues, "blocks"),
+        (LooksAtValues, r"no list of blocks .* scaled_dot_product_attention \(blocks\.0 looks at values\); use"),
+        (HoldsWhatLooksAtValues, r"blocks\.0\.router looks at values"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -248,6 +265,53 @@ def test_blocks_that_are_not_sure_are_refused_with_the_reason(block: Callable[[]
     model = Model(block)
     with pytest.raises(UserError, match=why):
         infer_context(model, 2, sample_of(model), "ulysses")
+
+
+class Experts(nn.Module):
+    """A stack of matrices, which waits for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(3, DIM, DIM))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for number in chosen.unique():
+            token, choice = (chosen == number).nonzero(as_tuple=True)
+            y = y.index_add(0, token, self.one(x)[token] @ self.stack[number] * weights[token, choice, None])
+        return y
+
+    def one(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OverTokens(Experts):
+    def one(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def routed(experts: Callable[[], nn.Module], reordered: bool = False) -> Callable[[], nn.Module]:
+    class Routed(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(DIM, 3), experts()
+
+        def mixed(self, x: Tensor) -> Tensor:
+            routed = x.transpose(0, 1) if reordered else x
+            weights, chosen = self.router(routed).flatten(0, 1).softmax(-1).topk(2)
+            return x + self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
+
+    return Routed
+
+
+def test_experts_compute_each_place_by_itself() -> None:
+    assert places(Model(routed(Experts))).keys() == {"blocks.0", "blocks.1"}
+    for block, why in (
+        (routed(OverTokens), r"blocks\.0\.experts looks at values"),
+        (routed(Experts, reordered=True), r"blocks\.0\.experts \(experts\) is given tokens and .* different orders"),
+    ):
+        with pytest.raises(UserError, match=why):
+            places(Model(block))
 
 
 class AddsBetween(Model):

@@ -87,6 +87,28 @@ class Lists(nn.Module):
         return (every.gather(1, chosen[..., None].expand(-1, -1, DIM)) * weights[..., None]).sum(1)
 
 
+class Loops(nn.Module):
+    """A block that routes and calls the experts that somebody chose, as Switch's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, NUM_EXPERTS)
+        self.each = nn.ModuleDict({f"expert_{n}": nn.Linear(DIM, DIM) for n in range(NUM_EXPERTS)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number in chosen.unique():
+            token = (chosen == number).nonzero()[:, 0]
+            y = y.index_add(0, token, self.each[f"expert_{number}"](x[token]) * weights[token, None])
+        return y
+
+
+class OfBlocks(Model):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.experts(self.embed(input_ids).flatten(0, 1))
+
+
 class Shared(Experts):
     """A parameter that no expert has for itself."""
 
@@ -129,6 +151,14 @@ def test_a_model_without_stacks_is_refused(make: Callable[[], nn.Module], why: s
     if isinstance(model.experts, nn.Identity):
         model.forward = lambda input_ids: model.router(model.embed(input_ids))
     with pytest.raises(UserError, match=why):
+        infer_experts(model, 2, sample_of_ids(model))
+
+
+def test_a_block_that_calls_the_experts_that_somebody_chose_is_refused_by_their_name() -> None:
+    model = OfBlocks(Loops())
+    with pytest.raises(
+        UserError, match=r"the 6 modules of experts\.each look like experts, and experts with parameters"
+    ):
         infer_experts(model, 2, sample_of_ids(model))
 
 

@@ -4,8 +4,9 @@
    which torch's attention is one operation. The sequence is dim 1 of the activations [B, L, D] of the first block; the
    axis of it is found wherever it goes.
 2. Each operation of a block on what a rank has places of must keep the axis whole and work along others alone;
-   attention is of places to places of one sequence, or to another sequence that every rank has whole. A tensor that
-   enters a block with the axis is cut like the activations, unless it goes to masks of attention alone.
+   attention is of places to places of one sequence, or to another sequence that every rank has whole. Modules that
+   hold experts compute each token by itself, whatever they look at, which trying them has shown. A tensor that enters
+   a block with the axis is cut like the activations, unless it goes to masks of attention alone.
 3. A second forward with a mask of padding, where the model takes one, shows which arguments are masks.
 4. The blocks run on one rank's places, without values: they must call the same operators, of the shapes that the rank's
    places have.
@@ -27,17 +28,20 @@ from core.compat import TorchDispatchMode, tree_leaves
 from core.config import UserError
 from core.parallel.infer.axes import flat, leaves_of
 from core.parallel.infer.blocks import LEAST_SHARE, OF_ITS_SHAPE, Blocks, UnsureBlocks, first_of, lists_of_blocks, where
+from core.parallel.infer.experts import by_token
 from core.parallel.infer.find import on_tensors_without_values, traced
-from core.parallel.infer.flow import ATTENTION, Call, Operation, Trace, Value, plain_of, watched
+from core.parallel.infer.flow import ATTENTION, EXPERTS, Call, Operation, Trace, Value, plain_of, watched
 from core.parallel.infer.places import Attention, Block, Held, Mode, Sequence, given, whole
 from core.parallel.infer.roles import DROPS
 from core.parallel.infer.rules import Operator
-from core.parallel.infer.styles import Trial, between
+from core.parallel.infer.styles import Place, Trial, between
 from core.parallel.infer.trial import COUNTS, NOTHING, VIEWS
 from core.placement.style import Plan
 
 _MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 """Arguments of padding -> those of whose shape they are."""
+_MANY = (ATTENTION, EXPERTS)
+"""Operations that stand for several operators."""
 _CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor")
 _FILLED = {"full": 1, "new_full": 2}
 """Operators that fill a shape -> where they take what with."""
@@ -52,11 +56,12 @@ def infer_context(model: nn.Module, ranks: int, sample: Mapping[str, Any], mode:
 
     Raises UserError where a list of blocks is not sure to compute the same.
     """
-    found = _tried(model, sample, ranks, mode)
+    experts = by_token(model, sample)
+    found = _tried(model, sample, ranks, mode, experts)
     unknown = "none was given to it where its plan was found"
     if masks := _masks(model, sample):
         try:
-            found = _joined(found, _tried(model, {**sample, **masks}, ranks, mode))
+            found = _joined(found, _tried(model, {**sample, **masks}, ranks, mode, experts))
         except UserError as refused:
             unknown = f"with {' and '.join(masks)} no plan was found ({refused})"
     plan = {place.name: replace(place, unknown=unknown).style() for place in found}
@@ -86,10 +91,12 @@ def _joined(found: list[Block], masked: list[Block]) -> list[Block]:
     return made
 
 
-def _tried(model: nn.Module, sample: Mapping[str, Any], ranks: int, mode: Mode) -> list[Block]:
+def _tried(
+    model: nn.Module, sample: Mapping[str, Any], ranks: int, mode: Mode, experts: Mapping[str, Place]
+) -> list[Block]:
     """The blocks of all lists, tried.  Raises UserError where one is not sure."""
     with on_tensors_without_values(model, sample) as (bare, inputs):
-        found = traced(bare, inputs, attention=True)
+        found = traced(bare, inputs, attention=True, by_token=experts)
         spans = []
         for name in _lists(bare, found):
             try:
@@ -123,9 +130,10 @@ def _lists(model: nn.Module, found: Trace) -> list[str]:
         if attends or inside > LEAST_SHARE * (inside + costs.before + costs.behind):
             chosen.append(name)
     if not chosen:
+        looks = next((f" ({name} looks at values)" for name, why in found.opaque.items() if why), "")
         raise UserError(
             "it has no list of blocks that are called once each, in their order, and attend by torch's "
-            f"scaled_dot_product_attention{_advice(model)}"
+            f"scaled_dot_product_attention{looks}{_advice(model)}"
         )
     return chosen
 
@@ -140,8 +148,9 @@ class _Span:
     def __init__(self, name: str, model: nn.Module, found: Trace, mode: Mode):
         self.found, self.blocks = found, Blocks(name, model, found)
         self.blocks.handed_on()
+        experts = found.by_token.keys()
         inside = (call for call in found.calls if self.blocks.start <= call.first and call.last <= self.blocks.stop)
-        if opaque := next((call.name for call in inside if call.name in found.opaque), None):
+        if opaque := next((call.name for call in inside if call.name in found.opaque.keys() - experts), None):
             raise UnsureBlocks(f"{opaque} looks at values")
         first = found.value(self.blocks.calls[0].args[0])
         if len(first.dims) != 3:
@@ -257,6 +266,8 @@ class _Span:
                     self._attend(op)
                     attends[block].append(op)
                 else:
+                    if op.name == EXPERTS and len({tuple(flat(chain(*v.dims[:-1]))) for v in op.given}) > 1:
+                        raise UnsureBlocks("is given tokens and their experts in different orders")
                     self._by_place(op)
             except UnsureBlocks as unsure:
                 raise UnsureBlocks(f"{where(op)} {unsure}") from unsure
@@ -345,7 +356,7 @@ def _try(whole: nn.Module, inputs: Mapping[str, Any], found: Trace, spans: list[
     for span in spans:
         for place in span.places:
             place.wrap(model.get_submodule(place.name), Trial(ranks))
-    attempt = Trace(opaque=found.opaque)
+    attempt = Trace(opaque=found.opaque, by_token=found.by_token)
     compared = _Compared(found, spans, attempt)
     try:
         with watched(model, attempt), torch.no_grad(), compared:
@@ -361,7 +372,7 @@ def _try(whole: nn.Module, inputs: Mapping[str, Any], found: Trace, spans: list[
 def _check_draws(found: Trace) -> None:
     """Raises UnsureBlocks for what draws from a rank's own generator."""
     for op in found.operations:
-        if op.name != ATTENTION and torch.Tag.nondeterministic_seeded in op.operator.func.tags and op.name not in DROPS:
+        if op.name not in _MANY and torch.Tag.nondeterministic_seeded in op.operator.func.tags and op.name not in DROPS:
             raise UnsureBlocks(f"{where(op)} draws from each rank's own generator, and ranks would compute differently")
 
 
@@ -376,7 +387,7 @@ class _Compared(TorchDispatchMode):
             (op, of[name])
             for op in found.operations
             for name in op.modules
-            if name in of and _counts(op.name) and op.name != ATTENTION
+            if name in of and _counts(op.name) and op.name not in _MANY
         ]
         self.blocks = set(of)
 

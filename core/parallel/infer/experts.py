@@ -17,7 +17,7 @@ Shapes: T tokens, k choices of each, E experts, D model, A = T k rows sent, R ro
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -40,6 +40,7 @@ _MOST_ELEMENTS = 1 << 22
 """Elements of a module that is tried in its own sizes."""
 _ALIGNED = 16
 """The unit of the sizes of others: rows of whole 16 bytes, which products of groups demand."""
+_EACH_BY_ITSELF = "experts with parameters of their own each are not dealt out"
 _CLOSE = 1e-4
 """In fp32, in which all implementations compute, of values of about one."""
 
@@ -128,10 +129,25 @@ def infer_experts(model: nn.Module, ranks: int, sample: Mapping[str, Any]) -> Pl
 
     Raises UserError where no module is found that holds experts, and where one is not sure to compute the same.
     """
+    return {stacks.name: stacks.style() for stacks in _holding_experts(model, ranks, sample)}
+
+
+def by_token(model: nn.Module, sample: Mapping[str, Any]) -> dict[str, Place]:
+    """Modules that hold experts and compute each token by itself -> which of their arguments is the tokens."""
+    if all(parameter.ndim < 3 for parameter in model.parameters()):
+        return {}
+    try:
+        return {stacks.name: stacks.tokens for stacks in _holding_experts(model, 2, sample)}
+    except UserError:
+        return {}
+
+
+def _holding_experts(model: nn.Module, ranks: int, sample: Mapping[str, Any]) -> list[Stacks]:
+    """Raises UserError as `infer_experts` does."""
     with on_tensors_without_values(model, sample) as (bare, inputs):
-        calls = traced(bare, inputs).calls
+        trace = traced(bare, inputs)
     called: dict[str, list[Call]] = {}
-    for call in calls:
+    for call in trace.calls:
         called.setdefault(call.name, []).append(call)
     found, why, tried = list[Stacks](), dict[str, str](), dict[Any, tuple[str, ...]]()
     for name, each in called.items():
@@ -157,14 +173,20 @@ def infer_experts(model: nn.Module, ranks: int, sample: Mapping[str, Any]) -> Pl
             ) from unsure
         found.append(replace(stacks, counts=tried[kind]))
     if not found:
-        raise UserError(f"{_none(model, why)}; use mesh.ep=1, or say which modules hold experts")
-    return {stacks.name: stacks.style() for stacks in found}
+        raise UserError(f"{_none(model, why, trace.opaque)}; use mesh.ep=1, or say which modules hold experts")
+    return found
 
 
-def _none(model: nn.Module, why: Mapping[str, str]) -> str:
+def _none(model: nn.Module, why: Mapping[str, str], opaque: Collection[str]) -> str:
+    """Why no module is known to hold experts.  opaque: modules that look at values"""
     if why:
         name, reason = next(iter(why.items()))
         return f"{name} takes what a router chooses, and {reason}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and name.startswith(tuple(f"{n}." for n in opaque)):
+            of_each = {tuple(p.shape for p in part.parameters()) for part in module.children()}
+            if len(module) > 1 and len(of_each) == 1 and of_each != {()}:
+                return f"the {len(module)} modules of {name} look like experts, and {_EACH_BY_ITSELF}"
     said = "no module of this model is called with tokens, the numbers of their experts and their weights"
     stacked = next((n for n, p in model.named_parameters() if p.ndim == 3 and "conv" not in n), None)
     return said if stacked is None else f"{said} ({stacked} may be a stack of experts, called in another way)"
@@ -198,7 +220,7 @@ def _stacked(module: nn.Module, stacks: Stacks) -> Stacks:
     if num_experts != other:
         raise _Unsure(
             f"its parameters are no stacks with a part for each expert ({name} and {another} differ in their dim 0); "
-            "experts with parameters of their own each are not dealt out"
+            f"{_EACH_BY_ITSELF}"
         )
     if buffer := next((name for name, _ in module.named_buffers()), None):
         raise _Unsure(f"it has a buffer {buffer}, which is not dealt out")

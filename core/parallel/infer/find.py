@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from core.parallel.infer.roles import Roles
 from core.parallel.infer.sequence import shard_rows
 from core.parallel.infer.trial import fit
 from core.placement.style import Plan
+
+NO_MODULES: Mapping[str, int | str] = MappingProxyType({})
 
 
 @dataclass
@@ -136,14 +139,17 @@ def without_value(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
-def traced(model: nn.Module, inputs: Mapping[str, Any], attention: bool = False) -> Trace:
+def traced(
+    model: nn.Module, inputs: Mapping[str, Any], attention: bool = False, by_token: Mapping[str, int | str] = NO_MODULES
+) -> Trace:
     """The trace, around modules that cannot run without values.
 
     attention  torch's function of attention is one operation
+    by_token   modules that compute each token by itself, which are one operation -> which of their arguments is tokens
     """
-    opaque: dict[str, str] = {}
+    opaque = dict.fromkeys(by_token, "")
     while True:
-        attempt = Trace(opaque=dict(opaque), attention=attention)
+        attempt = Trace(opaque=dict(opaque), by_token=by_token, attention=attention)
         try:
             return trace(model, inputs, attempt)
         except RuntimeError as error:  # torch's, or below it: a value that is not there, an operator without shapes

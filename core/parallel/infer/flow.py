@@ -20,6 +20,8 @@ from core.parallel.infer.rules import Operator, attended, axes_made
 
 ATTENTION = "scaled_dot_product_attention"
 """The operation that stands for torch's function in a trace with `attention`."""
+EXPERTS = "experts"
+"""The operation that stands for a module of `by_token`."""
 _CONSTANT = 64
 """Elements of a constant that is noted."""
 
@@ -97,6 +99,7 @@ class Trace:
     outputs     of the model
     opaque      modules that are not run, since they look at values, and why; their result is taken to be like their
                 first tensor, all frozen
+    by_token    those of them that compute each token by itself -> the place of tokens among their arguments
     running     calls that have begun and not ended
     paused      operations are not the model's
     attention   torch's function of attention is one operation, which freezes nothing
@@ -108,6 +111,7 @@ class Trace:
     parameters: dict[str, Value] = field(default_factory=dict)
     outputs: list[Value] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
+    by_token: Mapping[str, int | str] = field(default_factory=dict)
     running: list[Call] = field(default_factory=list)
     paused: bool = False
     attention: bool = False
@@ -181,7 +185,7 @@ def watched(model: nn.Module, found: Trace) -> Iterator[None]:
     replaced = [(model.get_submodule(name), name) for name in found.opaque]
     before_that = [module.__dict__.get("forward") for module, _ in replaced]
     for module, name in replaced:
-        module.__dict__["forward"] = _opaque(found, name)
+        module.__dict__["forward"] = _by_token(found, name) if name in found.by_token else _opaque(found, name)
     try:
         yield
     finally:
@@ -205,6 +209,22 @@ def _opaque(found: Trace, name: str) -> Callable[..., Tensor]:
         made = torch.empty_like(given[0])
         found.paused = False
         found.add(made, Value(tuple(made.shape), tuple(new_dim(n, why) for n in made.shape), learned=True))
+        return made
+
+    return forward
+
+
+def _by_token(found: Trace, name: str) -> Callable[..., Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        tokens = (dict(enumerate(args)) | kwargs)[found.by_token[name]]
+        given = [found.value(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        found.paused = True
+        made = torch.empty_like(tokens)
+        found.paused = False
+        dims, number = (*found.value(tokens).dims[:-1], new_dim(made.shape[-1])), len(found.operations)
+        value = found.add(made, Value(tuple(made.shape), dims, learned=True, made_by=number))
+        operator = Operator(found.by_token, (), {})
+        found.operations.append(Operation(number, EXPERTS, given, [value], (), tuple(found.running), operator))
         return made
 
     return forward

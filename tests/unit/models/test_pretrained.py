@@ -13,12 +13,20 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from core import weights
 from core.config import UserError
+from core.layout import layout_of, local
+from core.mesh import MeshConfig, build_mesh
 from core.models import Decoder, DecoderConfig, RopeScaling, load_pretrained, load_weights, save_pretrained
 from core.models.families import FAMILIES as every
 from core.models.hf_config import config_from_hf, config_to_hf
 from core.models.name_table import hf_to_ours
+from core.models.plan import replicated_plan
+from core.parallel.plan import apply_plan
+from core.runtime import pretended
 
 FAMILIES = ("gpt2", "opt", "bloom", "llama", "mistral", "gemma3_text", "qwen3", "phi3", "gpt_neox")
 GEMMA3 = {"norm": "rms_norm_from_one", "qk_norm": True, "out_norms": True, "scaled_embedding": True}
@@ -482,6 +490,52 @@ def test_load_into_a_model(tmp_path):
     save_pretrained(ours.named_parameters(), config, tmp_path)
     load_weights(other, config, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
+
+
+class TakenFrom(TorchDispatchMode):
+    """Bytes of a file that operators other than views are given."""
+
+    def __init__(self, opened):
+        super().__init__()
+        self._open, self._mapped, self.bytes = opened, set(), 0
+
+    def open(self, *args):
+        """In place of `core.weights._open`."""
+        tensors = self._open(*args)
+        self._mapped |= {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        return tensors
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not any(map(self._of_file, tree_leaves(result))):
+            self.bytes += sum(x.nbytes for x in tree_leaves((args, kwargs)) if self._of_file(x))
+        return result
+
+    def _of_file(self, x):
+        return isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() in self._mapped
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_reads_the_bytes_that_it_holds(family, rank, tmp_path, monkeypatch):
+    """Of matrices that are stacked in one, and of transposed ones, too."""
+    grouped = example(family).num_kv_heads is not None
+    config = example(family, dim=32, num_heads=4, ffn_dim=128, **({"num_kv_heads": 2} if grouped else {}))
+    whole = random_decoder(config)
+    save_pretrained(whole, config, tmp_path)
+    with pretended(2, rank):
+        axis = build_mesh(MeshConfig(tp=2).resolve(2, 0), "cpu")["tp"]
+        with torch.device("meta"):
+            own = Decoder(config).double()
+        apply_plan(own, replicated_plan(config), axis)
+        own.to_empty(device="cpu")
+        with TakenFrom(weights._open) as taken:
+            monkeypatch.setattr(weights, "_open", taken.open)
+            load_weights(own, config, tmp_path)
+        for name, parameter in own.named_parameters():
+            assert torch.equal(local(parameter), layout_of(parameter).local(whole.get_parameter(name))), name
+        held = sum(local(parameter).nbytes for parameter in own.parameters())
+    assert taken.bytes == held < 0.6 * sum(parameter.nbytes for parameter in whole.parameters())
 
 
 def test_dtype_of_export(tmp_path):

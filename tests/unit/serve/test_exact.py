@@ -39,6 +39,8 @@ LIMITS = {
     "scarce": (Limits(2, 24, 5, 6), 22),
     "single": (Limits(1, 7, 3, 2), 80),
 }
+SEEDS = {kind: seed for seed, kind in enumerate(LIMITS)}
+"""Of the prompts of each."""
 
 
 def prompts(vocab_size, seed=0):
@@ -58,34 +60,39 @@ def prompts(vocab_size, seed=0):
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def model(request, tmp_path_factory):
-    """A decoder in fp32, and what transformers writes after each prompt by itself."""
+    """A decoder in fp32, and what transformers writes after each of 30 prompts, those of one length together."""
     family, changes = LAYOUTS[request.param]
     config = example(family, max_length=32, **changes)
     ours = random_decoder(config)
     theirs = in_transformers(ours, tmp_path_factory.mktemp("hf")).float()
-    written = []
-    for prompt in prompts(config.vocab_size):
-        ids = torch.tensor([prompt])
+    each = {tuple(prompt) for seed in SEEDS.values() for prompt in prompts(config.vocab_size, seed)}
+    assert len(each) == 30
+    written = {}
+    for length in {len(prompt) for prompt in each}:
+        alike = [prompt for prompt in each if len(prompt) == length]
+        ids = torch.tensor(alike)
         with torch.no_grad():
             out = theirs.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
             )
-        written.append(out[0, len(prompt) :].tolist())
+        written |= dict(zip(alike, out[:, length:].tolist(), strict=True))
     return ours.float(), written
 
 
 @pytest.mark.parametrize("kind", LIMITS)
 def test_greedy_equals_transformers(model, kind):
-    decoder, wanted = model
+    """30 texts of a model, ten by each schedule."""
+    decoder, theirs = model
     limits, num_pages = LIMITS[kind]
     engine = real_engine(decoder, limits, num_pages)
-    asked, written, dice = list(enumerate(prompts(decoder.config.vocab_size))), Written(), random.Random(1)
+    given = prompts(decoder.config.vocab_size, SEEDS[kind])
+    asked, written, dice = list(enumerate(given)), Written(), random.Random(1)
     while asked or engine.has_work:  # they come at any time
         if asked and dice.random() < 0.5:
             number, prompt = asked.pop(0)
             engine.submit(greedy(str(number), prompt, NEW))
         written.take(engine.step())
-    assert [written.ids(str(n)) for n in range(len(wanted))] == wanted
+    assert [written.ids(str(n)) for n in range(len(given))] == [theirs[tuple(prompt)] for prompt in given]
     scarce = kind == "scarce" and decoder.config.every_window is None  # else what pages a text holds does not grow
     assert (engine.counts.preemptions > 0) == scarce
     assert engine.counts.cached_tokens > 0
