@@ -69,7 +69,7 @@ def trained(
         parallel = parallelize(model, mesh, spread)
         state = TrainState(parallel, build_optimizer(config.optim, parallel.masters), LossScale("fp64"), {})
         start = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
-        losses = []
+        losses, norms = [], []
         data_ranks = dist.get_world_size() // (tp * pp * cp)
         data_rank = dist.get_rank() % (dist.get_world_size() // pp) // (tp * cp)
         rows = slice(data_rank * ROWS // data_ranks, (data_rank + 1) * ROWS // data_ranks)
@@ -77,11 +77,13 @@ def trained(
         parallel.prepare(state.optimizer, lambda: [lambda model: case.loss(model, first) / num_rows(first)])
         for step in range(steps):
             batch = {k: v[rows] for k, v in batch_of(step).items()}
-            losses.append(train_step(state, batch, case.loss, num_rows, config, step)["loss"])
+            figures = train_step(state, batch, case.loss, num_rows, config, step)
+            losses.append(figures["loss"])
+            norms.append(figures["grad_norm"])
         end = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
         loss = evaluated(case, parallel.model)
     cut = sum(m.numel() for m in parallel.masters.values()) / sum(m.numel() for m in end.values())
-    found = {"losses": losses, "start": start, "end": end, "cut": cut, "evaluated": loss}
+    found = {"losses": losses, "norms": norms, "start": start, "end": end, "cut": cut, "evaluated": loss}
     return found if budget is None else found | {"moved": parallel.tier.moved_bytes, "peak": parallel.tier.peak_bytes}
 
 
@@ -123,8 +125,9 @@ def steps(request: pytest.FixtureRequest) -> int:
 
 
 def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for losses in ("losses", "evaluated"):
-        assert found[losses] == pytest.approx(expected[losses], rel=1e-10)
+    """Norms, too: from clipped gradients, and by Adam, a model learns the same if all are twice as large."""
+    for figures in ("losses", "norms", "evaluated"):
+        assert found[figures] == pytest.approx(expected[figures], rel=1e-10)
     assert found["end"].keys() == expected["end"].keys()
     for name, end in expected["end"].items():
         assert torch.equal(found["start"][name], expected["start"][name]), name

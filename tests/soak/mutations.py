@@ -29,6 +29,8 @@ EXPERTS = "tests/parity/test_experts.py::test_trains_as_one_rank_does"
 DROPOUT = "tests/parity/test_dropout.py::test_dropout_is_that_of_one_rank"
 RESUME = "tests/parity/test_resume.py"
 OPTIMIZERS = "tests/parity/test_optimizers.py"
+PLACES = "tests/unit/test_infer_context.py"
+REFUSED_BLOCKS = f"{PLACES}::test_blocks_that_are_not_sure_are_refused_with_the_reason"
 MASKED = "tests/parity/test_masked.py::test_every_mesh"
 
 
@@ -332,5 +334,75 @@ MUTATIONS = [
         '"router.weight": (*FIRST.rows, FIRST.cols)}',
         '"router.weight": (FIRST.cols,)}',
         f"{GRID}::test_experts_train_as_on_one_rank[2d-switch]",
+    ),
+    mutation(
+        "inferred places: a sum over the sequence is one over each rank's places",
+        "core/parallel/infer/context.py",
+        "if self._leaves & (op.summed | op.rows):",
+        "if False:",
+        f"{REFUSED_BLOCKS}[Sums-]",
+    ),
+    mutation(
+        "inferred places: a block counts with the length of a rank's part",
+        "core/parallel/infer/context.py",
+        "        if plain != wanted:",
+        "        if False:",
+        f"{REFUSED_BLOCKS}[CountsPlaces-]",
+    ),
+    mutation(
+        "inferred places: they meet values of the whole sequence",
+        "core/parallel/infer/context.py",
+        "if value not in self.constant:",
+        "if False:",
+        f"{REFUSED_BLOCKS}[Numbers-]",
+    ),
+    mutation(
+        "inferred places: ranks draw differently",
+        "core/parallel/infer/context.py",
+        "    _check_draws(found)\n",
+        "",
+        f"{REFUSED_BLOCKS}[Draws-]",
+    ),
+    mutation(
+        "inferred places: what looks at values is taken to hand them on",
+        "core/parallel/infer/context.py",
+        "if call.name in found.opaque.keys() - experts",
+        "if False",
+        f"{REFUSED_BLOCKS}[HoldsWhatLooksAtValues-]",
+    ),
+    mutation(
+        "inferred places: attention that looks both ways is cut as a causal one",
+        "core/parallel/infer/context.py",
+        "all(_is_causal(op, model) for op in own)",
+        "True",
+        f"{PLACES}::test_pieces_of_both_ends_are_for_causal_rings[bert-ring-False]",
+    ),
+    mutation(
+        "inferred places: experts are given tokens in one order and choices in another",
+        "core/parallel/infer/context.py",
+        "if op.name == EXPERTS and len(",
+        "if False and len(",
+        f"{PLACES}::test_experts_compute_each_place_by_itself",
+    ),
+    mutation(
+        "inferred places: experts that look at other tokens are tried on one rank",
+        "core/parallel/infer/experts.py",
+        "_holding_experts(model, 2, sample)",
+        "_holding_experts(model, 1, sample)",
+        f"{PLACES}::test_experts_compute_each_place_by_itself",
+    ),
+    mutation(
+        "inferred places: gradients of what every rank computes count once a rank",
+        "core/parallel/infer/places.py",
+        "return gradients[0] / ctx.num_ranks, None",
+        "return gradients[0], None",
+        "tests/parity/test_inferred.py::test_places_of_a_sequence_equal_one_rank[gpt2]",
+    ),
+    mutation(
+        "inferred places: a rank has the places of another",
+        "core/parallel/infer/places.py",
+        "return x.index_select(dim, cut.places(axis.get_local_rank(), x.device)",
+        "return x.index_select(dim, cut.places(1 - axis.get_local_rank(), x.device)",
+        "tests/parity/test_inferred.py::test_places_of_a_sequence_equal_one_rank[gpt2]",
     ),
 ]
