@@ -13,7 +13,6 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan, tensor_parallel_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import gradient_norm
-from core.parallel.pipeline.run import Pipeline
 from core.placement.table import NO_PLAN, ModelPlan
 from core.trace.account import MemoryAccount
 
@@ -50,7 +49,7 @@ def accounted_step(
     plan: ModelPlan = NO_PLAN,
     materialise: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[int, Volume]:
-    """The same of any model, when the optimizer's state exists; a pipeline's stages know by then what they send."""
+    """The same of any model, in a step when the optimizer's state exists."""
     spread = parallelize(model, mesh, parallel, plan, materialise=materialise)
     del model
     optimizer = build_optimizer(OptimConfig(), spread.masters)
@@ -63,7 +62,7 @@ def accounted_step(
         spread.release()
         spread.publish()
 
-    if isinstance(spread, Pipeline):
+    if mesh.size() > 1:  # ranks keep what they have met: buffers of messages, what pipeline stages send
         step(min(num_microbatches, 2))
     else:
         for master in spread.masters.values():

@@ -311,7 +311,7 @@ def test_presets() -> None:
 def test_a_block_in_16_bits_allocates_no_more_in_a_step_than_plain_operators() -> None:
     """Forward and backward on a CPU: all bytes that any operator asks for, those freed at once among them."""
     cpu, dtype = torch.device("cpu"), torch.bfloat16
-    blocks, inputs = blocks_of(1, cpu, dtype), inputs_of(8, 32, cpu, dtype)
+    blocks, inputs = blocks_of(1, cpu, dtype), inputs_of(8, 24, cpu, dtype)
 
     def asked_for() -> int:
         forward_backward(blocks, inputs_of(2, 4, cpu, dtype))  # what is made at the first use

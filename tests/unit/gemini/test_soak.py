@@ -4,4 +4,4 @@ from tests.support.gemini_soak import require_flat, soak
 
 
 def test_steps_that_throw_leave_nothing_behind() -> None:
-    require_flat(soak(200, budget_bytes=150_000), 200)
+    require_flat(soak(120, budget_bytes=150_000), 120)

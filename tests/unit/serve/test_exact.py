@@ -132,7 +132,7 @@ def test_tokens_do_not_depend_on_neighbours(scheme):
     """The same requests alone, and in many batches; tests/soak does it a thousand times."""
     decoder, asked, preempted = flat_model(scheme), sampled_requests(), 0
     alone = written_alone(decoder, asked)
-    for seed in range(5):
+    for seed in range(2):
         found, preemptions = random_schedule(decoder, asked, seed)
         assert found == alone, seed
         preempted += preemptions
