@@ -17,7 +17,12 @@ from apps.llm.recipes import RECIPES
 from core.config import parse
 from tests.support.parsed_once import parse_with_known_parsers
 
-_LAZY = (transformers.PreTrainedTokenizerFast, transformers.AutoConfig, transformers.AutoModelForCausalLM)
+_LAZY = (
+    transformers.PreTrainedTokenizerFast,
+    transformers.AutoConfig,
+    transformers.AutoModelForCausalLM,
+    transformers.GPT2LMHeadModel,
+)
 
 # Of each command, and of each rank that it launches, it would make the same parser.
 parse_with_known_parsers()
