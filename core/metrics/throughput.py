@@ -34,7 +34,7 @@ _GPU_TFLOPS: dict[str, dict[str, float]] = {
     "T4": {"fp16": 65, "fp32": 8.1},
     "MI300X": {"16": 1307.4, "tf32": 653.7, "fp32": 163.4, "fp64": 163.4},
 }
-_CPU_BUDGET_S = 0.3
+_CPU_BUDGET_S = 0.1
 
 
 def transformer_flops_per_token(

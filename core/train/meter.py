@@ -34,7 +34,8 @@ class Meter:
         self.account: MemoryAccount | None = None
         self.volume: Volume | None = None
         self.dispatch = not config.compile  # a dispatch mode would send compiled blocks back to eager
-        self.peak = peak_flops(runtime.device, compute_dtype(config.precision)) if flops_per_token else None
+        measured = flops_per_token and runtime.leads  # the others' rows are not written
+        self.peak = peak_flops(runtime.device, compute_dtype(config.precision)) if measured else None
         self.times: list[tuple[float, int]] = []
         self.begin = self.step_begin = time.perf_counter()
 

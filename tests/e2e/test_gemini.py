@@ -1,6 +1,7 @@
 """`--gemini.budget` of the commands: refused with the smallest that works, which then works, and what a run says."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from core.config import run_command
 from core.gemini.tier import parse_bytes
 from tests.support.command import summary
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
+from tests.support.gemini import traced_once
 
 COMMANDS = {
     "llm pretrain": (LLM, "pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4),
@@ -50,6 +52,11 @@ def test_a_budget_is_all_that_is_said(command: str, given, tmp_path: Path, capsy
         said = capsys.readouterr()
         return code, said.out, said.err
 
+    with traced_once():
+        _check(run, out, drawing)
+
+
+def _check(run: Callable[..., tuple[int, str, str]], out: Path, drawing: Path) -> None:
     code, _, err = run("--gemini.budget", "4KiB")
     assert code == 2
     refusal = err.strip().splitlines()[-1]

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+import wsgiref
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from core.checkpoint import complete_steps
 from tests.support.command import Forked, ended, hang, llm, losses, metrics, run, start, summary
 
 STEPS = 4
-SHALLOW = ("--recipe", "debug", "--model.num-layers", 5, "--precision", "fp64")
+TEXT = ("--data.path", Path(wsgiref.__file__).parent, "--data.heldout-fraction", 0.25)
+"""A smaller package than the recipe's: seven batches are held out, the last of them ragged, in place of seventeen."""
+SHALLOW = ("--recipe", "debug", "--model.num-layers", 5, "--precision", "fp64", *TEXT)
 """The recipe with 5 of its 16 layers: enough for stages of unequal length."""
 
 

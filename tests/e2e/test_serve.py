@@ -3,8 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.command import ENVIRONMENT, ROOT, Forked, ended, run
+from tests.support.command import Forked, ended, run
 from tests.support.http_server import HANGS_S, get, post, small_model
 from tests.unit.serve.test_http import CHAT
 
@@ -61,10 +59,8 @@ def test_served_benched_chatted_and_stopped(running: tuple[Forked, int], tmp_pat
     assert figures["refused"] == 0
     assert figures["tokens_per_s"] > 0
 
-    chat = [sys.executable, "-m", "apps.serve", "chat", "--url", url, "--max-tokens", "8", "--temperature", "0"]
-    talked = subprocess.run(
-        chat, cwd=ROOT, env=ENVIRONMENT, input=b"Hello\nAgain\n", capture_output=True, timeout=HANGS_S, check=False
-    )
+    chat = ("-m", "apps.serve", "chat", "--url", url, "--max-tokens", 8, "--temperature", 0)
+    talked = run(*chat, timeout_s=HANGS_S, typed="Hello\nAgain\n")
     assert talked.returncode == 0, talked.stderr
     assert len(talked.stdout.splitlines()) >= 2
 
@@ -106,15 +102,11 @@ def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     folder = small_model(tmp_path / "tiny")
-    command = [sys.executable, str(script), "--model", str(folder), "--port", "0", "--engine.cache", "10MB"]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu"], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    port = int(process.stdout.readline().split("/")[2].split(":")[1])
-    assert post(port, "/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
-    status, _, answer = post(port, "/v1/completions", {"prompt": [70], "max_tokens": 2})
-    assert status == 500
-    assert "out of everything" in answer["error"]["message"]
-    assert ended(process, HANGS_S) == 1
+    options = ("--model", folder, "--port", 0, "--engine.cache", "10MB", "--device", "cpu")
+    with Forked(script, *options) as process:
+        port = int(process.first_line(HANGS_S).split("/")[2].split(":")[1])
+        assert post(port, "/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
+        status, _, answer = post(port, "/v1/completions", {"prompt": [70], "max_tokens": 2})
+        assert status == 500
+        assert "out of everything" in answer["error"]["message"]
+        assert ended(process, HANGS_S) == 1

@@ -224,7 +224,7 @@ def test_predict_over_ranks_writes_what_one_process_does(ranks, tmp_path: Path) 
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWCAAGG\n>b\nMKTAY\n")
     options = ["--model", str(tmp_path / "weights"), "--no-plots", "--out", str(tmp_path / "one")]
     assert main([str(tmp_path / "in.fasta"), *options]) == 0
-    ranks(3).run(_predict, str(tmp_path), 3)
+    ranks(2).run(_predict, str(tmp_path), 2)
     for name in ("a", "b"):
         pae = [np.load(tmp_path / which / name / "rank_1_pae.npz")["pae"] for which in ("one", "ranks")]
         assert pae[0].shape == pae[1].shape

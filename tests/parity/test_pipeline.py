@@ -129,14 +129,13 @@ def test_microbatches_of_any_length(ranks, schedule: ScheduleName) -> None:
 
 @pytest.mark.parametrize("budget", [None, "1GB"])
 def test_the_backward_of_a_stage_reduces_its_own_gradients(ranks, budget: str | None) -> None:
-    """And no other stage's: each is sent once a microbatch, however many stages a rank has."""
+    """And no other stage's: each is sent once a microbatch, of three stages that a rank has."""
     zero, each = (2, True) if budget is None else (3, False)
-    for stages in (2, 3):
-        parallel = staged("interleaved", zero, microbatches=4, reduce_each=each, chunks=stages)
-        case = Case(deep(GPT2, 6), TWO, parallel, batch=8, budget=budget)
-        most = 1.15 if budget is None else 1 + 0.15 * stages  # padding of ragged rows; chunks that two stages share
-        for sent, own in ranks(4).run(pipeline.bytes_reduced, case):
-            assert 4 * own <= sent <= 4 * most * own
+    parallel = staged("interleaved", zero, microbatches=4, reduce_each=each, chunks=3)
+    case = Case(deep(GPT2, 6), TWO, parallel, batch=8, budget=budget)
+    most = 1.15 if budget is None else 1.45  # padding of ragged rows; chunks that two stages share
+    for sent, own in ranks(4).run(pipeline.bytes_reduced, case):
+        assert 4 * own <= sent <= 4 * most * own
 
 
 def test_waiting_is_no_computing(ranks) -> None:

@@ -1,8 +1,6 @@
 """Every process group is made with the mesh, alike on all ranks: a step, an evaluation, a checkpoint make none."""
 
 import inspect
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from core.parallel.pipeline.schedule import PipelineConfig
 from core.train import train_step
 from tests.parity.test_experts import SWITCH, TOPK
 from tests.parity.test_train import GPT2, LLAMA, TOLERANCE
-from tests.support import training
+from tests.support import command, training
 from tests.support.small import Small
 from tests.support.training import Case, batch_of, difference_from_single, evaluated, loss, weight
 
@@ -121,7 +119,9 @@ print(gradient_axis(build_mesh(MeshConfig(pp=4, ep=8, cp=2, tp=8).resolve(4096, 
 """
 
 
-def test_a_mesh_of_thousands_of_ranks_that_are_not_there() -> None:
+def test_a_mesh_of_thousands_of_ranks_that_are_not_there(tmp_path: Path) -> None:
     """What is only counted on many ranks (benchmarks) connects to none of them."""
-    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=120, check=False)
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    done = command.run(script)
     assert done.stdout == "128\n", done.stderr

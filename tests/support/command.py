@@ -8,6 +8,7 @@ use it.
 
 import faulthandler
 import gc
+import io
 import json
 import os
 import subprocess
@@ -35,14 +36,19 @@ class Hang(AssertionError):
     """A command that did not end in time, with the stacks of its processes."""
 
 
-def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` (-m MODULE … or FILE …), to its end.  Raises Hang when it takes longer."""
+def run(
+    *arguments: object, cwd: Path = ROOT, timeout_s: float = 240, typed: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` (-m MODULE … or FILE …), to its end, which reads what is typed.
+
+    Raises Hang when it takes longer.
+    """
     words = [str(argument) for argument in arguments]
     if DEVICE == "cuda":
-        return _interpreter(words, cwd, timeout_s)
+        return _interpreter(words, cwd, timeout_s, typed)
     with tempfile.TemporaryDirectory(prefix="command-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = context().Process(target=_python, args=(words, str(cwd), str(out), str(err)))
+        process = context().Process(target=_python, args=(words, str(cwd), str(out), str(err), ENVIRONMENT, typed))
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
@@ -53,15 +59,17 @@ def run(*arguments: object, cwd: Path = ROOT, timeout_s: float = 240) -> subproc
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
 
 
-def _interpreter(words: list[str], cwd: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    options = {"cwd": cwd, "env": ENVIRONMENT, "capture_output": True, "text": True, "check": False}
+def _interpreter(words: list[str], cwd: Path, timeout_s: float, typed: str) -> subprocess.CompletedProcess[str]:
+    options = {"cwd": cwd, "env": ENVIRONMENT, "capture_output": True, "text": True, "check": False, "input": typed}
     try:
         return subprocess.run([sys.executable, *words], timeout=timeout_s, **options)
     except subprocess.TimeoutExpired as error:
         raise Hang(f"{words} took longer than {timeout_s} s\n{error.stdout}\n{error.stderr}") from None
 
 
-def _python(words: list[str], cwd: str, out: str, err: str, environment: Mapping[str, str] = ENVIRONMENT) -> None:
+def _python(
+    words: list[str], cwd: str, out: str, err: str, environment: Mapping[str, str] = ENVIRONMENT, typed: str = ""
+) -> None:
     import torch
 
     from tests.support.forked_ranks import forked_ranks, run_python
@@ -71,6 +79,8 @@ def _python(words: list[str], cwd: str, out: str, err: str, environment: Mapping
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    if typed:
+        sys.stdin = io.StringIO(typed)
     faulthandler.enable()
     os.chdir(cwd)
     os.environ.clear()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-_COUNTS = ("--nproc", "--nproc-per-node", "--ranks")
+_COUNTS = ("--nproc", "--nproc-per-node", "--ranks", "--tp")
 
 
 @contextmanager

@@ -13,5 +13,18 @@ import apps.fold.train
 import apps.llm.pretrain
 import apps.serve.server  # noqa: F401
 import core.train  # noqa: F401
+from apps.llm.recipes import RECIPES
+from core.config import parse
+from tests.support.parsed_once import parse_with_known_parsers
 
-_LAZY = (transformers.PreTrainedTokenizerFast, transformers.AutoConfig, transformers.AutoModelForCausalLM)
+_LAZY = (
+    transformers.PreTrainedTokenizerFast,
+    transformers.AutoConfig,
+    transformers.AutoModelForCausalLM,
+    transformers.GPT2LMHeadModel,
+)
+
+# Of each command, and of each rank that it launches, it would make the same parser.
+parse_with_known_parsers()
+for _recipe in ("debug", "debug_moe"):
+    parse(RECIPES, ["--recipe", _recipe], "megalith llm pretrain", default=_recipe)

@@ -11,26 +11,24 @@ _BANDS = ((0, 50, "#ff7d45"), (50, 70, "#ffdb13"), (70, 90, "#65cbf3"), (90, 100
 
 def plot(folder: Path, stem: str, folded: Folded, title: str) -> None:
     """STEM_plddt.png, and STEM_pae.png where there is a PAE."""
-    import matplotlib
+    from matplotlib.figure import Figure  # pyplot is for windows, and takes longer to import than this to draw
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+    # Fixed margins: a layout that looks for them draws everything twice.
+    figure = Figure(figsize=(8, 3))
+    axes = figure.add_axes((0.07, 0.17, 0.915, 0.72))
     _draw_plddt(axes, folded)
     axes.set_title(f"{title}: mean pLDDT {folded.mean_plddt:.1f}", fontsize=10)
     figure.savefig(folder / f"{stem}_plddt.png", dpi=120)
-    plt.close(figure)
     if folded.pae is None:
         return
-    figure, axes = plt.subplots(figsize=(5, 4.2), layout="constrained")
+    figure = Figure(figsize=(5, 4.2))
+    axes = figure.add_axes((0.13, 0.12, 0.67, 0.8))
     end = len(folded.sequence) + 0.5
     image = axes.imshow(folded.pae, cmap="Greens_r", vmin=0, vmax=31.75, extent=(0.5, end, end, 0.5))
-    figure.colorbar(image, label="expected position error (Å)")
+    figure.colorbar(image, cax=figure.add_axes((0.83, 0.12, 0.035, 0.8)), label="expected position error (Å)")
     axes.set(xlabel="scored residue", ylabel="aligned residue")
     axes.set_title(f"{title}: pTM {folded.ptm:.2f}", fontsize=10)
     figure.savefig(folder / f"{stem}_pae.png", dpi=120)
-    plt.close(figure)
 
 
 def _draw_plddt(axes: Any, folded: Folded) -> None:

@@ -32,7 +32,7 @@ from core.comm.collectives import all_gather, copy_to, gather_from, join_from, r
 from core.layout import is_dtensor, largest_share, shares
 from core.parallel.draws import Part
 from core.parallel.infer.axes import Dims, size_of
-from core.parallel.infer.local import Cuts, around, carries, indices
+from core.parallel.infer.local import Cuts, around, carries, indices, local_size
 from core.parallel.plan import to_local
 from core.placement.style import AXIS, Cut, Message, Messages, Site, Style
 
@@ -274,7 +274,10 @@ def part(x: Tensor, dims: Dims, axis: Any, cuts: Cuts) -> Tensor:
     for place, dim in enumerate(dims):
         if carries(dim, cuts):
             outer, inner = around(dim, cuts)
-            own = indices(inner, cuts, axis.size(), axis.get_local_rank()).to(x.device)
+            if isinstance(axis, Trial):  # on tensors without values, where every operator takes a millisecond
+                own = torch.zeros(local_size(inner, cuts, axis.size()), dtype=torch.int64, device=x.device)
+            else:
+                own = indices(inner, cuts, axis.size(), axis.get_local_rank()).to(x.device)
             if not outer:
                 x = x.index_select(place, own)
             else:  # rows of a batch, of which there may be any number
