@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.kernels import matmul
 from core.kernels.blocks import Blocks
@@ -287,8 +287,13 @@ class _Sum:
 
 
 def _by_library(weight: Tensor) -> bool:
-    """Return whether products go into what is there; a compiler knows none that writes into a part of a tensor."""
-    return weight.is_cuda and not torch.compiler.is_compiling()
+    """Return whether products go into what is there.
+
+    A compiler knows none that writes into a part of a tensor, autocast lets those through as they are, and a quantized
+    weight multiplies by itself.
+    """
+    plain = type(weight) in (Tensor, nn.Parameter) and not torch.is_autocast_enabled(weight.device.type)
+    return weight.is_cuda and plain and not torch.compiler.is_compiling()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

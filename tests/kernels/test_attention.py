@@ -189,6 +189,7 @@ def test_plain_attention_in_16_bits_is_the_librarys_on_hopper() -> None:
     assert not taken(dtype=torch.float32)
     assert not taken(shape=(2, 300, 4, 20))
     assert not taken(shape=(2, 300, 4, 256))
+    assert not taken(shape=(2, 300, 8, 64))
     assert not taken(is_cuda=False)
     with forced():
         assert not taken()
