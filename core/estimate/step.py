@@ -17,10 +17,11 @@ CPU, whose norms and attention keep a little more or less than a GPU's. A step t
 """
 
 import gc
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,6 +54,8 @@ from core.trace.alike import Cut, Growth, Label, NotAlike, Section, Traced, grow
 from core.trace.balanced import balanced_loads
 from core.trace.machine import Speed
 from core.trace.tracer import operator_cost, tensors_in
+
+log = logging.getLogger("estimate")
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,11 @@ class _Step:
             cuts = cuts_of(*given)
             growths = [growth for cut in cuts for growth in cut.growths]
             if growths:
-                with suppress(NotAlike):
+                try:
                     few, *more = (trace(cuts, longer) for longer in (None, *growths))
                     return _estimate(*grown(few, list(zip(growths, more, strict=True))), self.axes)
+                except NotAlike as why:
+                    log.info("all blocks are traced, since the step does not grow with them evenly: %s", why)
             return _estimate(*grown(trace(cuts_of(*given, few=False))), self.axes)
 
     def trace(
