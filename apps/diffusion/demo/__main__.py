@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,13 @@ class DemoConfig:
     """class pictures, which the pipeline paints itself: of all 120 things equally many"""
     repeats: int = 4
     """pictures of each class thing that the figures are taken from, and a quarter of those of the subject a ground"""
+    sampling_steps: int = SAMPLING.steps
+    """of every picture that is painted; fewer are quicker, and worse"""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampling_steps < 1:
+            raise UserError(f"sampling_steps={self.sampling_steps}; a picture takes at least 1")
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
@@ -125,7 +131,7 @@ def prior_options(config: DemoConfig) -> list[str]:
     return [
         *("--class-dir", str(config.out / "class"), "--class-prompts", str(prompts)),
         *("--num-class-images", str(config.class_images), "--class-sampling.guidance", "1"),
-        *("--class-sampling.steps", str(SAMPLING.steps)),
+        *("--class-sampling.steps", str(config.sampling_steps)),
         *("--data.caption-dropout", str(CAPTION_DROPOUT)),
     ]
 
@@ -142,7 +148,7 @@ def painter(pipeline: Pipeline, sampling: Sampling = SAMPLING, batch: int = 32) 
 
 def look(pipeline: Pipeline, config: DemoConfig, detector: Detector) -> tuple[SubjectFigures, list[Image.Image]]:
     """The figures of a pipeline, and four pictures of each prompt that the sheet shows."""
-    paint = painter(pipeline)
+    paint = painter(pipeline, replace(SAMPLING, steps=config.sampling_steps))
     figures = subject_figures(paint, detector, repeats=config.repeats, seed=config.seed + 1)
     return figures, as_images(paint([prompt for prompt in SHOWN for _ in range(4)], config.seed + 2))
 

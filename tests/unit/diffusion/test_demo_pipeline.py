@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,11 +92,18 @@ def test_the_demo_runs_from_pictures_to_figures(
     monkeypatch.setattr(demo, "SHOWN", (captions.subject_prompt("white"), "a red star on a white ground"))
     monkeypatch.setattr(metrics, "class_things", lambda repeats: [captions.Thing("star", "red", "white")] * repeats)
     monkeypatch.setattr(metrics, "all_things", lambda: captions.things()[:4])
-    paint = demo.painter
-    monkeypatch.setattr(demo, "painter", lambda pipeline: paint(pipeline, Sampling(steps=2, guidance=1.0)))
+    paint, asked = demo.painter, list[int]()
+
+    def painter(pipeline: Pipeline, sampling: Sampling) -> metrics.Paint:
+        asked.append(sampling.steps)
+        return paint(pipeline, replace(sampling, guidance=1.0))
+
+    monkeypatch.setattr(demo, "painter", painter)
     out = tmp_path / "out"
     options = ["--model", str(weights), "--out", str(out), "--steps", "1", "--repeats", "1", "--class-images", "2"]
+    options += ["--sampling-steps", "2"]
     assert demo.main(options) == 0
+    assert asked == [2, 2]
     summary = json.loads((out / "summary.json").read_text())
     assert {"seen", "unseen", "leak", "class_attributes", "things_seen"} < set(summary["before"])
     assert set(summary["after"]["subject_seen"]) == set(captions.GROUNDS)
