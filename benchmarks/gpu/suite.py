@@ -11,7 +11,9 @@ from benchmarks.result import ROOT, Number, Row
 
 LIMIT_S = 9 * 60
 QUICK = ("tests/gpu/test_masks.py", "-k", "plain and float32")
-_LINE = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR|XFAIL) (tests/[\w/]+\.py)(\S*)")
+_OUTCOME, _TEST = r"(?P<outcome>PASSED|FAILED|SKIPPED|ERROR|XFAIL)", r"(?P<file>tests/[\w/]+\.py)(?P<name>::.*?)"
+_LINES = re.compile(rf"^\[gw\d+\] .*?{_OUTCOME} {_TEST}\s*$"), re.compile(f"^{_TEST} {_OUTCOME} ")
+"""What pytest says of a test by several processes, and by one."""
 
 
 def files() -> list[str]:
@@ -28,7 +30,8 @@ def command(where: Where, *chosen: str, verbose: bool = False) -> list[str]:
     """pytest's, of this interpreter. `loadfile` would leave most processes idle: files are few and long."""
     line = [sys.executable, "-m", "pytest", "-v" if verbose else "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     line += ["-p", "benchmarks.gpu.told", "--tb", "short"]
-    line += ["--numprocesses", str(where.untimed_workers), "--dist", "worksteal", *(chosen or files())]
+    several = ["--numprocesses", str(where.untimed_workers), "--dist", "worksteal"]
+    line += [*(several if where.untimed_workers > 1 else ()), *(chosen or files())]
     return line if where.on_gpu else [*line, "--device", "cpu"]
 
 
@@ -58,8 +61,8 @@ def run(where: Where) -> Iterator[Row | str]:
     for said in process.stdout:
         print(said, end="", file=sys.stderr)
         last = [*last[-5:], said.strip()]
-        if found := _LINE.search(said):
-            outcome, file, name = found.groups()
+        if found := next((found for line in _LINES if (found := line.search(said))), None):
+            outcome, file, name = found["outcome"], found["file"], found["name"]
             outcomes.setdefault(file, Counter())[outcome] += 1
             if outcome in ("FAILED", "ERROR"):
                 failed.append(f"{file}{name}")
