@@ -292,8 +292,9 @@ def _by_library(weight: Tensor) -> bool:
     A compiler knows none that writes into a part of a tensor, autocast lets those through as they are, and a quantized
     weight multiplies by itself.
     """
-    plain = type(weight) in (Tensor, nn.Parameter) and not torch.is_autocast_enabled(weight.device.type)
-    return weight.is_cuda and plain and not torch.compiler.is_compiling()
+    if not weight.is_cuda or type(weight) not in (Tensor, nn.Parameter):
+        return False
+    return not torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
