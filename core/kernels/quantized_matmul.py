@@ -52,7 +52,7 @@ _WORDS = (
 )  # fmt: skip
 """Ways to deal with one row of x, the default and what a tuner tries: rows of the weight, columns at a time, warps.
 
-The default has no warp wait for another, and five instructions a weight in 4 bits."""
+In the default no warp waits for another."""
 _MOST_ROWS_IN_PARTS = 32
 _WIDE_FROM = 1024
 """Rows of x from which a weight is widened where nothing was measured: then that is a small part of the product."""
