@@ -224,6 +224,15 @@ def seen_from(mesh: DeviceMesh, ranks: Sequence[int]) -> list[MeshShape]:
 
 def axis_size(mesh: AnyMesh, axis: str) -> int:
     """Ranks on an axis. "a+b" is a and b as one; axes of a mesh without names are called by their position."""
+    if not isinstance(mesh, DeviceMesh):
+        return _axis_size(mesh, axis)
+    known = vars(mesh).setdefault("_axis_sizes", {})  # a step asks for each parameter, and torch counts anew
+    if axis not in known:
+        known[axis] = _axis_size(mesh, axis)
+    return known[axis]
+
+
+def _axis_size(mesh: AnyMesh, axis: str) -> int:
     if _is_joint(mesh, axis):
         return math.prod(axis_size(mesh, part) for part in axis.split("+"))
     names = mesh.mesh_dim_names or ()

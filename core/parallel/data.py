@@ -363,8 +363,9 @@ class _Bucket:
         self.is_sent = self.gradient_axis.size() > 1
         self.ranks = self.axis.size() if self.axis is not None else 1
         self.device = local(owner.parameters[names[0]]).device
-        # Elements of one rank's rows of each parameter, and where they begin among a rank's elements.
-        self.lengths = {n: row_length(local(owner.parameters[n]), self.ranks, owner.shard_dim(n)) for n in names}
+        # Each parameter's dim that is dealt out, elements of one rank's rows, and where these begin among a rank's.
+        self.dims = {n: owner.shard_dim(n) for n in names}
+        self.lengths = {n: row_length(local(owner.parameters[n]), self.ranks, self.dims[n]) for n in names}
         self.offsets = dict(zip(names, accumulate([0, *self.lengths.values()])))
         self.total = sum(self.lengths.values())
         self.waiting_for = set(names)
@@ -394,7 +395,7 @@ class _Bucket:
             self.kept[name] = own_gradient(grad, self.owner.reduce_dtype) if held is None else held.add_(grad)
             return
         first = name not in self.filled
-        for slot, rows in paired_rows(self._slots(self._buffer(), name), grad, self.owner.shard_dim(name)):
+        for slot, rows in paired_rows(self._slots(self._buffer(), name), grad, self.dims[name]):
             slot.copy_(rows) if first else slot.add_(rows)
         self.filled.add(name)
 
@@ -458,7 +459,7 @@ class _Bucket:
         whole = torch.empty(self.ranks, self.total, dtype=dtype, device=self.device)
         dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
         for name, parameter in parameters.items():
-            for slot, rows in paired_rows(self._slots(whole, name), parameter, self.owner.shard_dim(name)):
+            for slot, rows in paired_rows(self._slots(whole, name), parameter, self.dims[name]):
                 rows.copy_(slot)
 
 
