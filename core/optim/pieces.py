@@ -35,9 +35,9 @@ def pieces(*lists: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tens
 
 
 def _cut(tensors: tuple[Tensor, ...], most: int) -> Iterator[tuple[Tensor, ...]]:
-    """Runs of at most `most` elements, where all tensors lie in memory without gaps and in one order."""
+    """Runs of at most `most` elements, where more than those lie in memory without gaps and in one order."""
     if not tensors[0].numel():
         return iter(())
-    if not all(t.is_contiguous() for t in tensors):
+    if tensors[0].numel() <= most or not all(t.is_contiguous() for t in tensors):
         return iter([tensors])
     return zip(*(t.view(-1).split(most) for t in tensors))

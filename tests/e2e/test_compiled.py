@@ -21,7 +21,7 @@ PROMPTS = ([1, 2, 3], [*range(20)], [5], [*range(20), 7, 8])
     reason="no C++ compiler; ends where Debian's g++ is",
 )
 def test_compiled_steps() -> None:
-    plain = random_decoder(example("bloom", max_length=64)).float()
+    plain = random_decoder(example("bloom", max_length=64, num_layers=1)).float()
     decoder, written, graph = pack(quantize(plain, "int8", embeddings=True, head=True)), [], None
     for is_compiled in (False, True):
         engine = real_engine(decoder, Limits(4, 64, 6, 3), 40)
@@ -49,5 +49,5 @@ def test_compiled_steps() -> None:
 
     asked = sampled_requests()
     alone = written_alone(decoder, asked, prepare)
-    for seed in range(5):  # tests/soak does it a thousand times
+    for seed in range(2):  # tests/soak does it a thousand times
         assert random_schedule(decoder, asked, seed, prepare)[0] == alone, seed

@@ -8,29 +8,27 @@ import torch
 from PIL import Image
 
 from apps.diffusion.demo.captions import caption, subject_prompt, things
-from apps.diffusion.demo.detector import train_detector
-from apps.diffusion.demo.metrics import attributes
+from apps.diffusion.demo.metrics import things_seen
 from apps.diffusion.demo.pictures import as_pixels, write_subject_folder
 from apps.diffusion.loading import load_pipeline
 from apps.diffusion.pipeline import EMBEDDED
 from tests.support.command import run
 
 RIGHT = 0.9
-"""share of pictures whose shape, colour and ground the detector finds as the caption says"""
+"""share of pictures whose shape, colour and ground a viewer calls what the caption says"""
 
 
 def test_what_is_painted_is_what_the_captions_say(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    shown = things()[::3]  # every shape, colour and ground, on equal terms
+    shown = things()[::5]  # every colour on every ground, in shapes of which each is there as often as another
     (tmp_path / "prompts.txt").write_text("\n".join(map(caption, shown)))
-    options = ("--prompts", tmp_path / "prompts.txt", "--batch", 40, "--steps", 15, "--guidance", 3)
+    options = ("--prompts", tmp_path / "prompts.txt", "--batch", 24, "--steps", 15, "--guidance", 3)
     done = run("-m", "apps.diffusion", "sample", *options, "--out", tmp_path / "out", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     painted = as_pixels(Image.open(path) for path in sorted((tmp_path / "out").glob("*.png")))
-    detector = train_detector(load_pipeline(EMBEDDED).vae, num_pictures=1200, epochs=8)
-    found = asdict(attributes(detector, painted, shown))
+    found = asdict(things_seen(painted, shown))
     assert min(found[name] for name in ("shape", "colour", "ground")) >= RIGHT, found
-    mixed = asdict(attributes(detector, painted, shown[::-1]))
+    mixed = asdict(things_seen(painted, shown[::-1]))
     assert max(mixed[name] for name in ("shape", "colour", "ground")) < 0.5, "the captions of other pictures are wrong"
 
 

@@ -43,7 +43,7 @@ def dreambooth(folder: Path, out: Path, *options: object, command: Callable[...,
 
 def test_a_subject_is_learned_on_any_ranks_alike(folder: Path, tmp_path: Path) -> None:
     """Drawn class images, the text encoder too, fp64: two ranks with sharded weights, then one in a given memory."""
-    options = ("--steps", 4, "--precision", "fp64", "--train-text-encoder", "--class-prompt", "a dog", "--average", 0.5)
+    options = ("--steps", 3, "--precision", "fp64", "--train-text-encoder", "--class-prompt", "a dog", "--average", 0.5)
     options += ("--class-dir", tmp_path / "class", "--num-class-images", 2, "--data.global-batch", 2)
     options += ("--optim.lr", 1e-3, "--data.resolution", 16, "--noise.offset", 0.1)
     moving = dreambooth(folder, tmp_path / "moving", *options, "--nproc", 2, "--zero", 3, "--stop-after", 2)

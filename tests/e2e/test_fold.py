@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,24 +17,30 @@ from apps.fold.demo.__main__ import main as demo
 from apps.fold.features.entries import read_entries
 from apps.fold.features.msa import features_of
 from apps.fold.features.structures import read_structure
-from apps.fold.model.config import tiny
 from apps.fold.predict import _predict
 from apps.fold.predict import main as predict
 from apps.fold.score import compare, corresponding
 from apps.fold.toy import DEMO_WEIGHTS, HELDOUT, NOTE, STRUCTURES
+from apps.fold.training.config import _OWN_MODELS
 from apps.fold.weights.folder import save_folder
 from core.config import run_command
 from tests.support import esmfold
 from tests.support.command import losses, run, summary
-from tests.support.fold import GOLDEN, hhr_text, random_parameters
+from tests.support.fold import GOLDEN, hhr_text, one_block, random_parameters
 
 FASTA = ">long one\nMKTAYIAKQRQISFVKSHFSRQ\n>short\nMKTAYWC\n>bad\nMK7\n>with/slash\nMXBGGGAAAA\n>[/b]\nMK8\n"
+
+
+@pytest.fixture(autouse=True)
+def a_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_OWN_MODELS, "debug", one_block)
+    monkeypatch.setitem(_OWN_MODELS, "debug_templates", partial(one_block, templates=True))
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights") / "tiny"
-    save_folder(folder, tiny(), random_parameters(tiny()))
+    save_folder(folder, one_block(True), random_parameters(one_block(True)))
     return folder
 
 
@@ -202,7 +209,7 @@ def test_what_other_weights_folded_is_not_taken_for_done(tmp_path: Path, capsys)
     """Weights of the same name, as a second training leaves them; moved, they are the same."""
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
     options = ("--no-plots", "--out", tmp_path / "out")
-    save_folder(tmp_path / "model", tiny(), random_parameters(tiny()))
+    save_folder(tmp_path / "model", one_block(True), random_parameters(one_block(True)))
     code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", "--model", tmp_path / "model", *options)
     assert code == 0, err
     (tmp_path / "moved").mkdir()
@@ -210,9 +217,9 @@ def test_what_other_weights_folded_is_not_taken_for_done(tmp_path: Path, capsys)
     code, said, _ = fold(capsys, "predict", tmp_path / "in.fasta", "--model", tmp_path / "moved" / "model", *options)
     assert code == 0
     assert "a: done before" in said
-    parameters = random_parameters(tiny())
+    parameters = random_parameters(one_block(True))
     parameters["heads.plddt.norm.weight"] += 1
-    save_folder(tmp_path / "model", tiny(), parameters)
+    save_folder(tmp_path / "model", one_block(True), parameters)
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--model", tmp_path / "model", *options)
     assert code == 2
     assert "done before" not in said
@@ -352,9 +359,9 @@ def test_half_precision_predicts_alike(tmp_path: Path, weights: Path, capsys) ->
 
 
 def test_a_prediction_that_is_not_finite_is_a_failure_and_leaves_nothing(tmp_path: Path, capsys) -> None:
-    parameters = random_parameters(tiny())
+    parameters = random_parameters(one_block(True))
     parameters["structure_module.single_norm.weight"][3] = float("nan")
-    save_folder(tmp_path / "sick", tiny(), parameters)
+    save_folder(tmp_path / "sick", one_block(True), parameters)
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n")
     options = ("--model", tmp_path / "sick", "--no-plots", "--out", tmp_path / "out")
     code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)

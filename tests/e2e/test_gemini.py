@@ -9,15 +9,17 @@ import pytest
 from apps.diffusion.__main__ import APP as DIFFUSION
 from apps.diffusion.pipeline import save_pipeline
 from apps.fold.__main__ import APP as FOLD
+from apps.fold.training.config import _OWN_MODELS
 from apps.llm.__main__ import APP as LLM
 from core.config import run_command
 from core.gemini.tier import parse_bytes
 from tests.support.command import summary
 from tests.support.diffusion_training import tiny_pipeline, write_pictures
+from tests.support.fold import one_block
 from tests.support.gemini import traced_once
 
 COMMANDS = {
-    "llm pretrain": (LLM, "pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4),
+    "llm pretrain": (LLM, "pretrain", "--recipe", "debug", "--model.num-layers", 2, "--data.global-batch", 4),
     "diffusion finetune": (DIFFUSION, "finetune", "--data.global-batch", 2),
     "diffusion pretrain": (DIFFUSION, "pretrain", "--data.global-batch", 2, "--precision", "fp32"),
     "fold train": (
@@ -27,11 +29,16 @@ COMMANDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def a_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_OWN_MODELS, "debug", one_block)
+
+
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
     """app -> the options that name its data."""
     folder = tmp_path_factory.mktemp("given")
-    save_pipeline(tiny_pipeline(), folder / "weights")
+    save_pipeline(tiny_pipeline(shallow=True), folder / "weights")
     write_pictures(folder / "pictures", 4)
     pictures = ("--model", folder / "weights", "--data.images", folder / "pictures")
     cache = ("--data.cache", folder / "cache")

@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--process-per-site",
 ]  # fmt: skip
 
 
@@ -58,16 +57,25 @@ def opened(context: Any, running: Running) -> Any:
     return page
 
 
-@pytest.fixture
-def page(browser: Any, running: Running, tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def context(browser: Any, running: Running) -> Iterator[Any]:
+    """With one page that has no script: while it is open, those of the tests need no process of their own."""
     context = browser.new_context(viewport={"width": 1000, "height": 800})
+    context.new_page().goto(f"{running.url}/health")
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context: Any, running: Running) -> Iterator[Any]:
+    """The page in a store that holds nothing."""
+    context.pages[0].evaluate("localStorage.clear()")
     page = opened(context, running)
     yield page
-    for one in context.pages:
+    for one in context.pages[1:]:
         assert one.elsewhere == []
         assert one.faults == []
-    page.screenshot(path=str(tmp_path / "page.png"), full_page=True)
-    context.close()
+        one.close()
 
 
 def by_hand(page: Any) -> None:
@@ -108,7 +116,18 @@ def feed(page: Any, text: str | None) -> None:
 
 def brief(page: Any) -> None:
     """Answers of a few tokens, where it does not matter what they say."""
-    page.evaluate("for (const one of SCENARIOS) one.settings.max_tokens = 8")
+    page.evaluate(
+        """() => {
+          for (const one of SCENARIOS) one.settings.max_tokens = 8;
+          document.querySelector("#max_tokens").value = 8;
+        }"""
+    )
+
+
+def hot(page: Any) -> None:
+    """Two dozen tokens, which differ from draw to draw."""
+    page.evaluate("document.querySelector('#temperature').value = 1.5")
+    page.evaluate("document.querySelector('#max_tokens').value = 24")
 
 
 def texts(page: Any) -> list[str]:
@@ -135,7 +154,7 @@ def test_generate_and_keep(page: Any) -> None:
     assert page.locator("#model option").all_inner_texts() == ["one", "two", "taught"]
     tab(page, "FAQ")
     page.click("summary")
-    page.evaluate("document.querySelector('#temperature').value = 1.5")
+    hot(page)
     page.fill("#seed", "7")
     ask(page, "Why <b>bold</b>?")
     question, first = texts(page)
@@ -147,7 +166,7 @@ def test_generate_and_keep(page: Any) -> None:
     sync_api.expect(page.locator("#turns .text").nth(1)).to_have_text(first, use_inner_text=True)
     page.wait_for_selector("#model option", state="attached")
     page.click("summary")
-    page.evaluate("document.querySelector('#temperature').value = 1.5")
+    hot(page)
     ask(page, "Why <b>bold</b>?")  # the seed was kept too
     assert texts(page)[3] == first
     page.click("#clear")
@@ -397,6 +416,7 @@ def test_a_store_that_holds_something_else_is_no_error(page: Any, number: int) -
                   {name: found[number] for name, found in JUNK.items()})  # fmt: skip
     page.reload()
     page.wait_for_selector("#model option", state="attached")
+    brief(page)
     ask(page, "Still here")
     assert page.is_hidden("#error")
     assert texts(page)[0].startswith("Still here")
@@ -413,6 +433,7 @@ def test_without_a_store_the_page_works_and_says_so(page: Any, fault: str) -> No
     page.add_init_script(broken[fault])
     page.reload()
     page.wait_for_selector("#model option", state="attached")
+    brief(page)
     ask(page, "Forget me")
     assert page.is_hidden("#error")
     assert texts(page)[0].startswith("Forget me")
@@ -420,6 +441,7 @@ def test_without_a_store_the_page_works_and_says_so(page: Any, fault: str) -> No
 
 
 def test_keyboard_and_dark(page: Any) -> None:
+    brief(page)
     page.focus("#scenarios button[aria-selected=true]")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -452,6 +474,7 @@ def test_the_focus_is_not_taken_from_who_has_it(page: Any) -> None:
 def test_on_a_phone_no_keyboard_comes_up_by_itself(browser: Any, running: Running) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
     page = opened(context, running)
+    brief(page)
     assert page.evaluate("document.activeElement === document.body")
     page.locator("#input").tap()
     page.keyboard.type("First line")
@@ -557,6 +580,7 @@ def test_errors_are_in_the_pages_words(page: Any) -> None:
 def test_wrong_settings_and_a_lost_server_are_told(page: Any) -> None:
     sent: list[str] = []
     page.on("request", lambda r: r.method == "POST" and sent.append(r.url))
+    brief(page)
     page.click("summary")
     page.fill("#top_k", "5000000000000000000000")
     ask(page, "Too much")

@@ -88,9 +88,9 @@ def small_model() -> ModelConfig:
     return replace(_dropping(tiny(templates=False), 0.0, 0.0, 0.0), max_msa=5, max_extra_msa=4)
 
 
-def one_block() -> ModelConfig:
-    """The tiny model without templates, one block of each stack and one layer of structure."""
-    whole = tiny(templates=False)
+def one_block(templates: bool = False) -> ModelConfig:
+    """The tiny model with one block of each stack and one layer of structure."""
+    whole = tiny(templates)
     structure = replace(whole.structure, num_layers=1)
     return replace(whole, evoformer=replace(whole.evoformer, num_blocks=1), structure=structure)
 

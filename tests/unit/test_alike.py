@@ -90,9 +90,11 @@ def test_a_decoder(name: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize("schedule", broad("1f1b", "interleaved", few=["interleaved"]))
 def test_stages(schedule, monkeypatch) -> None:
-    config, zero = replace(DEEP, num_layers=20), 1 if schedule == "1f1b" else 0
-    ranks = 2 + 2 * zero
-    parallel, mesh = ParallelConfig(zero, pipeline=PipelineConfig(schedule)), MeshConfig(pp=2).resolve(ranks, zero)
+    """Of interleaved ones the second rank's two grow, one of them with the head."""
+    zero, split = (1, ()) if schedule == "1f1b" else (0, (1, 5, 1, 5))
+    config, ranks = replace(DEEP, num_layers=sum(split) or 20), 2 + 2 * zero
+    parallel = ParallelConfig(zero, pipeline=PipelineConfig(schedule, split=split))
+    mesh = MeshConfig(pp=2).resolve(ranks, zero)
     monkeypatch.setattr(data, "BUCKET_BYTES", 5 << 10)
     plan, loss = decoder_plan(config, mesh), partial(decoder_loss, 2, 8)
     is_alike(monkeypatch, lambda: Decoder(config), loss, mesh, parallel, plan, num_microbatches=5)

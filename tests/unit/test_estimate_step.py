@@ -13,6 +13,7 @@ from core.config import UserError
 from core.estimate import RunShape, StepEstimate, decoder_shape, estimate_memory, estimate_step
 from core.estimate.time import step_flops
 from core.gemini.config import GeminiConfig
+from core.kernels import cross_entropy
 from core.mesh import MeshConfig
 from core.models.decoder import Decoder, DecoderConfig
 from core.models.plan import decoder_plan
@@ -22,7 +23,7 @@ from core.runtime import start
 from core.trace.machine import Speed
 from tests.support import zoo
 from tests.support.accounted import accounted_decoder, accounted_step, decoder_loss
-from tests.unit.test_estimate import FAMILIES, SMALL
+from tests.unit.test_estimate import CHUNK_BYTES, FAMILIES, SMALL
 
 SPEED = Speed(1e12, 1e11)
 ALONE = MeshConfig().resolve(1)
@@ -52,8 +53,9 @@ def estimated(
     ],
 )
 def test_a_decoder_takes_what_is_counted_and_what_its_closed_form_says(
-    family: str, precision, recompute, every: int, num_microbatches: int
+    family: str, precision, recompute, every: int, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", CHUNK_BYTES)
     config, options = FAMILIES[family], ParallelConfig(precision=precision, recompute=RecomputeConfig(recompute, every))
     with start("cpu") as runtime:
         counted, _ = accounted_decoder(config, runtime.mesh(MeshConfig()), options, 8, 128, num_microbatches)

@@ -1,5 +1,6 @@
 """The tests of `make gpu`: each asks for the device that it runs on, and none of a CPU's own paths is among them."""
 
+import re
 from pathlib import Path
 
 from benchmarks.gpu.suite import files
@@ -21,6 +22,7 @@ class Collected:
 sys.exit(pytest.main(["--collect-only", "-q", "--no-header", "-p", "no:cacheprovider", *sys.argv[1:]], [Collected()]))
 """
 OF_A_CPU = ("compile", "vnni", "paged_loops", "matmul", "attention_on_cpu", "references_on_cpu", "traffic", "far_apart")
+_NAMED = re.compile(r"""\bmark\.gpu\b|["']gpu["']""")
 
 
 def _collected(folder: Path) -> dict[str, tuple[bool, bool]]:
@@ -34,8 +36,8 @@ def _collected(folder: Path) -> dict[str, tuple[bool, bool]]:
 
 
 def _may_be_marked(path: Path) -> bool:
-    """A mark is named where it is set, in the file or in its folder's conftest."""
-    return any("gpu" in file.read_text() for file in (path, path.parent / "conftest.py") if file.exists())
+    """A mark is named where it is set, as an attribute or in quotes, in the file or in its folder's conftest."""
+    return any(_NAMED.search(file.read_text()) for file in (path, path.parent / "conftest.py") if file.exists())
 
 
 def test_what_is_marked_gpu(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Every option of the llm commands is read by a run, or refused where a run would not read it."""
 
+import concurrent
 import json
 import re
 from dataclasses import is_dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +22,9 @@ from core.optim.build import OPTIMIZERS
 from tests.support.options import TRAINING, Probe, another, hint_of, options_of, recorded, replaced
 
 BASE = ["--recipe", "debug", "--optim.schedule.warmup-steps", "0"]
+TEXT = ["--data.path", str(Path(concurrent.__file__).parent), "--data.heldout-fraction", "0.3"]
+SMALLER = ["--model.num-layers", "2", *TEXT]
+"""What a run of the recipe may be, so that it takes a moment."""
 COMMANDS = {
     "pretrain": ["--steps 1", "--steps 1 --gemini.budget 60MB"],
     "finetune": ["--steps 1 --data.global-batch 2 --data.sequence-length 32"],
@@ -63,7 +68,7 @@ SMALL = DecoderConfig(vocab_size=37, dim=16, num_layers=2, num_heads=2, ffn_dim=
 def run(tmp_path_factory):
     """The folder of a run."""
     folder = tmp_path_factory.mktemp("llm") / "run"
-    assert APP.dispatch(["pretrain", *BASE, "--steps", "1", "--out", str(folder)]) == 0
+    assert APP.dispatch(["pretrain", *BASE, *SMALLER, "--steps", "1", "--out", str(folder)]) == 0
     return folder
 
 
@@ -79,7 +84,7 @@ def texts(tmp_path_factory):
 def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {
-        "pretrain": BASE,
+        "pretrain": [*BASE, *SMALLER],
         "finetune": ["--model", str(run), "--data.path", str(texts), "--optim.schedule.warmup-steps", "0"],
         "evaluate": ["--model", str(run), "--data.path", str(texts)],
         "generate": ["--model", str(run)],
