@@ -217,7 +217,8 @@ def made_without_memory(mode: Any) -> list[tuple[Any, ...]]:
         several = [
             x.sum(1),
             x.sum((0, 1)),
-            x.T.sum(1),
+            x.T + 1,
+            torch.ones(3, 2) + 1,
             x.double().sum(1),
             x.sum(1, keepdim=True),
             x.sum(1, dtype=torch.float64),
@@ -227,6 +228,7 @@ def made_without_memory(mode: Any) -> list[tuple[Any, ...]]:
             x.int() * 2.0,
             x[:, 1:],
             x[:, 1:][:, :1],
+            x[:, :2][:, :1],
             x[1:].expand(4, 3),
             x.to(torch.float64),
             torch.cat([x, x]),
