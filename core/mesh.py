@@ -16,7 +16,7 @@ ranks make and others do not is waited for without end, by it or by the next.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -224,12 +224,7 @@ def seen_from(mesh: DeviceMesh, ranks: Sequence[int]) -> list[MeshShape]:
 
 def axis_size(mesh: AnyMesh, axis: str) -> int:
     """Ranks on an axis. "a+b" is a and b as one; axes of a mesh without names are called by their position."""
-    if not isinstance(mesh, DeviceMesh):
-        return _axis_size(mesh, axis)
-    known = vars(mesh).setdefault("_axis_sizes", {})  # a step asks for each parameter, and torch counts anew
-    if axis not in known:
-        known[axis] = _axis_size(mesh, axis)
-    return known[axis]
+    return _remembered(_axis_size, mesh, axis)
 
 
 def _axis_size(mesh: AnyMesh, axis: str) -> int:
@@ -245,6 +240,10 @@ def _axis_size(mesh: AnyMesh, axis: str) -> int:
 
 def axis_index(mesh: AnyMesh, axis: str) -> int:
     """This rank's place on an axis."""
+    return _remembered(_axis_index, mesh, axis)
+
+
+def _axis_index(mesh: AnyMesh, axis: str) -> int:
     if _is_joint(mesh, axis):
         index = 0
         for part in axis.split("+"):
@@ -256,6 +255,17 @@ def axis_index(mesh: AnyMesh, axis: str) -> int:
         return divmod(axis_index(mesh, "cp"), mesh.ulysses)[CONTEXT_AXES.index(axis)]
     place = mesh.mesh_dim_names.index(axis)
     return mesh.rank // math.prod(mesh.shape[place + 1 :]) % mesh.shape[place]
+
+
+def _remembered(find: Callable[[AnyMesh, str], int], mesh: AnyMesh, axis: str) -> int:
+    """What is found of an axis, kept by a mesh of ranks: it is asked for with every tensor, and torch looks long."""
+    if isinstance(mesh, MeshShape):
+        return find(mesh, axis)
+    known: dict[tuple[str, str], int] = vars(mesh).setdefault("_of_axes", {})
+    key = find.__name__, axis
+    if key not in known:
+        known[key] = find(mesh, axis)
+    return known[key]
 
 
 def axis_group(mesh: AnyMesh, axis: str) -> ProcessGroup:

@@ -132,18 +132,22 @@ class _Walk:
         )
 
     def _at(self, place: int, moment: Moment, moves: list[Move]) -> None:
-        self._evict(place - 1, moves)
-        again = {chunk for needed_at, chunk in self.fetches if needed_at == place} if self.leaving else set()
-        for chunk, arrives in list(self.leaving.items()):
-            is_tight = self.level[place] + self.leaving_bytes > self.budget_bytes
-            if arrives <= self.now or is_tight or chunk in again:
-                self.now = max(self.now, self._release(chunk, moves))
+        if place - 1 in self.leaves:
+            self._evict(place - 1, moves)
+        if self.leaving:
+            again = {chunk for needed_at, chunk in self.fetches if needed_at == place}
+            for chunk, arrives in list(self.leaving.items()):
+                is_tight = self.level[place] + self.leaving_bytes > self.budget_bytes
+                if arrives <= self.now or is_tight or chunk in again:
+                    self.now = max(self.now, self._release(chunk, moves))
         issue = self.now
         while self.fetches and self.fetches[0][0] == place:
             self._fetch(self.fetches.popleft()[1], "fetch", issue, moves)
-        needs = self.lifetimes.needs[place]
-        begin = max([self.now, *(self.ready[c] for c in needs)])
-        self._fetch_ahead(place, issue, begin + moment.seconds, moves)
+        begin = self.now
+        for chunk in self.lifetimes.needs[place]:
+            begin = max(begin, self.ready[chunk])
+        if self.fetches:
+            self._fetch_ahead(place, issue, begin + moment.seconds, moves)
         self.device_bytes[self.lifetimes.order[place]] = int(self.level[place]) + self.leaving_bytes
         self._compute(moment, begin)
 

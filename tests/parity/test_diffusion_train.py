@@ -60,13 +60,11 @@ class Case:
     budget: str | None = None
     compile: bool = False
     shallow: bool = False
-    layers: int = 1
 
 
 def denoiser(case: Case) -> tuple[Pipeline, Denoiser]:
     """What learns, in fp32 as it is loaded; adapters begin with a part of their own."""
-    shape = {"shallow": case.shallow, "layers": case.layers}
-    pipeline = tiny_pipeline(prediction=case.prediction, **shape)  # pyright: ignore[reportArgumentType]
+    pipeline = tiny_pipeline(prediction=case.prediction, shallow=case.shallow)  # pyright: ignore[reportArgumentType]
     model = Denoiser(pipeline.unet, pipeline.text_encoder if case.train_text else None, channels_last=True).train()
     if case.lora is not None:
         add_adapters(model, case.lora, seed=3)
@@ -303,18 +301,22 @@ def test_a_missing_collective_is_seen(ranks) -> None:
 
 def test_compiled_blocks_train_as_they_are(ranks) -> None:
     """A U-Net's blocks are unlike each other: all are compiled, for two sizes of pictures, not only the first few."""
-    case = Case(prior=True, train_text=True, steps=2, shallow=True, layers=2)
+    case = Case(prior=True, steps=2, shallow=True)
     graphs, compiled = ranks(1).run(counted, replace(case, compile=True))[0]
     difference, where = largest_difference([compiled], ranks(1).run(ours, case)[0], case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g}"
-    assert graphs > 8, "at which torch gives up, left to itself"
+    assert graphs > FEW_GRAPHS, "at which torch gives up, left to itself"
+
+
+FEW_GRAPHS = 4
+"""Of one piece of code, where torch's own limit of 8 takes twice as many blocks and half a minute."""
 
 
 def counted(case: Case) -> tuple[int, dict[str, Any]]:
     """How many graphs were made, and what `ours` finds."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=FEW_GRAPHS):
         result = ours(case)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], result
 

@@ -36,14 +36,19 @@ from core.config import UserError
 from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import pieces, shard_of, switch, transpose_
 from core.trace.account import MemoryAccount
-from tests.support.fold import random_features, random_parameters
+from tests.support.fold import one_block, random_features, random_parameters
 from tests.support.training import removed
 
 
-def _model() -> AlphaFold:
-    model = AlphaFold(tiny()).double().eval()
-    model.load_state_dict(random_parameters(tiny()))
+def _model(config: ModelConfig) -> AlphaFold:
+    model = AlphaFold(config).double().eval()
+    model.load_state_dict(random_parameters(config))
     return model
+
+
+def _features(config: ModelConfig, pad: int = 0) -> Features:
+    made = random_features(7, rows=5, extra=3, templates=2 if config.templates else 0, pad=pad)
+    return (made if config.templates else replace(made, templates=None)).to("cpu", torch.float64)
 
 
 TOLERANCE = 1e-10
@@ -64,8 +69,8 @@ def _all_cases(size: int) -> None:
     _switch(axis)
     _transpose(axis)
     _pieces(axis)
-    assert _prediction(axis) <= TOLERANCE
-    assert _gradients(axis) <= TOLERANCE
+    assert _prediction(axis, tiny()) <= TOLERANCE
+    assert _gradients(axis, tiny()) <= TOLERANCE
 
 
 def _switch(axis) -> None:
@@ -117,18 +122,18 @@ def _pieces(axis) -> None:
 
 
 @cache  # for all cases that a rank runs
-def _single() -> tuple[list[Features], Folding]:
-    """Features of two iterations, and what one rank makes of them."""
-    features = [random_features(7, rows=5, extra=3, templates=2, pad=1).to("cpu", torch.float64)] * 2
+def _single(config: ModelConfig) -> tuple[list[Features], Folding]:
+    """Features of all iterations, and what one rank makes of them."""
+    features = [_features(config, pad=1)] * (1 + config.num_recycles)
     with torch.inference_mode():
-        return features, _model().fold(features)
+        return features, _model(config).fold(features)
 
 
-def _prediction(axis, sliced: tuple[bool, ...] = (False, True)) -> float:
+def _prediction(axis, config: ModelConfig, sliced: tuple[bool, ...] = (False, True)) -> float:
     """The largest difference of an output, whole and in slices."""
     off = []
-    features, expected = _single()
-    model, mine = _model(), shard_of(8, axis)
+    features, expected = _single(config)
+    model, mine = _model(config), shard_of(8, axis)
     names = {name: How("rows", 2) for name, _, _ in operations_of(model)}
     for choices in (names if one else {} for one in sliced):
         sharded = shard_evoformer(model, axis, choices)
@@ -140,14 +145,14 @@ def _prediction(axis, sliced: tuple[bool, ...] = (False, True)) -> float:
     return _largest(off)
 
 
-def _whole(axis) -> float:
-    return _prediction(axis, (False,))
+def _whole(axis, config: ModelConfig) -> float:
+    return _prediction(axis, config, (False,))
 
 
-def _learned(axis=None) -> tuple[Logits, dict[str, Tensor]]:
+def _learned(config: ModelConfig, axis=None) -> tuple[Logits, dict[str, Tensor]]:
     """Logits and gradients; on one rank, or over the axis."""
-    features = [random_features(7, rows=5, extra=3, templates=2).to("cpu", torch.float64)]
-    model = _model()
+    features = [_features(config)]
+    model = _model(config)
     if axis is not None:
         shard_evoformer(model, axis)
     prediction = model(features)
@@ -166,9 +171,9 @@ def _learned(axis=None) -> tuple[Logits, dict[str, Tensor]]:
 _learned_by_one = cache(_learned)
 
 
-def _gradients(axis) -> float:
+def _gradients(axis, config: ModelConfig) -> float:
     """The largest difference of a logit or, relative to the largest of all, of a gradient."""
-    (single, expected), (several, got) = _learned_by_one(), _learned(axis)
+    (single, expected), (several, got) = _learned_by_one(config), _learned(config, axis)
     assert several.pae is not None
     assert single.pae is not None
     off = [_off(several.distogram, single.distogram), _off(several.pae, single.pae)]
@@ -197,10 +202,10 @@ _COLLECTIVES = (
 
 def _without_each(size: int) -> list[float]:
     axis = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")["tp"]
-    found = []
+    found, config = [], replace(one_block(), num_recycles=0)
     for module, collective, case in _COLLECTIVES:
         with removed(module, collective):
-            found.append(case(axis))
+            found.append(case(axis, config))
     return found
 
 
@@ -210,11 +215,14 @@ def test_a_missing_collective_is_seen(ranks) -> None:
             assert not one <= 1e4 * TOLERANCE, (module, collective, case.__name__)
 
 
+PLAIN = ["--no-plots", "--num-recycles", "0"]  # what recycling needs of the ranks is compared above
+
+
 def _predict(folder: str, size: int) -> None:
     """`fold predict` as one of `size` ranks that a launcher started."""
     rank = torch.distributed.get_rank()
     started = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    options = ["--model", f"{folder}/weights", "--no-plots", "--device", "cpu", "--out", f"{folder}/ranks"]
+    options = ["--model", f"{folder}/weights", *PLAIN, "--device", "cpu", "--out", f"{folder}/ranks"]
     with patch.dict(os.environ, started):
         assert main([f"{folder}/in.fasta", *options]) == 0
 
@@ -222,7 +230,7 @@ def _predict(folder: str, size: int) -> None:
 def test_predict_over_ranks_writes_what_one_process_does(ranks, tmp_path: Path) -> None:
     save_folder(tmp_path / "weights", tiny(), random_parameters(tiny()))
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWCAAGG\n>b\nMKTAY\n")
-    options = ["--model", str(tmp_path / "weights"), "--no-plots", "--out", str(tmp_path / "one")]
+    options = ["--model", str(tmp_path / "weights"), *PLAIN, "--out", str(tmp_path / "one")]
     assert main([str(tmp_path / "in.fasta"), *options]) == 0
     ranks(2).run(_predict, str(tmp_path), 2)
     for name in ("a", "b"):

@@ -1,6 +1,8 @@
 """Parallelism that was inferred: n ranks train transformers' own models as one rank does."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +18,7 @@ from core.gemini.config import GeminiConfig
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
+from core.parallel import infer
 from core.parallel.data import Completion
 from core.parallel.expert import exchanged
 from core.parallel.infer import experts, infer_context, infer_experts, infer_plan, infer_stages, sample_of
@@ -33,6 +36,28 @@ from tests.support.zoo import in_fp64
 LR = 1e-2
 ONE_AFTER_ONE = PipelineConfig("1f1b")
 NOT_AGAIN = RecomputeConfig()
+
+_FOUND: dict[Any, Any] = {}
+
+
+@contextmanager
+def found_once(name: str) -> Iterator[None]:
+    """Within, what a rank has found out about a model of that name it finds again: how it is cut, not its values."""
+
+    def once(find: Callable[..., Any]) -> Callable[..., Any]:
+        def found(model: nn.Module, *given: Any, **options: Any) -> Any:
+            plain = [one for one in given if not isinstance(one, dict)]
+            key = (name, find.__name__, *plain, *options.items())
+            if key not in _FOUND:
+                _FOUND[key] = find(model, *given, **options)
+            return _FOUND[key]
+
+        return found
+
+    with ExitStack() as stack:
+        for find in (infer_plan, infer_context, infer_experts):
+            stack.enter_context(patch.object(infer, find.__name__, once(find)))
+        yield
 
 
 def trained(
@@ -52,7 +77,7 @@ def trained(
     """Losses, and where the parameters began and ended, whole; and a loss afterwards."""
     case = (CASES | DROPPING | UNSEEN | PADDED | EXPERTS | QUIET)[name]
     torch.manual_seed(0)
-    with in_fp64():
+    with in_fp64(), found_once(name):
         model = case.make().double().train()
         config = TrainConfig(
             zero=zero,
@@ -433,7 +458,8 @@ def test_shifted_shares_of_experts_are_seen(ranks) -> None:
 def sent_and_said_of_experts(name: str) -> tuple[int, int]:
     """Bytes of a microbatch of balanced loads, and those that left the ranks."""
     model, mesh = EXPERTS[name].make().train(), MeshConfig(ep=2).resolve(2, 0)
-    plan = ModelPlan(experts=infer_experts(model, 2, sample_of(model)))
+    with found_once(name):
+        plan = ModelPlan(experts=infer.infer_experts(model, 2, sample_of(model)))
     said = microbatch_bytes(model, plan, mesh, ROWS // 2, LENGTH)
     parallel = parallelize(model, build_mesh(mesh, "cpu"), ParallelConfig(), plan)
     rows = slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
@@ -451,7 +477,8 @@ def test_messages_of_experts_are_those_of_the_closed_forms(ranks) -> None:
 def sent_and_said(name: str) -> tuple[dict[Any, int], dict[Any, int]]:
     """Bytes of a microbatch and of the sums of partial gradients: counted, and by the plan's closed forms."""
     model = CASES[name].make().train()
-    found = infer_plan(model, 2, sample_of(model)).plan
+    with found_once(name):
+        found = infer.infer_plan(model, 2, sample_of(model), sequence=True).plan
     mesh = MeshConfig(tp=2).resolve(2, 0)
     said = microbatch_bytes(model, found, mesh, ROWS, LENGTH) + partial_sum_bytes(placement(model, found, mesh))
     parallel = parallelize(model, build_mesh(mesh, "cpu"), ParallelConfig(), found)
@@ -467,7 +494,8 @@ def sent_and_said(name: str) -> tuple[dict[Any, int], dict[Any, int]]:
 def sent_and_said_of_places(name: str, cp_mode: Any) -> tuple[dict[Any, int], dict[Any, int]]:
     """The same of context parallelism."""
     model, mesh = CASES[name].make().train(), MeshConfig(cp=2, cp_mode=cp_mode).resolve(2, 0)
-    plan = ModelPlan(context=infer_context(model, 2, sample_of(model), cp_mode))
+    with found_once(name):
+        plan = ModelPlan(context=infer.infer_context(model, 2, sample_of(model), cp_mode))
     said = microbatch_bytes(model, plan, mesh, ROWS, -(-LENGTH // 4) * 2 if cp_mode == "ring" else LENGTH // 2)
     parallel = parallelize(model, build_mesh(mesh, "cpu"), ParallelConfig(), plan)
     with count_volume(parallel.mesh) as volume, parallel.microbatch(last=True):

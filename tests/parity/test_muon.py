@@ -37,10 +37,10 @@ CASES = {
     "experts": (4, Case(TOPK, MeshConfig(ep=2), parallel(3))),
     "experts tp": (4, Case(SWITCH, MeshConfig(ep=2, tp=2), parallel())),
     "stages": (2, Case(deep(GPT2), TWO, staged("zbv"), batch=11)),
-    "stages zero 1 tp": (8, Case(deep(LLAMA, 3), replace(TWO, tp=2), staged("1f1b", 1))),
+    "stages zero 1 tp": (8, Case(deep(LLAMA, 3), replace(TWO, tp=2), staged("1f1b", 1, microbatches=2))),
     "gemini": (2, Case(GPT2, parallel=parallel(3), budget="420KB", planned=True)),
-    "gemini zero 0": (2, Case(GPT2, parallel=parallel(0), budget="420KB", planned=True)),
-    "gemini tp": (4, Case(GPT2, MeshConfig(tp=2), parallel(3), budget="420KB", planned=True)),
+    "gemini zero 0": (2, Case(GPT2, parallel=parallel(0), budget="420KB")),
+    "gemini tp": (4, Case(GPT2, MeshConfig(tp=2), parallel(3), budget="420KB")),
 }
 
 

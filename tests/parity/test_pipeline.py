@@ -25,7 +25,7 @@ from tests.support.small import config_of, train
 from tests.support.training import Case, difference_from_single, few_cases, largest_difference, of_one_rank, run
 
 TWO, FOUR = MeshConfig(pp=2), MeshConfig(pp=4)
-HYBRID, EXPERTS = MeshConfig(pp=2, dp_replicate=2, dp_shard=2), MeshConfig(pp=2, ep=2)
+TENSOR, HYBRID, EXPERTS = MeshConfig(pp=2, tp=2), MeshConfig(pp=2, dp_replicate=2, dp_shard=2), MeshConfig(pp=2, ep=2)
 DEEP = MeshConfig(pp=2, cp=2, tp=2, tp_mode="2.5d", tp_depth=2)
 
 
@@ -63,9 +63,9 @@ CASES = {
     "interleaved-recomputed": (2, Case(deep(BLOOM), TWO, staged("interleaved", recompute=SELECTIVE))),
     "zb-h1-recomputed": (2, Case(deep(GPT2), TWO, staged("zb-h1", recompute=FULL))),
     "zbv-recomputed": (2, Case(deep(LLAMA), TWO, staged("zbv", recompute=SELECTIVE))),
-    "zbv-gshard-ep-recomputed": (4, Case(deep(GSHARD), EXPERTS, staged("zbv", 1, recompute=FULL))),
-    "zb-h1-tp-recomputed": (4, Case(deep(LLAMA), MeshConfig(pp=2, tp=2), staged("zb-h1", recompute=SELECTIVE))),
-    "zbv-ring-recomputed": (4, Case(deep(GPT2), MeshConfig(pp=2, cp=2), staged("zbv", recompute=FULL))),
+    "zbv-gshard-ep-recomputed": (4, Case(deep(GSHARD), EXPERTS, staged("zbv", 1, microbatches=3, recompute=FULL))),
+    "zb-h1-tp-recomputed": (4, Case(deep(LLAMA, 3), TENSOR, staged("zb-h1", microbatches=3, recompute=SELECTIVE))),
+    "zbv-ring-recomputed": (4, Case(deep(GPT2), MeshConfig(pp=2, cp=2), staged("zbv", microbatches=3, recompute=FULL))),
     "gpipe-4": (4, Case(deep(GPT2), FOUR, staged("gpipe", microbatches=3))),
     "1f1b-4": (4, Case(deep(GPT2), FOUR, staged("1f1b", microbatches=None), batch=11)),
     "interleaved-4": (4, Case(deep(OPT_350M, 9), FOUR, staged("interleaved", microbatches=6))),
@@ -80,12 +80,12 @@ CASES = {
     "gpipe-zero3-reduced-each": (4, Case(deep(OPT, 3), TWO, staged("gpipe", 3, microbatches=3, reduce_each=True))),
     "interleaved-zero3": (4, Case(deep(GPT2), TWO, staged("interleaved", 3, microbatches=3, recompute=FULL))),
     "zb-h1-tp": (4, Case(deep(GPT2), MeshConfig(pp=2, tp=2), staged("zb-h1"))),
-    "zbv-tp": (4, Case(deep(LLAMA), MeshConfig(pp=2, tp=2), staged("zbv"))),
-    "1f1b-ring": (4, Case(deep(GPT2), MeshConfig(pp=2, cp=2), staged("1f1b"), documents=True)),
+    "zbv-tp": (4, Case(deep(LLAMA), MeshConfig(pp=2, tp=2), staged("zbv", microbatches=3))),
+    "1f1b-ring": (4, Case(deep(GPT2, 3), MeshConfig(pp=2, cp=2), staged("1f1b", microbatches=3), documents=True)),
     "zbv-ulysses": (4, Case(deep(BLOOM), MeshConfig(pp=2, cp=2, cp_mode="ulysses"), staged("zbv"))),
     "1f1b-tp-zero2": (8, Case(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("1f1b", 2, microbatches=3))),
     "zb-h1-tp-dp": (8, Case(deep(LLAMA, 3), MeshConfig(pp=2, tp=2), staged("zb-h1", microbatches=3))),
-    "interleaved-tp-zero3": (8, Case(deep(GPT2), MeshConfig(pp=2, tp=2), staged("interleaved", 3, microbatches=3))),
+    "interleaved-tp-zero3": (8, Case(deep(GPT2, 4), MeshConfig(pp=2, tp=2), staged("interleaved", 3, microbatches=3))),
     "1f1b-2d": (8, Case(deep(GPT2, 3), MeshConfig(pp=2, tp=4, tp_mode="2d"), staged("1f1b", microbatches=2))),
     "zbv-2.5d": (8, Case(deep(LLAMA, 4), MeshConfig(pp=2, tp=4, tp_mode="2.5d"), staged("zbv", 1, microbatches=2))),
     "zbv-hybrid": (8, Case(deep(GPT2, 4), HYBRID, staged("zbv", 2, microbatches=2))),
@@ -93,13 +93,13 @@ CASES = {
     "gpipe-gshard-recomputed": (2, Case(deep(GSHARD), TWO, staged("gpipe", recompute=FULL))),
     "zb-h1-expert-choice": (2, Case(deep(CHOICE), TWO, staged("zb-h1"))),
     "zbv-switch": (2, Case(deep(SWITCH), TWO, staged("zbv"))),
-    "interleaved-topk-ep-zero3": (4, Case(deep(TOPK), EXPERTS, staged("interleaved", 3, microbatches=3))),
-    "zb-h1-switch-ep": (4, Case(deep(SWITCH), EXPERTS, staged("zb-h1", microbatches=3))),
-    "zbv-topk-ep-zero1": (4, Case(deep(TOPK), EXPERTS, staged("zbv", 1))),
-    "1f1b-gshard-ep-tp": (8, Case(deep(GSHARD, 3), replace(EXPERTS, tp=2), staged("1f1b"))),
-    "zbv-topk-ep-ring-zero2": (8, Case(deep(TOPK, 4), replace(EXPERTS, cp=2), staged("zbv", 2, microbatches=3))),
-    "1f1b-cp-tp": (8, Case(deep(GPT2, 3), MeshConfig(pp=2, cp=2, tp=2), staged("1f1b", microbatches=3))),
-    "1f1b-2.5d-ring": (8, Case(deep(GPT2, 3), DEEP, staged("1f1b", microbatches=3))),
+    "interleaved-topk-ep-zero3": (4, Case(deep(TOPK, 4), EXPERTS, staged("interleaved", 3, microbatches=3))),
+    "zb-h1-switch-ep": (4, Case(deep(SWITCH, 3), EXPERTS, staged("zb-h1", microbatches=3))),
+    "zbv-topk-ep-zero1": (4, Case(deep(TOPK, 4), EXPERTS, staged("zbv", 1, microbatches=3))),
+    "1f1b-gshard-ep-tp": (8, Case(deep(GSHARD, 3), replace(EXPERTS, tp=2), staged("1f1b", microbatches=2))),
+    "zbv-topk-ep-ring-zero2": (8, Case(deep(TOPK, 4), replace(EXPERTS, cp=2), staged("zbv", 2, microbatches=2))),
+    "1f1b-cp-tp": (8, Case(deep(GPT2, 3), MeshConfig(pp=2, cp=2, tp=2), staged("1f1b", microbatches=2))),
+    "1f1b-2.5d-ring": (8, Case(deep(GPT2, 3), DEEP, staged("1f1b", microbatches=2))),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from core.precision import LossScaleConfig
 from core.train import TrainConfig
 from tests.support.small import Noisy, config_of, train
 
-STEPS, STOP = 8, 5
+STEPS, STOP = 6, 4
 
 
 def outcome(config: TrainConfig, dropout: float) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:

@@ -100,7 +100,7 @@ def test_two_ranks_write_what_one_writes(ranks, name, tmp_path):
     config = CONFIGS[name]
     folder = folder_of(config, tmp_path)
     ids, logprobs, *_ = ranks(1).run(case, folder, 1, MANY)[0]
-    for num_pages in (MANY, FEW):
+    for num_pages in (MANY, FEW) if name == "gpt2" else (FEW,):
         found, *others = ranks(2).run(case, folder, 2, num_pages)
         assert others == [None]
         assert found[0] == ids

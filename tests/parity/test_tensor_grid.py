@@ -44,7 +44,7 @@ NARROW = replace(OPT_350M, num_layers=1)
 
 CASES = {
     "2d-ragged": (4, Case(RAGGED, SQUARE, parallel(), batch=11)),
-    "2d-wide-selective": (4, Case(WIDE, SQUARE, parallel(recompute=RecomputeConfig("selective")), microbatch=5)),
+    "2d-wide-selective": (4, Case(WIDE, SQUARE, parallel(recompute=RecomputeConfig("selective")), microbatch=7)),
     "2d-rotary-documents": (4, Case(ROTARY, SQUARE, parallel(), documents=True, batch=11)),
     "2d-alibi": (4, Case(ALIBI, SQUARE, parallel())),
     "2d-narrow-embeddings": (4, Case(NARROW, SQUARE, parallel(recompute=RecomputeConfig("full")))),
@@ -56,17 +56,17 @@ CASES = {
     "2.5d-2x2x2-narrow-embeddings": (8, Case(NARROW, TESSERACT, parallel(), documents=True)),
     "3d-ragged": (8, Case(RAGGED, CUBE, parallel(), batch=11)),
     "3d-rotary-selective": (8, Case(ROTARY, CUBE, parallel(recompute=RecomputeConfig("selective")), documents=True)),
-    "3d-alibi-microbatches": (8, Case(ALIBI, CUBE, parallel(recompute=RecomputeConfig("full")), microbatch=5)),
+    "3d-alibi-microbatches": (8, Case(ALIBI, CUBE, parallel(recompute=RecomputeConfig("full")), microbatch=7)),
     "3d-narrow-embeddings": (8, Case(NARROW, CUBE, parallel())),
     "2d-dp": (8, Case(RAGGED, SQUARE, parallel())),
     "2d-zero1": (8, Case(RAGGED, SQUARE, parallel(1))),
     "2d-zero2-accumulated": (8, Case(ROTARY, SQUARE, parallel(2, reduce_each=True), microbatch=4)),
     "2d-zero3": (8, Case(RAGGED, SQUARE, parallel(3))),
     "2d-ring": (8, Case(ROTARY, replace(SQUARE, cp=2), parallel(1), documents=True, batch=11)),
-    "2d-ring-microbatches": (8, Case(RAGGED, replace(SQUARE, cp=2), parallel(3), microbatch=5)),
+    "2d-ring-microbatches": (8, Case(RAGGED, replace(SQUARE, cp=2), parallel(3), microbatch=7)),
     "2.5d-1x1x2-ring-full": (4, Case(ALIBI, replace(DEEP, cp=2), parallel(recompute=RecomputeConfig("full")))),
     "2.5d-1x1x2-ulysses": (4, Case(ALIBI, replace(DEEP, cp=2, cp_mode="ulysses"), parallel(), documents=True)),
-    "2d-ulysses": (8, Case(ROTARY, replace(SQUARE, cp=2, cp_mode="ulysses"), parallel(2), microbatch=4)),
+    "2d-ulysses": (8, Case(ROTARY, replace(SQUARE, cp=2, cp_mode="ulysses"), parallel(2), microbatch=7)),
     "2.5d-mixed": (8, Case(ROTARY, replace(DEEP, cp=4, cp_mode="mixed", cp_ulysses=2), parallel(), batch=11)),
 }
 

@@ -17,7 +17,7 @@ TOKENS = 16
 
 
 def tiny_pipeline(
-    seed: int = 0, prediction: Prediction = "epsilon", width: int = 16, shallow: bool = False, layers: int = 1
+    seed: int = 0, prediction: Prediction = "epsilon", width: int = 16, shallow: bool = False
 ) -> Pipeline:
     """
     shallow  with a U-Net of one block that reads the prompt: a third of the parameters, for what no depth matters to
@@ -30,7 +30,7 @@ def tiny_pipeline(
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
         "block_out_channels": [8, 16],
-        "layers_per_block": layers,
+        "layers_per_block": 1,
         "cross_attention_dim": width,
         "attention_head_dim": 2,
         "norm_num_groups": 4,

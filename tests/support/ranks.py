@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.forkserver import context
@@ -44,6 +45,7 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
+    from torch._subclasses import fake_tensor
 
     from core import mesh
     from tests.support.chosen import choose_in_a_moment
@@ -63,6 +65,8 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = OnOneDevice
+    # DTensor tries each operator that it meets on tensors without memory, and torch notes the stack at each such trial.
+    fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
     made, mesh.build_mesh = mesh.build_mesh, lru_cache(mesh.build_mesh)
     for module in list(sys.modules.values()):  # those that were imported before the fork
         if vars(module).get("build_mesh") is made:

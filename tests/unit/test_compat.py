@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -207,6 +208,56 @@ def test_tensors_without_memory() -> None:
     assert isinstance(x, compat.FakeTensor)
     assert x.shape == (10**9, 3)
     assert isinstance(mode.from_tensor(torch.ones(2)), compat.FakeTensor)
+
+
+def made_without_memory(mode: Any) -> list[tuple[Any, ...]]:
+    """What operators make that differ in one fact of their arguments."""
+    with mode:
+        x = torch.ones(2, 3)
+        several = [
+            x.sum(1),
+            x.sum((0, 1)),
+            x.T + 1,
+            torch.ones(3, 2) + 1,
+            x.double().sum(1),
+            x.sum(1, keepdim=True),
+            x.sum(1, dtype=torch.float64),
+            x * 2,
+            x * 2.0,
+            x.int() * 2,
+            x.int() * 2.0,
+            x[:, 1:],
+            x[:, 1:][:, :1],
+            x[:, :2][:, :1],
+            x[1:].expand(4, 3),
+            x.to(torch.float64),
+            torch.cat([x, x]),
+            torch.cat([x, x[:, :0]], 1),
+            *x.split([1, 2], 1),
+            *x.max(1),
+            x.add_(1),
+            torch.empty(2, 3),
+            torch.empty(2, 3, dtype=torch.int64),
+            x.new_ones(3, 2).contiguous(memory_format=torch.contiguous_format),
+            torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last) + 1,
+        ]
+        with torch.inference_mode():
+            several.append(x + 1)
+    return [
+        (y.shape, y.stride(), y.storage_offset(), y.untyped_storage().nbytes(), y.dtype, y.is_inference())
+        for y in several
+    ]
+
+
+def test_what_is_made_without_memory_is_found_by_fewer_facts() -> None:
+    """And is what torch itself makes, the first time and when it is found again."""
+    expected = made_without_memory(compat.fake_tensor.FakeTensorMode())
+    assert made_without_memory(compat.FakeTensorMode()) == expected
+    first = compat.FakeTensorMode.cache_info()
+    assert made_without_memory(compat.FakeTensorMode()) == expected
+    again = compat.FakeTensorMode.cache_info()
+    assert (again.misses - first.misses, again.size) == (0, first.size)
+    assert again.hits - first.hits > 20
 
 
 class Marked(Tensor):
