@@ -3,7 +3,8 @@
 1. All pairs of sharding specs of tensors of one to three dims on 2 x 2, 2 x 3 and 2 x 2 x 2 ranks: seconds of the
    greedy path over those of the cheapest, by bytes alone, where all links are alike and where the first axis is ten
    times slower (machines that a network joins). Where both send nothing the ratio is 1.
-2. On ranks, the pairs that DTensor can say: bytes that its redistribute sends, and ours, counted.
+2. On ranks, the pairs that DTensor can say: bytes that its redistribute sends, and ours, counted. On a CPU DTensor
+   gathers where it would exchange on a GPU; it is counted both ways, and compared by what it would exchange.
 """
 
 import itertools
@@ -11,6 +12,7 @@ import math
 import statistics
 import sys
 import time
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +21,7 @@ from benchmarks.ranks import device_of_rank, on_ranks
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.auto.conversion import cheapest, greedy
-from core.auto.costs import Link
+from core.auto.costs import Link, bytes_sent
 from core.auto.exchange import convert
 from core.auto.specs import Spec, all_specs
 from core.comm.volume import count_volume
@@ -96,19 +98,20 @@ def ratios(sizes: Sizes, num_dims: int, name: str, links: tuple[Link, ...]) -> R
 def beside_dtensor(sizes: Sizes) -> Row:
     num_ranks = math.prod(sizes)
     preload = ["benchmarks.layout_conversion", "torch.distributed.tensor"]
-    pairs, ours, theirs = on_ranks(num_ranks, redistributed, sizes, preload=preload)[0]
+    pairs, ours, theirs, gathered = on_ranks(num_ranks, redistributed, sizes, preload=preload)[0]
     numbers = {
         "pairs": Number(pairs, ""),
         "bytes, ours": Number(ours, "bytes"),
         "bytes, DTensor": Number(theirs, "bytes"),
         "DTensor / ours": Number(theirs / ours, "x"),
+        "DTensor on a CPU": Number(gathered, "bytes"),
     }
     return Row({"mesh": _by(sizes), "dims": 2, "links": "counted"}, numbers)
 
 
-def redistributed(sizes: Sizes) -> tuple[int, float, float]:
-    """On a rank: pairs, and the bytes that it sends for all of them, by our paths and by DTensor's."""
-    from torch.distributed.tensor import DTensor
+def redistributed(sizes: Sizes) -> tuple[int, float, float, float]:
+    """On a rank: pairs, and the bytes that it sends for all: ours, DTensor's if it exchanges, and as it does here."""
+    from torch.distributed.tensor import DTensor, placement_types
 
     device, shape = device_of_rank(), (ROWS, ROWS)
     ranks = torch.arange(math.prod(sizes)).view(sizes)
@@ -117,8 +120,19 @@ def redistributed(sizes: Sizes) -> tuple[int, float, float]:
     assert coordinate is not None
     sources = [spec for spec in all_specs(2, len(sizes), partial=True) if ordered(spec)]
     targets = [spec for spec in sources if not spec.partial]
-    pairs, ours, theirs = 0, 0.0, 0.0
-    with count_volume(mesh) as volume:
+    pairs, ours, theirs, spared = 0, 0.0, 0.0, 0.0
+    exchanged = placement_types.shard_dim_alltoall
+
+    def counted(x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+        nonlocal spared
+        before = volume.wire_bytes
+        out = exchanged(x, gather_dim, shard_dim, mesh, mesh_dim)
+        ranks = mesh.size(mesh_dim)
+        by_exchange = bytes_sent("all_to_all", ranks * x.numel() * x.element_size(), ranks)
+        spared += volume.wire_bytes - before - by_exchange
+        return out
+
+    with count_volume(mesh) as volume, patch.object(placement_types, "shard_dim_alltoall", counted):
         for source, target in itertools.product(sources, targets):
             local = torch.ones(source.local_shape(shape, sizes, coordinate), device=device)
             given = DTensor.from_local(local, mesh, source.placements(len(sizes)), run_check=False)
@@ -129,7 +143,7 @@ def redistributed(sizes: Sizes) -> tuple[int, float, float]:
             if not torch.equal(result, reference):
                 raise UserError(f"from {source} to {target} DTensor gives another result; no figures")
             pairs, ours, theirs = pairs + 1, ours + volume.wire_bytes - between, theirs + between - before
-    return pairs, ours, theirs
+    return pairs, ours, theirs - spared, theirs
 
 
 def ordered(spec: Spec) -> bool:

@@ -146,35 +146,30 @@ def ordered(spec: Spec) -> bool:
     return all(list(axes) == sorted(axes) for axes in spec.dims)
 
 
-def beside_dtensor(sizes: Sizes, shape: tuple[int, ...], every: bool) -> tuple[list[str], int, float, float]:
-    """Pairs whose results differ, how many there were, and what we send and DTensor sends.
+def beside_dtensor(sizes: Sizes, shape: tuple[int, ...], every: bool) -> tuple[list[str], int]:
+    """Pairs whose results differ, and how many there were (what both send, `benchmarks.layout_conversion` counts).
 
     Of all that DTensor can say: axes in the mesh's order, and targets without new partial axes.
     """
     mesh = mesh_of(sizes)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    found, pairs, ours, theirs = [], 0, 0.0, 0.0
+    found, pairs = [], 0
     stride = whole(shape).stride()
-    with count_volume(mesh) as volume:
-        for source, target in (all_pairs if every else few_pairs)(len(shape), len(sizes)):
-            target = target.summed()
-            if not ordered(source) or not ordered(target):
-                continue
-            local = piece(source, shape, sizes, coordinate)
-            given = DTensor.from_local(
-                local, mesh, source.placements(len(sizes)), run_check=False, shape=torch.Size(shape), stride=stride
-            )
-            before = volume.wire_bytes
-            reference = given.redistribute(placements=target.placements(len(sizes))).to_local()
-            between = volume.wire_bytes
-            result = convert(local, source, target, mesh, shape)
-            pairs, ours, theirs = pairs + 1, ours + volume.wire_bytes - between, theirs + between - before
-            if result.numel() != reference.numel() or not torch.allclose(
-                result.flatten(), reference.flatten(), rtol=0, atol=TOLERANCE
-            ):
-                found.append(f"{source} to {target} of {shape}")
-    return found, pairs, ours, theirs
+    for source, target in (all_pairs if every else few_pairs)(len(shape), len(sizes)):
+        target = target.summed()
+        if not ordered(source) or not ordered(target):
+            continue
+        local = piece(source, shape, sizes, coordinate)
+        given = DTensor.from_local(
+            local, mesh, source.placements(len(sizes)), run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        reference = given.redistribute(placements=target.placements(len(sizes))).to_local().flatten()
+        result = convert(local, source, target, mesh, shape).flatten()
+        pairs += 1
+        if result.shape != reference.shape or not torch.allclose(result, reference, rtol=0, atol=TOLERANCE):
+            found.append(f"{source} to {target} of {shape}")
+    return found, pairs
 
 
 @pytest.mark.parametrize(
@@ -184,10 +179,9 @@ def beside_dtensor(sizes: Sizes, shape: tuple[int, ...], every: bool) -> tuple[l
 )
 def test_results_are_those_of_dtensor(ranks, sizes: Sizes, every: bool) -> None:
     for shape in (EVEN[2], UNEVEN[2]):
-        for found, pairs, ours, theirs in ranks(POOLS[sizes]).run(beside_dtensor, sizes, shape, every):
+        for found, pairs in ranks(POOLS[sizes]).run(beside_dtensor, sizes, shape, every):
             assert found == []
             assert pairs > 10
-            assert 0 < ours <= theirs or shape == UNEVEN[2]
 
 
 def placed_as_dtensor(sizes: Sizes) -> bool:

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from core.auto.conversion import FREE, Path, cheapest, distance, greedy, main, one_step, paths_from
+from core.auto import conversion
+from core.auto.conversion import FREE, cheapest, distance, greedy, main, one_step, paths_from
 from core.auto.costs import Link, seconds_of
 from core.auto.specs import Spec, all_specs, parse
 from core.config import UserError, run_command
@@ -19,7 +21,7 @@ UNEVEN = {1: (7,), 2: (7, 3), 3: (7, 3, 2)}
 MESHES = ((2, 2), (2, 3), pytest.param((2, 2, 2), marks=pytest.mark.soak))
 
 
-def path(way, source: str, target: str, sizes: tuple[int, ...] = (2, 2), links=BYTES, shape=None) -> Path:
+def path(way, source: str, target: str, sizes: tuple[int, ...] = (2, 2), links=BYTES, shape=None) -> conversion.Path:
     dims = len(parse(source).dims)
     return way(parse(source), parse(target), shape or SHAPES[dims], 1, sizes, links)
 
@@ -210,6 +212,13 @@ def test_the_command_prints_both_paths(capsys) -> None:
     assert "all_gather     axis 1" in printed
     assert run_command(main, ["S(0)S(0)", "RS01", "--mesh", "2x4", "--shape", "8x8", "--link", "0:1e9"]) == 0
     assert "S01R to RS01" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_the_command_prints(capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sharding_specs.md").read_text()
+    command, shown = page.partition("$ python -m core.auto.conversion ")[2].partition("```")[0].split("\n", 1)
+    assert run_command(main, command.split()) == 0
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize(
