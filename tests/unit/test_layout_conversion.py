@@ -128,6 +128,12 @@ def test_axes_change_places_by_the_cheapest_legal_path() -> None:
     assert path(greedy, "S01RR", "S10RR").bytes_sent == 3 / 4 * b[3]
 
 
+def test_where_the_heuristic_is_dearest() -> None:
+    published, best = (path(way, "S0R", "RS10") for way in (greedy, cheapest))
+    assert (str(published), str(best)) == ("S0R -> RR -> RS1 -> RS10", "S0R -> S0S1 -> RS10")
+    assert published.seconds == 4 * best.seconds == 24 * 24 / 2
+
+
 def test_partial_sums() -> None:
     assert [step.operation for step in path(cheapest, "RR{0}", "S0R").steps] == ["reduce_scatter"]
     # What is to stay partial is not added up.
