@@ -78,10 +78,10 @@ def _replicas_bytes(num_parameters: float, run: RunShape, ep: int) -> float:
     reductions = run.num_microbatches if run.reduce_each else 1
     gradients, parameters = reductions * run.wide_bytes * num_parameters, run.width_bytes * num_parameters
     if run.zero == 0:
-        return 2 * _ring(run.num_data_ranks * run.cp // ep) * gradients
+        return wire_share("all_reduce", run.num_data_ranks * run.cp // ep) * gradients
     gathers, shards = 2 * run.num_microbatches if run.zero == 3 else 1, run.shard_ranks // ep
-    between_replicas = 2 * _ring(run.dp_replicate) * gradients / shards
-    return _ring(shards) * (gradients + gathers * parameters) + between_replicas
+    between_replicas = wire_share("all_reduce", run.dp_replicate) * gradients / shards
+    return wire_share("all_gather", shards) * (gradients + gathers * parameters) + between_replicas
 
 
 def _model_parallel_bytes(model: ModelShape, run: RunShape) -> float:
@@ -97,13 +97,13 @@ def _model_parallel_bytes(model: ModelShape, run: RunShape) -> float:
 def _expert_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: the experts' rows there and back, and their gradients."""
     blocks = model.num_expert_blocks / run.pp * run.num_microbatches
-    return blocks * _ring(run.ep) * 4 * model.expert_rows * run.tokens * model.dim * run.width_bytes
+    return blocks * wire_share("all_to_all", run.ep) * 4 * model.expert_rows * run.tokens * model.dim * run.width_bytes
 
 
 def _tensor_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: four all-reduces of the activations a block and microbatch (Shoeybi et al. 2019, section 3)."""
     blocks = model.num_blocks / run.pp * run.num_microbatches
-    return blocks * 4 * 2 * _ring(run.tp) * run.tokens * model.dim * run.width_bytes
+    return blocks * 4 * wire_share("all_reduce", run.tp) * run.tokens * model.dim * run.width_bytes
 
 
 def _context_parallel_bytes(model: ModelShape, run: RunShape) -> float:
@@ -111,7 +111,7 @@ def _context_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     tokens = model.num_blocks / run.pp * run.num_microbatches * run.tokens / run.tp
     queries, keys = model.block.scores_dim, model.block.keys_dim
     passed = (run.cp // run.cp_exchange - 1) * 2 * keys * (2 * run.width_bytes + run.wide_bytes)
-    exchanged = _ring(run.cp_exchange) * 4 * (queries + keys) * run.width_bytes
+    exchanged = wire_share("all_to_all", run.cp_exchange) * 4 * (queries + keys) * run.width_bytes
     return tokens * (passed + exchanged)
 
 
@@ -121,7 +121,3 @@ def _pipeline_bytes(model: ModelShape, run: RunShape) -> float:
         return 0.0
     messages = 2 * run.pipeline.stages_per_rank * run.num_microbatches
     return messages * run.tokens * model.dim * run.width_bytes / run.tp
-
-
-def _ring(size: int) -> float:
-    return (size - 1) / size

@@ -1,0 +1,6 @@
+"""Solvers that say how a module is spread: they read the table, a trace and a machine, and return plans.
+
+costs       bytes and seconds of every collective, by the one function that search, solver and executor share
+specs       how a tensor lies on a mesh of one to three axes: S01, S10, R, partial
+conversion  paths from one spec to another, greedy and cheapest, and the collectives that execute them
+"""
