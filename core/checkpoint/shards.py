@@ -140,7 +140,8 @@ class Staging:
         """Put a copy in the place of each box of a shard; returns when the copies are made."""
         kept = {}
         for index, shard in boxes:
-            value = shard.__get_tensor_shard__(index)
+            assert index.offset is not None
+            value = shard.boxes[index.offset]
             kept[index] = self._buffer(index, value)
             kept[index].copy_(value, non_blocking=True)
             shard.boxes[index.offset] = kept[index]
