@@ -4,15 +4,17 @@ A `Layout` says which box of the full tensor a rank holds: the full shape, and t
 in which they cut. One cut of a dim of n rows over an axis of size s follows `torch.chunk` and DTensor: every rank gets
 ceil(n / s) rows until the rows run out, so shards may be uneven or empty. Axes that do not cut replicate. Rows that
 belong together (those of an attention head) are a unit: ceil(units / s) units go to every rank. Of a cut that is even
-(experts, of which every rank needs one) the first n mod s ranks get a row more than the others.
+(experts, of which every rank needs one) the first n mod s ranks get a row more than the others. A dim in which several
+matrices lie one behind the other (queries, keys and values in one) is cut in *parts*: of each a rank has its share, and
+what it holds is the boxes of all, one behind the other.
 
 Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
 """
 
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
@@ -25,11 +27,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+Box = tuple[slice, ...]
+Stretches = tuple[tuple[range, ...], ...]
+"""For each dim of a tensor those of its indices that a part of it has, one stretch behind the other."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The box of a full tensor that this rank holds.
+    """The box of a full tensor that this rank holds; of one that is cut in parts, the boxes.
 
     shape  the full shape
     mesh   the mesh whose ranks share it, also where no axis cuts it, or its shape where the ranks do not exist; None
@@ -38,6 +43,7 @@ class Layout:
            axes of a mesh without names are called by their position, "0", "1", …
     units  (axis, rows that its cut keeps together); 1 where an axis is not named
     even   axes whose cuts are even
+    parts  (axis, lengths of the parts, one behind the other, of the local dim that it cuts: each of them by itself)
     absent the whole lies on one other rank, and nothing of it here
     """
 
@@ -47,31 +53,45 @@ class Layout:
     units: tuple[tuple[str, int], ...] = ()
     absent: bool = False
     even: tuple[str, ...] = ()
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
-    def box(self, coordinate: dict[str, int] | None = None) -> tuple[slice, ...]:
-        """The slices of the full tensor held at `coordinate` (axis -> index on it); by default those of this rank."""
-        start, stop = [0] * len(self.shape), [0 if self.absent else n for n in self.shape]
-        units = dict(self.units)
+    def stretches(self, coordinate: dict[str, int] | None = None) -> Stretches:
+        """What lies at `coordinate` (axis -> index on it), in its order there; by default what this rank holds."""
+        held = [[range(0 if self.absent else n)] for n in self.shape]
+        units, parts = dict(self.units), dict(self.parts)
         for axis, dim in self.cuts:
             index = self.axis_index(axis) if coordinate is None else coordinate[axis]
-            share = self._shares(stop[dim] - start[dim], axis, units.get(axis, 1))[index]
-            start[dim], stop[dim] = start[dim] + share.start, start[dim] + share.stop
-        return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+            lengths, first = parts.get(axis, (sum(map(len, held[dim])),)), 0
+            found: list[range] = []
+            for length in lengths:
+                share = self._shares(length, axis, units.get(axis, 1))[index]
+                found += _within(held[dim], first + share.start, first + share.stop)
+                first += length
+            held[dim] = found or [held[dim][-1][len(held[dim][-1]) :]]
+        return tuple(map(tuple, held))
+
+    def box(self, coordinate: dict[str, int] | None = None) -> Box:
+        """The slices of the full tensor held at `coordinate`, of a layout without parts."""
+        return tuple(slice(held.start, held.stop) for (held,) in self.stretches(coordinate))
+
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        """(where it lies in the local tensor, where in the whole) of each box that this rank holds."""
+        return boxes_of(self.stretches())
 
     def _shares(self, rows: int, axis: str, unit: int) -> list[slice]:
         size = self.axis_size(axis)
         return even_shares(rows, size) if axis in self.even else shares(rows, size, unit)
 
     def local(self, full: Tensor) -> Tensor:
-        """The view of `full` that this rank holds."""
-        return full[self.box()] if self.shape else full
+        """What this rank holds of `full`: a view, unless that is several boxes."""
+        return taken(full, self.stretches())
 
     def local_shape(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.start for s in self.box())
+        return shape_of(self.stretches())
 
     def largest_shape(self) -> tuple[int, ...]:
         """The shape of the first rank's part, which has the most of every dim."""
-        return tuple(s.stop - s.start for s in self.box(dict.fromkeys(self.axes(), 0)))
+        return shape_of(self.stretches(dict.fromkeys(self.axes(), 0)))
 
     def axes(self) -> tuple[str, ...]:
         """The axes that cut, each once."""
@@ -106,14 +126,59 @@ class Layout:
         gone = tuple(dims)
         shape = tuple(1 if dim in gone else n for dim, n in enumerate(self.shape))
         cuts = tuple((axis, dim) for axis, dim in self.cuts if dim not in gone)
-        return Layout(shape, self.mesh, cuts, self.units, even=self.even)
+        return Layout(shape, self.mesh, cuts, self.units, even=self.even, parts=self.parts)
 
-    def cut(self, mesh: AnyMesh, axis: str, dim: int = 0, unit: int = 1, even: bool = False) -> "Layout":
+    def cut(
+        self,
+        mesh: AnyMesh,
+        axis: str,
+        dim: int = 0,
+        unit: int = 1,
+        even: bool = False,
+        parts: tuple[int, ...] = (),
+    ) -> "Layout":
         """This layout with one more cut, of what is local now; an even one has units of one row."""
-        units = self.units if unit == 1 else (*self.units, (axis, unit))
-        return Layout(
-            self.shape, mesh, (*self.cuts, (axis, dim)), units, even=(*self.even, axis) if even else self.even
+        return replace(
+            self,
+            mesh=mesh,
+            cuts=(*self.cuts, (axis, dim)),
+            units=self.units if unit == 1 else (*self.units, (axis, unit)),
+            even=(*self.even, axis) if even else self.even,
+            parts=(*self.parts, (axis, parts)) if parts else self.parts,
         )
+
+
+def _within(held: Sequence[range], start: int, stop: int) -> list[range]:
+    """The stretches of the whole from `start` to `stop` of a local dim, which `held` are those of."""
+    found, first = [], 0
+    for stretch in held:
+        own = stretch[max(start - first, 0) : max(stop - first, 0)]
+        found += [own] if own else []
+        first += len(stretch)
+    return found
+
+
+def shape_of(stretches: Stretches) -> tuple[int, ...]:
+    return tuple(sum(map(len, held)) for held in stretches)
+
+
+def boxes_of(stretches: Stretches) -> Iterator[tuple[Box, Box]]:
+    """(where it lies in the part, where in the whole) of each box that a part of a tensor consists of."""
+    ends = [accumulate(map(len, held)) for held in stretches]
+    dims = [
+        [(slice(end - len(own), end), slice(own.start, own.stop)) for own, end in zip(held, ends_of, strict=True)]
+        for held, ends_of in zip(stretches, ends, strict=True)
+    ]
+    for box in product(*dims):
+        yield tuple(here for here, _ in box), tuple(there for _, there in box)
+
+
+def taken(whole: Tensor, stretches: Stretches) -> Tensor:
+    """A part of a tensor: a view, where it is one box."""
+    for dim, held in enumerate(stretches):
+        own = [whole.narrow(dim, stretch.start, len(stretch)) for stretch in held]
+        whole = own[0] if len(own) == 1 else torch.cat(own, dim)
+    return whole
 
 
 def shares(rows: int, size: int, unit: int = 1) -> list[slice]:
@@ -210,6 +275,16 @@ def _undo_cut(value: Tensor, layout: Layout, axis: str, dim: int) -> Tensor:
     padded_shape[dim] = max(lengths)
     padded = value.new_zeros(padded_shape)
     padded.narrow(dim, 0, value.shape[dim]).copy_(value)
-    parts = [torch.empty_like(padded) for _ in range(size)]
-    torch.distributed.all_gather(parts, padded, group=group)
-    return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim)
+    held = [torch.empty_like(padded) for _ in range(size)]
+    torch.distributed.all_gather(held, padded, group=group)
+    held = [one.narrow(dim, 0, n) for one, n in zip(held, lengths, strict=True)]
+    if axis in (parts := dict(layout.parts)):
+        held = [of_rank for part in zip(*_by_parts(held, parts[axis], dim)) for of_rank in part]
+    return torch.cat(held, dim)
+
+
+def _by_parts(held: Sequence[Tensor], parts: Sequence[int], dim: int) -> Iterator[Sequence[Tensor]]:
+    """What each rank has of each part."""
+    for rank, own in enumerate(held):
+        mine = [shares(length, len(held))[rank] for length in parts]
+        yield own.split([share.stop - share.start for share in mine], dim)

@@ -206,7 +206,7 @@ class Checkpointer:
             )
         save = _Save(step, folder, planner, plan, record, texts)
         if self.config.asynchronous:
-            self._staging.copy((item.index.fqn, shards[item.index.fqn]) for item in plan.items)
+            self._staging.copy((item.index, shards[item.index.fqn]) for item in plan.items)
             self._running = self._thread.submit(self._write, save)
             if self._group is not None:
                 _LATEST[self._group.group_name] = self._running

@@ -1,7 +1,8 @@
 """Tensors for Distributed Checkpoint (DCP): each is the box of the whole that this rank holds.
 
-DCP understands the placements of DTensor as far as torch cuts with them. Ours may be local tensors that a layout
-describes, so every tensor goes in through DCP's `_Checkpointable` protocol as a `Shard`: offsets, sizes, data.
+DCP understands the placements of DTensor as far as torch cuts with them. Ours may be local tensors that a
+layout describes, so every tensor goes in through DCP's `_Checkpointable` protocol as a `Shard`: offsets, sizes, data of
+each box.
 
 Replicas are written once. DCP's own removal of duplicates weighs a shard by the size of its whole tensor and goes by
 name; `write_once` weighs what is written and places the largest first, so that the ranks write about the same.
@@ -22,44 +23,48 @@ from core.layout import layout_of, local
 
 
 class Shard:
-    """This rank's box of a tensor, as DCP's `_Checkpointable` protocol wants to see it.
+    """This rank's boxes of a tensor, as DCP's `_Checkpointable` protocol wants to see them: one, unless it is in parts.
 
-    data   the local tensor, without gradient; loading writes into it, and a save may put a copy in its place
+    dtype  of the tensor
     shape  of the whole tensor
-    chunk  where the box lies in the whole; None where this rank holds nothing of it
+    boxes  where a box begins in the whole -> what is there, without gradient: views of the local tensor, so that
+           loading writes into it; a save may put copies in their place. Empty where this rank holds nothing of it
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        layout = layout_of(tensor)
-        self.data = local(tensor).detach()
-        self.shape = torch.Size(layout.shape)
-        box = layout.box()
+        layout, own = layout_of(tensor), local(tensor).detach()
+        self.dtype, self.shape = own.dtype, torch.Size(layout.shape)
         # An empty shard of a tensor with elements has no item: its offset may be that of a neighbour that has rows.
         # A whole tensor without elements keeps one, for its name, shape and dtype.
-        empty = self.data.numel() == 0 and math.prod(self.shape) > 0
-        self.chunk = (
-            None
-            if empty
-            else ChunkStorageMetadata(
-                offsets=torch.Size(s.start for s in box), sizes=torch.Size(s.stop - s.start for s in box)
-            )
-        )
+        empty = own.numel() == 0 and math.prod(self.shape) > 0
+        boxes = [] if empty else layout.boxes()
+        self.boxes = {torch.Size(s.start for s in there): own[here] for here, there in boxes}
 
     def size(self) -> torch.Size:
         """Shape of the whole; DCP compares it with what was saved."""
         return self.shape
 
+    def numel(self) -> int:
+        """Elements that are here."""
+        return sum(value.numel() for value in self.boxes.values())
+
     def __create_write_items__(self, name: str, _) -> list[WriteItem]:
-        if self.chunk is None:
-            return []
-        data = TensorWriteData(self.chunk, TensorProperties(dtype=self.data.dtype), self.shape)
-        return [WriteItem(MetadataIndex(name, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [] if self.chunk is None else [self.chunk]
+        return [ChunkStorageMetadata(offsets, value.shape) for offsets, value in self.boxes.items()]
 
-    def __get_tensor_shard__(self, _) -> Tensor:
-        return self.data
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.boxes[index.offset]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -73,7 +78,7 @@ class SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(write_once(all_plans))
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].data
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -86,7 +91,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.plan = self.create_local_plan()
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].data
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
 def write_once(plans: list[SavePlan]) -> list[SavePlan]:
@@ -129,21 +134,23 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[MetadataIndex, Tensor] = {}
 
-    def copy(self, shards: Iterable[tuple[str, Shard]]) -> None:
-        """Put a copy in the place of each shard's data; returns when the copies are made."""
+    def copy(self, boxes: Iterable[tuple[MetadataIndex, Shard]]) -> None:
+        """Put a copy in the place of each box of a shard; returns when the copies are made."""
         kept = {}
-        for name, shard in shards:
-            kept[name] = self._buffer(name, shard.data)
-            kept[name].copy_(shard.data, non_blocking=True)
-            shard.data = kept[name]
+        for index, shard in boxes:
+            assert index.offset is not None
+            value = shard.boxes[index.offset]
+            kept[index] = self._buffer(index, value)
+            kept[index].copy_(value, non_blocking=True)
+            shard.boxes[index.offset] = kept[index]
         self._buffers = kept
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
-    def _buffer(self, name: str, data: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
+    def _buffer(self, index: MetadataIndex, data: Tensor) -> Tensor:
+        buffer = self._buffers.get(index)
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
             return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
         return buffer

@@ -178,7 +178,7 @@ class Stored:
             )
         # Floating dtypes are cast: a run may go on, or be evaluated, in another precision than it was trained in, and
         # rounding is what that precision means. Between integers, booleans and floats a cast would change the meaning.
-        saved, here = stored.properties.dtype, shard.data.dtype
+        saved, here = stored.properties.dtype, shard.dtype
         if saved != here and not (saved.is_floating_point and here.is_floating_point):
             raise UserError(
                 f"{name} is {saved} in {self.path} and {here} here; only floating dtypes are cast, "
@@ -199,7 +199,7 @@ class Stored:
         for item in planner.plan.items:
             filled[item.dest_index.fqn] += math.prod(item.lengths)
         for name, shard in planner.state_dict.items():
-            if filled[name] != shard.data.numel():
+            if filled[name] != shard.numel():
                 raise Damaged(f"its {TENSORS} does not cover the whole of {name}")
 
 

@@ -25,12 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.layout import Layout, tag
+from core.layout import Layout, Stretches, boxes_of, shape_of, tag, taken
 from core.mesh import device_of, seen_from, stage_group
 from core.optim.sharded import Batch, Held, Place, ShardedOptimizer, own, wide_dtype
-
-Box = tuple[tuple[int, int], ...]
-"""(first, behind the last) of each dim."""
 
 
 def balanced(costs: Sequence[float], num_ranks: int) -> list[int]:
@@ -72,52 +69,60 @@ def _relief(costs: Sequence[float], loads: list[float], items: list[set[int]]) -
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a matrix that goes from rank to rank.  matrix: its place among all of the pool"""
+    """A part of a matrix that goes from rank to rank.
+
+    matrix  its place among all of the pool
+    held    its indices
+    """
 
     matrix: int
     source: int
     dest: int
-    box: Box
+    held: Stretches
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
+    def size(self) -> int:
+        return _size(self.held)
 
     def of(self, whole: Tensor) -> Tensor:
-        return whole[tuple(slice(*ends) for ends in self.box)]
+        return taken(whole, self.held)
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        for here, there in boxes_of(self.held):
+            whole[there].copy_(part[here])
 
 
-def pieces_to_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> Iterator[Piece]:
-    """The pieces that make every home's matrices whole, each element once.  boxes: [rank][matrix]"""
+def pieces_to_home(held: Sequence[Sequence[Stretches]], homes: Sequence[int]) -> Iterator[Piece]:
+    """The pieces that make every home's matrices whole, each element once.  held: [rank][matrix]"""
     for matrix, home in enumerate(homes):
-        holders: dict[Box, list[int]] = {}
-        for rank, held in enumerate(boxes):
-            if _size(held[matrix]):
-                holders.setdefault(held[matrix], []).append(rank)
-        for box, ranks in holders.items():
-            yield Piece(matrix, home if home in ranks else ranks[matrix % len(ranks)], home, box)
+        holders: dict[Stretches, list[int]] = {}
+        for rank, of_rank in enumerate(held):
+            if _size(of_rank[matrix]):
+                holders.setdefault(of_rank[matrix], []).append(rank)
+        for part, ranks in holders.items():
+            yield Piece(matrix, home if home in ranks else ranks[matrix % len(ranks)], home, part)
 
 
-def pieces_from_home(boxes: Sequence[Sequence[Box]], homes: Sequence[int]) -> Iterator[Piece]:
+def pieces_from_home(held: Sequence[Sequence[Stretches]], homes: Sequence[int]) -> Iterator[Piece]:
     """The pieces that bring every rank what it holds of each matrix."""
     for matrix, home in enumerate(homes):
-        yield from (Piece(matrix, home, r, held[matrix]) for r, held in enumerate(boxes) if _size(held[matrix]))
+        yield from (Piece(matrix, home, r, own[matrix]) for r, own in enumerate(held) if _size(own[matrix]))
 
 
-def _boxes(layouts: Sequence[Layout], ranks: Sequence[int]) -> list[list[Box]]:
+def _held(layouts: Sequence[Layout], ranks: Sequence[int]) -> list[list[Stretches]]:
     """[rank][matrix]: what each rank holds, by its place in the mesh; without a mesh what this one holds."""
     meshes = {id(layout.mesh): layout.mesh for layout in layouts if isinstance(layout.mesh, DeviceMesh)}
     seen = {key: seen_from(mesh, ranks) for key, mesh in meshes.items()}
 
-    def box(layout: Layout, at: int) -> Box:
+    def stretches(layout: Layout, at: int) -> Stretches:
         view = replace(layout, mesh=seen[id(layout.mesh)][at]) if id(layout.mesh) in seen else layout
-        return tuple((s.start, s.stop) for s in view.box())
+        return view.stretches()
 
-    return [[box(layout, at) for layout in layouts] for at in range(len(ranks))]
+    return [[stretches(layout, at) for layout in layouts] for at in range(len(ranks))]
 
 
-def _size(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
+def _size(held: Stretches) -> int:
+    return math.prod(shape_of(held))
 
 
 class Pool:
@@ -144,8 +149,8 @@ class Pool:
     def ways(self) -> tuple[list[Piece], list[Piece]]:
         """This rank's pieces on the way home, and on the way back."""
         if self._ways is None:
-            boxes = _boxes(self.layouts, dist.get_process_group_ranks(self.group))
-            both = pieces_to_home(boxes, self.homes), pieces_from_home(boxes, self.homes)
+            held = _held(self.layouts, dist.get_process_group_ranks(self.group))
+            both = pieces_to_home(held, self.homes), pieces_from_home(held, self.homes)
             there, back = ([p for p in way if self.rank in (p.source, p.dest)] for way in both)
             self._ways = there, back
         return self._ways
@@ -162,9 +167,9 @@ class _Message:
         self._sent = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=pool.device)
         going, coming = Counter[int](), Counter[int]()
         for piece in sent:
-            going[piece.dest] += _size(piece.box)
+            going[piece.dest] += piece.size
         for piece in self._coming:
-            coming[piece.source] += _size(piece.box)
+            coming[piece.source] += piece.size
         sizes = [[count[rank] for rank in range(pool.num_ranks)] for count in (coming, going)]
         self._message = self._sent.new_empty(coming.total())
         self._work = dist.all_to_all_single(self._message, self._sent, *sizes, group=pool.group, async_op=True)
@@ -172,8 +177,8 @@ class _Message:
     def wait(self) -> list[tuple[Piece, Tensor]]:
         assert self._work is not None
         self._work.wait()
-        parts = self._message.split([_size(piece.box) for piece in self._coming])
-        return [(piece, part.view(piece.shape)) for piece, part in zip(self._coming, parts, strict=True)]
+        parts = self._message.split([piece.size for piece in self._coming])
+        return [(piece, part.view(shape_of(piece.held))) for piece, part in zip(self._coming, parts, strict=True)]
 
 
 class WholeMatrixOptimizer(ShardedOptimizer):
@@ -281,5 +286,5 @@ def _assembled(came: list[tuple[Piece, Tensor]], pool: Pool) -> dict[int, Tensor
     for piece, part in came:
         if piece.matrix not in wholes:
             wholes[piece.matrix] = part.new_empty(pool.layouts[piece.matrix].shape)
-        piece.of(wholes[piece.matrix]).copy_(part)
+        piece.put(part, wholes[piece.matrix])
     return dict(sorted(wholes.items()))

@@ -34,14 +34,17 @@ AXIS = ""
 class Cut:
     """A dim of a parameter, cut over an axis.
 
-    unit  rows that its cut keeps together, those of an attention head
-    even  ranks' rows differ by one at most
+    unit   rows that its cut keeps together, those of an attention head
+    even   ranks' rows differ by one at most
+    parts  lengths of matrices that lie one behind the other along the dim, each of which is cut by itself; such a
+           parameter is a local tensor, for no DTensor lies so
     """
 
     dim: int
     axis: str = AXIS
     unit: int = 1
     even: bool = False
+    parts: tuple[int, ...] = ()
 
 
 Cuts = Mapping[str, "Cut | tuple[Cut, ...]"]

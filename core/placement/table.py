@@ -177,8 +177,9 @@ def cut_by(table: Table, model: nn.Module, plan: Plan, mesh: AnyMesh, axes: tupl
                 row = table[prefix + leaf]
                 layout = row.layout
                 for cut in cuts:
-                    layout = layout.cut(mesh, cut.axis or axis, cut.dim, cut.unit, cut.even)
-                table[prefix + leaf] = replace(row, layout=layout, is_local=row.is_local or style.is_local)
+                    layout = layout.cut(mesh, cut.axis or axis, cut.dim, cut.unit, cut.even, cut.parts)
+                is_local = row.is_local or style.is_local or any(cut.parts for cut in cuts)
+                table[prefix + leaf] = replace(row, layout=layout, is_local=is_local)
             for leaf, over in style.partial_of(module).items():
                 row = table[prefix + leaf]
                 added = (a or axis for a in over)
@@ -203,7 +204,7 @@ def checked(table: Table) -> Table:
 
 
 def _cuts_of(row: Placed) -> tuple[Any, ...]:
-    return row.layout.cuts, row.layout.units, row.layout.even
+    return row.layout.cuts, row.layout.units, row.layout.even, row.layout.parts
 
 
 # --- data parallelism -------------------------------------------------------------------------------------------------
@@ -278,11 +279,10 @@ def place(model: nn.Module, table: Table, mesh: Any) -> None:
 
 
 def _local_part(parameter: nn.Parameter, row: Placed) -> nn.Parameter:
-    before, box = layout_of(parameter).box(), row.layout.box()
-    own = tuple(slice(new.start - old.start, new.stop - old.start) for new, old in zip(box, before, strict=True))
-    made = nn.Parameter(local(parameter.detach())[own].clone(memory_format=torch.contiguous_format))
-    tag(made, row.layout)
-    return made
+    before = layout_of(parameter)
+    added = replace(row.layout, shape=before.local_shape(), cuts=row.layout.cuts[len(before.cuts) :])
+    own = added.local(local(parameter.detach()))
+    return tag(nn.Parameter(own.clone(memory_format=torch.contiguous_format)), row.layout)
 
 
 def _dtensor(parameter: nn.Parameter, row: Placed, mesh: Any) -> nn.Parameter:

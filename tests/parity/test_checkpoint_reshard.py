@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, inspect, read_full, staged_bytes
 from core.config import UserError
-from core.layout import Layout, layout_of, local, tag
+from core.layout import Layout, full_tensor, layout_of, local, tag
 from tests.support.checkpoints import flipped, flips
 from tests.support.ranks import Pool, RankFailure
 
@@ -37,9 +37,13 @@ TENSORS: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
     "norm": ((13,), None, None),
     "moment": ((31,), None, 0),
     "cube": ((5, 6, 7), 2, 1),
+    "fused": ((22, 5), 0, 0),
+    "fused columns": ((5, 22), 1, 0),
     "scalar": ((), None, None),
     "nothing": ((0, 4), None, None),
 }
+PARTS = {"fused": (12, 4, 6), "fused columns": (8, 8, 6)}
+"""Of the dim that tp cuts."""
 
 
 def whole(name: str) -> Tensor:
@@ -51,7 +55,8 @@ def layout(name: str, mesh: DeviceMesh) -> Layout:
     shape, tp_dim, dp_dim = TENSORS[name]
     made = Layout(shape, mesh)
     for axis, dim in (("tp", tp_dim), ("dp", dp_dim)):
-        made = made if dim is None else made.cut(mesh, axis, dim)
+        parts = PARTS.get(name, ()) if axis == "tp" else ()
+        made = made if dim is None else made.cut(mesh, axis, dim, parts=parts)
     return made
 
 
@@ -66,7 +71,8 @@ def boxes(mesh: DeviceMesh, filled: bool) -> dict[str, Tensor]:
 
 
 def as_expected(loaded: dict[str, Tensor], mesh: DeviceMesh) -> bool:
-    return all(torch.equal(loaded[name], layout(name, mesh).local(whole(name))) for name in TENSORS)
+    parts = all(torch.equal(loaded[name], layout(name, mesh).local(whole(name))) for name in TENSORS)
+    return parts and all(torch.equal(full_tensor(loaded[name]), whole(name)) for name in PARTS)
 
 
 def mesh_of(dp: int, tp: int) -> DeviceMesh:

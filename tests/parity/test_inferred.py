@@ -1,8 +1,11 @@
 """Parallelism that was inferred: n ranks train transformers' own models as one rank does."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.checkpoint import CheckpointConfig, Checkpointer, read_full
 from core.comm.volume import count_volume
 from core.compose import ParallelConfig, parallelize
 from core.config import UserError, size_in_bytes
+from core.estimate import estimate_step
 from core.gemini.config import GeminiConfig
-from core.layout import full_tensor
+from core.layout import full_tensor, local
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel import infer
@@ -27,6 +32,7 @@ from core.parallel.recompute import RecomputeConfig
 from core.placement.messages import microbatch_bytes, partial_sum_bytes
 from core.placement.table import ModelPlan, placement
 from core.precision import LossScale
+from core.trace.machine import Speed
 from core.train import TrainConfig, TrainState, num_rows, train_step
 from tests.support.covering import FEW, MANY
 from tests.support.foreign import CASES, DROPPING, EXPERTS, LENGTH, PADDED, QUIET, ROWS, UNSEEN, Case, batch_of
@@ -73,8 +79,15 @@ def trained(
     budget: str | None = None,
     ep: int = 1,
     microbatch: int | None = None,
+    optim: Any = "adamw",
+    folder: Path | None = None,
+    leg: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Losses, and where the parameters began and ended, whole; and a loss afterwards."""
+    """Losses, and where the parameters began and ended, whole; and a loss afterwards.
+
+    leg  steps (first, behind the last) of the run that are made; from the checkpoint in `folder`, and to another one
+    """
+    first, last = leg or (0, steps)
     case = (CASES | DROPPING | UNSEEN | PADDED | EXPERTS | QUIET)[name]
     torch.manual_seed(0)
     with in_fp64(), found_once(name):
@@ -83,7 +96,7 @@ def trained(
             zero=zero,
             precision="fp64",
             steps=steps,
-            optim=OptimConfig(lr=LR, clip_norm=0.5),
+            optim=OptimConfig(name=optim, lr=LR, clip_norm=0.5),
             mesh=MeshConfig(tp=tp, pp=pp, cp=cp, cp_mode=cp_mode, ep=ep),
             microbatch=microbatch,
             pipeline=pipeline,
@@ -98,13 +111,19 @@ def trained(
         data_ranks = dist.get_world_size() // (tp * pp * cp)
         data_rank = dist.get_rank() % (dist.get_world_size() // pp) // (tp * cp)
         rows = slice(data_rank * ROWS // data_ranks, (data_rank + 1) * ROWS // data_ranks)
-        first = {k: v[rows] for k, v in batch_of(0).items()}
-        parallel.prepare(state.optimizer, lambda: [lambda model: case.loss(model, first) / num_rows(first)])
-        for step in range(steps):
+        sample = {k: v[rows] for k, v in batch_of(0).items()}
+        parallel.prepare(state.optimizer, lambda: [lambda model: case.loss(model, sample) / num_rows(sample)])
+        checkpointer = None if folder is None else Checkpointer(folder, CheckpointConfig(), mesh)
+        if checkpointer and first:
+            assert state.load(checkpointer, None) == first
+        for step in range(first, last):
             batch = {k: v[rows] for k, v in batch_of(step).items()}
             figures = train_step(state, batch, case.loss, num_rows, config, step)
             losses.append(figures["loss"])
             norms.append(figures["grad_norm"])
+        if checkpointer:
+            state.save(checkpointer, last)
+            checkpointer.close()
         end = {n: full_tensor(m).clone() for n, m in parallel.masters.items()}
         loss = evaluated(case, parallel.model)
     cut = sum(m.numel() for m in parallel.masters.values()) / sum(m.numel() for m in end.values())
@@ -190,6 +209,81 @@ def test_four_ranks_equal_one(ranks, steps: int, name: str, tp: int, zero: Zero)
     expected = of_one_rank(ranks, name, steps)
     for found in ranks(4).run(trained, name, tp, zero, steps=steps):
         check_equal(found, expected)
+
+
+FUSED = [("gpt2", "muon", [(2, 3), (4, 0)]), ("phi3", "adafactor", [(2, 2), (1, 3)])]
+"""Models with several matrices in one: the optimizer, and the (tp, ZeRO) of each leg of a run, on four ranks."""
+MORE_FUSED = [
+    ("phi3", "muon", [(4, 0), (2, 3), (2, 1)]),
+    ("gpt2", "adafactor", [(2, 2), (4, 0), (1, 0)]),
+    ("gpt2", "sm3", [(1, 2), (2, 3), (4, 0)]),
+    ("phi3", "came", [(4, 0), (1, 1), (2, 2)]),
+    ("gpt2", "lamb", [(2, 1), (1, 3), (4, 0)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "optim", "legs"), [*FUSED, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_FUSED)]
+)
+def test_several_matrices_in_one_go_on_on_another_mesh(
+    ranks, steps: int, tmp_path: Path, name: str, optim: Any, legs: list[tuple[int, Zero]]
+) -> None:
+    """A run that goes on from mesh to mesh is one rank's; its checkpoint has the matrices as one rank has them."""
+    expected = of_one_rank(ranks, name, steps, optim=optim)
+    ends = [round(steps * number / len(legs)) for number in range(len(legs) + 1)]
+    found = [
+        ranks(4).run(trained, name, tp, zero, steps=steps, optim=optim, folder=tmp_path, leg=leg)
+        for (tp, zero), leg in zip(legs, pairwise(ends), strict=True)
+    ]
+    for of_rank in zip(*found, strict=True):
+        together = {figures: [x for leg in of_rank for x in leg[figures]] for figures in ("losses", "norms")}
+        check_equal(of_rank[-1] | together, expected)
+    for key, value in read_full(tmp_path).items():
+        if key.startswith("model/"):
+            assert torch.equal(value, found[-1][0]["end"][key.removeprefix("model/")]), key
+
+
+def held_and_said(name: str, spread: ParallelConfig, mesh: MeshConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of this rank's parameters, gradients and AdamW's state: counted in a step, and by the table."""
+    case, here = (CASES | UNSEEN)[name], (lambda tensors: sum(local(tensor).nbytes for tensor in tensors))
+    with in_fp64():
+        parallel = parallelize(case.make().double(), build_mesh(mesh, "cpu"), spread)
+        optimizer = build_optimizer(OptimConfig(), parallel.masters)
+        held = {"parameters": here(parallel.model.parameters())}
+        with parallel.microbatch(last=True):
+            case.loss(parallel.model, batch_of(0)).backward()
+        parallel.reduce()
+        held["gradients"] = here(master.grad for master in parallel.masters.values())
+        optimizer.step()
+        held["state"] = here(value for state in optimizer.state.values() for value in state.values())
+    rows = [row for key, row in parallel.table.items() if key == row.names[0]]
+    masters = sum(8 * math.prod(row.master.local_shape()) for row in rows)
+    whole = sum(8 * math.prod(row.layout.local_shape()) for row in rows)
+    steps_bytes = 4 * len(rows)
+    parameters = masters if spread.zero == 3 else whole
+    return held, {"parameters": parameters, "gradients": masters, "state": 2 * masters + steps_bytes}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "zero"),
+    [
+        ("phi3", 2, 2),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("gpt2", 2, 0), ("gpt2", 2, 3), ("phi3", 4, 0))),
+    ],
+)
+def test_a_rank_holds_its_part_of_several_matrices_in_one(ranks, name: str, tp: int, zero: Zero) -> None:
+    """What is counted, what the table says, and what the estimator says of the first rank."""
+    case, spread = (CASES | UNSEEN)[name], ParallelConfig(zero=zero, precision="fp64")
+    mesh = MeshConfig(tp=tp).resolve(4, zero)
+    counted = ranks(4).run(held_and_said, name, spread, mesh)
+    for held, said in counted:
+        assert held == said
+    with in_fp64():
+        batch = batch_of(0)
+        found = estimate_step(
+            case.make().double(), lambda model: case.loss(model, batch), mesh, spread, Speed(1e12, 1e11)
+        )
+    assert counted[0][0] == {kind: getattr(found, f"{kind}_bytes") for kind in counted[0][0]}
 
 
 STAGED = {
@@ -317,6 +411,7 @@ def test_places_on_four_ranks_equal_one(
                 (2, "bart", 3, 1),
                 (4, "llama", 3, 1),
                 (4, "llama", 0, 2),
+                (4, "gpt2", 3, 2),
             )
         ),
     ],

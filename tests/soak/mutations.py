@@ -31,6 +31,7 @@ RESUME = "tests/parity/test_resume.py"
 OPTIMIZERS = "tests/parity/test_optimizers.py"
 PLACES = "tests/unit/test_infer_context.py"
 REFUSED_BLOCKS = f"{PLACES}::test_blocks_that_are_not_sure_are_refused_with_the_reason"
+FUSED = "tests/parity/test_inferred.py::test_several_matrices_in_one_go_on_on_another_mesh"
 MASKED = "tests/parity/test_masked.py::test_every_mesh"
 
 
@@ -404,5 +405,26 @@ MUTATIONS = [
         "return x.index_select(dim, cut.places(axis.get_local_rank(), x.device)",
         "return x.index_select(dim, cut.places(1 - axis.get_local_rank(), x.device)",
         "tests/parity/test_inferred.py::test_places_of_a_sequence_equal_one_rank[gpt2]",
+    ),
+    mutation(
+        "several matrices in one: a rank has its parts in another order",
+        "core/layout.py",
+        "found += _within(held[dim], first + share.start, first + share.stop)",
+        "found = _within(held[dim], first + share.start, first + share.stop) + found",
+        f"{FUSED}[gpt2-muon-legs0]",
+    ),
+    mutation(
+        "several matrices in one: they are cut as one",
+        "core/parallel/infer/roles.py",
+        "parts=lengths if len(lengths) > 1 else ()",
+        "parts=()",
+        f"{FUSED}[gpt2-muon-legs0]",
+    ),
+    mutation(
+        "several matrices in one: they are cut where others end",
+        "core/parallel/infer/roles.py",
+        "parts=lengths if",
+        "parts=lengths[::-1] if",
+        f"{FUSED}[phi3-adafactor-legs1]",
     ),
 ]

@@ -46,7 +46,11 @@ RAGGED: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
     "ragged_vector": ((13,), 0, 0),
     "pair": ((2,), 0, 0),
     "scalar": ((), None, None),
+    "fused": ((20, 9), 0, 1),
+    "fused_columns": ((7, 22), 0, 1),
 }
+PARTS = {("fused", "tp_row"): (12, 4, 4), ("fused_columns", "tp_col"): (11, 11)}
+"""(name, axis) -> lengths of the parts of the dim that it cuts; a DTensor is cut as one."""
 LARGE: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
     "aligned": ((64, 512), 0, 1),  # blocks of 256 are not cut
     "ragged_rows": ((37, 300), 0, None),
@@ -117,7 +121,7 @@ def _spread_one(case: Case, mesh: DeviceMesh, name: str, dtype: torch.dtype) -> 
     if case.kind == "local":
         layout = Layout(tuple(full.shape))
         for axis, dim in _cuts(case, name):
-            layout = layout.cut(mesh, axis, dim)
+            layout = layout.cut(mesh, axis, dim, parts=PARTS.get((name, axis), ()))
         return tag(layout.local(full).clone(), layout).requires_grad_()
     dim_of = dict(_cuts(case, name))
     placements: list[Placement] = [Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in AXES]

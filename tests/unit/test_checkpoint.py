@@ -136,7 +136,7 @@ def test_buffers_are_reused_from_save_to_save(tmp_path, open_checkpointer):
     for step in (1, 2):
         checkpointer.save(step, some_tensors(), {}, {})
         checkpointer.wait()
-        addresses.append({name: buffer.data_ptr() for name, buffer in checkpointer._staging._buffers.items()})
+        addresses.append({box.fqn: buffer.data_ptr() for box, buffer in checkpointer._staging._buffers.items()})
     assert addresses[0] == addresses[1]
     assert addresses[0].keys() == some_tensors().keys()
     staged = sum(buffer.nbytes for buffer in checkpointer._staging._buffers.values())

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.mesh import MeshConfig, mesh_shape
 from core.parallel.infer import axes, find, infer_plan, infer_stages, sample_of, trial
 from core.parallel.infer.axes import Axis
 from core.parallel.infer.roles import Roles
 from core.placement.stages import Costs
-from tests.support.foreign import CASES, gpt2, llama, t5
+from core.placement.style import Cut
+from core.placement.table import placement
+from tests.support.foreign import CASES, UNSEEN, gpt2, llama, t5
 
 DIM, HEADS = 24, 4
 
@@ -32,11 +35,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.query(x).view(*x.shape[:2], self.heads, self.size).transpose(1, 2)
-        k, v = (f(x).view(*x.shape[:2], self.kv_heads, self.size).transpose(1, 2) for f in (self.key, self.value))
+        q, k, v = (part.transpose(1, 2) for part in self.projected(x))
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
         scores = q @ k.transpose(-2, -1) / self.size**0.5
         return self.out(self.mixed(scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        q = self.query(x).view(*x.shape[:2], self.heads, self.size)
+        return q, *(f(x).view(*x.shape[:2], self.kv_heads, self.size) for f in (self.key, self.value))
 
     def mixed(self, o: Tensor) -> Tensor:
         return o
@@ -78,6 +84,69 @@ def test_one_head_of_keys_for_all_stays_whole_and_its_gradient_is_summed() -> No
     assert "attention.key.weight" not in cut(model)
     assert {"attention.key.weight", "attention.value.weight"} <= found.left.keys()
     assert found.plan["attention.key"].messages.backward
+
+
+class Fused(Attention):
+    """Queries, keys and values in one matrix; how they lie there, a test says."""
+
+    def __init__(self, kv_heads: int = HEADS, order: str = "one behind the other") -> None:
+        super().__init__(kv_heads=kv_heads)
+        self.order, self.qkv = order, nn.Linear(DIM, (HEADS + 2 * kv_heads) * self.size)
+        del self.query, self.key, self.value
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        qkv, counts = self.qkv(x), (self.heads, self.kv_heads, self.kv_heads)
+        if self.order == "stacked":
+            return qkv.view(*x.shape[:2], 3, self.heads, self.size).unbind(2)
+        if self.order == "head by head":
+            return qkv.view(*x.shape[:2], self.heads, 3 * self.size).chunk(3, 3)
+        return tuple(part.unflatten(2, (-1, self.size)) for part in qkv.split([n * self.size for n in counts], 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, (24, 24, 24)),
+        ({"kv_heads": 2}, (24, 12, 12)),
+        ({"order": "stacked"}, (24, 24, 24)),
+        ({"order": "head by head"}, ()),
+    ],
+)
+def test_matrices_in_one_are_cut_in_parts(options: dict[str, Any], parts: tuple[int, ...]) -> None:
+    style = inferred(Model(Fused(**options))).plan["attention.qkv"]
+    assert style.cuts == {"weight": Cut(0, parts=parts), "bias": Cut(0, parts=parts)}
+    assert not style.partial
+
+
+def test_one_head_of_keys_for_all_in_a_matrix_with_the_queries_is_refused() -> None:
+    with pytest.raises(UserError, match="no axis of this model can be cut"):
+        inferred(Model(Fused(kv_heads=1)))
+
+
+IN_PARTS = {
+    "transformer.h.1.attn.c_attn.weight": (1, (48, 48, 48)),
+    "transformer.h.1.attn.c_attn.bias": (0, (48, 48, 48)),
+    "model.layers.1.self_attn.qkv_proj.weight": (0, (48, 24, 24)),  # 8 heads of queries, 4 of keys, 4 of values
+    "model.layers.1.mlp.gate_up_proj.weight": (0, (80, 80)),
+}
+"""Parameters of GPT-2 and Phi-3: dim, and lengths of what lies one behind the other along it."""
+
+
+def test_each_rank_has_its_part_of_each_in_the_order_of_one_rank() -> None:
+    seen = set()
+    for make in (gpt2, UNSEEN["phi3"].make):
+        model = make()
+        plan = inferred(model, 4).plan
+        for rank in range(4):
+            table = placement(model, plan, mesh_shape(MeshConfig(tp=4).resolve(4), rank))
+            for name in IN_PARTS.keys() & table.keys():
+                dim, parts = IN_PARTS[name]
+                starts = [sum(parts[:number]) + rank * length // 4 for number, length in enumerate(parts)]
+                expected = tuple(range(at, at + length // 4) for at, length in zip(starts, parts, strict=True))
+                assert table[name].layout.stretches()[dim] == expected, name
+                assert not table[name].partial
+                seen.add(name)
+    assert seen == IN_PARTS.keys()
 
 
 class MixesHeads(Attention):
@@ -165,7 +234,7 @@ def test_transformers_own_plan_cuts_alike() -> None:
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda role: role.cuts.update(weight=1 - role.cuts["weight"]) if "weight" in role.cuts else None,
+        lambda role: role.cuts.update(weight=Cut(1 - role.cuts["weight"].dim)) if "weight" in role.cuts else None,
         lambda role: role.sizes.clear(),
         lambda role: role.narrow.clear(),
     ],

@@ -1,6 +1,7 @@
 """Layouts: the boxes of all ranks tile the whole once, and are those of torch's own sharding."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,19 +11,23 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from core.layout import Layout, full_tensor, layout_of, local, tag
+from core.layout import Layout, boxes_of, full_tensor, layout_of, local, tag
 from core.mesh import MeshConfig, MeshShape, build_mesh
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, dict[str, int]]:
-    """Up to three cuts of a tensor of up to three dims, some of them of the same dim, some leaving empty shards."""
+    """Up to three cuts of a tensor of up to three dims, some of the same dim or in parts, some leaving empty shards."""
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     axes = draw(st.permutations(["tp", "dp_shard", "cp"]))[: draw(st.integers(0, 3))]
     sizes = {axis: draw(st.integers(1, 5)) for axis in ("tp", "dp_shard", "cp")}
     layout, mesh = Layout(shape), MeshShape(tuple(sizes), tuple(sizes.values()))
     for axis in axes:
-        layout = layout.cut(mesh, axis, draw(st.integers(0, len(shape) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        is_whole = dim not in [cut for _, cut in layout.cuts]
+        borders = draw(st.lists(st.integers(0, shape[dim]), max_size=2)) if is_whole else []
+        parts = tuple(b - a for a, b in itertools.pairwise([0, *sorted(borders), shape[dim]])) if borders else ()
+        layout = layout.cut(mesh, axis, dim, parts=parts)
     return layout, {axis: sizes[axis] for axis in axes}
 
 
@@ -40,7 +45,8 @@ def test_boxes_tile_the_whole_exactly_once(drawn: tuple[Layout, dict[str, int]])
     layout, sizes = drawn
     times_held = torch.zeros(layout.shape, dtype=torch.int64)
     for indices in itertools.product(*(range(s) for s in sizes.values())):
-        times_held[layout.box(dict(zip(sizes, indices)))] += 1
+        for _, box in boxes_of(layout.stretches(dict(zip(sizes, indices)))):
+            times_held[box] += 1
     assert (times_held == 1).all()
 
 
@@ -54,6 +60,25 @@ def test_a_cut_keeps_units_together(units: int, unit: int, size: int) -> None:
         rows, of_units = layout.box({"tp": index})[0], whole_units.box({"tp": index})[0]
         assert (rows.start, rows.stop) == (unit * of_units.start, unit * of_units.stop)
     assert layout.collapsed((1,)).box({"tp": 0})[0] == layout.box({"tp": 0})[0]
+
+
+def test_of_each_part_a_rank_has_its_share_and_data_parallelism_cuts_what_lies_there() -> None:
+    """Four queries, two keys and two values of a matrix, each two rows, and a bias to them."""
+    mesh = MeshShape(("tp", "dp"), (2, 3))
+    layout = Layout((16, 3)).cut(mesh, "tp", parts=(8, 4, 4))
+    rows = [[*range(4), 8, 9, 12, 13], [*range(4, 8), 10, 11, 14, 15]]
+    for tp, own in enumerate(rows):
+        assert [row for stretch in layout.stretches({"tp": tp})[0] for row in stretch] == own
+        for dp in range(3):
+            cut = layout.cut(mesh, "dp").stretches({"tp": tp, "dp": dp})
+            assert [row for stretch in cut[0] for row in stretch] == own[3 * dp : 3 * dp + 3]
+            assert cut[1] == (range(3),)
+    assert layout.largest_shape() == (8, 3)
+    assert layout.collapsed((1,)).stretches({"tp": 1})[0] == layout.stretches({"tp": 1})[0]
+    here = replace(layout, mesh=MeshShape(("tp", "dp"), (2, 3), 3))
+    whole = torch.arange(48).view(16, 3)
+    assert torch.equal(here.local(whole), whole[rows[1]])
+    assert list(here.boxes())[1] == ((slice(4, 6), slice(0, 3)), (slice(10, 12), slice(0, 3)))
 
 
 @given(rows=st.integers(0, 11), size=st.integers(1, 5))

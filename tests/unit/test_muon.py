@@ -108,11 +108,12 @@ def test_homes_of_a_transformer(num_ranks: int, best: int) -> None:
 
 def test_every_element_goes_home_once_and_comes_back_to_all() -> None:
     """Two halves of one matrix on two ranks each, another whole on all, the third in part on one alone."""
-    upper, lower, whole, nothing = ((0, 2), (0, 3)), ((2, 4), (0, 3)), ((0, 5), (0, 2)), ((0, 0), (0, 0))
-    boxes = [[upper, whole, whole], [lower, whole, nothing], [upper, whole, nothing], [lower, whole, nothing]]
+    upper, lower = (((range(2),), (range(3),)), ((range(2, 4),), (range(3),)))
+    whole, nothing = ((range(5),), (range(2),)), ((range(0),), (range(0),))
+    held = [[upper, whole, whole], [lower, whole, nothing], [upper, whole, nothing], [lower, whole, nothing]]
     homes = [1, 2, 3]
-    there, back = (list(way(boxes, homes)) for way in (pieces_to_home, pieces_from_home))
-    assert {(p.matrix, p.source, p.dest, p.box) for p in there} == {
+    there, back = (list(way(held, homes)) for way in (pieces_to_home, pieces_from_home))
+    assert {(p.matrix, p.source, p.dest, p.held) for p in there} == {
         *((0, 0, 1, upper), (0, 1, 1, lower)),  # the home has its own half itself
         *((1, 2, 2, whole), (2, 0, 3, whole)),
     }

@@ -14,6 +14,8 @@ from core.parallel.infer.axes import Axis, Dim, flat, size_of
 
 Cuts = Collection[Axis]
 """Roots of the axes that are cut, all over one mesh axis."""
+MOST_PARTS = 64
+"""Parts of a dim that are cut by themselves; each is a box of its own in checkpoints."""
 
 
 def carries(dim: Dim, cuts: Cuts) -> bool:
@@ -68,6 +70,25 @@ def is_stretch(dim: Sequence[Axis], cuts: Cuts) -> bool:
     """Return whether every rank has one stretch of the dim: the axis that is cut is the outermost."""
     first, *rest = flat(dim)
     return first in cuts and not carries(tuple(rest), cuts)
+
+
+def parts_of(dim: Sequence[Axis], cuts: Cuts) -> tuple[int, ...]:
+    """Lengths of the parts of a dim, one behind the other, of each of which every rank has one stretch.
+
+    Empty where a part has nothing that is cut, or where they are too many.
+    """
+    if is_stretch(dim, cuts):
+        return (size_of(dim),)
+    if not carries(tuple(dim), cuts):
+        return ()
+    first, *rest = flat(dim)
+    if not carries((first,), cuts):
+        return parts_of(rest, cuts) * first.size if first.size <= MOST_PARTS else ()
+    if carries(tuple(rest), cuts):
+        return ()
+    found = [parts_of((part,), cuts) for part in first.parts]
+    lengths = tuple(length * size_of(rest) for parts in found for length in parts)
+    return lengths if all(found) and len(lengths) <= MOST_PARTS else ()
 
 
 def rows_of_unit(dim: Sequence[Axis], cuts: Cuts) -> int:

@@ -9,8 +9,9 @@ from core.parallel.draws import UNCALLED
 from core.parallel.infer.axes import Axis, flat
 from core.parallel.infer.choose import Chosen, Unsure, axes_of
 from core.parallel.infer.flow import Call, Operation, Trace, Value
-from core.parallel.infer.local import around, carries, is_stretch
+from core.parallel.infer.local import around, carries, is_stretch, parts_of
 from core.parallel.infer.styles import Place, Role
+from core.placement.style import Cut
 
 ALIKE = ("expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
 """Operators whose results are alike along an axis that they make: a rank makes its part of it."""
@@ -234,7 +235,7 @@ class Roles:
                     raise Unsure(axes, "a part of an argument depends on how long the batch is")
 
     def _own_parameters(self) -> None:
-        """Cut what ranks have a stretch of; of other parameters they take their part when they use it."""
+        """Cut what ranks have stretches of; of other parameters they take their part when they use it."""
         for name, value in self.found.parameters.items():
             axes = self.has(value)
             if not axes:
@@ -243,8 +244,9 @@ class Roles:
             places = [place for place, dim in enumerate(value.dims) if carries(dim, axes)]
             if len(places) != 1 or len(axes) != 1:
                 raise Unsure(axes, f"{name} has it twice")
-            if is_stretch(value.dims[places[0]], axes):
-                self.role(path).cuts[leaf] = places[0]
+            lengths = parts_of(value.dims[places[0]], axes)
+            if len(lengths) == 1 or (lengths and not axes & self.chosen.vocabularies):
+                self.role(path).cuts[leaf] = Cut(places[0], parts=lengths if len(lengths) > 1 else ())
             else:
                 self.role(path).parts[leaf] = value.dims
 

@@ -2,7 +2,7 @@
 
 enter   arguments whose gradients are sums over the ranks
 narrow  arguments that every rank has whole, and of which it works on its part
-parts   parameters that are not cut, since a rank's part of them is no stretch: taken when they are used
+parts   parameters that are not cut, since not every rank has a stretch of each of their parts: taken when they are used
 leave   sum: its result is one over the ranks, and what is added to it is added once
         gather: its result is put together along the last dim
         copy: the gradient of its result is a sum over the ranks
@@ -79,7 +79,7 @@ class Rows:
 class Role:
     """A module's way with its part of a model; see the module's docstring.
 
-    cuts     parameters of which a rank has a stretch: name -> dim
+    cuts     parameters of which a rank has a stretch, or one of each of its parts: name -> cut
     partial  parameters whose gradients are sums over the ranks
     added    parameters that the module adds to its result: before the sum they are zeros
     sizes    attributes that the module's own code counts with, of the module or its config -> their values for a part
@@ -92,7 +92,7 @@ class Role:
              UNCALLED: it was not called
     """
 
-    cuts: dict[str, int] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     enter: dict[Place, int] = field(default_factory=dict)
     narrow: dict[Place, Dims] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Role:
         if self.joins:
             forward.append(Message("all_gather", _elements(self.joins)))
         return Style(
-            cuts={name: Cut(dim) for name, dim in self.cuts.items()},
+            cuts=dict(self.cuts),
             partial=dict.fromkeys(sorted({*self.partial, *self.parts}), (AXIS,)),
             messages=Messages(tuple(forward), tuple(backward)),
             wrap=lambda module, axis: self.wrap(module, axis, cuts),

@@ -137,10 +137,10 @@ def tried(whole: nn.Module, inputs: Mapping[str, Any], roles: Roles, ranks: int)
         role = roles.roles.get(path)
         if role is not None and leaf in role.cuts:
             parameter = model.get_parameter(name)
-            dim = role.cuts[leaf]
-            unit = rows_of_unit(value.dims[dim], roles.axes) if carries(value.dims[dim], roles.axes) else 1
-            shape = list(parameter.shape)
-            shape[dim] = largest_share(shape[dim], ranks, unit)
+            cut = role.cuts[leaf]
+            dim, shape = value.dims[cut.dim], list(parameter.shape)
+            unit = 1 if cut.parts or not carries(dim, roles.axes) else rows_of_unit(dim, roles.axes)
+            shape[cut.dim] = sum(largest_share(n, ranks, unit) for n in cut.parts or [shape[cut.dim]])
             made = nn.Parameter(torch.empty(shape, dtype=parameter.dtype), parameter.requires_grad)
             model.get_submodule(path).register_parameter(leaf, made)
     axis = Trial(ranks)
