@@ -1,4 +1,7 @@
-"""`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes."""
+"""`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes.
+
+With --gpus it searches: `apps.llm.search`.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +18,9 @@ from apps.llm.foreign import ForeignModel
 from apps.llm.model import UnknownModel, find_model
 from apps.llm.recipes import RECIPES, default_recipe
 from apps.llm.residency import estimate_residency
-from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
+from apps.llm.search import nearest_plan, show_plans
+from core.auto.machines import GRAMS_PER_KWH, gpu_named
+from core.config import UserError, in_words, option, parse, recipe_of, size_in_bytes, time_in_words, typed
 from core.estimate import (
     Machine,
     ModelShape,
@@ -34,6 +39,7 @@ from core.estimate import (
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
+from core.models.shapes import SHAPES
 from core.optim.build import without_size
 from core.parallel.pipeline.schedule import bubble_in_theory
 
@@ -43,7 +49,8 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("source", "gpu", "memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
+        *("source", "gpus", "gpu", "batch", "json", "price", "draw"),
+        *("memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
         *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
         *("gemini.budget", "nproc"),
     )
@@ -52,10 +59,38 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "source": "model"}
 
     source: Path | None = None
-    """a run folder, or a Hugging Face folder of any causal model, config.json alone; by default the plan is of the
-    recipe's model and --model.* options"""
+    """the name of a shape, as of its recipe; a run folder, or a Hugging Face folder of any causal model, config.json
+    alone; by default the plan is of the recipe's model and --model.* options"""
+    gpus: int | None = None
+    """search: print the plans on so many devices of --gpu that none beats in time and memory, each with its command.
+    Options of the run that are typed are held"""
+    batch: int | None = None
+    """rows of the global batch: --data.global-batch in a word"""
+    json: bool = False
+    """with --gpus: print the plans as JSON"""
+    tokens: float | None = None
+    """with --gpus: price a training on so many; by default the --steps that are typed, or one step"""
+    price: float = 1.0
+    """with --gpus: money for a device and hour; by default 1, so that money is GPU hours"""
+    power: float | None = None
+    """with --gpus: watts of a device, with its share of the machine; by default its board's most"""
+    carbon: float = GRAMS_PER_KWH
+    """with --gpus: grams of CO2 a kWh; by default the world's electricity in 2024"""
+    draw: Path | None = None
+    """with --gpus: draw the plans, and a step of the first, to this PNG"""
     timeline: Path | None = None
     """with --mesh.pp: draw the stages' step to this PNG, with its bubble beside the published one"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("gpus", 1), ("batch", 1), ("tokens", 1), ("price", 0), ("power", 0), ("carbon", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < float("inf"):
+                raise UserError(f"{name}={value}; give a number that is at least {least}")
+        if self.gpus is not None and self.gpu is not None:
+            gpu_named(self.gpu)
+        if self.draw is not None and self.draw.suffix != ".png":
+            raise UserError(f"draw={self.draw}: the picture is a PNG; give a name that ends in .png")
+        super().__post_init__()
 
     def check_positions(self) -> None:
         """Check those of the folder's model, where one is given, once it is read."""
@@ -64,6 +99,9 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
     def unread(self) -> dict[str, str]:
         found = super().unread()
+        if self.gpus is not None:
+            return found | dict.fromkeys(NOT_SEARCHED, "with --gpus, where it is sought or not asked; leave it out")
+        found |= dict.fromkeys(("json", "tokens", "price", "power", "carbon", "draw"), "without a search; give --gpus")
         if self.peak_flops is None:
             why = "and what this machine's device computes in a second is not known; give --gpu, such as A100"
             found["utilisation"] = why
@@ -76,6 +114,8 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
         return found
 
 
+NOT_SEARCHED = ("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "gemini.policy")
+"""Options of a plan that a search does not take."""
 VALUES_ALONE = (
     *("model.norm_eps", "model.rope_theta", "model.moe.balance_weight"),
     *("model.moe.z_weight", "model.moe.jitter", "model.moe.second_expert"),
@@ -103,30 +143,58 @@ def _of_run(recipe: Callable[[], PretrainConfig]) -> LLMPlanConfig:
 
 
 def main(argv: list[str]) -> int:
+    argv = _with_recipe(argv)
+    recipe = recipe_of(argv, default_recipe(argv))
     config = parse(
         {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()},
         argv,
         "megalith llm plan",
-        default_recipe(argv),
+        recipe,
     )
+    given = typed(argv, config)
+    if config.batch is not None:
+        if "data.global_batch" in given:
+            raise UserError(f"batch={config.batch} and --data.global-batch mean the same; give one of them")
+        given = given - {"batch"} | {"data.global_batch"}
+        config = replace(config, data=replace(config.data, global_batch=config.batch))
     foreign = None
     if config.source is not None:
-        found = _model_of(config.source, typed(argv, config))
+        found = _model_of(config.source, given)
         if isinstance(found, ForeignModel):
             foreign = found
         else:
             config = replace(config, model=found)
             PretrainConfig.check_positions(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if config.gpus is not None:
+        if foreign is not None:
+            raise UserError(f"{foreign.refused}; a search is of the decoder's families, so plan one run without --gpus")
+        show_plans(config, given, recipe, console)
+        return 0
     if config.gemini.budget is not None:
         _show_residency(config, foreign, console)
     elif foreign is not None:
         _show_foreign(config, foreign, console)
     else:
         _show(config, console)
-    if ignored := sorted(typed(argv, config) & without_effect(config, foreign)):
+    if ignored := sorted(given & without_effect(config, foreign)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     return 0
+
+
+def _with_recipe(argv: list[str]) -> list[str]:
+    """The words with --recipe NAME for --model NAME, of a shape and no folder.  Raises UserError beside --recipe."""
+    words = []
+    for before, word in zip(["", *argv], argv):
+        name = word.removeprefix("--model=") if word.startswith("--model=") else word if before == "--model" else ""
+        if name in SHAPES and not Path(name).exists():
+            if any(one == "--recipe" or one.startswith(("--recipe=", "recipe=")) for one in argv):
+                raise UserError(f"--model {name} beside --recipe: the name is that of a recipe, too; give one of them")
+            words = words[:-1] if before == "--model" else words
+            words += ["--recipe", name]
+        else:
+            words.append(word)
+    return words
 
 
 def _model_of(folder: Path, given: set[str]) -> DecoderConfig | ForeignModel:
@@ -141,6 +209,8 @@ def _model_of(folder: Path, given: set[str]) -> DecoderConfig | ForeignModel:
 
 def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
+    if config.gpus is not None:
+        return set()  # they stand in the commands
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     if foreign is None and config.gemini.budget is None:
         found.add("memory_gb_s")
@@ -160,8 +230,9 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
     if config.timeline is not None:
         console.print(draw_step(config, model, run, machine, config.timeline))
     if config.memory is not None:
-        require_fit(model, run, size_in_bytes(config.memory, "memory", "GiB"))
-        console.print(f"fits {in_words(size_in_bytes(config.memory, 'memory', 'GiB'))}")
+        size = size_in_bytes(config.memory, "memory", "GiB")
+        require_fit(model, run, size, lambda: nearest_plan(config, run, size, 0))
+        console.print(f"fits {in_words(size)}")
 
 
 def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) -> None:
@@ -323,7 +394,7 @@ def warning(config: PretrainConfig, kind: str, device_bytes: int, host_bytes: in
     model, run = decoder_shape(config.model), run_shape(config)
     if config.gemini.budget is None:
         try:
-            require_fit(model, run, device_bytes)
+            require_fit(model, run, device_bytes, lambda: nearest_plan(config, run, device_bytes, host_bytes))
         except UserError as error:
             return str(error)
         return None
