@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from apps.llm.config import FINETUNE, PretrainConfig
+from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES
 from core.auto.draw import draw_plans
 from core.auto.machines import Cluster, cluster_of, gpu_named
@@ -24,9 +25,6 @@ from core.auto.strategies import Found, Job, Plan, nearest, options_of, search
 from core.config import UserError, in_words, option, option_names, size_in_bytes, time_in_words
 from core.estimate.shape import RunShape, decoder_shape
 from core.gemini.tier import parse_bytes
-
-if TYPE_CHECKING:
-    from apps.llm.plan import LLMPlanConfig
 
 MOST_SHOWN = 16
 SEARCHED = (*options_of(RunShape()), "mesh.dp_shard")
@@ -54,7 +52,7 @@ class Prices:
         }
 
 
-def show_plans(config: "LLMPlanConfig", given: set[str], recipe: str, console: Console) -> None:
+def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Console) -> None:
     """Search, and print the plans as a table or as JSON.
 
     given   dotted names of what was typed
@@ -102,7 +100,7 @@ def job_of(config: PretrainConfig, held: Mapping[str, Any]) -> Job:
     return Job(config.model, batches, config.data.sequence_length, config.precision, config.optim, held)
 
 
-def _cluster(config: "LLMPlanConfig", given: set[str]) -> Cluster:
+def _cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
     assert config.gpus is not None
     if config.gpu is None:
         raise UserError(f"gpus={config.gpus} of which kind? give --gpu, such as a100-40gb or h100")
@@ -118,7 +116,7 @@ def _cluster(config: "LLMPlanConfig", given: set[str]) -> Cluster:
     return cluster_of(gpu_named(config.gpu), config.gpus, **more)
 
 
-def _prices(config: "LLMPlanConfig", cluster: Cluster, given: set[str]) -> Prices:
+def _prices(config: LLMPlanConfig, cluster: Cluster, given: set[str]) -> Prices:
     steps = 1
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.data.global_batch * config.data.sequence_length))
@@ -135,7 +133,7 @@ def _value(config: Any, name: str) -> Any:
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def command_of(config: "LLMPlanConfig", plan: Plan, given: set[str], recipe: str, cluster: Cluster) -> str:
+def command_of(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str, cluster: Cluster) -> str:
     """The line that runs a plan: of `llm pretrain`, or for the model of a folder of `llm finetune`."""
     words = [*_launcher(cluster), *run_words(config, plan, given, recipe)]
     if cluster.machines == 1 and cluster.ranks > 1:
@@ -150,7 +148,7 @@ def _launcher(cluster: Cluster) -> list[str]:
     return ["torchrun", *machines, "--rdzv-backend", "c10d", "--rdzv-endpoint", "$HEAD:29500", "-m", "apps.llm"]
 
 
-def run_words(config: "LLMPlanConfig", plan: Plan, given: set[str], recipe: str) -> list[str]:
+def run_words(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str) -> list[str]:
     """The command and its options: those in which the run differs from the command's defaults."""
     if config.source is None:
         words, base = ["pretrain", "--recipe", recipe], RECIPES[recipe]()
@@ -193,7 +191,7 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def _as_json(
-    config: "LLMPlanConfig", found: Found, cluster: Cluster, prices: Prices, commands: Sequence[str]
+    config: LLMPlanConfig, found: Found, cluster: Cluster, prices: Prices, commands: Sequence[str]
 ) -> dict[str, Any]:
     plans = [
         {
@@ -240,7 +238,7 @@ def _shares(plan: Plan) -> str:
     return f"of the first plan's step of {plan.step_s:.3g} s: {parts}"
 
 
-def _table(config: "LLMPlanConfig", found: Found, cluster: Cluster, prices: Prices, recipe: str) -> Table:
+def _table(config: LLMPlanConfig, found: Found, cluster: Cluster, prices: Prices, recipe: str) -> Table:
     name = recipe if config.source is None else str(config.source)
     rows = f"{config.data.global_batch} x {config.data.sequence_length} tokens"
     shown = found.plans[:MOST_SHOWN]

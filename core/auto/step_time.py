@@ -287,7 +287,9 @@ class StepClock:
                 publishing += seconds_of("all_gather", run.width_bytes * elements, *shards)
         backward = sum(self._backward(stage) for stage in self.stages.own(rank))
         last_bucket = min(1.0, BUCKET_BYTES / max(1, run.wide_bytes * (dense + experts)))
-        beyond = max(reducing - backward, last_bucket * reducing)
+        # The gathers of the same backward have the link first.
+        gathered = sum(self._blocks[i].gathered for stage in self.stages.own(rank) for i in self.stages.ranges[stage])
+        beyond = max(reducing - max(0.0, backward - gathered), last_bucket * reducing)
         times = run.num_microbatches if run.reduce_each else 1
         return times * beyond + publishing
 

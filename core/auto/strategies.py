@@ -213,7 +213,7 @@ def _data_forms(job: Job, mesh: RunShape, cluster: Cluster) -> Iterator[RunShape
 
 
 def _pipelines(job: Job, run: RunShape) -> Iterator[PipelineConfig]:
-    for name, chunks in SCHEDULED if run.pp > 1 else (("1f1b", 2),):
+    for name, chunks in SCHEDULED if run.pp > 1 else SCHEDULED[:1]:
         pipeline = PipelineConfig(name, chunks=chunks)
         fits = run.pp == 1 or run.pp * pipeline.stages_per_rank <= job.model.num_layers
         refused = run.zero == 3 and "zero=3" in SCHEDULES[name].refuses and run.pp > 1

@@ -26,8 +26,9 @@ and what context parallelism has on its way: two blocks of keys and values and o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
 from core.parallel.data import BUCKET_BYTES
-from core.parallel.pipeline.schedule import SCHEDULES
+from core.parallel.pipeline.schedule import SCHEDULES, Counts
 from core.placement.stages import StageSplit
 from core.precision import compute_dtype
 
@@ -83,8 +84,31 @@ def estimate_memory(model: ModelShape, run: RunShape) -> MemoryEstimate:
     for part in model.parts(run):
         own[stages.rank_of(part.block)].append(part)
     sizes = {id(block): _block_bytes(block, run) for block in (model.block, model.largest_block)}
-    found = (_rank_memory(model, run, stages, rank, parts, sizes) for rank, parts in enumerate(own))
+    found = (_rank_memory(model, run, stages, rank, own[rank], sizes) for rank in _telling(model, run, stages, own))
     return max(found, key=lambda m: m.peak_bytes)
+
+
+def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[list[Part]]) -> list[int]:
+    """Ranks of which one is the fullest: of those with alike stages the ones that keep more microbatches at a time."""
+    if run.pp == 1:
+        return [0]
+    in_flight, telling = run_schedule(run).in_flight, dict[Any, list[int]]()
+    for rank, parts in enumerate(own):
+        blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
+        sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
+        others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank), [])
+        if not any(_keeps_as_much(in_flight[other], in_flight[rank]) for other in others):
+            others.append(rank)
+    return [rank for ranks in telling.values() for rank in ranks]
+
+
+def _keeps_as_much(one: Sequence[Sequence[Counts]], other: Sequence[Sequence[Counts]]) -> bool:
+    """Whether for each fullest moment of another rank there is one that is at least as full."""
+    return all(
+        any(all(a >= b for a, b in zip(mine, theirs, strict=True)) for mine in ours)
+        for ours, others in zip(one, other, strict=True)
+        for theirs in others
+    )
 
 
 def require_fit(

@@ -187,6 +187,15 @@ class Schedule:
         return tuple(_moments(actions) for actions in self.ranks)
 
     @cached_property
+    def in_flight(self) -> "tuple[tuple[tuple[Counts, ...], ...], ...]":
+        """The same as counts of each of a rank's stages, in their order, so that ranks can be compared."""
+
+        def counts(moment: Moment) -> Counts:
+            return tuple(n for _, *both in sorted(moment) for n in both)
+
+        return tuple(tuple(tuple(map(counts, moments)) for moments in of_rank) for of_rank in self.moments)
+
+    @cached_property
     def heads_waiting(self) -> int:
         """The most forwards of the last stage whose gradient is still to be passed on."""
         waiting = most = 0
@@ -201,6 +210,8 @@ Due = tuple[Action, int, tuple[tuple[int, bool], ...]]
 """An action, its rank, and what it needs: places in the order, and whether that comes from another rank."""
 Moment = tuple[tuple[int, int, int], ...]
 """(stage, forwards whose backward is to come, inputs' gradients whose weights' are to come), of a rank's stages."""
+Counts = tuple[int, ...]
+"""A moment without the stages."""
 
 
 @lru_cache
