@@ -166,7 +166,7 @@ def run_words(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str) -
     for name in option_names(base):
         if name in _OF_A_LAUNCH or (config.source is not None and name not in told - {"source"}):
             continue
-        value = planned[name] if name in planned else _value(config, name)
+        value = planned.get(name, _value(config, name))
         if value != _value(base, name):
             words += _words(name, value)
     return words

@@ -369,6 +369,10 @@ def _unusual(run: RunShape) -> int:
 def _why_none(job: Job, cluster: Cluster, least_bytes: float) -> str:
     held = "".join(f" {name}={value}" for name, value in job.held.items() if value is not None)
     given = f"with{held} " if held else ""
+    if math.isinf(least_bytes) and next(meshes(job, cluster), None) is not None:
+        return (
+            f"no run on {cluster.ranks} ranks is searched {given}and a batch of {job.batch} rows; leave something out"
+        )
     if math.isinf(least_bytes):
         near = sorted(range(1, 2 * cluster.ranks + 1), key=lambda n: (abs(n - cluster.ranks), -n))
         works = next((n for n in near if next(meshes(job, replace(cluster, ranks=n)), None) is not None), None)

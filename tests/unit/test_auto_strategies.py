@@ -52,8 +52,9 @@ def front(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
 @pytest.mark.parametrize(
     ("job", "ranks", "is_tight"),
     [
-        (JOB, 4, False),
+        (JOB, 2, False),
         (JOB, 4, True),
+        pytest.param(JOB, 4, False, marks=pytest.mark.soak),
         (replace(JOB, model=EXPERTS), 2, False),
         pytest.param(JOB, 8, False, marks=pytest.mark.soak),
         pytest.param(JOB, 8, True, marks=pytest.mark.soak),
@@ -102,6 +103,10 @@ def test_what_is_held_is_in_every_plan() -> None:
         assert {name: plan.options()[name] for name in held} == held
     with pytest.raises(UserError, match=r"no mesh of 4 ranks with mesh\.tp=3 divides a batch of 8 rows"):
         search(replace(JOB, held={"mesh.tp": 3}), cluster(4))
+    with pytest.raises(
+        UserError, match=r"no run on 2 ranks is searched with mesh\.pp=2 zero=1 and a batch of 8 rows; leave"
+    ):
+        search(replace(JOB, held={"mesh.pp": 2, "zero": 1}), cluster(2))
 
 
 @pytest.fixture(scope="module")
@@ -223,15 +228,15 @@ def test_gemini_trains_where_nothing_else_fits() -> None:
 
 
 def test_the_nearest_run_that_fits_changes_least() -> None:
-    model, size = decoder_shape(SMALL), tight(JOB, 4)
-    run = RunShape(precision="bf16", dp_replicate=4, microbatch_size=2, sequence_length=2048)
+    model, size = decoder_shape(SMALL), tight(JOB, 2)
+    run = RunShape(precision="bf16", dp_replicate=2, microbatch_size=2, sequence_length=2048)
     assert estimate_memory(model, run).peak_bytes > size
-    changed = nearest(JOB, cluster(4, size), run)
+    changed = nearest(JOB, cluster(2, size), run)
     assert changed
-    fitting = [r for r in space(JOB, cluster(4)) if estimate_memory(model, r).peak_bytes <= size]
+    fitting = [r for r in space(JOB, cluster(2)) if estimate_memory(model, r).peak_bytes <= size]
     given = options_of(run)
     assert len(changed) <= min(sum(v != given[k] for k, v in options_of(r).items()) for r in fitting)
-    assert nearest(JOB, cluster(4, 1000), run) is None
+    assert nearest(JOB, cluster(2, 1000), run) is None
 
 
 def test_every_choice_is_in_the_space() -> None:
