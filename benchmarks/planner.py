@@ -276,7 +276,8 @@ BENCHMARK = Benchmark(
     measure,
     measures=(
         "benchmarks/planner.py",
-        *("core/auto", "core/estimate", "core/models/shapes.py", "core/parallel/pipeline/schedule.py"),
+        *("core/auto/costs.py", "core/auto/machines.py", "core/auto/step_time.py", "core/auto/strategies.py"),
+        *("core/estimate", "core/models/shapes.py", "core/parallel/pipeline/schedule.py"),
     ),
 )
 

@@ -154,9 +154,10 @@ def meshes(job: Job, cluster: Cluster) -> Iterator[RunShape]:
     """Runs of every mesh of the cluster's ranks, with nothing else said."""
     shape, ranks = decoder_shape(job.model), cluster.ranks
     plain = RunShape(precision=job.precision, optimizer=job.optimizer, sequence_length=job.sequence_length)
-    for tp in divisors(ranks):
-        for mode, depth in tensor_forms(tp, cluster.ranks_per_machine):
-            for pp in divisors(ranks // tp):
+    # Pipelines outside, because runs of as many stages share their schedules.
+    for pp in divisors(ranks):
+        for tp in divisors(ranks // pp):
+            for mode, depth in tensor_forms(tp, cluster.ranks_per_machine):
                 for cp, exchange in _contexts(ranks // tp // pp, mode, job.sequence_length):
                     data = ranks // tp // pp // cp
                     if pp > shape.num_blocks or any(batch % data for batch in job.batches):
