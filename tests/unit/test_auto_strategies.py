@@ -19,7 +19,7 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.models.shapes import SHAPES
 from core.nn.routing import MoEConfig
-from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.pipeline.schedule import Kind, PipelineConfig
 
 SMALL = DecoderConfig(vocab_size=515, dim=64, num_layers=4, num_heads=4, ffn_dim=256, max_length=4096)
 EXPERTS = replace(SHAPES["debug_moe"], moe=MoEConfig(num_experts=4, experts_per_token=2))
@@ -194,10 +194,16 @@ def test_a_ring_is_hidden_by_attention_and_gathers_by_blocks() -> None:
     clock, alone = StepClock(model, run, slow), StepClock(model, replace(run, zero=0, dp_shard=1), slow)
     block, gathered = alone._blocks[0], clock._blocks[0].gathered
     assert gathered > block.forward
-    assert clock.time().step_s > 2 * model.num_blocks * gathered
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        assert clock.action_s(kind, 0) >= model.num_blocks * gathered
     quick = StepClock(model, run, fast)
     assert quick._blocks[0].gathered < quick._blocks[0].forward
     assert quick.time().messages_s < 0.05 * quick.time().compute_s
+    ring = replace(run, zero=0, dp_shard=1, cp=8, sequence_length=8 * 16384)
+    hidden, seen = (StepClock(model, ring, on) for on in (fast, slow))
+    assert hidden._sent[1] > 0.0
+    assert hidden._blocks[0].sent == hidden._sent[0] == 0.0
+    assert seen._blocks[0].sent > 0.9 * seen._sent[1] / 2 / model.num_blocks
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
