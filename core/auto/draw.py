@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from core.auto.machines import GIB, Cluster
 from core.auto.step_time import StepClock
@@ -29,7 +30,8 @@ def draw_plans(png: str | Path, model: ModelShape, plans: Sequence[Plan], cluste
         )
         times, memory = [plan.step_s for plan in plans], [plan.memory_bytes / GIB for plan in plans]
         front.plot(times, memory, "-o", color="#30638e", markersize=4)
-        front.axhline(cluster.memory_bytes / GIB, color="#d1495b", linewidth=0.8, linestyle="--")
+        if max(memory) > 0.4 * cluster.memory_bytes / GIB:  # else the plans would lie on one line
+            front.axhline(cluster.memory_bytes / GIB, color="#d1495b", linewidth=0.8, linestyle="--")
         front.set_xlabel("s a step")
         front.set_ylabel("GiB of a device")
         front.set_title(f"plans on {cluster.ranks} x {cluster.gpu.name} that none beats in time and memory", loc="left")
@@ -52,7 +54,7 @@ def draw_plans(png: str | Path, model: ModelShape, plans: Sequence[Plan], cluste
     return Path(png)
 
 
-def _draw_parts(axes, plan: Plan) -> None:
+def _draw_parts(axes: Any, plan: Plan) -> None:
     """What a step without stages takes, one part behind the other."""
     time, begin = plan.time, 0.0
     parts = {
