@@ -209,6 +209,11 @@ def typed(argv: list[str], config: Any) -> set[str]:
     return {_option_name(option) for option in options if option.startswith("--")} & set(option_names(config))
 
 
+def recipe_of(argv: list[str], default: str) -> str:
+    """The recipe that the words name, or the default."""
+    return _take_recipe(argv, default)[0]
+
+
 def _refuse_unread(config: Any, options: list[str], command: str) -> None:
     typed = {_option_name(option) for option in options if option.startswith("--")}
     for name, why in _unread(config):

@@ -13,6 +13,8 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.models.plan import decoder_table
 from core.nn.by_kernels import DECODER
+from core.optim.adamw import AdamWConfig
+from core.optim.schedule import ScheduleConfig
 from core.parallel.context import check_length
 from core.runtime import ranks_of
 from core.train import TrainConfig
@@ -88,6 +90,15 @@ class FinetuneConfig(PretrainConfig):
     def unread(self) -> dict[str, str]:
         why = "beside --model, whose tokenizer is taken; leave it out"
         return {**super().unread(), "data.vocab_size": why, "data.mask_token": why}
+
+
+FINETUNE = FinetuneConfig(
+    data=DataConfig(global_batch=8, sequence_length=256),
+    steps=200,
+    optim=AdamWConfig(lr=5e-5, weight_decay=0.0, schedule=ScheduleConfig(shape="linear", warmup_steps=10, final=0.0)),
+    out=Path("runs/finetune"),
+)
+"""What `megalith llm finetune` has by default."""
 
 
 def check_combination(config: PretrainConfig) -> MeshConfig:

@@ -6,25 +6,15 @@ The same loop, mesh and options as `llm pretrain`; the model's shape, its weight
 from dataclasses import replace
 from pathlib import Path
 
-from apps.llm.config import FinetuneConfig
-from apps.llm.corpus import DataConfig
+from apps.llm.config import FINETUNE
 from apps.llm.model import find_model
 from apps.llm.pretrain import run
 from core.config import UserError, parse
 from core.models.decoder import DecoderConfig
-from core.optim.adamw import AdamWConfig
-from core.optim.schedule import ScheduleConfig
-
-_DEFAULTS = FinetuneConfig(
-    data=DataConfig(global_batch=8, sequence_length=256),
-    steps=200,
-    optim=AdamWConfig(lr=5e-5, weight_decay=0.0, schedule=ScheduleConfig(shape="linear", warmup_steps=10, final=0.0)),
-    out=Path("runs/finetune"),
-)
 
 
 def main(argv: list[str]) -> int:
-    config = parse({"default": lambda: _DEFAULTS}, argv, "megalith llm finetune", default="default")
+    config = parse({"default": lambda: FINETUNE}, argv, "megalith llm finetune", default="default")
     if config.source == Path():
         raise UserError("no --model given; it is the folder of the model to go on from (Hugging Face, or a run)")
     source = find_model(config.source)
@@ -36,5 +26,5 @@ def main(argv: list[str]) -> int:
 
 def _refuse_shape(given: DecoderConfig) -> None:
     """A shape beside --model would be ignored, so it is refused."""
-    if given != _DEFAULTS.model:
+    if given != FINETUNE.model:
         raise UserError("model.* options beside --model: the shape is that of the folder; leave them out")

@@ -20,6 +20,7 @@ class ForeignModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.folder = folder
+        self.refused = refused
         self._build = AutoModelForCausalLM.from_config
         try:
             self.config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

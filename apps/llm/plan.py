@@ -1,11 +1,13 @@
-"""`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes."""
+"""`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes.
+
+With --gpus it searches: `apps.llm.search`.
+"""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -13,13 +15,14 @@ from rich.table import Table
 from apps.llm.config import PretrainConfig, check_combination, resolved_mesh
 from apps.llm.foreign import ForeignModel
 from apps.llm.model import UnknownModel, find_model
+from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES, default_recipe
 from apps.llm.residency import estimate_residency
-from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
+from apps.llm.search import nearest_plan, show_plans
+from core.config import UserError, in_words, option, parse, recipe_of, size_in_bytes, time_in_words, typed
 from core.estimate import (
     Machine,
     ModelShape,
-    PlannedRun,
     RunShape,
     StepEstimate,
     TimeEstimate,
@@ -34,47 +37,9 @@ from core.estimate import (
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
+from core.models.shapes import SHAPES
 from core.optim.build import without_size
 from core.parallel.pipeline.schedule import bubble_in_theory
-
-
-@dataclass(frozen=True)
-class LLMPlanConfig(PlannedRun, PretrainConfig):
-    """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
-
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("source", "gpu", "memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
-        *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
-        *("gemini.budget", "nproc"),
-    )
-
-    CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
-    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "source": "model"}
-
-    source: Path | None = None
-    """a run folder, or a Hugging Face folder of any causal model, config.json alone; by default the plan is of the
-    recipe's model and --model.* options"""
-    timeline: Path | None = None
-    """with --mesh.pp: draw the stages' step to this PNG, with its bubble beside the published one"""
-
-    def check_positions(self) -> None:
-        """Check those of the folder's model, where one is given, once it is read."""
-        if self.source is None:
-            super().check_positions()
-
-    def unread(self) -> dict[str, str]:
-        found = super().unread()
-        if self.peak_flops is None:
-            why = "and what this machine's device computes in a second is not known; give --gpu, such as A100"
-            found["utilisation"] = why
-            if self.gemini.budget is None:
-                found["bandwidth_gb_s"] = why
-        if self.gemini.budget is None and self.source is None:
-            found["memory_gb_s"] = "without a budget; give --gemini.budget"
-        if self.pipeline.cost != "estimated":
-            found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
-        return found
-
 
 VALUES_ALONE = (
     *("model.norm_eps", "model.rope_theta", "model.moe.balance_weight"),
@@ -103,30 +68,58 @@ def _of_run(recipe: Callable[[], PretrainConfig]) -> LLMPlanConfig:
 
 
 def main(argv: list[str]) -> int:
+    argv = _with_recipe(argv)
+    recipe = recipe_of(argv, default_recipe(argv))
     config = parse(
         {name: partial(_of_run, recipe) for name, recipe in RECIPES.items()},
         argv,
         "megalith llm plan",
-        default_recipe(argv),
+        recipe,
     )
+    given = typed(argv, config)
+    if config.batch is not None:
+        if "data.global_batch" in given:
+            raise UserError(f"batch={config.batch} and --data.global-batch mean the same; give one of them")
+        given = given - {"batch"} | {"data.global_batch"}
+        config = replace(config, data=replace(config.data, global_batch=config.batch))
     foreign = None
     if config.source is not None:
-        found = _model_of(config.source, typed(argv, config))
+        found = _model_of(config.source, given)
         if isinstance(found, ForeignModel):
             foreign = found
         else:
             config = replace(config, model=found)
             PretrainConfig.check_positions(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if config.gpus is not None:
+        if foreign is not None:
+            raise UserError(f"{foreign.refused}; a search is of the decoder's families, so plan one run without --gpus")
+        show_plans(config, given, recipe, console)
+        return 0
     if config.gemini.budget is not None:
         _show_residency(config, foreign, console)
     elif foreign is not None:
         _show_foreign(config, foreign, console)
     else:
         _show(config, console)
-    if ignored := sorted(typed(argv, config) & without_effect(config, foreign)):
+    if ignored := sorted(given & without_effect(config, foreign)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     return 0
+
+
+def _with_recipe(argv: list[str]) -> list[str]:
+    """The words with --recipe NAME for --model NAME, of a shape and no folder.  Raises UserError beside --recipe."""
+    words = []
+    for before, word in zip(["", *argv], argv):
+        name = word.removeprefix("--model=") if word.startswith("--model=") else word if before == "--model" else ""
+        if name in SHAPES and not Path(name).exists():
+            if any(one == "--recipe" or one.startswith(("--recipe=", "recipe=")) for one in argv):
+                raise UserError(f"--model {name} beside --recipe: the name is that of a recipe, too; give one of them")
+            words = words[:-1] if before == "--model" else words
+            words += ["--recipe", name]
+        else:
+            words.append(word)
+    return words
 
 
 def _model_of(folder: Path, given: set[str]) -> DecoderConfig | ForeignModel:
@@ -141,6 +134,8 @@ def _model_of(folder: Path, given: set[str]) -> DecoderConfig | ForeignModel:
 
 def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
+    if config.gpus is not None:
+        return set()  # they stand in the commands
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     if foreign is None and config.gemini.budget is None:
         found.add("memory_gb_s")
@@ -160,8 +155,9 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
     if config.timeline is not None:
         console.print(draw_step(config, model, run, machine, config.timeline))
     if config.memory is not None:
-        require_fit(model, run, size_in_bytes(config.memory, "memory", "GiB"))
-        console.print(f"fits {in_words(size_in_bytes(config.memory, 'memory', 'GiB'))}")
+        size = size_in_bytes(config.memory, "memory", "GiB")
+        require_fit(model, run, size, lambda: nearest_plan(config, run, size, 0))
+        console.print(f"fits {in_words(size)}")
 
 
 def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) -> None:
@@ -323,7 +319,7 @@ def warning(config: PretrainConfig, kind: str, device_bytes: int, host_bytes: in
     model, run = decoder_shape(config.model), run_shape(config)
     if config.gemini.budget is None:
         try:
-            require_fit(model, run, device_bytes)
+            require_fit(model, run, device_bytes, lambda: nearest_plan(config, run, device_bytes, host_bytes))
         except UserError as error:
             return str(error)
         return None

@@ -1,6 +1,10 @@
 """Solvers that say how a module is spread: they read the table, a trace and a machine, and return plans.
 
 costs       bytes and seconds of every collective, by the one function that search, solver and executor share
+machines    GPUs and links by name, and which link the ranks of an axis have
+step_time   seconds of a decoder's step on a cluster
+strategies  the search over all ways to train a decoder: those that none beats in time and memory
+draw        its picture
 specs       how a tensor lies on a mesh of one to three axes: S01, S10, R, partial
 conversion  paths from one spec to another, greedy and cheapest, and the collectives that execute them
 """

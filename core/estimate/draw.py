@@ -40,7 +40,7 @@ def draw_timelines(png: str | Path, timelines: Mapping[str, Timeline], unit: str
             layout="constrained",
         )
         for axes, (label, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
-            _draw(axes, timeline)
+            draw_timeline(axes, timeline)
             axes.set_title(f"{label}: bubble {timeline.bubble:.1%}, in theory {timeline.theory:.1%}", loc="left")
         panels[-1, 0].set_xlabel(unit)
         kinds = {action.kind for timeline in timelines.values() for action in timeline.times}
@@ -54,7 +54,8 @@ def draw_timelines(png: str | Path, timelines: Mapping[str, Timeline], unit: str
     return Path(png)
 
 
-def _draw(axes: Any, timeline: Timeline) -> None:
+def draw_timeline(axes: Any, timeline: Timeline) -> None:
+    """The bars of one step, into a panel."""
     start = min(begin for begin, _ in timeline.times.values())
     for rank, actions in enumerate(timeline.schedule.ranks):
         own = timeline.schedule.stages_of(rank)

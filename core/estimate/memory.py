@@ -26,19 +26,19 @@ and what context parallelism has on its way: two blocks of keys and values and o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from core.config import UserError, in_words
 from core.estimate.pipeline import run_schedule, stages_of
-from core.estimate.shape import ModelShape, RunShape, Weight
+from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
-from core.optim.size import state_bytes
 from core.parallel.data import BUCKET_BYTES
-from core.parallel.pipeline.schedule import SCHEDULES, Kind, most_in_flight
+from core.parallel.pipeline.schedule import SCHEDULES, Counts
 from core.placement.stages import StageSplit
 from core.precision import compute_dtype
 
@@ -80,11 +80,46 @@ class MemoryEstimate:
 def estimate_memory(model: ModelShape, run: RunShape) -> MemoryEstimate:
     """The estimate for the rank that needs most: of a pipeline, with the microbatches that its schedule keeps."""
     stages = stages_of(model, run)
-    return max((_rank_memory(model, run, stages, rank) for rank in range(run.pp)), key=lambda m: m.peak_bytes)
+    own: list[list[Part]] = [[] for _ in range(run.pp)]
+    for part in model.parts(run):
+        own[stages.rank_of(part.block)].append(part)
+    sizes = {id(block): _block_bytes(block, run) for block in (model.block, model.largest_block)}
+    found = (_rank_memory(model, run, stages, rank, own[rank], sizes) for rank in _telling(model, run, stages, own))
+    return max(found, key=lambda m: m.peak_bytes)
 
 
-def require_fit(model: ModelShape, run: RunShape, device_bytes: int) -> MemoryEstimate:
+def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[list[Part]]) -> list[int]:
+    """Ranks of which one is the fullest: of those with alike stages the ones that keep more microbatches at a time."""
+    if run.pp == 1:
+        return [0]
+    in_flight, telling = run_schedule(run).in_flight, dict[Any, list[int]]()
+    for rank, parts in enumerate(own):
+        blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
+        sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
+        others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank), [])
+        if not any(_keeps_as_much(in_flight[other], in_flight[rank]) for other in others):
+            others.append(rank)
+    return [rank for ranks in telling.values() for rank in ranks]
+
+
+def _keeps_as_much(one: Sequence[Sequence[Counts]], other: Sequence[Sequence[Counts]]) -> bool:
+    """Whether for each fullest moment of another rank there is one that is at least as full."""
+    return all(
+        any(all(a >= b for a, b in zip(mine, theirs, strict=True)) for mine in ours)
+        for ours, others in zip(one, other, strict=True)
+        for theirs in others
+    )
+
+
+def require_fit(
+    model: ModelShape,
+    run: RunShape,
+    device_bytes: int,
+    several: Callable[[], str] = lambda: "combine --zero 3 with --mesh.tp",
+) -> MemoryEstimate:
     """The estimate, if it fits a device of `device_bytes`.
+
+    several  what to do where no single change suffices
 
     Raises UserError otherwise: what it needs, what there is, and which single changes would fit.
     """
@@ -96,7 +131,7 @@ def require_fit(model: ModelShape, run: RunShape, device_bytes: int) -> MemoryEs
         for option, changed in _single_changes(model, run)
         if (peak := estimate_memory(model, changed).peak_bytes) <= device_bytes
     ]
-    advice = f"try {' or '.join(fitting)}" if fitting else "no single change suffices: combine --zero 3 with --mesh.tp"
+    advice = f"try {' or '.join(fitting)}" if fitting else f"no single change suffices: {several()}"
     needs, has = in_words(estimate.peak_bytes), in_words(device_bytes)
     raise UserError(f"the run needs {needs} per rank, the device has {has}; {advice}")
 
@@ -126,32 +161,50 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
             yield f"--mesh.pp {pp}", replace(run, pp=pp, pipeline=replace(run.pipeline, split=()))
 
 
-def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> MemoryEstimate:
-    own = [w for w in model.weights if stages.rank_of(w.block) == rank]
-    weights = own + _copies(model, stages, rank)
-    state, grads = _state_bytes(model, weights, own, run), _gradient_bytes(model, weights, run)
-    head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
-    kept, kept_back, recomputed = _block_activations(model, run, stages, rank)
-    block = model.largest_block
-    input_bytes, everything, working = (
-        run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.working)
+@dataclass(frozen=True)
+class _BlockBytes:
+    """A microbatch's bytes in a block: the fields of `BlockShape`."""
+
+    input: float
+    everything: float
+    selective: float
+    working: float
+    weighed: float | None
+
+
+def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
+    input, everything, selective, working = (
+        run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective, block.working)
     )
+    weighed = None if block.weighed is None else run.tokens * block.weighed.bytes_per_token(run)
+    return _BlockBytes(input, everything, selective, working, weighed)
+
+
+def _rank_memory(
+    model: ModelShape, run: RunShape, stages: StageSplit, rank: int, own: list[Part], sizes: Mapping[int, _BlockBytes]
+) -> MemoryEstimate:
+    """sizes: by the identity of the model's kinds of blocks."""
+    parts = own + _copies(model, run, stages, rank)
+    state, grads = _state_bytes(parts, run), _gradient_bytes(model, parts, run)
+    head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
+    kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes)
+    block = sizes[id(model.largest_block)]
     bias = 0  # a ring makes it for a tile of scores at a time
     if run.cp == run.cp_exchange:
         bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp_side / run.cp_exchange) * run.sequence_length**2
         bias += run.width_bytes * model.masks(run.sequence_length) * run.sequence_length**2
     gathered, kernel, sent = (
-        _gathered_bytes(model, weights, run),
-        _kernel_scratch(model, weights, run),
-        _sent_bytes(model, weights, run),
+        _gathered_bytes(model, parts, run),
+        _kernel_scratch(parts, run),
+        _sent_bytes(model, parts, run),
     )
-    first_block = grads.first_block + input_bytes + everything + working
-    embedding = grads.whole + max(head.tied_gradient, input_bytes)
+    first_block = grads.first_block + block.input + block.everything + block.working
+    embedding = grads.whole + max(head.tied_gradient, block.input)
 
     resident = state.resident + bias + gathered
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
-        "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + working,
+        "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
         "update": state.resident + max(grads.own + kernel, sent),
     }
@@ -159,7 +212,7 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int
         parameters_bytes=state.parameters,
         gradients_bytes=state.gradients,
         optimizer_bytes=state.optimizer,
-        activations_bytes=round(max(kept + head.activations, kept_back + recomputed + working)),
+        activations_bytes=round(max(kept + head.activations, kept_back + recomputed + block.working)),
         buffers_bytes=round(
             head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + max(kernel, sent)
         ),
@@ -170,18 +223,22 @@ def _rank_memory(model: ModelShape, run: RunShape, stages: StageSplit, rank: int
 # --- what lies on a rank ----------------------------------------------------------------------------------------------
 
 
-def _copies(model: ModelShape, stages: StageSplit, rank: int) -> list[Weight]:
+def _copies(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> list[Part]:
     """A tied head's weight where the embedding is on another rank, which then has its optimizer state."""
     head = model.head
     if head is None or not head.tied or stages.owners[-1] != rank or stages.owners[0] == rank:
         return []
-    return [Weight((head.vocab_size, head.width), model.num_blocks, name="head.weight")]
+    return [model.copied_part(run)]
 
 
-def _num_local(model: ModelShape, weights: list[Weight], run: RunShape, *, updated: bool = False) -> int:
-    """Elements of the largest parts that a rank computes with, or that its optimizer updates."""
-    part = model.updated if updated else model.held
-    return sum(math.prod(part(weight, run)) for weight in weights)
+def _num_whole(parts: list[Part]) -> int:
+    """Elements that a rank computes with."""
+    return sum(part.num_whole for part in parts)
+
+
+def _num_updated(parts: list[Part]) -> int:
+    """Elements that its optimizer updates."""
+    return sum(part.num_updated for part in parts)
 
 
 # --- parameters, gradients, optimizer ---------------------------------------------------------------------------------
@@ -197,11 +254,10 @@ class _State:
     resident: int
 
 
-def _state_bytes(model: ModelShape, weights: list[Weight], own: list[Weight], run: RunShape) -> _State:
-    """own: the weights that the optimizer of this rank updates."""
-    whole, sharded = _num_local(model, weights, run), _num_local(model, weights, run, updated=True)
+def _state_bytes(parts: list[Part], run: RunShape) -> _State:
+    whole, sharded = _num_whole(parts), _num_updated(parts)
     width, wide = run.width_bytes, run.wide_bytes
-    state = _optimizer_bytes(model, own, run)
+    state = sum(part.state for part in parts)
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
     if run.zero == 3:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
@@ -213,16 +269,6 @@ def _state_bytes(model: ModelShape, weights: list[Weight], own: list[Weight], ru
         optimizer=state + (master + reduced) * updated,
         resident=width * whole + state + master * updated,
     )
-
-
-def _optimizer_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
-    """State of the largest shards."""
-    total = 0
-    for weight in weights:
-        hidden = len(weight.shape) == 2 and 0 <= weight.block < model.num_blocks
-        part, ranks = model.updated(weight, run), run.num_gradient_ranks * run.tp
-        total += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden, ranks=ranks)
-    return total
 
 
 @dataclass(frozen=True)
@@ -245,18 +291,18 @@ class _Gradients:
     message: int
 
 
-def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> _Gradients:
+def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> _Gradients:
     wide, sharded = run.wide_bytes, run.zero >= 2
-    message, everything = wide * _largest_message(model, weights, run), wide * _num_local(model, weights, run)
-    own = wide * _num_local(model, weights, run, updated=sharded)
+    message, everything = wide * _largest_message(model, parts, run), wide * _num_whole(parts)
+    own = wide * (_num_updated(parts) if sharded else _num_whole(parts))
     if run.holds_whole_gradients:
         return _Gradients(everything, everything, everything, everything, own, 0)
-    behind_embedding = wide * _num_local(model, [w for w in weights if w.block >= 0], run, updated=sharded)
+    after = [part for part in parts if part.block >= 0]
+    behind_embedding = wide * (_num_updated(after) if sharded else _num_whole(after))
     if run.zero < 3 and run.num_gradient_ranks == 1:  # no messages: those of what the backward has left
-        blocks = {w.block for w in weights if 0 <= w.block < model.num_blocks} or {-1}
+        blocks = {part.block for part in parts if 0 <= part.block < model.num_blocks} or {-1}
         first, first_block = (
-            wide * _num_local(model, [w for w in weights if w.block > block], run)
-            for block in (max(blocks), min(blocks))
+            wide * _num_whole([part for part in parts if part.block > block]) for block in (max(blocks), min(blocks))
         )
         return _Gradients(0, first, first_block, everything, own, 0)
     if not sharded or run.shard_ranks == 1:
@@ -268,50 +314,53 @@ def _gradient_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> 
     return _Gradients(earlier, first, first_block, whole, own, message)
 
 
-def _largest_message(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+def _largest_message(model: ModelShape, parts: list[Part], run: RunShape) -> int:
     """Elements that are reduced together: a bucket of about BUCKET_BYTES, or at ZeRO-3 a block or all outside them."""
     if run.zero == 3:
-        return max(_units(model, weights, run).values())
-    sizes = [_num_local(model, [w], run) for w in weights]
-    return min(sum(sizes), max(*sizes, BUCKET_BYTES // run.wide_bytes))
+        return max(_units(model, parts).values())
+    largest = max(max(part.whole) for part in parts)
+    return min(_num_whole(parts), max(largest, BUCKET_BYTES // run.wide_bytes))
 
 
-def _units(model: ModelShape, weights: list[Weight], run: RunShape) -> dict[int, int]:
+def _units(model: ModelShape, parts: list[Part]) -> dict[int, int]:
     """Elements of each unit that FSDP2 gathers: block -> elements, -1 -> all that is outside the blocks."""
     units = {-1: 0}
-    for weight in weights:
-        unit = weight.block if 0 <= weight.block < model.num_blocks else -1
-        units[unit] = units.get(unit, 0) + _num_local(model, [weight], run)
+    for part in parts:
+        unit = part.block if 0 <= part.block < model.num_blocks else -1
+        units[unit] = units.get(unit, 0) + part.num_whole
     return units
 
 
-def _gathered_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+def _gathered_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
     """ZeRO-3: what is outside the blocks, the block that computes and the one that is fetched ahead."""
     if run.zero < 3:
         return 0
-    units = _units(model, weights, run)
+    units = _units(model, parts)
     outside = units.pop(-1)
     return run.width_bytes * (outside + 2 * max(units.values(), default=0))
 
 
-def _kernel_scratch(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+def _kernel_scratch(parts: list[Part], run: RunShape) -> int:
     """Bytes that the optimizer's kernel needs beside its state."""
-    sizes = [run.wide_bytes * _num_local(model, [w], run, updated=True) for w in weights]
-    return {"fused": 0, "loop": 2 * max(sizes), "foreach": sum(sizes)}[run.optimizer_kernel]
+    largest = max(max(part.updated) for part in parts)
+    elements = {"fused": 0, "loop": 2 * largest, "foreach": _num_updated(parts)}
+    return run.wide_bytes * elements[run.optimizer_kernel]
 
 
-def _sent_bytes(model: ModelShape, weights: list[Weight], run: RunShape) -> int:
+def _sent_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
     """A bucket of updated parameters on its way to all: this rank's part and the whole."""
     if run.zero not in (1, 2) or run.shard_ranks == 1:
         return 0
-    whole = run.width_bytes * _largest_message(model, weights, run)
+    whole = run.width_bytes * _largest_message(model, parts, run)
     return whole + whole // run.shard_ranks
 
 
 # --- activations and the head -----------------------------------------------------------------------------------------
 
 
-def _block_activations(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> tuple[float, float, float]:
+def _block_activations(
+    model: ModelShape, run: RunShape, stages: StageSplit, rank: int, sizes: Mapping[int, _BlockBytes]
+) -> tuple[float, float, float]:
     """What all blocks of a rank keep: (behind a forward, on the way back, beyond that while one is computed again)."""
     kept_by, pending_by, beyond = {}, {}, 0.0
     splits = SCHEDULES[run.pipeline.schedule].splits_backward and run.pp > 1
@@ -319,17 +368,14 @@ def _block_activations(model: ModelShape, run: RunShape, stages: StageSplit, ran
         kept = pending = 0.0
         moments = []  # when a block is computed again, beside what is kept and pending of all
         for index in stages.ranges[stage]:
-            block = model.block_of(index)
-            input_bytes, everything, selective = (
-                run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective)
-            )
-            kept_if_recomputed = input_bytes + (selective if run.recompute == "selective" else 0)
-            again = max(0.0, input_bytes + everything - kept_if_recomputed) if run.recomputes(index) else 0.0
-            kept += kept_if_recomputed if run.recomputes(index) else input_bytes + everything
+            block = sizes[id(model.block_of(index))]
+            kept_if_recomputed = block.input + (block.selective if run.recompute == "selective" else 0)
+            again = max(0.0, block.input + block.everything - kept_if_recomputed) if run.recomputes(index) else 0.0
+            kept += kept_if_recomputed if run.recomputes(index) else block.input + block.everything
             # Between I and W the gradients of what weights made, of products and norms, and what those were made of.
-            waiting = selective + 2 * input_bytes
+            waiting = block.selective + 2 * block.input
             if again and block.weighed is not None:
-                waiting += input_bytes + run.tokens * block.weighed.bytes_per_token(run) - kept_if_recomputed
+                waiting += block.input + block.weighed - kept_if_recomputed
             else:
                 waiting += again
             # The way back: without parts blocks behind this one are gone, with parts those before it do not wait yet.
@@ -340,10 +386,10 @@ def _block_activations(model: ModelShape, run: RunShape, stages: StageSplit, ran
     if run.pp == 1:
         return sum(kept_by.values()), sum(kept_by.values()), beyond
 
-    actions, heads = run_schedule(run).ranks[rank], _waiting_heads(model, run, stages, rank)
+    heads = _waiting_heads(model, run, stages, rank)
     behind_forwards, ever = (
-        heads + most_in_flight(actions, kept_by.__getitem__, pending_by.__getitem__, kinds)
-        for kinds in ((Kind.FORWARD,), tuple(Kind))
+        heads + max(sum(kept_by[stage] * n + pending_by[stage] * waits for stage, n, waits in one) for one in moments)
+        for moments in run_schedule(run).moments[rank]
     )
     return behind_forwards, ever, beyond
 
@@ -352,11 +398,7 @@ def _waiting_heads(model: ModelShape, run: RunShape, stages: StageSplit, rank: i
     """Bytes that heads keep for backwards that do not follow at once: of gpipe, a gradient of the weight each."""
     if stages.owners[-1] != rank or model.head is None:
         return 0.0
-    last, waiting, most = len(stages.ranges) - 1, 0, 0
-    for action in run_schedule(run).ranks[rank]:
-        if action.stage == last:
-            waiting += (action.kind is Kind.FORWARD) - action.passes_on_gradients
-            most = max(most, waiting)
+    most = run_schedule(run).heads_waiting
     weight_bytes = run.width_bytes * largest_share(model.head.vocab_size, run.tp) * model.head.width
     return (most - 1) * (_head_bytes(model, run, has_head=True).activations + weight_bytes)
 

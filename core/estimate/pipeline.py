@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 def stage_costs(model: ModelShape, run: RunShape) -> Costs:
     """FLOPs a token, forward and backward, of blocks, embedding and head: what stages are balanced by."""
+    return model.once(("costs", run.sequence_length), lambda: _stage_costs(model, run))
+
+
+def _stage_costs(model: ModelShape, run: RunShape) -> Costs:
     head = model.head.vocab_size * model.head.width if model.head is not None else 0
     multiplied = max(model.num_matmul_parameters - head, 0)
     blocks = tuple(
@@ -57,6 +61,10 @@ def _shares(model: ModelShape) -> list[float]:
 
 def stages_of(model: ModelShape, run: RunShape) -> StageSplit:
     """The stages that the run will have, where its split is given or estimated."""
+    return model.once(("stages", run.pp, run.pipeline, run.sequence_length), lambda: _stages_of(model, run))
+
+
+def _stages_of(model: ModelShape, run: RunShape) -> StageSplit:
     owner_of = owners(run.pipeline.schedule, run.pp, run.pipeline.chunks) if run.pp > 1 else (0,)
     split = run.pipeline.split or split_by_cost(model.num_blocks, len(owner_of), stage_costs(model, run))
     return StageSplit(tuple(stage_ranges(split)), owner_of)

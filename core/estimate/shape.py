@@ -10,21 +10,24 @@ Sources: Rajbhandari et al., "ZeRO" (2020), section 3, for the bytes of the trai
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache, partial
+from itertools import groupby
+from typing import Any, Literal
 
 from core.kernels.cross_entropy import TILE_BYTES
 from core.layout import Layout
 from core.mesh import MeshConfig, TpMode, Zero, mesh_shape
-from core.models.decoder import Decoder, DecoderConfig, decoder_without_memory
+from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.models.plan import decoder_plan
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
+from core.optim.size import state_bytes
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeMode
-from core.placement.messages import Sent, Widths, microbatch_bytes
+from core.placement.messages import Sent, Widths, microbatch_bytes, microbatch_calls
 from core.placement.table import Placed, Table, placement, shard_rows
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -35,13 +38,39 @@ class Weight:
 
     block   index of the block it belongs to; -1 before the blocks (embedding), num_blocks behind them (final norm)
     experts a stack of matrices, one for each expert, which expert parallelism deals out
-    name    in the module, where it is one's
+    name    in the module, where it is one's; blocks that are alike have one name, that of the first
     """
 
     shape: tuple[int, ...]
     block: int = 0
     experts: bool = False
     name: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, or what is outside the blocks, on a rank: its weights' largest parts, weight by weight, in elements.
+
+    block    index of the block, as of `Weight`
+    whole    what the rank computes with
+    updated  what its optimizer updates
+    experts  elements of `whole` that are experts'
+    state    bytes of the optimizer's state
+    """
+
+    block: int
+    whole: tuple[int, ...]
+    updated: tuple[int, ...]
+    experts: int = 0
+    state: int = 0
+
+    @cached_property
+    def num_whole(self) -> int:
+        return sum(self.whole)
+
+    @cached_property
+    def num_updated(self) -> int:
+        return sum(self.updated)
 
 
 @dataclass(frozen=True)
@@ -122,6 +151,7 @@ class ModelShape:
     masks_windows          a window that hides something is a bias [L, L], kept for the step (on a CPU)
     table                  where its weights lie on a mesh, by their names; without one only ZeRO cuts them
     sent                   bytes of a microbatch that its plan sends on a rank of a run; None: by the published forms
+    calls                  the number of those messages
     """
 
     weights: tuple[Weight, ...]
@@ -139,14 +169,53 @@ class ModelShape:
     expert_rows: float = 0
     table: Callable[[MeshConfig, Zero], Table] | None = field(default=None, compare=False)
     sent: Callable[[RunShape], Sent] | None = field(default=None, compare=False)
+    calls: Callable[[RunShape], Sent] | None = field(default=None, compare=False)
+    _known: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """what was asked before"""
+
+    def parts(self, run: RunShape) -> tuple[Part, ...]:
+        """The parts of all ranks of a pipeline, in their order."""
+        key = "parts", run.mesh, run.zero, run.optimizer, run.wide_bytes
+        return self.once(key, lambda: self._all_parts(run))
+
+    def _all_parts(self, run: RunShape) -> tuple[Part, ...]:
+        alike: dict[tuple[Any, ...], Part] = {}
+        found = []
+        for block, weights in groupby(sorted(self.weights, key=lambda w: w.block), key=lambda w: w.block):
+            own = tuple(weights)
+            inside = 0 <= block < self.num_blocks
+            kind = (inside or block, *((weight.shape, weight.experts, weight.name) for weight in own))
+            if kind not in alike:
+                alike[kind] = self._part(block, own, run)
+            found.append(replace(alike[kind], block=block))
+        return tuple(found)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for a key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def copied_part(self, run: RunShape) -> Part:
+        """A tied head's weight on another rank than the embedding, which then has its optimizer state."""
+        assert self.head is not None
+        weight = Weight((self.head.vocab_size, self.head.width), self.num_blocks, name="head.weight")
+        return replace(self._part(self.num_blocks, (weight,), run), state=0)
+
+    def _part(self, block: int, weights: tuple[Weight, ...], run: RunShape) -> Part:
+        rows = [self._row(weight, run) for weight in weights]
+        whole = [math.prod(row.layout.largest_shape()) for row in rows]
+        updated = [row.master.largest_shape() for row in rows]
+        ranks, state = run.num_gradient_ranks * run.tp, 0
+        for weight, part in zip(weights, updated, strict=True):
+            hidden = len(weight.shape) == 2 and 0 <= block < self.num_blocks
+            state += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden, ranks=ranks)
+        experts = sum(n for n, weight in zip(whole, weights, strict=True) if weight.experts)
+        return Part(block, tuple(whole), tuple(map(math.prod, updated)), experts, state)
 
     def held(self, weight: Weight, run: RunShape) -> tuple[int, ...]:
         """The largest part of a weight that a rank computes with."""
         return self._row(weight, run).layout.largest_shape()
-
-    def updated(self, weight: Weight, run: RunShape) -> tuple[int, ...]:
-        """The largest part of it that a rank's optimizer updates."""
-        return self._row(weight, run).master.largest_shape()
 
     def _row(self, weight: Weight, run: RunShape) -> Placed:
         if self.table is not None:
@@ -230,23 +299,23 @@ class RunShape:
         sizes = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "tp", "tp_mode", "tp_depth", "pp")}
         return MeshConfig(**sizes, cp=self.cp, cp_mode=mode, cp_ulysses=exchange, ep=self.ep)
 
-    @property
+    @cached_property
     def width_bytes(self) -> int:
         """Bytes of an element in which the model computes."""
         return compute_dtype(self.precision).itemsize
 
-    @property
+    @cached_property
     def wide_bytes(self) -> int:
         """Bytes of an element of masters, optimizer state and reductions."""
         return master_dtype(self.precision).itemsize
 
-    @property
+    @cached_property
     def tp_side(self) -> int:
         """Ranks over which heads and features are cut: tp, or the side of its grid."""
         power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[self.tp_mode]
         return round((self.tp / self.tp_depth) ** (1 / power))
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of one microbatch on one rank."""
         return self.microbatch_size * -(-self.sequence_length // self.cp)
@@ -300,11 +369,13 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
     Attention is fused (scaled_dot_product_attention), so nothing grows with the square of the length but ALiBi's bias.
     """
     model = decoder_without_memory(config)
+    period = config.moe.every if config.moe.num_experts else 1
     tables = ("embedding.tokens.weight", "embedding.positions.weight", "embedding.types.weight")
     weights, num_matmul = [], 0
     for name, parameter in model.named_parameters():
         shape, block = tuple(parameter.shape), _block_index(name, config.num_layers)
-        weights.append(Weight(shape, block, experts=".experts." in name, name=name))
+        alike = name.replace(f"blocks.{block}.", f"blocks.{block % period}.") if name.startswith("blocks.") else name
+        weights.append(Weight(shape, block, experts=".experts." in name, name=alike))
         if parameter.ndim >= 2 and name.endswith(".weight") and name not in tables:
             num_matmul += round(parameter.numel() * config.active_share(name))
     composed = config.norm != "layer_norm" and device_type == "cpu"
@@ -330,9 +401,35 @@ def decoder_shape(config: DecoderConfig, *, device_type: str = "cuda") -> ModelS
         expert_block=_with_experts(_decoder_block(config, composed), config) if config.moe.num_experts else None,
         expert_every=config.moe.every,
         expert_rows=_expert_rows(config),
-        table=lru_cache(256)(lambda mesh, zero: placement(model, decoder_plan(config, mesh), mesh, zero)),
-        sent=lru_cache(256)(lambda run: _sent(model, config, run)),
+        table=lru_cache(256)(partial(_table, _with_blocks(config, period))),
+        sent=lru_cache(256)(partial(_sent, config, period, partial(_microbatch, microbatch_bytes))),
+        calls=lru_cache(256)(partial(_sent, config, period, partial(_microbatch, microbatch_calls))),
     )
+
+
+def _with_blocks(config: DecoderConfig, number: int) -> DecoderConfig:
+    """The decoder with its first blocks alone, of which all others are alike."""
+    full = tuple(index for index in config.full_layers if index < number)
+    return replace(config, num_layers=min(number, config.num_layers), full_layers=full)
+
+
+def _table(config: DecoderConfig, mesh: MeshConfig, zero: Zero) -> Table:
+    return placement(decoder_without_memory(config), decoder_plan(config, mesh), mesh, zero)
+
+
+def _sent(config: DecoderConfig, period: int, of: Callable[[DecoderConfig, RunShape], Sent], run: RunShape) -> Sent:
+    """What all blocks send, by those of a few: so much for each period more."""
+    periods, rest = divmod(config.num_layers, period)
+    if periods < 3:
+        return of(config, run)
+    few, more = (of(_with_blocks(config, number * period + rest), run) for number in (1, 2))
+    return Counter({key: few[key] + (periods - 1) * (n - few[key]) for key, n in more.items()})
+
+
+def _microbatch(by: Callable[..., Sent], config: DecoderConfig, run: RunShape) -> Sent:
+    model, plan = decoder_without_memory(config), decoder_plan(config, run.mesh)
+    batch, widths = run.microbatch_size, Widths(run.width_bytes, run.wide_bytes)
+    return by(model, plan, run.mesh, batch, run.tokens // batch, widths)
 
 
 def _behind_blocks(config: DecoderConfig, composed_norms: bool) -> Kept:
@@ -340,11 +437,6 @@ def _behind_blocks(config: DecoderConfig, composed_norms: bool) -> Kept:
     if config.mlm_head:
         return Kept(2 * config.dim)
     return Kept(config.dim, widened=config.dim) if composed_norms else Kept()
-
-
-def _sent(model: Decoder, config: DecoderConfig, run: RunShape) -> Sent:
-    batch, widths = run.microbatch_size, Widths(run.width_bytes, run.wide_bytes)
-    return microbatch_bytes(model, decoder_plan(config, run.mesh), run.mesh, batch, run.tokens // batch, widths)
 
 
 def _block_index(name: str, num_blocks: int) -> int:

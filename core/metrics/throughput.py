@@ -75,10 +75,10 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
 
 
 def gpu_peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Peak dense FLOP/s of the GPU that calls itself `name`, for instance "NVIDIA A100-SXM4-80GB"."""
+    """Peak dense FLOP/s of the GPU that calls itself `name`, for instance "NVIDIA A100-SXM4-80GB"; in any case."""
     # Whole words: "A100" must not be found in "A1000".
-    words = f" {name.replace('-', ' ')} "
-    tflops = next((t for gpu, t in _GPU_TFLOPS.items() if f" {gpu} " in words), {})
+    words = f" {name.replace('-', ' ')} ".upper()
+    tflops = next((t for gpu, t in _GPU_TFLOPS.items() if f" {gpu.upper()} " in words), {})
     keys = {torch.float64: ["fp64"], torch.float32: ["tf32", "fp32"] if tf32 else ["fp32"]}
     keys |= {torch.float16: ["16", "fp16"], torch.bfloat16: ["16"]}
     return next((tflops[key] * 1e12 for key in keys[dtype] if key in tflops), None)

@@ -5,6 +5,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,9 +42,30 @@ def microbatch_bytes(
     model   before the plan is applied; it may lie on the meta device
     length  of a sequence; under context parallelism what a rank has of it
     """
-    plan = model_plan(plan)
+    sent: Sent = Counter()
+    for key, num_bytes in _messages(model, model_plan(plan), mesh, batch, length, widths):
+        sent[key] += num_bytes
+    return +sent
+
+
+def microbatch_calls(
+    model: nn.Module,
+    plan: ModelPlan | Plan,
+    mesh: MeshConfig | AnyMesh,
+    batch: int,
+    length: int,
+    widths: Widths = Widths(),
+) -> Sent:
+    """The number of those messages that are not empty, for their latencies."""
+    keys = _messages(model, model_plan(plan), mesh, batch, length, widths)
+    return Counter(key for key, num_bytes in keys if num_bytes)
+
+
+def _messages(
+    model: nn.Module, plan: ModelPlan, mesh: MeshConfig | AnyMesh, batch: int, length: int, widths: Widths
+) -> Iterator[tuple[tuple[str, str], int]]:
     mesh = mesh_shape(mesh) if isinstance(mesh, MeshConfig) else mesh
-    table, sent = placement(model, plan, mesh), Counter()
+    table = placement(model, plan, mesh)
     for part, axes in plan.steps(mesh):
         axis = axes[0] if len(axes) == 1 else ""
         for pattern, style in part.items():
@@ -53,9 +75,8 @@ def microbatch_bytes(
                 site = Site(module, layouts, mesh, axis, batch, length)
                 for message in (*style.messages.forward, *style.messages.backward):
                     if axis_size(mesh, message.axis or axis) > 1:
-                        width = widths.of(message)
-                        sent[message.operation, message.axis or axis] += round(width * message.elements(site))
-    return +sent
+                        num_bytes = round(widths.of(message) * message.elements(site))
+                        yield (message.operation, message.axis or axis), num_bytes
 
 
 def partial_sum_bytes(table: Table, wide: int = 4) -> Sent:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 
@@ -40,6 +41,7 @@ class PipelinePlan:
     tuple_size: int = 0
 
 
+@lru_cache(512)
 def split_by_cost(num_blocks: int, num_stages: int, costs: Costs = ALIKE) -> tuple[int, ...]:
     """Number of blocks of each stage, at least one: the largest cost of a stage is the least possible.
 
@@ -54,6 +56,9 @@ def split_by_cost(num_blocks: int, num_stages: int, costs: Costs = ALIKE) -> tup
         ends = costs.before * (stage == 0) + costs.behind * (stage == num_stages - 1)
         return upto[stop] - upto[start] + ends
 
+    small, more = divmod(num_blocks, num_stages)
+    even = stage_ranges([small + (stage < more) for stage in range(num_stages)])
+    enough = max(cost(stage, blocks.start, blocks.stop) for stage, blocks in enumerate(even))
     # best[stop]: (largest cost, sum of squares, blocks of each stage) of the first stages over blocks[:stop].
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
@@ -61,6 +66,8 @@ def split_by_cost(num_blocks: int, num_stages: int, costs: Costs = ALIKE) -> tup
         for start, (largest, squares, sizes) in best.items():
             for stop in range(start + 1, num_blocks - (num_stages - 1 - stage) + 1):
                 one = cost(stage, start, stop)
+                if one > enough:  # more than even stages cost
+                    break
                 candidate = max(largest, one), squares + one**2, (*sizes, stop - start)
                 if stop not in following or candidate < following[stop]:
                     following[stop] = candidate
@@ -91,7 +98,12 @@ class StageSplit:
         return next((s for s, blocks in enumerate(self.ranges) if block < blocks.stop), len(self.ranges) - 1)
 
     def rank_of(self, block: int) -> int:
-        return self.owners[self.stage_of_block(block)]
+        return self.owners[self._stages[min(max(block, 0), len(self._stages) - 1)]]
+
+    @cached_property
+    def _stages(self) -> list[int]:
+        """The stage of each block."""
+        return [stage for stage, blocks in enumerate(self.ranges) for _ in blocks]
 
     def stage_of(self, name: str) -> int:
         """The stage of a parameter, by its name."""

@@ -1,5 +1,6 @@
 """The estimate against published figures, each ZeRO level's formula, and what real steps allocate."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,10 +26,13 @@ from core.estimate.pipeline import stage_costs
 from core.estimate.time import step_flops
 from core.kernels import cross_entropy
 from core.mesh import MeshConfig
-from core.models.decoder import DecoderConfig
+from core.models.decoder import DecoderConfig, decoder_without_memory
+from core.models.plan import decoder_plan
 from core.models.shapes import SHAPES
 from core.nn.routing import MoEConfig
 from core.parallel.recompute import RecomputeConfig
+from core.placement.messages import Widths, microbatch_bytes, microbatch_calls
+from core.placement.table import placement
 from core.runtime import start
 from tests.support.accounted import accounted_peak_bytes
 from tests.support.masked import bert
@@ -169,6 +173,31 @@ def test_every_second_block_recomputed():
     # blocks 0, 2, 4 keep 10, blocks 1 and 3 keep 100, and block 4 is computed again
     assert estimate_memory(model, run).activations_bytes == 4 * (3 * 10 + 2 * 100 + 90)
     assert step_flops(replace(model, num_matmul_parameters=1), run) == pytest.approx(6 + 2 * 3 / 5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "gpt2, experts in every second block"])
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2}, {"tp": 4, "tp_mode": "2d"}, {"cp": 2}, {"dp_shard": 4, "ep": 2, "tp": 2}], ids=str
+)
+def test_blocks_that_are_alike_are_placed_once(name, mesh):
+    """Layouts of all parameters and messages of a microbatch are those of the whole model's plan."""
+    config = replace(FAMILIES[name], num_layers=7)
+    if "ep" in mesh and not config.moe.num_experts:
+        pytest.skip("no experts")
+    run = RunShape(precision="bf16", zero=3, sequence_length=64, **mesh)
+    model, whole = decoder_shape(config), decoder_without_memory(config)
+    plan = decoder_plan(config, run.mesh)
+    table = placement(whole, plan, run.mesh, 3)
+    parts = {part.block: part for part in model.parts(run)}
+    names = {-1: "embedding.", **{n: f"blocks.{n}." for n in range(7)}}
+    for block, prefix in names.items():
+        rows = [table[n] for n, _ in whole.named_parameters() if n.startswith(prefix)]
+        assert parts[block].whole == tuple(math.prod(row.layout.largest_shape()) for row in rows)
+        assert parts[block].updated == tuple(math.prod(row.master.largest_shape()) for row in rows)
+    sizes = 1, 64 // run.cp, Widths(2, 4)
+    assert model.sent(run) == microbatch_bytes(whole, plan, run.mesh, *sizes)
+    assert model.calls(run) == microbatch_calls(whole, plan, run.mesh, *sizes)
+    assert model.sent(run)
 
 
 def test_communication_of_a_step():

@@ -7,7 +7,7 @@ import pytest
 from apps.llm.config import check_combination
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES
-from core.config import UserError
+from core.config import UserError, parse
 from core.data import RampConfig
 from core.estimate import decoder_shape, estimate_memory
 from core.gemini.config import GeminiConfig
@@ -76,3 +76,15 @@ def test_with_a_budget_the_budget_has_to_fit_and_the_rest_has_to_fit_the_host() 
 def test_the_page_says_what_goes_together(name: str) -> None:
     """And why not, in the words of the refusals."""
     assert on_page(PAGE.read_text(), name) == shown(TABLES[name]), "python -m tests.support.combinations writes it anew"
+
+
+def test_where_no_single_change_suffices_the_nearest_plan_is_named() -> None:
+    """And it is one: with its options the run fits."""
+    config = replace(RECIPES["gpt2_xl"](), nproc=8, zero=0, precision="bf16", microbatch=4)
+    line = str(warning(config, "cuda", 4 << 30, 0))
+    words = line.partition("the nearest plan that fits is ")[2].split()
+    assert len(words) >= 4, line
+    fixed = ["--recipe", "gpt2_xl", "--nproc", "8", "--zero", "0", "--precision", "bf16", "--microbatch", "4"]
+    nearer = parse(RECIPES, [*fixed, *words], "llm pretrain", default="debug")
+    assert warning(nearer, "cuda", 4 << 30, 0) is None
+    assert "nor do several" in str(warning(config, "cuda", 2 << 30, 0))

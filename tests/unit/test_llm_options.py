@@ -37,16 +37,20 @@ COMMANDS = {
         "--gpu A100 --memory 80GiB",
         "--gpu A100 --gemini.budget 60MB",
         "--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --timeline TMP/step.png",
+        "--gpus 2 --gpu A100 --mesh.pp 2",
     ],
 }
 """command -> words of each of its modes"""
 VALUES = TRAINING | {
+    "batch": 12,
     "data.completion_field": "answer",
     "data.prompt_field": "question",
     "data.ramp.increment": 2,
     "data.ramp.start": RampConfig(1, 2, 1),
     "data.ramp.steps": 2,
     "data.vocab_size": 999,
+    "draw": Path("plans.png"),
+    "tokens": 1e6,
     "model.rope_scaling": RopeScaling(),
     "model.family": "opt",
     "model.moe.router": "switch",
@@ -132,6 +136,7 @@ NOT_OF_GEMINI = ("data.", "model.", "checkpoint.", "log.")
         ("--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --model.moe.num-experts 4", lambda name: True),
         *((f"--optim.name {name}", lambda name: name.startswith("optim.")) for name in OPTIMIZERS),
         ("--gemini.budget 22MB --nproc 2 --zero 3", lambda name: name.startswith("gemini.")),
+        pytest.param("--gpus 2 --mesh.pp 2", lambda name: True, marks=pytest.mark.soak),
         pytest.param(
             *("--gemini.budget 22MB --nproc 2 --zero 3", lambda name: not name.startswith(NOT_OF_GEMINI)),
             marks=pytest.mark.soak,

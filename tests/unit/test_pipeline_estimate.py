@@ -135,3 +135,17 @@ def test_the_step_is_drawn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mesh\.pp=1 has none; add --mesh\.pp 2"):
         draw_step(alone, model, run_shape(alone), MACHINE, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("options", [{}, {"recompute": "full", "recompute_every": 2}, {"recompute": "selective"}])
+def test_the_fullest_rank_is_among_those_that_are_looked_at(
+    name: ScheduleName, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoder_shape(DecoderConfig(vocab_size=99, dim=32, num_layers=19, num_heads=2, ffn_dim=64))
+    for number in (1, 3, 8):
+        run = run_of(name, num_microbatches=number, sequence_length=64, **options)
+        found = estimate_memory(model, run)
+        with monkeypatch.context() as patch:
+            patch.setattr("core.estimate.memory._telling", lambda model, run, stages, own: range(run.pp))
+            assert estimate_memory(model, run) == found

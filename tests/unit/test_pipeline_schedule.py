@@ -1,5 +1,6 @@
 """Schedules without a process: complete, in order, free of deadlock, with the published bubble and memory."""
 
+import random
 from collections import Counter
 from functools import partial
 from typing import get_args
@@ -28,6 +29,7 @@ from core.parallel.pipeline.schedule import (
     needs,
     schedule,
     simulate,
+    span,
 )
 from core.placement.stages import Costs, split_by_cost, stage_ranges
 from core.train import TrainConfig
@@ -155,6 +157,19 @@ def test_activations_in_flight_are_the_published_ones(name: ScheduleName, ranks:
     of = schedule(name, ranks, number)
     found = [most_in_flight(actions) for actions in of.ranks]
     assert found == [in_flight_in_theory(name, ranks, number, rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "number"), [(2, 1), (3, 4), (4, 9)])
+def test_the_fullest_moments_hold_for_whatever_a_stage_keeps(name: ScheduleName, ranks: int, number: int) -> None:
+    of, drawn = schedule(name, ranks, number), random.Random(0)
+    for _ in range(5):
+        kept, waiting = ([drawn.randrange(9) for _ in of.owners] for _ in range(2))
+        for actions, (behind_forwards, ever) in zip(of.ranks, of.moments, strict=True):
+            for moments, kinds in ((behind_forwards, (Kind.FORWARD,)), (ever, tuple(Kind))):
+                fullest = max(sum(n * kept[s] + m * waiting[s] for s, n, m in moment) for moment in moments)
+                assert fullest == most_in_flight(actions, kept.__getitem__, waiting.__getitem__, kinds)
+        assert span(of, cost, 0.5) == max(end for _, end in simulate(of, cost, 0.5).values())
 
 
 def test_a_schedule_is_one_record() -> None:

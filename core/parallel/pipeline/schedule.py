@@ -24,7 +24,7 @@ waits for: W fills what would be a bubble.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from core.config import UserError
@@ -154,6 +154,64 @@ class Schedule:
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
+
+    @cached_property
+    def order(self) -> "tuple[Due, ...]":
+        """All actions, each behind those that it needs.  Raises ValueError where ranks would wait for ever."""
+        split = any(action.kind is Kind.INPUT for actions in self.ranks for action in actions)
+        order: list[Due] = []
+        places: dict[Action, int] = {}
+        position = [0] * len(self.ranks)
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in enumerate(self.ranks):
+                while position[rank] < len(actions):
+                    action = actions[position[rank]]
+                    needed = needs(action, self.num_stages, split)
+                    if not all(before in places for before in needed):
+                        break
+                    waits = tuple((places[before], self.owners[before.stage] != rank) for before in needed)
+                    places[action] = len(order)
+                    order.append((action, rank, waits))
+                    position[rank] += 1
+                    moved = True
+        stuck = [actions[p] for actions, p in zip(self.ranks, position, strict=True) if p < len(actions)]
+        if stuck:
+            raise ValueError(f"no rank can go on; they are at {stuck}")
+        return tuple(order)
+
+    @cached_property
+    def moments(self) -> "tuple[tuple[tuple[Moment, ...], tuple[Moment, ...]], ...]":
+        """Of each rank the moments of which one is the fullest, whatever its stages keep: behind forwards; at all."""
+        return tuple(_moments(actions) for actions in self.ranks)
+
+    @cached_property
+    def in_flight(self) -> "tuple[tuple[tuple[Counts, ...], ...], ...]":
+        """The same as counts of each of a rank's stages, in their order, so that ranks can be compared."""
+
+        def counts(moment: Moment) -> Counts:
+            return tuple(n for _, *both in sorted(moment) for n in both)
+
+        return tuple(tuple(tuple(map(counts, moments)) for moments in of_rank) for of_rank in self.moments)
+
+    @cached_property
+    def heads_waiting(self) -> int:
+        """The most forwards of the last stage whose gradient is still to be passed on."""
+        waiting = most = 0
+        for action in self.ranks[self.owners[-1]]:
+            if action.stage == self.num_stages - 1:
+                waiting += (action.kind is Kind.FORWARD) - action.passes_on_gradients
+                most = max(most, waiting)
+        return most
+
+
+Due = tuple[Action, int, tuple[tuple[int, bool], ...]]
+"""An action, its rank, and what it needs: places in the order, and whether that comes from another rank."""
+Moment = tuple[tuple[int, int, int], ...]
+"""(stage, forwards whose backward is to come, inputs' gradients whose weights' are to come), of a rank's stages."""
+Counts = tuple[int, ...]
+"""A moment without the stages."""
 
 
 @lru_cache
@@ -322,27 +380,24 @@ def simulate(of: Schedule, cost: Callable[[Action], float], message: float = 0.0
     message  how long a result takes to another rank
     Raises ValueError, with each rank's wait, where no rank can go on.
     """
-    split = any(action.kind is Kind.INPUT for actions in of.ranks for action in actions)
-    times: Times = {}
-    free, position = [0.0] * len(of.ranks), [0] * len(of.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(of.ranks):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                needed = needs(action, of.num_stages, split)
-                if not all(before in times for before in needed):
-                    break
-                there = [times[before][1] + message * (of.owners[before.stage] != rank) for before in needed]
-                begin = max([free[rank], *there])
-                free[rank] = begin + cost(action)
-                times[action] = begin, free[rank]
-                position[rank] += 1
-                moved = True
-    stuck = [actions[p] for actions, p in zip(of.ranks, position, strict=True) if p < len(actions)]
-    if stuck:
-        raise ValueError(f"no rank can go on; they are at {stuck}")
+    actions = (action for action, *_ in of.order)
+    return dict(zip(actions, _clock(of, cost, message)))
+
+
+def span(of: Schedule, cost: Callable[[Action], float], message: float = 0.0) -> float:
+    """The time at which the last action of `simulate` ends."""
+    return max(end for _, end in _clock(of, cost, message))
+
+
+def _clock(of: Schedule, cost: Callable[[Action], float], message: float) -> list[tuple[float, float]]:
+    """Beginning and end of each action, in their order."""
+    free, times = [0.0] * len(of.ranks), list[tuple[float, float]]()
+    for action, rank, waits in of.order:
+        begin = free[rank]
+        for before, crosses in waits:
+            begin = max(begin, times[before][1] + message if crosses else times[before][1])
+        free[rank] = begin + cost(action)
+        times.append((begin, free[rank]))
     return times
 
 
@@ -402,3 +457,34 @@ def most_in_flight(
 def in_flight_in_theory(name: ScheduleName, num_ranks: int, num_microbatches: int, rank: int, chunks: int = 2) -> int:
     """The published peak of a rank: `ScheduleSpec.in_flight`."""
     return SCHEDULES[name].in_flight(num_ranks, rank, num_microbatches, chunks)
+
+
+def _moments(actions: Sequence[Action]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """`Schedule.moments` of one rank: what `most_in_flight` sums, before it is known what a stage keeps."""
+    places = {stage: place for place, stage in enumerate(dict.fromkeys(action.stage for action in actions))}
+    held, pending = [0] * len(places), [0] * len(places)
+    behind_forwards, ever = dict[tuple[int, ...], None](), dict[tuple[int, ...], None]()
+    for action in actions:
+        place = places[action.stage]
+        held[place] += action.kind is Kind.FORWARD
+        pending[place] += action.kind is Kind.INPUT
+        if action.kind is Kind.FORWARD:
+            behind_forwards[(*held, *pending)] = None
+        ever[(*held, *pending)] = None
+        if action.releases:
+            held[place] -= 1
+            pending[place] -= action.kind is Kind.WEIGHTS
+
+    def named(counts: tuple[int, ...]) -> Moment:
+        return tuple((stage, counts[place], counts[len(places) + place]) for stage, place in places.items())
+
+    return tuple(map(named, _largest(behind_forwards))), tuple(map(named, _largest(ever)))
+
+
+def _largest(counts: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those than which no other one is at least as large in all places."""
+    found: list[tuple[int, ...]] = []
+    for one in sorted(counts, key=sum, reverse=True):
+        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in found):
+            found.append(one)
+    return found

@@ -1,0 +1,85 @@
+"""The options of `llm plan`: those of a training run, the machine that it is planned for, and what a search asks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from apps.llm.config import PretrainConfig
+from core.auto.machines import GRAMS_PER_KWH, gpu_named
+from core.config import UserError
+from core.estimate import PlannedRun
+
+
+@dataclass(frozen=True)
+class LLMPlanConfig(PlannedRun, PretrainConfig):
+    """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("source", "gpus", "gpu", "batch", "json", "price", "draw"),
+        *("memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
+        *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
+        *("gemini.budget", "nproc"),
+    )
+
+    CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
+    RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "source": "model"}
+
+    source: Path | None = None
+    """the name of a shape, as of its recipe; a run folder, or a Hugging Face folder of any causal model, config.json
+    alone; by default the plan is of the recipe's model and --model.* options"""
+    gpus: int | None = None
+    """search: print the plans on so many devices of --gpu that none beats in time and memory, each with its command.
+    Options of the run that are typed are held"""
+    batch: int | None = None
+    """rows of the global batch: --data.global-batch in a word"""
+    json: bool = False
+    """with --gpus: print the plans as JSON"""
+    tokens: float | None = None
+    """with --gpus: price a training on so many; by default the --steps that are typed, or one step"""
+    price: float = 1.0
+    """with --gpus: money for a device and hour; by default 1, so that money is GPU hours"""
+    power: float | None = None
+    """with --gpus: watts of a device, with its share of the machine; by default its board's most"""
+    carbon: float = GRAMS_PER_KWH
+    """with --gpus: grams of CO2 a kWh; by default the world's electricity in 2024"""
+    draw: Path | None = None
+    """with --gpus: draw the plans, and a step of the first, to this PNG"""
+    timeline: Path | None = None
+    """with --mesh.pp: draw the stages' step to this PNG, with its bubble beside the published one"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("gpus", 1), ("batch", 1), ("tokens", 1), ("price", 0), ("power", 0), ("carbon", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < float("inf"):
+                raise UserError(f"{name}={value}; give a number that is at least {least}")
+        if self.gpus is not None and self.gpu is not None:
+            gpu_named(self.gpu)
+        if self.draw is not None and self.draw.suffix != ".png":
+            raise UserError(f"draw={self.draw}: the picture is a PNG; give a name that ends in .png")
+        super().__post_init__()
+
+    def check_positions(self) -> None:
+        """Check those of the folder's model, where one is given, once it is read."""
+        if self.source is None:
+            super().check_positions()
+
+    def unread(self) -> dict[str, str]:
+        found = super().unread()
+        if self.gpus is not None:
+            return found | dict.fromkeys(NOT_SEARCHED, "with --gpus, where it is sought or not asked; leave it out")
+        found |= dict.fromkeys(("json", "tokens", "price", "power", "carbon", "draw"), "without a search; give --gpus")
+        if self.peak_flops is None:
+            why = "and what this machine's device computes in a second is not known; give --gpu, such as A100"
+            found["utilisation"] = why
+            if self.gemini.budget is None:
+                found["bandwidth_gb_s"] = why
+        if self.gemini.budget is None and self.source is None:
+            found["memory_gb_s"] = "without a budget; give --gemini.budget"
+        if self.pipeline.cost != "estimated":
+            found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
+        return found
+
+
+NOT_SEARCHED = ("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "gemini.policy")
+"""Options of a plan that a search does not take."""

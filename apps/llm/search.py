@@ -1,0 +1,265 @@
+"""`llm plan --gpus N`: the plans of a run on N GPUs that no other beats in time and memory, each with its command.
+
+What of the plan is typed is held, such as --mesh.tp 8 or --zero 1; the search finds the rest. Other options of the run
+are those of its recipe, and stand in the commands where they are typed.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from apps.llm.config import FINETUNE, PretrainConfig
+from apps.llm.plan_config import LLMPlanConfig
+from apps.llm.recipes import RECIPES
+from core.auto.draw import draw_plans
+from core.auto.machines import Cluster, cluster_of, gpu_named
+from core.auto.step_time import UNKNOWN
+from core.auto.strategies import Found, Job, Plan, nearest, options_of, search
+from core.config import UserError, in_words, option, option_names, size_in_bytes, time_in_words
+from core.estimate.shape import RunShape, decoder_shape
+from core.gemini.tier import parse_bytes
+
+MOST_SHOWN = 16
+SEARCHED = (*options_of(RunShape()), "mesh.dp_shard")
+"""Options of a run that are sought, unless they are typed."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a plan takes beside time: of a GPU and hour, of a GPU in watts, of a kWh in grams of CO2."""
+
+    per_gpu_hour: float
+    watts: float
+    grams_per_kwh: float
+    steps: int
+
+    def of(self, plan: Plan, gpus: int) -> dict[str, float]:
+        """Of all the steps."""
+        gpu_hours = self.steps * plan.step_s * gpus / 3600
+        energy = gpu_hours * self.watts / 1000
+        return {
+            "gpu_hours": gpu_hours,
+            "money": gpu_hours * self.per_gpu_hour,
+            "energy_kwh": energy,
+            "co2_kg": energy * self.grams_per_kwh / 1000,
+        }
+
+
+def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Console) -> None:
+    """Search, and print the plans as a table or as JSON.
+
+    given   dotted names of what was typed
+    recipe  that the run's options are of
+    """
+    cluster = _cluster(config, given)
+    job = job_of(config, {name: _value(config, name) for name in SEARCHED if name in given})
+    found = search(job, cluster)
+    prices = _prices(config, cluster, given)
+    commands = [command_of(config, plan, given, recipe, cluster) for plan in found.plans]
+    if config.draw is not None:
+        draw_plans(config.draw, decoder_shape(config.model), found.plans, cluster)
+    if config.json:
+        print(json.dumps(_as_json(config, found, cluster, prices, commands), indent=1))
+        return
+    console.print(_table(config, found, cluster, prices, recipe))
+    console.print("\n".join(cluster.facts()))
+    console.print(_shares(found.plans[0]))
+    for number, command in list(enumerate(commands, 1))[:MOST_SHOWN]:
+        console.print(f"{number}: {command}", soft_wrap=True, markup=False, highlight=False)
+    if config.draw is not None:
+        console.print(f"the plans, and a step of the first, are drawn in {config.draw}")
+    console.print("not known:\n" + "\n".join(f"- {what}" for what in UNKNOWN), markup=False)
+
+
+def nearest_plan(config: PretrainConfig, run: RunShape, device_bytes: int, host_bytes: int) -> str:
+    """What to do, in a line, where a run does not fit: the options of that on as many ranks which differs in fewest."""
+    ranks = run.num_data_ranks * run.cp * run.tp * run.pp
+    # Which device it is matters for time alone.
+    cluster = replace(cluster_of(gpu_named("a100-40gb"), ranks, memory_bytes=device_bytes), host_bytes=host_bytes)
+    changed = nearest(job_of(config, {}), cluster, run)
+    if changed is None:
+        return "nor do several on as many ranks, or with model data on their hosts; take more ranks, or a smaller model"
+    return (
+        f"the nearest plan that fits is {shlex.join(word for name in changed for word in _words(name, changed[name]))}"
+    )
+
+
+def job_of(config: PretrainConfig, held: Mapping[str, Any]) -> Job:
+    """held: options that are given, by their dotted names."""
+    held = dict(held)
+    if held.get("gemini.budget") is not None:
+        held["gemini.budget"] = parse_bytes(held["gemini.budget"])
+    batches = tuple(rows for _, rows in config.data.batch_size.stages)
+    return Job(config.model, batches, config.data.sequence_length, config.precision, config.optim, held)
+
+
+def _cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
+    assert config.gpus is not None
+    if config.gpu is None:
+        raise UserError(f"gpus={config.gpus} of which kind? give --gpu, such as a100-40gb or h100")
+    sheet: dict[str, Any] = {
+        "across_gb_s": "bandwidth_gb_s",
+        "memory_gb_s": "memory_gb_s",
+        "utilisation": "utilisation",
+    }
+    values = {ours: (name, _value(config, name)) for ours, name in sheet.items()}
+    more = {ours: value for ours, (name, value) in values.items() if name in given}
+    if config.memory is not None:
+        more["memory_bytes"] = size_in_bytes(config.memory, "memory", "GiB")
+    return cluster_of(gpu_named(config.gpu), config.gpus, **more)
+
+
+def _prices(config: LLMPlanConfig, cluster: Cluster, given: set[str]) -> Prices:
+    steps = 1
+    if config.tokens is not None:
+        steps = math.ceil(config.tokens / (config.data.global_batch * config.data.sequence_length))
+    elif given & {"steps", "stop_after"}:
+        steps = min(config.steps, config.stop_after or config.steps)
+    watts = cluster.gpu.watts if config.power is None else config.power
+    return Prices(config.price, watts, config.carbon, steps)
+
+
+def _value(config: Any, name: str) -> Any:
+    return attrgetter(name)(config)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def command_of(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str, cluster: Cluster) -> str:
+    """The line that runs a plan: of `llm pretrain`, or for the model of a folder of `llm finetune`."""
+    words = [*_launcher(cluster), *run_words(config, plan, given, recipe)]
+    if cluster.machines == 1 and cluster.ranks > 1:
+        words += ["--nproc", str(cluster.ranks)]
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
+
+
+def _launcher(cluster: Cluster) -> list[str]:
+    if cluster.machines == 1:
+        return ["megalith", "llm"]
+    machines = ["--nnodes", str(cluster.machines), "--nproc-per-node", str(cluster.ranks_per_machine)]
+    return ["torchrun", *machines, "--rdzv-backend", "c10d", "--rdzv-endpoint", "$HEAD:29500", "-m", "apps.llm"]
+
+
+def run_words(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str) -> list[str]:
+    """The command and its options: those in which the run differs from the command's defaults."""
+    if config.source is None:
+        words, base = ["pretrain", "--recipe", recipe], RECIPES[recipe]()
+    else:
+        words, base = ["finetune", "--model", str(config.source)], FINETUNE
+    if config.optim.name != base.optim.name:
+        words, base = (
+            [*words, "--optim.name", config.optim.name],
+            replace(base, optim=base.optim.named(config.optim.name)),
+        )
+    planned = {name: value for name, value in plan.options().items() if name not in given}
+    if plan.budget_bytes is not None:
+        planned.pop("reduce_each", None)
+    told = {*planned, *given, *_OF_A_SHAPE}
+    for name in option_names(base):
+        if name in _OF_A_LAUNCH or (config.source is not None and name not in told - {"source"}):
+            continue
+        value = planned.get(name, _value(config, name))
+        if value != _value(base, name):
+            words += _words(name, value)
+    return words
+
+
+_OF_A_LAUNCH = ("nproc", "model.rope_scaling")
+"""Options that the launcher says, or that are a group of their own."""
+_OF_A_SHAPE = ("data.sequence_length", "data.global_batch", "precision", "optim.name")
+"""Options that the commands of a plan agree in, whatever their defaults."""
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        group, _, last = name.rpartition(".")
+        return [option(name)] if value else [option(f"{group}.no_{last}" if group else f"no_{last}")]
+    if isinstance(value, tuple | list):
+        return [option(name), *map(str, value)]
+    return [option(name), str(value)]
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def _as_json(
+    config: LLMPlanConfig, found: Found, cluster: Cluster, prices: Prices, commands: Sequence[str]
+) -> dict[str, Any]:
+    plans = [
+        {
+            "step_time_s": plan.step_s,
+            "memory_bytes": plan.memory_bytes,
+            **prices.of(plan, cluster.ranks),
+            "command": command,
+            "options": plan.options(),
+            "shares_s": _parts(plan),
+        }
+        for plan, command in zip(found.plans, commands, strict=True)
+    ]
+    return {
+        "gpu": cluster.gpu.name,
+        "gpus": cluster.ranks,
+        "batch": config.data.global_batch,
+        "sequence_length": config.data.sequence_length,
+        "steps": prices.steps,
+        "price_per_gpu_hour": prices.per_gpu_hour,
+        "power_w": prices.watts,
+        "carbon_g_per_kwh": prices.grams_per_kwh,
+        "memory_limit_bytes": cluster.memory_bytes,
+        "cluster": list(cluster.facts()),
+        "fitting": found.tried,
+        "plans": plans,
+        "unknown": list(UNKNOWN),
+    }
+
+
+def _parts(plan: Plan) -> dict[str, float]:
+    time = plan.time
+    return {
+        "computing": time.compute_s,
+        "messages": time.messages_s,
+        "waiting": time.bubble_s,
+        "gradients": time.reduced_s,
+        "update": time.update_s,
+        "host": time.host_s,
+    }
+
+
+def _shares(plan: Plan) -> str:
+    parts = ", ".join(f"{name} {seconds / plan.step_s:.1%}" for name, seconds in _parts(plan).items() if seconds)
+    return f"of the first plan's step of {plan.step_s:.3g} s: {parts}"
+
+
+def _table(config: LLMPlanConfig, found: Found, cluster: Cluster, prices: Prices, recipe: str) -> Table:
+    name = recipe if config.source is None else str(config.source)
+    rows = f"{config.data.global_batch} x {config.data.sequence_length} tokens"
+    shown = found.plans[:MOST_SHOWN]
+    many = f"{len(found.plans)} of {found.tried:,} plans that fit are beaten by none in time and memory"
+    table = Table(title=f"{name} on {cluster.ranks} x {cluster.gpu.name}, {rows} a step: {many}")
+    of = "step" if prices.steps == 1 else f"{prices.steps:,} steps"
+    for column in ("", "step", "memory", f"GPU hours ({of})", "money", "kWh", "kg CO2"):
+        table.add_column(column, justify="right")
+    table.add_column("plan")
+    for number, plan in enumerate(shown, 1):
+        costs = [f"{value:,.3g}" for value in prices.of(plan, cluster.ranks).values()]
+        step = f"{plan.step_s:.3g} s" if plan.step_s < 120 else time_in_words(plan.step_s)
+        table.add_row(str(number), step, in_words(plan.memory_bytes), *costs, " ".join(_told(plan)))
+    return table
+
+
+def _told(plan: Plan) -> Iterator[str]:
+    """The plan's options that are not the plainest run's."""
+    plain = options_of(RunShape())
+    if plan.run.num_data_ranks > 1:
+        yield f"dp={plan.run.num_data_ranks}"
+    for name, value in plan.options().items():
+        if value != plain[name] or name in ("zero", "microbatch"):
+            yield f"{name.removeprefix('mesh.').removeprefix('pipeline.').removeprefix('gemini.')}={value}"

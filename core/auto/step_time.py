@@ -1,0 +1,432 @@
+"""Seconds of a decoder's training step on a cluster: the parts of `core.estimate.time`, with the links of each axis.
+
+1. A block's forward takes its products at the cluster's utilisation, and what it keeps once through memory and back;
+   no less than its kernels take to launch. Its backward takes twice that, and what checkpointing computes again.
+2. A form's messages are those of its plan (`core.placement.messages`), half of them forward, over the link of their
+   axis. They are on the critical path, but for a ring's, which attention hides: max(attention, ring).
+3. ZeRO-3 gathers a block while another one computes: max(block, gather). What is outside the blocks nobody hides.
+4. A pipeline's stages are sums of these, run on a clock by the schedule's own actions with messages between stages.
+5. Gradients are reduced while the last microbatch's backward computes, all but the last bucket: max(backward,
+   reduction). Then the update goes through memory, and ZeRO-1 and 2 send the parameters.
+6. With Gemini what exceeds the budget lies on the host: parameters come twice a microbatch, beside what computes;
+   gradients leave, the host updates its share, and the new parameters come back.
+
+What it does not know stands in `UNKNOWN`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from core.auto.costs import Link, seconds_of
+from core.auto.machines import Cluster
+from core.config import UserError
+from core.estimate.memory import estimate_memory
+from core.estimate.pipeline import Timeline, run_schedule, stage_costs, stages_of, timeline_of
+from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
+from core.mesh import MeshShape, axis_size, mesh_shape
+from core.parallel.data import BUCKET_BYTES
+from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, simulate, span
+from core.precision import compute_dtype
+from core.trace.machine import HOST_UPDATE
+
+LAUNCH_S = 5e-6
+BLOCK_LAUNCHES = 16
+"""Kernels of a block's forward, each of which takes the host LAUNCH_S to begin."""
+
+UNKNOWN = (
+    "how much of the peak products of these sizes reach: one share is taken of all (--utilisation)",
+    "links beyond their data sheets: congestion, placement of ranks in the network, NCCL's choice of algorithm",
+    "what else the host does: data, logs, checkpoints, evaluations",
+    "memory beyond the estimate: fragmentation, libraries' workspaces; 8 % of the device are left free for it",
+    "experts' loads: they are taken as balanced",
+    "how the loss falls: the global batch is taken as given",
+    "Gemini's traffic beyond a closed form: `megalith llm plan --gemini.budget` traces the step itself",
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, of the ranks that take longest.
+
+    step_s      all of it
+    compute_s   forwards and backwards of the busiest rank, without messages
+    messages_s  what messages add to them, where nothing hides it
+    bubble_s    in which that rank waits for others
+    reduced_s   gradients and parameters over the data-parallel ranks, beyond the backward
+    update_s    of the optimizer
+    host_s      the host's part under Gemini, beyond what hides it
+    """
+
+    step_s: float
+    compute_s: float
+    messages_s: float
+    bubble_s: float
+    reduced_s: float
+    update_s: float
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Seconds of a microbatch in a block.
+
+    forward, backward  computing
+    weights            of the backward, the gradients of weights
+    again              computed again, of a block that is
+    sent, sent_again   messages of each way, and of what is computed again
+    gathered           of its parameters, before each way
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    again: float
+    sent: float
+    sent_back: float
+    sent_again: float
+    gathered: float
+
+    def seconds(self, kind: Kind, recomputed: bool, *, messages: bool = True) -> float:
+        again = self.again if recomputed else 0.0
+        if kind is Kind.WEIGHTS:
+            return self.weights
+        if kind is Kind.FORWARD:
+            one, sent = self.forward, self.sent
+        else:
+            one = self.backward + again - (self.weights if kind is Kind.INPUT else 0.0)
+            sent = self.sent_back + (self.sent_again if recomputed else 0.0)
+        return max(one + sent, self.gathered) if messages else one
+
+
+class StepClock:
+    """The seconds of a run's step and of its parts.
+
+    budget_bytes  of Gemini; None: without it
+    """
+
+    def __init__(self, model: ModelShape, run: RunShape, cluster: Cluster, budget_bytes: int | None = None):
+        peak = cluster.gpu.peak_flops(compute_dtype(run.precision))
+        if peak is None:
+            raise UserError(f"gpu={cluster.gpu.name} has no known {run.precision} peak; give another --precision")
+        self.model, self.run, self.cluster, self.budget_bytes = model, run, cluster, budget_bytes
+        self.flops = peak * cluster.utilisation
+        self.mesh: MeshShape = mesh_shape(run.mesh)
+        self.stages = stages_of(model, run)
+        self.costs = stage_costs(model, run)
+
+    # --- links --------------------------------------------------------------------------------------------------------
+
+    def axis(self, *names: str) -> tuple[int, Link]:
+        """Ranks of the axes that the mesh has, as one, and their link."""
+        there = [name for name in names if name in self.mesh.mesh_dim_names]
+        ranks = math.prod(axis_size(self.mesh, name) for name in there)
+        innermost = max((self.mesh.mesh_dim_names.index(name) for name in there), default=len(self.mesh.shape) - 1)
+        return ranks, self.cluster.link(math.prod(self.mesh.shape[innermost + 1 :]), ranks)
+
+    def _form_axis(self, name: str) -> tuple[int, Link]:
+        if name.startswith("cp_"):
+            ranks, (_, link) = axis_size(self.mesh, name), self.axis("cp")
+            return ranks, link
+        return self.axis(*name.split("+"))
+
+    @cached_property
+    def _sent(self) -> tuple[float, float]:
+        """Seconds of a microbatch's messages of all blocks, both ways: on the critical path, and round a ring."""
+        model, run = self.model, self.run
+        if model.sent is None or model.calls is None:
+            return 0.0, 0.0
+        one = _of_one_row(run)
+        exposed = ring = 0.0
+        for (operation, axis), num_bytes in model.sent(one).items():
+            ranks, link = self._form_axis(axis)
+            if operation == "recv" or ranks == 1:
+                continue
+            calls = model.calls(one)[operation, axis]
+            full = run.microbatch_size * num_bytes / calls
+            if operation == "all_to_all":
+                full *= ranks  # messages are counted by what a rank has
+            seconds = calls * seconds_of("broadcast" if operation == "reduce" else operation, full, ranks, link)
+            if operation == "send":
+                ring += seconds
+            else:
+                exposed += seconds
+        return exposed, ring
+
+    # --- a microbatch -------------------------------------------------------------------------------------------------
+
+    def _block(self, kind: BlockShape, flops: float, keys: int, part: Part) -> _Block:
+        """flops: of a token, both ways; keys: that a token's scores are taken of."""
+        run, memory = self.run, self.cluster.bytes_per_s
+        each = run.tokens / run.tp / self.flops
+        attention = 4 * kind.scores_dim * keys / (flops / 3)  # its share
+        kept, selective = (run.tokens * k.bytes_per_token(run) for k in (kind.everything, kind.selective))
+        traffic = 2 * kept / memory
+        forward = max(each * flops / 3 + traffic, BLOCK_LAUNCHES * LAUNCH_S)
+        # Sums of gradients over microbatches are read and written in the format of the reductions.
+        summed = part.num_whole * (2 * run.wide_bytes + run.width_bytes) / memory
+        exposed, ring = (seconds / 2 / self.model.num_blocks for seconds in self._sent)
+        sent, sent_back = (
+            exposed + max(0.0, ring - hidden) for hidden in (attention * forward, 2 * attention * forward)
+        )
+        full = run.recompute == "full"
+        return _Block(
+            forward=forward,
+            backward=2 * forward + summed,
+            weights=(1 - attention) * forward + summed,
+            again=forward if full else attention * forward + 2 * max(0.0, kept - selective) / memory,
+            sent=sent,
+            sent_back=sent_back,
+            sent_again=sent if full else 0.0,
+            gathered=self._gathered(part),
+        )
+
+    def _gathered(self, part: Part) -> float:
+        """Seconds in which ZeRO-3 or Gemini brings a part together."""
+        if self.run.zero < 3:
+            return 0.0
+        dense, experts = self.run.width_bytes * (part.num_whole - part.experts), self.run.width_bytes * part.experts
+        (of_dense, *_), (of_experts, *_) = self._forms
+        gathered = seconds_of("all_gather", dense, *of_dense) + seconds_of("all_gather", experts, *of_experts)
+        return gathered + self._brought * part.num_whole
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        """Of each block, those that are alike as one."""
+        parts = {part.block: part for part in self._parts}
+        keys = self.model.keys_seen(self.run.sequence_length)
+        made: dict[tuple[int, float, int, int], _Block] = {}
+        blocks = []
+        for index, flops in enumerate(self.costs.blocks):
+            shape, part = self.model.block_of(index), parts[index]
+            like = id(shape), flops, keys[index], part.num_whole
+            if like not in made:
+                made[like] = self._block(shape, flops, keys[index], part)
+            blocks.append(made[like])
+        return blocks
+
+    @cached_property
+    def _parts(self) -> tuple[Part, ...]:
+        return self.model.parts(self.run)
+
+    @cached_property
+    def _alike(self) -> list[list[tuple[_Block, bool, int]]]:
+        """Of each stage: a block, whether it is computed again, how many there are of it."""
+        found = []
+        for blocks in self.stages.ranges:
+            counts: dict[tuple[int, bool], tuple[_Block, bool, int]] = {}
+            for index in blocks:
+                block, again = self._blocks[index], self.run.recomputes(index)
+                _, _, number = counts.get((id(block), again), (block, again, 0))
+                counts[id(block), again] = block, again, number + 1
+            found.append(list(counts.values()))
+        return found
+
+    @cached_property
+    def _outside(self) -> tuple[float, float]:
+        """Seconds in which what is before the blocks, and what is behind them, is gathered."""
+        before, behind = (
+            sum(self._gathered(part) for part in self._parts if is_there(part.block))
+            for is_there in (lambda block: block < 0, lambda block: block >= self.model.num_blocks)
+        )
+        return before, behind
+
+    def action_s(self, kind: Kind, stage: int, *, messages: bool = True) -> float:
+        """Seconds of one action of a microbatch on a stage."""
+        run, last = self.run, len(self.stages.ranges) - 1
+        alike = self._alike[stage]
+        total = sum(n * block.seconds(kind, again, messages=messages) for block, again, n in alike)
+        each = run.tokens / run.tp / self.flops
+        before, behind = self._outside if messages else (0.0, 0.0)
+        if stage == 0:
+            total += each * self.costs.before / 3 * {Kind.BACKWARD: 2, Kind.WEIGHTS: 2}.get(kind, 1) + before
+        if stage == last and kind is Kind.FORWARD:
+            total += each * self.costs.behind + behind
+        return total
+
+    @cached_property
+    def _kinds(self) -> tuple[Kind, ...]:
+        if self.run.pp > 1 and SCHEDULES[self.run.pipeline.schedule].splits_backward:
+            return Kind.FORWARD, Kind.INPUT, Kind.WEIGHTS
+        return Kind.FORWARD, Kind.BACKWARD
+
+    @cached_property
+    def _actions(self) -> dict[tuple[Kind, int], float]:
+        return {(k, s): self.action_s(k, s) for s in range(len(self.stages.ranges)) for k in self._kinds}
+
+    @cached_property
+    def message_s(self) -> float:
+        """Seconds of what one stage hands on to another."""
+        _, link = self.axis("pp")
+        num_bytes = self.run.tokens * self.model.dim * self.run.width_bytes / self.run.tp
+        return seconds_of("send", num_bytes, 2, link)
+
+    # --- behind the microbatches --------------------------------------------------------------------------------------
+
+    @cached_property
+    def _forms(self) -> tuple[tuple[tuple[int, Link], ...], ...]:
+        """Of what is dense, and of experts: ranks and link of a shard, of its copies, of both together."""
+        copies = self.axis("dp_replicate")
+        dense = self.axis("dp_shard", "ep", "cp"), copies, self.axis("dp_replicate", "dp_shard", "ep", "cp")
+        return dense, (self.axis("dp_shard", "cp"), copies, self.axis("dp_replicate", "dp_shard", "cp"))
+
+    def _reduced(self, rank: int) -> float:
+        """Seconds of gradients' reductions of a rank of the pipeline, and of ZeRO's parameters, beyond its backward."""
+        run = self.run
+        experts = sum(part.experts for part in self._own[rank])
+        dense = sum(part.num_whole for part in self._own[rank]) - experts
+        reducing = publishing = 0.0
+        for elements, (shards, copies, all_ranks) in zip((dense, experts), self._forms, strict=True):
+            gradients = run.wide_bytes * elements
+            if run.zero == 0:
+                reducing += seconds_of("all_reduce", gradients, *all_ranks)
+                continue
+            reducing += seconds_of("reduce_scatter", gradients, *shards)
+            reducing += seconds_of("all_reduce", gradients / shards[0], *copies)
+            if run.zero < 3:
+                publishing += seconds_of("all_gather", run.width_bytes * elements, *shards)
+        backward = sum(self._backward(stage) for stage in self.stages.own(rank))
+        last_bucket = min(1.0, BUCKET_BYTES / max(1, run.wide_bytes * (dense + experts)))
+        # The gathers of the same backward have the link first.
+        gathered = sum(self._blocks[i].gathered for stage in self.stages.own(rank) for i in self.stages.ranges[stage])
+        beyond = max(reducing - max(0.0, backward - gathered), last_bucket * reducing)
+        times = run.num_microbatches if run.reduce_each else 1
+        return times * beyond + publishing
+
+    def _backward(self, stage: int) -> float:
+        return sum(self._actions[kind, stage] for kind in self._kinds[1:])
+
+    @cached_property
+    def _own(self) -> list[list[Part]]:
+        own: list[list[Part]] = [[] for _ in range(self.run.pp)]
+        for part in self._parts:
+            own[self.stages.rank_of(part.block)].append(part)
+        return own
+
+    def _update(self, rank: int) -> float:
+        """Seconds of a rank's update on its device."""
+        run, own = self.run, self._own[rank]
+        elements = (1 - self._away) * sum(part.num_updated for part in own)
+        state = (1 - self._away) * sum(part.state for part in own)
+        moved = elements * (3 * run.wide_bytes + run.width_bytes) + 2 * state
+        return moved / self.cluster.bytes_per_s
+
+    # --- Gemini -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Bytes of a rank that lie on the host: parameters, and masters with their state."""
+        return self._offload[0] + self._offload[1]
+
+    @cached_property
+    def _offload(self) -> tuple[float, float, float]:
+        """Of a rank's shard: bytes of parameters and of masters and state on the host; the latter's whole.
+
+        Raises UserError for a budget that leaves nothing for the model.
+        """
+        if self.budget_bytes is None:
+            return 0.0, 0.0, 1.0
+        run = self.run
+        parameters = sum(run.width_bytes * part.num_updated for part in self._parts)
+        updated = sum(run.wide_bytes * part.num_updated + part.state for part in self._parts)
+        found = estimate_memory(self.model, run)
+        room = self.budget_bytes - found.activations_bytes - found.buffers_bytes
+        if room < 0:
+            raise UserError(f"a budget of {self.budget_bytes} bytes leaves nothing for the model's data")
+        resident = min(parameters, room)
+        # Gradients take the place of masters while they are there.
+        gradients = sum(run.wide_bytes * part.num_updated for part in self._parts)
+        share = min(1.0, (room - resident) / (updated + gradients))
+        return parameters - resident, (1 - share) * updated, updated
+
+    @property
+    def _away(self) -> float:
+        """The share of the update that is the host's."""
+        return self._offload[1] / self._offload[2]
+
+    @cached_property
+    def _brought(self) -> float:
+        """Seconds an element in which parameters come from the host before each use."""
+        if self.budget_bytes is None:
+            return 0.0
+        whole = sum(part.num_whole for part in self._parts)
+        return self._offload[0] / self.cluster.to_host.bytes_per_s / whole
+
+    def _host(self, backward_s: float) -> float:
+        """Seconds of gradients that leave, beyond the backward, of the host's update, and of what it brings back."""
+        if self.budget_bytes is None:
+            return 0.0
+        run, elements = self.run, self._away * sum(part.num_updated for part in self._parts)
+        rate = self.cluster.to_host.bytes_per_s
+        leaving = run.wide_bytes * elements / rate
+        return max(0.0, leaving - backward_s) + self._offload[1] / HOST_UPDATE + run.width_bytes * elements / rate
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def _busy(self, rank: int) -> float:
+        of_one = sum(self._actions[kind, stage] for stage in self.stages.own(rank) for kind in self._kinds)
+        return self.run.num_microbatches * of_one
+
+    @cached_property
+    def _behind(self) -> tuple[float, float, float]:
+        """(reductions, update, host) of the ranks that take longest."""
+        ranks = range(self.run.pp)
+        reduced, update = max(map(self._reduced, ranks)), max(map(self._update, ranks))
+        return reduced, update, self._host(self._backward(0)) if self.budget_bytes is not None else 0.0
+
+    def least_s(self) -> float:
+        """No more than the step takes: each rank waits for its first stage's input, and others for what it sends."""
+        found = 0.0
+        for rank in range(self.run.pp):
+            first = min(self.stages.own(rank))
+            ahead = [*range(first)]
+            there = sum(self._actions[Kind.FORWARD, stage] for stage in ahead) + len(ahead) * self.message_s
+            back = 0.0
+            if Kind.BACKWARD in self._kinds:
+                back = sum(self._actions[Kind.BACKWARD, stage] for stage in ahead) + len(ahead) * self.message_s
+            found = max(found, there + self._busy(rank) + back)
+        return found + sum(self._behind)
+
+    def time(self) -> StepTime:
+        """The step, its pipeline on a clock."""
+        run = self.run
+        busy = max(map(self._busy, range(run.pp)))
+        inside = busy if run.pp == 1 else span(run_schedule(run), self._cost, self.message_s)
+        compute = max(
+            run.num_microbatches
+            * sum(self.action_s(kind, stage, messages=False) for stage in self.stages.own(rank) for kind in self._kinds)
+            for rank in range(run.pp)
+        )
+        reduced, update, host = self._behind
+        total = inside + reduced + update + host
+        return StepTime(total, compute, max(0.0, busy - compute), max(0.0, inside - busy), reduced, update, host)
+
+    def _cost(self, action: Action) -> float:
+        return self._actions[action.kind, action.stage]
+
+    def timeline(self) -> Timeline:
+        """The forwards and backwards of the step, as they are drawn."""
+        of = run_schedule(self.run)
+        return timeline_of(self.run, of, simulate(of, self._cost, self.message_s))
+
+
+def _of_one_row(run: RunShape) -> RunShape:
+    """What its messages depend on, so that runs which send alike ask once."""
+    return replace(
+        run,
+        microbatch_size=1,
+        num_microbatches=1,
+        recompute="none",
+        recompute_every=1,
+        zero=0,
+        dp_replicate=run.ep,
+        dp_shard=1,
+        pp=1,
+        reduce_each=False,
+        pipeline=type(run.pipeline)(),
+    )
+
+
+def step_time(model: ModelShape, run: RunShape, cluster: Cluster, budget_bytes: int | None = None) -> StepTime:
+    """Seconds of one step.  budget_bytes: of Gemini, with zero=3 and without a pipeline."""
+    return StepClock(model, run, cluster, budget_bytes).time()

@@ -1,0 +1,419 @@
+"""Plans of a decoder's training on a cluster: all ways to run it that are known here, and those that none beats.
+
+1. `meshes`: pp, dp, cp, ep and tp (1d in a machine, the grids where they divide) whose product is the ranks, as far as
+   blocks, rows, experts and the model's own plan allow.
+2. `runs` of a mesh: ZeRO, the schedule of the stages, rows of a microbatch, checkpointing, when gradients are reduced.
+   What does not fit is dropped by `core.estimate.estimate_memory`. Where all that a microbatch can keep is too much,
+   larger ones are not tried. gpipe is not: 1f1b takes as long and keeps less.
+3. Gemini's budgets, where a run of ZeRO-3 does not fit them.
+4. Of the rest a time that the step cannot be under (`StepClock.least_s`) is known by sums alone. In its order a plan is
+   run on the clock unless one is there that is no slower than that and takes no more memory. Those that none beats in
+   both time and memory are the front.
+
+Nothing is drawn or sampled: the front is that of every plan in the space.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from core.auto.machines import GIB, USABLE_SHARE, Cluster
+from core.auto.step_time import StepClock, StepTime
+from core.config import UserError, in_words
+from core.estimate.memory import estimate_memory
+from core.estimate.shape import ModelShape, RunShape, decoder_shape
+from core.mesh import TpMode
+from core.models.decoder import DecoderConfig
+from core.optim.build import OptimConfig
+from core.parallel.context import check_length
+from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
+from core.parallel.recompute import RecomputeMode
+from core.precision import Precision
+
+MOST_GRID_RANKS, MOST_CONTEXT_RANKS, MOST_ROWS = 64, 8, 64
+"""Of tensor parallelism on a grid, of context parallelism, and of a microbatch: beyond, nothing is tried."""
+LEAST_TOKENS = 1024
+"""Of a rank of context parallelism: of fewer, nothing is tried."""
+RECOMPUTED: tuple[tuple[RecomputeMode, int], ...] = (
+    *(("full", 1), ("full", 2), ("full", 4), ("selective", 1), ("none", 1)),
+)
+"""Mode and one block of how many, the one that keeps least first."""
+SCHEDULED: tuple[tuple[ScheduleName, int], ...] = (
+    *(("1f1b", 2), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 2), ("zbv", 2)),
+)
+"""Schedules and stages of a rank under `interleaved`."""
+BUDGETS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+"""Gemini's, as shares of what a run may take of a device."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run whose way to run is sought.
+
+    batches  rows of the global batch: of a batch that grows all that it has, the last one being planned
+    held     options by their dotted names that are given: `mesh.tp`, `zero`, …
+    """
+
+    model: DecoderConfig
+    batches: tuple[int, ...]
+    sequence_length: int
+    precision: Precision = "bf16"
+    optimizer: OptimConfig = field(default_factory=OptimConfig)
+    held: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        return self.batches[-1]
+
+    def allows(self, name: str, value: Any) -> bool:
+        """Whether an option may have this value."""
+        return name not in self.held or self.held[name] in (None, value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to run a job: memory_bytes of the fullest rank's device, and the step's time.
+
+    budget_bytes  of Gemini; None: without it
+    """
+
+    run: RunShape
+    memory_bytes: int
+    time: StepTime
+    budget_bytes: int | None = None
+
+    @property
+    def step_s(self) -> float:
+        return self.time.step_s
+
+    def beats(self, step_s: float, memory_bytes: int) -> bool:
+        """Whether what takes so long and so much need not be looked at."""
+        return self.step_s <= step_s and self.memory_bytes <= memory_bytes
+
+    def options(self) -> dict[str, Any]:
+        """The training options that say all of it, by their dotted names."""
+        return options_of(self.run, self.budget_bytes)
+
+
+def options_of(run: RunShape, budget_bytes: int | None = None) -> dict[str, Any]:
+    """See `Plan.options`."""
+    hybrid = run.zero > 0 and run.dp_replicate > 1
+    return {
+        "mesh.pp": run.pp,
+        "mesh.dp_replicate": run.dp_replicate if hybrid else None,
+        "mesh.cp": run.cp,
+        "mesh.cp_mode": run.mesh.cp_mode,
+        "mesh.tp": run.tp,
+        "mesh.tp_mode": run.tp_mode,
+        "mesh.tp_depth": run.tp_depth,
+        "mesh.ep": run.ep,
+        "zero": run.zero,
+        "reduce_each": run.reduce_each,
+        "microbatch": run.microbatch_size,
+        "recompute.mode": run.recompute,
+        "recompute.every": run.recompute_every,
+        "pipeline.schedule": run.pipeline.schedule,
+        "pipeline.chunks": run.pipeline.chunks,
+        "gemini.budget": None if budget_bytes is None else f"{budget_bytes // 2**20}MiB",
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """plans: that none beats, the fastest first; tried: how many fit; least_bytes: of all that were tried."""
+
+    plans: tuple[Plan, ...]
+    tried: int
+    least_bytes: int
+
+
+# --- the space --------------------------------------------------------------------------------------------------------
+
+
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def tensor_forms(ranks: int, per_machine: int) -> Iterator[tuple[TpMode, int]]:
+    """(mode, depth) of tensor parallelism over so many ranks."""
+    if ranks <= max(per_machine, 1):
+        yield "1d", 1
+    if 1 < ranks <= MOST_GRID_RANKS:
+        for depth in divisors(ranks):
+            side = math.isqrt(ranks // depth)
+            if side > 1 and side * side * depth == ranks and depth <= side:
+                yield ("2d" if depth == 1 else "2.5d"), depth
+        if (side := round(ranks ** (1 / 3))) > 1 and side**3 == ranks:
+            yield "3d", 1
+
+
+def meshes(job: Job, cluster: Cluster) -> Iterator[RunShape]:
+    """Runs of every mesh of the cluster's ranks, with nothing else said."""
+    shape, ranks = decoder_shape(job.model), cluster.ranks
+    plain = RunShape(precision=job.precision, optimizer=job.optimizer, sequence_length=job.sequence_length)
+    # Pipelines outside, because runs of as many stages share their schedules.
+    for pp in divisors(ranks):
+        for tp in divisors(ranks // pp):
+            for mode, depth in tensor_forms(tp, cluster.ranks_per_machine):
+                for cp, exchange in _contexts(ranks // tp // pp, mode, job.sequence_length):
+                    data = ranks // tp // pp // cp
+                    if pp > shape.num_blocks or any(batch % data for batch in job.batches):
+                        continue
+                    for ep in divisors(data) if shape.num_experts and mode == "1d" else (1,):
+                        sizes = {"pp": pp, "tp": tp, "tp_mode": mode, "tp_depth": depth, "ep": ep}
+                        run = replace(plain, **sizes, cp=cp, cp_exchange=exchange, dp_replicate=data)
+                        if ep <= max(1, shape.num_experts) and _may_be(job, run) and _is_possible(shape, run):
+                            yield run
+
+
+def _contexts(ranks: int, mode: TpMode, length: int) -> Iterator[tuple[int, int]]:
+    """(cp, ranks that exchange heads): alone, rings, Ulysses."""
+    yield 1, 1
+    for cp in divisors(ranks)[1:] if mode == "1d" else ():
+        if cp <= MOST_CONTEXT_RANKS and cp * LEAST_TOKENS <= length:
+            yield cp, 1
+            yield cp, cp
+
+
+def _may_be(job: Job, run: RunShape) -> bool:
+    """Whether the mesh is none that is ruled out by what is held."""
+    found = options_of(run)
+    names = ("pp", "cp", "cp_mode", "tp", "tp_mode", "tp_depth", "ep")
+    return all(job.allows(f"mesh.{name}", found[f"mesh.{name}"]) for name in names)
+
+
+def _is_possible(shape: ModelShape, run: RunShape) -> bool:
+    """Whether the model can be cut so: what a run refuses before it starts."""
+    try:
+        check_length(run.sequence_length, run.cp)
+        shape.parts(run)
+    except UserError:
+        return False
+    return True
+
+
+def _data_forms(job: Job, mesh: RunShape, cluster: Cluster) -> Iterator[RunShape]:
+    """A mesh with each level of ZeRO; of 3 also with shards in a machine and copies between machines."""
+    data = mesh.num_data_ranks
+    for zero in (0, 1, 2, 3) if data * mesh.cp > 1 else (0,):
+        if not job.allows("zero", zero):
+            continue
+        in_machine = cluster.ranks_per_machine // (mesh.tp * mesh.cp)
+        copies = {data} if zero == 0 else {1}
+        if zero == 3 and 1 < in_machine < data and data % in_machine == 0:
+            copies.add(data // in_machine)
+        for replicate in sorted(copies):
+            run = replace(mesh, zero=zero, dp_replicate=replicate, dp_shard=data // replicate)
+            sizes = {"mesh.dp_replicate": run.dp_replicate, "mesh.dp_shard": run.dp_shard}
+            divided = run.dp_replicate if zero == 0 else run.dp_shard
+            if divided % run.ep == 0 and all(job.allows(name, size) for name, size in sizes.items()):
+                yield run
+
+
+def _pipelines(job: Job, run: RunShape) -> Iterator[PipelineConfig]:
+    for name, chunks in SCHEDULED if run.pp > 1 else SCHEDULED[:1]:
+        pipeline = PipelineConfig(name, chunks=chunks)
+        fits = run.pp == 1 or run.pp * pipeline.stages_per_rank <= job.model.num_layers
+        refused = run.zero == 3 and "zero=3" in SCHEDULES[name].refuses and run.pp > 1
+        allowed = job.allows("pipeline.schedule", name)
+        allowed = allowed and (name != "interleaved" or job.allows("pipeline.chunks", chunks))
+        if fits and allowed and not refused:
+            yield pipeline
+
+
+def runs(job: Job, mesh: RunShape, cluster: Cluster) -> Iterator[list[RunShape]]:
+    """The runs of a mesh, in lists that differ in checkpointing alone, the one that keeps least first."""
+    rows = job.batch // mesh.num_data_ranks
+    for of_data in _data_forms(job, mesh, cluster):
+        for pipeline in _pipelines(job, of_data):
+            for each in (False, True) if of_data.zero >= 2 else (False,):
+                for size in divisors(rows):
+                    number = rows // size
+                    if size > MOST_ROWS or not job.allows("microbatch", size) or (each and number == 1):
+                        continue
+                    if not job.allows("reduce_each", each):
+                        continue
+                    run = replace(
+                        of_data,
+                        pipeline=pipeline,
+                        reduce_each=each,
+                        microbatch_size=size,
+                        num_microbatches=number,
+                    )
+                    yield [
+                        replace(run, recompute=mode, recompute_every=every)
+                        for mode, every in RECOMPUTED
+                        if job.allows("recompute.mode", mode) and job.allows("recompute.every", every)
+                    ]
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class _Candidate:
+    """least_s: no more than its step takes; unusual: how many options differ from the plainest run's."""
+
+    least_s: float
+    memory_bytes: int
+    unusual: int
+    number: int
+    run: RunShape = field(compare=False)
+    budget_bytes: int | None = field(default=None, compare=False)
+
+
+def search(job: Job, cluster: Cluster) -> Found:
+    """The plans that no other beats in both time and memory.
+
+    Raises UserError where no mesh divides the ranks, or nothing fits, with what would.
+    """
+    shape = decoder_shape(job.model)
+    candidates: list[_Candidate] = []
+    least = math.inf
+    for run, memory_bytes, budget in _fitting(job, shape, cluster):
+        least = min(least, memory_bytes)
+        if memory_bytes <= cluster.memory_bytes:
+            least_s = StepClock(shape, run, cluster, budget).least_s()
+            candidates.append(_Candidate(least_s, memory_bytes, _unusual(run), len(candidates), run, budget))
+    if not candidates:
+        raise UserError(_why_none(job, cluster, least))
+    front: list[Plan] = []
+    for one in sorted(candidates):
+        if any(plan.beats(one.least_s, one.memory_bytes) for plan in front):
+            continue
+        time = StepClock(shape, one.run, cluster, one.budget_bytes).time()
+        plan = Plan(one.run, one.memory_bytes, time, one.budget_bytes)
+        if not any(other.beats(plan.step_s, plan.memory_bytes) for other in front):
+            front = [other for other in front if not plan.beats(other.step_s, other.memory_bytes)]
+            insort(front, plan, key=lambda p: p.step_s)
+    return Found(tuple(front), len(candidates), int(least))
+
+
+def _way(run: RunShape) -> Any:
+    """What runs have in common of which larger microbatches take more memory.
+
+    Of one microbatch gradients need not wait whole, so that it may fit where smaller ones do not.
+    """
+    return run.zero, run.dp_replicate, run.pipeline, run.reduce_each, run.num_microbatches == 1
+
+
+def _fitting(job: Job, shape: ModelShape, cluster: Cluster) -> Iterator[tuple[RunShape, int, int | None]]:
+    """(run, bytes, budget) of all that fits, and of what is tried first of the rest."""
+    budgets = _budgets(job, cluster)
+    for mesh in meshes(job, cluster):
+        too_much: dict[Any, bool] = {}
+        for alike in runs(job, mesh, cluster) if job.held.get("gemini.budget") is None else ():
+            if not alike or too_much.get(way := _way(alike[0])):
+                continue
+            least = math.inf
+            for run in alike:
+                found = estimate_memory(shape, run)
+                yield run, found.peak_bytes, None
+                least = min(least, found.peak_bytes)
+                if found.phases["update"] > cluster.memory_bytes:  # whatever activations are kept
+                    break
+            too_much[way] = least > cluster.memory_bytes
+        if mesh.pp == mesh.cp == 1 and mesh.tp_mode == "1d" and job.allows("zero", 3):
+            yield from _with_gemini(job, shape, mesh, cluster, budgets)
+
+
+def _budgets(job: Job, cluster: Cluster) -> list[int]:
+    """Gemini's budgets, in whole MiB."""
+    if isinstance(given := job.held.get("gemini.budget"), int):
+        return [given]
+    if "gemini.budget" in job.held:
+        return []
+    return [int(share * cluster.memory_bytes) // 2**20 * 2**20 for share in BUDGETS]
+
+
+def _with_gemini(
+    job: Job, shape: ModelShape, mesh: RunShape, cluster: Cluster, budgets: Sequence[int]
+) -> Iterator[tuple[RunShape, int, int]]:
+    """Runs in a budget that they exceed without Gemini."""
+    data = mesh.num_data_ranks
+    rows = job.batch // data
+    for size in divisors(rows):
+        if size > MOST_ROWS or not job.allows("microbatch", size):
+            continue
+        for mode, every in RECOMPUTED:
+            if not (job.allows("recompute.mode", mode) and job.allows("recompute.every", every)):
+                continue
+            run = replace(mesh, zero=3, dp_replicate=1, dp_shard=data, recompute=mode, recompute_every=every)
+            run = replace(run, microbatch_size=size, num_microbatches=rows // size)
+            if data % run.ep:
+                continue
+            whole = estimate_memory(shape, run).peak_bytes
+            for budget in budgets:
+                if whole <= budget and "gemini.budget" not in job.held:
+                    continue
+                clock = StepClock(shape, run, cluster, budget)
+                try:
+                    fits = clock.host_bytes <= cluster.host_bytes
+                except UserError:
+                    continue
+                if fits:
+                    yield run, budget, budget
+
+
+def _unusual(run: RunShape) -> int:
+    """How many options say something else than the plainest run: of plans that are alike the plainer one is shown."""
+    plain = options_of(RunShape())
+    return sum(value != plain[name] for name, value in options_of(run).items())
+
+
+# --- where nothing fits -----------------------------------------------------------------------------------------------
+
+
+def _why_none(job: Job, cluster: Cluster, least_bytes: float) -> str:
+    held = "".join(f" {name}={value}" for name, value in job.held.items() if value is not None)
+    given = f"with{held} " if held else ""
+    if math.isinf(least_bytes) and next(meshes(job, cluster), None) is not None:
+        return (
+            f"no run on {cluster.ranks} ranks is searched {given}and a batch of {job.batch} rows; leave something out"
+        )
+    if math.isinf(least_bytes):
+        near = sorted(range(1, 2 * cluster.ranks + 1), key=lambda n: (abs(n - cluster.ranks), -n))
+        works = next((n for n in near if next(meshes(job, replace(cluster, ranks=n)), None) is not None), None)
+        instead = "leave some of them out" if works is None else f"use --gpus {works}"
+        return (
+            f"no mesh of {cluster.ranks} ranks {given}divides a batch of {job.batch} rows, {job.model.num_layers} "
+            f"blocks and {job.model.num_heads} heads; {instead}, or a batch that is a multiple of {cluster.ranks}"
+        )
+    needs, has = in_words(least_bytes), in_words(cluster.memory_bytes)
+    ranks = next((n for n in _more(job, cluster) if _fits(job, replace(cluster, ranks=n))), None)
+    advice = [f"--gpus {ranks} of them"] if ranks is not None else []
+    advice.append(f"devices of {math.ceil(least_bytes / USABLE_SHARE / GIB)} GiB")
+    return (
+        f"no plan {given}fits {cluster.ranks} x {cluster.gpu.name}: the least needs {needs} of a device, "
+        f"{in_words(least_bytes - cluster.memory_bytes)} more than the {has} that it may take; what would fit: "
+        f"{' or '.join(advice)}"
+    )
+
+
+def _more(job: Job, cluster: Cluster) -> Iterator[int]:
+    """Larger numbers of ranks: twice as many, and so on."""
+    for doubled in range(1, 7):
+        yield cluster.ranks * 2**doubled
+
+
+def _fits(job: Job, cluster: Cluster) -> bool:
+    """Whether something fits of what usually takes least."""
+    least = {"microbatch": 1, "recompute.mode": "full", "recompute.every": 1, "pipeline.schedule": "1f1b"}
+    job, shape = replace(job, held={**least, **job.held}), decoder_shape(job.model)
+    return any(num_bytes <= cluster.memory_bytes for _, num_bytes, _ in _fitting(job, shape, cluster))
+
+
+def nearest(job: Job, cluster: Cluster, run: RunShape) -> Mapping[str, Any] | None:
+    """Of what fits on the ranks, the options of the run that differs from `run` in fewest; None where nothing fits."""
+    given, shape = options_of(run), decoder_shape(job.model)
+    best: tuple[int, int, dict[str, Any]] | None = None
+    for found, memory_bytes, budget in _fitting(job, shape, cluster):
+        if memory_bytes <= cluster.memory_bytes:
+            options = options_of(found, budget)
+            changed = {name: value for name, value in options.items() if value != given[name]}
+            one = len(changed), memory_bytes, changed
+            best = one if best is None or one[:2] < best[:2] else best
+    return None if best is None else best[2]

@@ -1,0 +1,143 @@
+"""`llm plan --gpus`: plans as JSON and as a table, commands that run them, refusals in a line."""
+
+import json
+import shlex
+
+import pytest
+
+from apps.llm.__main__ import APP
+from apps.llm.config import FINETUNE, PretrainConfig, check_combination
+from apps.llm.plan import run_shape
+from apps.llm.recipes import RECIPES
+from core.config import UserError, parse
+from core.estimate import decoder_shape, estimate_memory
+from core.models.decoder import Decoder, DecoderConfig
+from core.models.pretrained import save_pretrained
+
+WORDS = ["plan", "--model", "gpt2_124m", "--gpu", "a100-40gb", "--batch", "48"]
+SMALL = DecoderConfig(vocab_size=97, dim=32, num_layers=4, num_heads=4, ffn_dim=48, max_length=64)
+
+
+def plans(capsys, *words: str):
+    assert APP.dispatch([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def parsed(command: str, ranks: int, monkeypatch) -> PretrainConfig:
+    """The configuration that a plan's command starts."""
+    words = shlex.split(command)
+    monkeypatch.setenv("RANK", "0")
+    if words[0] == "torchrun":
+        size = int(words[words.index("--nnodes") + 1]) * int(words[words.index("--nproc-per-node") + 1])
+        assert size == ranks
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        words = words[words.index("apps.llm") + 1 :]
+    else:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        monkeypatch.delenv("RANK")
+        assert words[:2] == ["megalith", "llm"]
+        words = words[2:]
+    if words[0] == "finetune":
+        return parse({"default": lambda: FINETUNE}, words[1:], "megalith llm finetune", "default")
+    assert words[0] == "pretrain"
+    return parse(RECIPES, words[1:], "megalith llm pretrain", "debug")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [
+        (2, []),
+        (16, ["--recompute.mode", "none", "--mesh.tp", "4"]),
+        (1, ["--gpu", "rtx-3080", "--precision", "fp16", "--optim.name", "adafactor"]),
+        (4, ["--model", "debug_moe", "--memory", "8MiB", "--data.sequence-length", "64"]),
+    ],
+)
+def test_every_command_starts_a_run_of_its_plan(gpus, more, capsys, monkeypatch) -> None:
+    words = ["plan", *more, *([] if "--model" in more else WORDS[1:3])]
+    words += [] if "--gpu" in more else WORDS[3:5]
+    said = plans(capsys, *words, "--batch", "48", "--gpus", str(gpus))
+    assert said["plans"]
+    for plan in said["plans"]:
+        config = parsed(plan["command"], gpus, monkeypatch)
+        mesh = check_combination(config)
+        assert mesh.data_ranks * mesh.tp * mesh.cp * mesh.pp == gpus
+        assert config.data.global_batch == 48
+        found = estimate_memory(decoder_shape(config.model), run_shape(config)).peak_bytes
+        if config.gemini.budget is None:
+            assert found == plan["memory_bytes"]
+        assert plan["memory_bytes"] <= said["memory_limit_bytes"]
+
+
+def test_the_fields_have_their_names(capsys) -> None:
+    said = plans(capsys, *WORDS, "--gpus", "2", "--price", "2", "--power", "500", "--carbon", "100", "--tokens", "1e9")
+    times = [plan["step_time_s"] for plan in said["plans"]]
+    assert len(times) >= 5
+    assert times == sorted(times)
+    assert said["steps"] == -(-(10**9) // (48 * 1024))
+    for plan in said["plans"]:
+        hours = said["steps"] * plan["step_time_s"] * 2 / 3600
+        assert plan["gpu_hours"] == pytest.approx(hours)
+        assert plan["money"] == pytest.approx(2 * hours)
+        assert plan["energy_kwh"] == pytest.approx(hours / 2)
+        assert plan["co2_kg"] == pytest.approx(hours / 20)
+        assert sum(plan["shares_s"].values()) == pytest.approx(plan["step_time_s"])
+    assert said["unknown"]
+
+
+def test_the_table_says_what_is_known_and_what_is_not(capsys, tmp_path) -> None:
+    png = tmp_path / "front.png"
+    assert APP.dispatch([*WORDS, "--gpus", "2", "--mesh.pp", "2", "--draw", str(png)]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "gpt2_124m on 2 x a100-40gb",
+        "not known:",
+        "1: megalith llm pretrain --recipe gpt2_124m",
+        "--nproc 2",
+    ):
+        assert part in said
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folders_model_is_finetuned(capsys, tmp_path, monkeypatch) -> None:
+    save_pretrained(Decoder(SMALL), SMALL, tmp_path)
+    words = ["plan", "--model", str(tmp_path), "--gpus", "4", "--gpu", "l4", "--batch", "8", "--precision", "bf16"]
+    for plan in plans(capsys, *words)["plans"]:
+        assert plan["command"].startswith(f"megalith llm finetune --model {tmp_path}")
+        config = parsed(plan["command"], 4, monkeypatch)
+        assert (config.precision, config.data.global_batch, config.data.sequence_length) == ("bf16", 8, 32)
+
+
+def test_a_name_stands_for_its_recipe(capsys) -> None:
+    assert APP.dispatch(["plan", "--model", "gpt2_124m", "--gpu", "A100"]) == 0
+    named = capsys.readouterr().out
+    assert APP.dispatch(["plan", "--recipe", "gpt2_124m", "--gpu", "A100"]) == 0
+    assert capsys.readouterr().out == named
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*WORDS[:3], "--gpus", "8", "--batch", "48"], "of which kind"),
+        ([*WORDS[:4], "a100-60gb", "--gpus", "8"], "no GPU is called 'a100-60gb', did you mean a100"),
+        ([*WORDS, "--gpus", "0"], "gpus=0; give a number that is at least 1"),
+        ([*WORDS, "--gpus", "8", "--price", "nan"], "price=nan"),
+        ([*WORDS, "--gpus", "8", "--price", "-1"], "price=-1.0; give a number that is at least 0"),
+        ([*WORDS, "--gpus", "8", "--carbon", "inf"], "carbon=inf"),
+        ([*WORDS, "--gpus", "8", "--power", "-3"], "power=-3.0"),
+        (
+            [*WORDS, "--gpus", "13"],
+            "no mesh of 13 ranks divides a batch of 48 rows, 12 blocks and 12 heads; use --gpus 14",
+        ),
+        ([*WORDS, "--gpus", "2", "--memory", "10MiB"], "no plan fits 2 x a100-40gb: the least needs"),
+        ([*WORDS, "--gpus", "2", "--draw", "front.pdf"], "the picture is a PNG"),
+        ([*WORDS, "--gpus", "2", "--nproc", "2"], "--nproc with --gpus"),
+        ([*WORDS, "--json"], "--json without a search; give --gpus"),
+        ([*WORDS, "--data.global-batch", "3"], "mean the same"),
+        ([*WORDS, "--recipe", "debug"], "beside --recipe"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_in_a_line(words, said) -> None:
+    with pytest.raises(UserError) as refused:
+        APP.dispatch(words)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
