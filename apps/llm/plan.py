@@ -14,6 +14,7 @@ from apps.llm.config import PretrainConfig, check_combination, resolved_mesh
 from apps.llm.foreign import ForeignModel
 from apps.llm.model import UnknownModel, find_model
 from apps.llm.recipes import RECIPES, default_recipe
+from apps.llm.recompute import OwnModel, chosen
 from apps.llm.residency import estimate_residency
 from core.config import UserError, in_words, option, parse, size_in_bytes, time_in_words, typed
 from core.estimate import (
@@ -36,6 +37,8 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.optim.build import without_size
 from core.parallel.pipeline.schedule import bubble_in_theory
+from core.trace.segments import Segments
+from core.train.segments import described
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
             found["utilisation"] = why
             if self.gemini.budget is None:
                 found["bandwidth_gb_s"] = why
-        if self.gemini.budget is None and self.source is None:
-            found["memory_gb_s"] = "without a budget; give --gemini.budget"
+        if not _is_traced(self) and self.source is None:
+            found["memory_gb_s"] = "without a budget; give --gemini.budget or --recompute.mode budget"
         if self.pipeline.cost != "estimated":
             found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
         return found
@@ -118,10 +121,15 @@ def main(argv: list[str]) -> int:
             config = replace(config, model=found)
             PretrainConfig.check_positions(config)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if config.gemini.budget is not None:
+    if config.recompute.mode == "budget":
+        model = foreign or OwnModel(config)
+        found = chosen(config, resolved_mesh(config), config.speed, model)
+        console.print(described(found))
+        _show_traced(config, model, console, found.segments)
+    elif config.gemini.budget is not None:
         _show_residency(config, foreign, console)
     elif foreign is not None:
-        _show_foreign(config, foreign, console)
+        _show_traced(config, foreign, console)
     else:
         _show(config, console)
     if ignored := sorted(typed(argv, config) & without_effect(config, foreign)):
@@ -142,9 +150,15 @@ def _model_of(folder: Path, given: set[str]) -> DecoderConfig | ForeignModel:
 def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
-    if foreign is None and config.gemini.budget is None:
+    if foreign is None and not _is_traced(config):
         found.add("memory_gb_s")
-    return found - set(() if config.gemini.budget is None else WITH_GEMINI)
+    read = WITH_GEMINI if config.gemini.budget is not None else ("data.mask_documents",) * _is_traced(config)
+    return found - set(read)
+
+
+def _is_traced(config: PretrainConfig) -> bool:
+    """Whether a budget has the step of our decoder traced, of which there are closed forms."""
+    return config.gemini.budget is not None or config.recompute.mode == "budget"
 
 
 def _show(config: LLMPlanConfig, console: Console) -> None:
@@ -164,7 +178,9 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
         console.print(f"fits {in_words(size_in_bytes(config.memory, 'memory', 'GiB'))}")
 
 
-def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) -> None:
+def _show_traced(
+    config: LLMPlanConfig, model: ForeignModel | OwnModel, console: Console, segments: Segments | None = None
+) -> None:
     """The same of a model whose step is run on tensors without memory."""
     if config.timeline is not None:
         raise UserError("--timeline draws the stages of our decoder's pipelines; leave it out with this --model")
@@ -177,7 +193,7 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
     def step(rows: int | None = None) -> StepEstimate:
         """The step of a batch of `rows`, by default the full one."""
         loss = model.loss(max(microbatches(rows)), config.data.sequence_length)
-        made = model.build(), loss, mesh, config, config.speed
+        made = model.build(), loss, mesh, config, config.speed, replace(model.plan, recompute=segments)
         return estimate_step(*made, optimizer=config.optim, num_microbatches=len(microbatches(rows)))
 
     found, machine = step(), config.machine
@@ -187,7 +203,7 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
 
         def time_of(rows: int | None) -> TimeEstimate:
             of, tokens = step(rows), (rows or config.data.global_batch) * config.data.sequence_length
-            pipeline, again = config.pipeline, float(config.recompute.mode == "full")
+            pipeline, again = config.pipeline, float(config.recompute.mode == "full" or config.recompute.segmented)
             idle = bubble_in_theory(pipeline.schedule, mesh.pp, len(microbatches(rows)), pipeline.chunks, again=again)
             sending_s = of.sent.wire_bytes / machine.bandwidth
             return TimeEstimate(of.compute_s, sending_s, idle / (1 - idle) * of.compute_s, tokens)
@@ -320,6 +336,12 @@ def warning(config: PretrainConfig, kind: str, device_bytes: int, host_bytes: in
     kind        cpu or cuda, of the device; on a CPU the host is the device
     host_bytes  of a rank
     """
+    if config.recompute.mode == "budget":
+        assert config.recompute.budget is not None
+        if size_in_bytes(config.recompute.budget, "recompute.budget") <= device_bytes:
+            return None
+        has = in_words(device_bytes)
+        return f"recompute.budget={config.recompute.budget} and the device has {has} for a rank; give at most that"
     model, run = decoder_shape(config.model), run_shape(config)
     if config.gemini.budget is None:
         try:
