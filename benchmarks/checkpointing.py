@@ -37,6 +37,8 @@ from core.trace.segments import Segments
 
 SEED = 0
 LOWER_PEAK = 0.8  # of torch's, at no more recomputed FLOPs
+REPORTED = (0.05, 0.1, 0.15)
+"""Budgets of torch at which its peak was reported to rise as they fall (pytorch issue 197838)."""
 PRODUCTS = Speed(1.0, float("inf"))
 """A machine on which only FLOPs take time."""
 
@@ -53,8 +55,8 @@ class Sizes:
 
 def sizes_of(options: Options) -> Sizes:
     if options.quick:
-        return Sizes(4, 32, 2, 2, 32, (0.1, 0.5))
-    every = tuple(n / 20 for n in range(20)) if options.full else tuple(n / 10 for n in range(10))
+        return Sizes(4, 32, 2, 2, 32, (0.05, 0.5))
+    every = tuple(n / 20 for n in range(20)) if options.full else (*REPORTED, 0.2, 0.3, 0.5, 0.7, 0.9)
     return Sizes(12, 128, 4, 8, 256, every)
 
 
@@ -71,6 +73,7 @@ class Loss(nn.Module):
             n_embd=sizes.dim,
             n_layer=sizes.layers,
             n_head=sizes.heads,
+            activation_function="gelu",
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -139,12 +142,12 @@ def measure(options: Options) -> Measured:
     plain, choices = with_segments(sizes, ids, None), choices_of(sizes)
     measured: dict[Segments, Step] = {}
     figures = [_row("no recomputation", "", plain, plain)]
-    targets, ratios = [], list[float]()
+    targets = []
     for budget in sorted(sizes.budgets, reverse=True):
         theirs = with_torch(sizes, ids, budget)
         _check(theirs, plain, f"torch at {budget}")
         again = theirs.flops - plain.flops
-        found = next(choice for choice in choices if choice.step.again_flops <= again)
+        found = next(choice for choice in choices if choice.step.again_flops <= max(again, 0))
         if found.segments not in measured:
             measured[found.segments] = with_segments(sizes, ids, found.segments)
             _check(measured[found.segments], plain, f"segments {found.segments}")
@@ -152,9 +155,9 @@ def measure(options: Options) -> Measured:
         figures += [_row("torch", str(budget), theirs, plain), _row("ours", f"as torch at {budget}", ours, plain)]
         for row in figures[-2:]:
             options.kept(row)
-        ratios.append(theirs.peak_bytes / ours.peak_bytes)
-        what = f"torch's peak at a budget of {budget}, over ours at no more recomputed FLOPs"
-        targets.append(Target(what, 1 / LOWER_PEAK, ratios[-1]))
+        if budget in REPORTED:
+            what = f"torch's peak at a budget of {budget}, over ours at no more recomputed FLOPs"
+            targets.append(Target(what, 1 / LOWER_PEAK, theirs.peak_bytes / ours.peak_bytes))
     return Measured(tuple(figures), tuple(targets), notes(sizes))
 
 

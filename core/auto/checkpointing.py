@@ -9,6 +9,7 @@ Rotor. In m bytes, blocks s … t, whose input is there, are computed and taken 
         sum of f_s … f_k-1 + C(k, t, m - a_k) + C(s, k-1, m)   for k = s+1 … t: of s … k-1 nothing is kept but the input
                                                        of s; that of k is, and when k … t are done s … k-1 run again
         f_s + C(s+1, t, m - w_s) + b_s                 s keeps everything, w_s
+                                                       (in T also: the results of products, and computes the rest again)
 
 where what runs has room, else infinity. Over it stands the same for the first forward, T(s, m), with the head at its
 end. This gives the best of all schedules that keep what they keep until its backward (memory persistent ones).
@@ -31,7 +32,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from core.trace.chain import Chain, Simulated, simulate
+from core.trace.chain import Chain, ChainBlock, Kept, Simulated, simulate
 from core.trace.segments import Segments
 
 SLOTS = 500
@@ -59,7 +60,11 @@ def frontier(chain: Chain, slots: int = SLOTS) -> list[Checkpointing]:
     everything: Segments = (len(chain.blocks),) if chain.blocks else ()
     found = {everything: simulate(chain, everything)}
     least, most = _least_bytes(chain), found[everything].peak_bytes
-    floor = min(least, chain.head, *(min(of.first, of.again, of.back) for of in chain.blocks))
+    floor = min(
+        least,
+        chain.head - chain.shared,
+        *(min(of.first, of.again, *(how.back for how in _ways(of))) for of in chain.blocks),
+    )
     for span in dict.fromkeys((most - least, (most - least) // 4)):
         whole = least + span - floor
         unit = max(1, -(-span // slots), -(-whole // (_MOST_FOLD * slots)))
@@ -79,13 +84,18 @@ def fastest(choices: Sequence[Checkpointing], budget_bytes: int) -> Checkpointin
     return next((choice for choice in reversed(choices) if choice.peak_bytes <= budget_bytes), None)
 
 
+def _ways(of: ChainBlock) -> list[Kept]:
+    """All in which a block can be kept."""
+    return [of.whole] if of.lean is None else [of.whole, of.lean]
+
+
 def _least_bytes(chain: Chain) -> int:
     """What a step takes at least, whatever is kept."""
-    levels = [chain.least, chain.head]
+    levels = [chain.least, chain.head - chain.shared]
     for of in chain.blocks:
-        levels.append(of.first + min(of.dropping_peak, of.keeping_peak))
+        levels.append(of.first + min(of.dropping_peak, *(how.peak for how in _ways(of))))
         again = of.again + max(of.refill_peak, of.refilled + of.refilled_peak)
-        levels.append(min(again, of.back + of.kept + of.backward_peak))
+        levels.append(min(again, *(how.back + how.num_bytes + how.backward_peak for how in _ways(of))))
     return max(levels)
 
 
@@ -166,10 +176,14 @@ class _Table:
         return np.where(self.places[None, places] < room[:, None], np.float32(np.inf), found)
 
     def _whole(self, s: int, t: int) -> NDArray[np.float32]:
-        of = self.chain.blocks[s]
-        row = self._less(self.inner[s + 1, t], of.kept) + (of.forward_s + of.backward_s)
-        beside = self.chain.blocks[t].again
-        return self._from(row, beside + of.keeping_peak, of.back + of.kept + of.backward_peak)
+        of, beside = self.chain.blocks[s], self.chain.blocks[t].again
+        return self._kept(of, of.whole, self.inner[s + 1, t], beside)
+
+    def _kept(self, of: ChainBlock, how: Kept, rest: NDArray[np.float32], beside: int) -> NDArray[np.float32]:
+        """A block that is kept, and the rest with what is left."""
+        row = self._less(rest, how.num_bytes) + np.float32(of.forward_s + how.again_s + of.backward_s)
+        back = how.back + (of.shared if how is of.whole else 0)  # what is before it is not known here
+        return self._from(row, beside + how.peak, back + how.num_bytes + how.backward_peak)
 
     # T.
 
@@ -178,7 +192,7 @@ class _Table:
         self.outer_charged = self.outer.copy()
         self.outer_charged[self.count] = self._less(self.outer[self.count], self.chain.output)
         for s in range(self.count - 1, -1, -1):
-            self.outer[s] = np.minimum(self._outer_split(s).min(0), self._outer_whole(s))
+            self.outer[s] = np.minimum(self._outer_split(s).min(0), np.minimum.reduce(self._outer_kept(s)))
             self.outer_charged[s] = self._less(self.outer[s], self.chain.blocks[s].input)
 
     def _outer_split(self, s: int, places: slice = slice(None)) -> NDArray[np.float32]:
@@ -189,10 +203,10 @@ class _Table:
         room = self._dropping(s, [of.first for of in self.chain.blocks[s:end]])
         return np.where(self.places[None, places] < room[:, None], np.float32(np.inf), found)
 
-    def _outer_whole(self, s: int) -> NDArray[np.float32]:
+    def _outer_kept(self, s: int) -> list[NDArray[np.float32]]:
+        """A row for each way in which the block can be kept."""
         of = self.chain.blocks[s]
-        row = self._less(self.outer[s + 1], of.kept) + (of.forward_s + of.backward_s)
-        return self._from(row, of.first + of.keeping_peak, of.back + of.kept + of.backward_peak)
+        return [self._kept(of, how, self.outer[s + 1], of.first) for how in _ways(of)]
 
     # The way back.
 
@@ -211,7 +225,7 @@ class _Table:
             if splits[k] < self._whole(s, t)[m]:
                 rest = inner(s + 1 + k, t, m - self._slots(self.chain.blocks[s + 1 + k].input))
                 return (inner(s, s + k, m), *rest)
-            return _joined(inner(s + 1, t, m - self._slots(of.kept)))
+            return _joined(1, inner(s + 1, t, m - self._slots(of.whole.num_bytes)))
 
         @cache
         def outer(s: int, m: int) -> Segments:
@@ -219,17 +233,20 @@ class _Table:
                 return ()
             splits = self._outer_split(s, slice(m, m + 1))[:, 0]
             k = int(splits.argmin())
-            if splits[k] < self._outer_whole(s)[m]:
+            kept = [float(row[m]) for row in self._outer_kept(s)]
+            if splits[k] < min(kept):
                 end = s + 1 + k
                 handed = self.chain.output if end == self.count else self.chain.blocks[end].input
                 return (inner(s, s + k, m), *outer(end, m - self._slots(handed)))
-            return _joined(outer(s + 1, m - self._slots(self.chain.blocks[s].kept)))
+            way = kept.index(min(kept))
+            rest = outer(s + 1, m - self._slots(_ways(self.chain.blocks[s])[way].num_bytes))
+            return _joined(-1 if way else 1, rest)
 
         return [outer(0, int(m)) for m in faster]
 
 
-def _joined(rest: Segments) -> Segments:
-    """A block that keeps everything, before the rest."""
-    if rest and isinstance(rest[0], int):
-        return (1 + rest[0], *rest[1:])
-    return (1, *rest)
+def _joined(block: int, rest: Segments) -> Segments:
+    """A block that is kept, before the rest."""
+    if rest and isinstance(rest[0], int) and rest[0] * block > 0:
+        return (block + rest[0], *rest[1:])
+    return (block, *rest)

@@ -1,15 +1,17 @@
 """What a model's blocks cost, one by one: the chain (`core.trace.chain`) that segments are chosen for.
 
-Two steps of the run's run on tensors without memory, as `core.estimate.step` runs them: one in which every block is a
-segment of its own, so that it keeps its input and runs again, and one in which all blocks keep everything. Marks where
+Three steps of the run's run on tensors without memory, as `core.estimate.step` runs them: one in which every block is a
+segment of its own, so that it keeps its input and runs again, one in which all blocks keep everything, and one in which
+they keep the results of products. Marks where
 blocks begin and end, in both directions, cut them into sections, and of these come the levels and peaks of each block,
 whatever it is: bytes of its own tensors, of the gradients that it makes, of buckets and messages between.
 """
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from core.placement.table import NO_PLAN, ModelPlan, model_plan
 from core.runtime import pretended
 from core.trace.account import plain_tensors
 from core.trace.alike import Label
-from core.trace.chain import Chain, ChainBlock
+from core.trace.chain import Chain, ChainBlock, Kept
 from core.trace.machine import Speed
 from core.trace.segments import Segments
 
@@ -68,13 +70,18 @@ def estimate_chain(
                 chain.follow((len(blocks),))
                 whole = _steps_of(account, spread, chain, few, loss)
                 whole.least = _rest(account, spread, state, whole)
+                lean = None
+                if not parallel.compile:  # of which no part runs again alone
+                    chain.follow((-len(blocks),))
+                    lean = _steps_of(account, spread, chain, few, loss)
+                    lean.least = _rest(account, spread, state, lean)
             except RuntimeError as error:
                 said = next(iter(str(error).splitlines()), "")
                 raise UserError(
                     f"recompute.mode=budget: this model's step cannot be foreseen without values "
                     f"({type(error).__name__}: {said}); use --recompute.mode full, sqrt or recursive"
                 ) from error
-    return _chain(again, whole, len(blocks))
+    return _chain(again, whole, lean, len(blocks))
 
 
 @dataclass
@@ -185,6 +192,11 @@ class _Levels:
     def at(self, what: str, block: int) -> int:
         return self.alive[_first(self.events, what, block).section][0]
 
+    def spent(self, begin: tuple[str, int], end: tuple[str, int]) -> tuple[float, float]:
+        """Seconds and FLOPs between two marks."""
+        first, last = _first(self.events, *begin), _first(self.events, *end)
+        return last.seconds - first.seconds, last.flops - first.flops
+
     def most(self, begin: tuple[str, int], *ends: tuple[str, int]) -> int:
         """Between a mark and the first of others, that of it included."""
         first = _first(self.events, *begin).section
@@ -192,60 +204,91 @@ class _Levels:
         return max(max(alive) for alive in self.alive[first:last])
 
 
-def _chain(again: _Steps, whole: _Steps, num_blocks: int) -> Chain:
-    blocks = range(num_blocks)
-    inputs = [sum(n for key, n in again.passed[k].items() if key not in again.held) for k in blocks]
+def _chain(again: _Steps, whole: _Steps, lean: _Steps | None, num_blocks: int) -> Chain:
+    inputs = [sum(n for key, n in again.passed[k].items() if key not in again.held) for k in range(num_blocks)]
     output = sum(n for key, n in again.passed[-1].items() if key not in again.held)
-    kept_inputs = list(accumulate(inputs))
-    chains = [
-        _of_microbatch(_Levels(again, one, num_blocks), _Levels(whole, other, num_blocks), inputs, kept_inputs, output)
-        for one, other in zip(again.microbatches, whole.microbatches, strict=True)
+    levels = [
+        [_Levels(steps, events, num_blocks) for events in steps.microbatches]
+        for steps in (again, whole, lean)
+        if steps is not None
     ]
-    least = max(again.least, whole.least)
-    fields = [name for name in vars(chains[0][0][0]) if name not in ("begins", "input")]
-    found = []
-    for k in blocks:
-        most = {name: max(getattr(of[k], name) for of, _ in chains) for name in fields}
-        linked = bool(again.passed[k])
-        found.append(ChainBlock(input=inputs[k], begins=k > 0 and not linked, **most))
-    return Chain(tuple(found), output, max(head for _, head in chains), least)
+    microbatches = [_Microbatch(inputs, output, *of) for of in zip(*levels, strict=True)]
+    blocks = [
+        replace(_most([of.block(k) for of in microbatches]), begins=k > 0 and not again.passed[k])
+        for k in range(num_blocks)
+    ]
+    least = max(steps.least for steps in (again, whole, lean) if steps is not None)
+    head, shared = max(of.head for of in microbatches), min(of.shared for of in microbatches)
+    return Chain(tuple(blocks), output, head, shared, least)
 
 
-def _of_microbatch(
-    one: _Levels, all_kept: _Levels, inputs: list[int], kept_inputs: list[int], output: int
-) -> tuple[list[ChainBlock], int]:
-    """The blocks, and what is alive beside them while the head runs."""
-    last = len(inputs) - 1
-    first = [one.at("begin", k) - kept_inputs[k] for k in range(last + 1)]
-    head = one.most(("end", last), ("ask", last)) - kept_inputs[last] - output
-    before = [all_kept.at("begin", k) - first[k] for k in range(last + 1)]
-    before.append(all_kept.most(("end", last), ("back", last)) - head)  # what all have kept
-    found = []
-    for k in range(last + 1):
+def _most(values: Sequence[Any]) -> Any:
+    """The largest of each field, whatever is inside."""
+    if not is_dataclass(values[0]):
+        return None if values[0] is None else max(values)
+    return replace(values[0], **{f.name: _most([getattr(v, f.name) for v in values]) for f in fields(values[0])})  # pyright: ignore[reportArgumentType]
+
+
+class _Microbatch:
+    """The levels of one, in the three ways: its blocks run again, keep everything, keep products."""
+
+    def __init__(self, inputs: Sequence[int], output: int, again: _Levels, whole: _Levels, lean: _Levels | None = None):
+        self.again, self.whole, self.lean = again, whole, lean
+        self.inputs, self.output, self.last = inputs, output, len(inputs) - 1
+        self.kept_inputs = list(accumulate(inputs))
+        self.first = [again.at("begin", k) - self.kept_inputs[k] for k in range(len(inputs))]
+        self.head = again.most(("end", self.last), ("ask", self.last)) - self.kept_inputs[self.last] - output
+        behind = whole.most(("end", self.last), ("back", self.last))
+        self.shared = max(0, self.head + self._kept_before(whole, self.last + 1) - behind)
+
+    def block(self, k: int) -> ChainBlock:
+        of = self.again
+        ask, filled = of.at("ask", k), of.at("filled", k)
         following = ("ask", k - 1) if k else ("over", -1)
-        following_kept = ("back", k - 1) if k else ("over", -1)
-        kept = before[k + 1] - before[k]
-        ask, filled, back = one.at("ask", k), one.at("filled", k), all_kept.at("back", k)
-        begin = _first(one.events, "begin", k), _first(one.events, "end", k)
-        again = _first(one.events, "ask", k), _first(one.events, "filled", k)
-        found.append(
-            ChainBlock(
-                input=inputs[k],
-                first=first[k],
-                again=ask - kept_inputs[k],
-                back=back - before[k + 1],
-                dropping_peak=one.most(("begin", k), ("end", k)) - one.at("begin", k),
-                keeping_peak=all_kept.most(("begin", k), ("end", k)) - all_kept.at("begin", k),
-                kept=kept,
-                backward_peak=all_kept.most(("back", k), following_kept) - back,
-                refill_peak=one.most(("ask", k), ("filled", k)) - ask,
-                refilled=filled - ask,
-                refilled_peak=one.most(("filled", k), following) - filled,
-                forward_s=begin[1].seconds - begin[0].seconds,
-                refill_s=again[1].seconds - again[0].seconds,
-                backward_s=_first(one.events, *following).seconds - again[1].seconds,
-                forward_flops=begin[1].flops - begin[0].flops,
-                refill_flops=again[1].flops - again[0].flops,
-            )
+        forward_s, forward_flops = of.spent(("begin", k), ("end", k))
+        refill_s, refill_flops = of.spent(("ask", k), ("filled", k))
+        whole = self._kept(self.whole, k)
+        handed_on = self.inputs[k + 1] if k < self.last else self.output  # which is gone by then, and counted as kept
+        shared = of.at("back", k) - self.kept_inputs[k] - whole.back - handed_on
+        lean = None if self.lean is None else self._kept(self.lean, k)
+        if lean is not None:
+            more = (a - b for a, b in zip(self._spent_back(self.lean, k), self._spent_back(self.whole, k), strict=True))
+            again_s, again_flops = (max(0.0, n) for n in more)
+            lean = replace(lean, again_s=again_s, again_flops=again_flops)
+        return ChainBlock(
+            input=self.inputs[k],
+            first=self.first[k],
+            again=ask - self.kept_inputs[k],
+            dropping_peak=of.most(("begin", k), ("end", k)) - of.at("begin", k),
+            whole=whole,
+            refill_peak=of.most(("ask", k), ("filled", k)) - ask,
+            refilled=filled - ask,
+            refilled_peak=of.most(("filled", k), following) - filled,
+            forward_s=forward_s,
+            refill_s=refill_s,
+            backward_s=of.spent(("filled", k), following)[0],
+            forward_flops=forward_flops,
+            refill_flops=refill_flops,
+            shared=max(0, shared),
+            lean=lean,
         )
-    return found, head
+
+    def _spent_back(self, of: _Levels | None, k: int) -> tuple[float, float]:
+        assert of is not None
+        return of.spent(("back", k), ("back", k - 1) if k else ("over", -1))
+
+    def _kept(self, of: _Levels, k: int) -> Kept:
+        """Where blocks are kept; what they have kept is told beside what else is alive when a forward begins."""
+        before, behind = self._kept_before(of, k), self._kept_before(of, k + 1)
+        back = of.at("back", k)
+        return Kept(
+            peak=of.most(("begin", k), ("end", k)) - of.at("begin", k),
+            num_bytes=behind - before,
+            back=back - behind,
+            backward_peak=of.most(("back", k), ("back", k - 1) if k else ("over", -1)) - back,
+        )
+
+    def _kept_before(self, of: _Levels, k: int) -> int:
+        if k <= self.last:
+            return of.at("begin", k) - self.first[k]
+        return self._kept_before(of, self.last) + of.at("end", self.last) - of.at("begin", self.last)

@@ -2,8 +2,9 @@
 
 The model's own forward calls its blocks one after the other; nothing else is known of it. So:
 
-1. A block that keeps everything runs as it is. Every other one runs with a place for each tensor that autograd would
-   save (`core.parallel.pipeline.recompute`), and leaves a record: its arguments, its generators, and how to run again.
+1. A block that keeps everything runs as it is, one that keeps products under torch's checkpoint. Every other one runs
+   with a place for each tensor that autograd would save (`core.parallel.pipeline.recompute`), and leaves a record: its
+   arguments, its generators, and how to run again.
 2. Of its arguments, tensors that the block before has just handed on are not held but linked, unless a segment begins
    with it. All others (masks, rotary angles, what goes through several blocks, what the model has changed on the way)
    are held, for they are alive anyway.
@@ -37,12 +38,13 @@ Observer = Callable[[str, int, Sequence[Tensor], Sequence[Tensor]], None]
 class RecomputedChain:
     """The blocks of a model whose forwards do as the segments say.
 
+    lean     (forward, its arguments) -> its outputs: it keeps the results of products, and computes the rest again
     observe  told when a block begins and ends its first run ("begin", "end"), when the backward asks it for what it
              has not kept and when it has it ("ask", "filled")
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], segments: Segments):
-        self.blocks = list(blocks)
+    def __init__(self, blocks: Sequence[nn.Module], segments: Segments, lean: Callable[..., Any]):
+        self.blocks, self._lean = list(blocks), lean
         self.observe: Observer | None = None
         self._before: ref[_Record] | None = None  # of the block that ran last
         for index, block in enumerate(self.blocks):
@@ -53,11 +55,11 @@ class RecomputedChain:
     def follow(self, segments: Segments) -> None:
         """Do as these say from the next forward on."""
         self._begins: dict[int, Segments] = {}  # block -> its segment
-        self._keeps: set[int] = set()
+        self._keeps: dict[int, bool] = {}  # block -> whether everything
         index = 0
         for item in segments:
             if isinstance(item, int):
-                self._keeps |= set(range(index, index + item))
+                self._keeps |= dict.fromkeys(range(index, index + abs(item)), item > 0)
             else:
                 self._begins[index] = item
             index += size_of(item)
@@ -69,7 +71,7 @@ class RecomputedChain:
         if index in self._keeps:
             self._before = None
             self._tell("begin", index, (), ())
-            outputs = forward(*args, **kwargs)
+            outputs = forward(*args, **kwargs) if self._keeps[index] else self._lean(forward, *args, **kwargs)
             self._tell("end", index, [x for x in tree_leaves(outputs) if isinstance(x, Tensor)], ())
             return outputs
         before = None if self._before is None else self._before()

@@ -1,8 +1,11 @@
 """Which blocks of a chain keep what their backward needs, as data: segments.
 
     n           the next n blocks keep everything
+    -n          the next n blocks keep the results of products (mode selective), and each computes the rest again alone
     (…)         the next blocks are a segment: of them only the input of the first is kept, and when their backward
                 comes they run again from it, by the segments that stand inside
+
+Only the first run of a block can keep products alone, so no segment has a negative number inside.
 
 So (4,) keeps all of four blocks, ((1,), (1,), (1,), (1,)) each block's input, and ((2,), 2) computes the first two
 again. A segment inside a segment is one of the run that comes later: ((((1,), 1), 2) …) runs its first block up to
@@ -48,19 +51,22 @@ def num_blocks_of(segments: Segments) -> int:
 
 
 def size_of(item: "int | Segments") -> int:
-    return item if isinstance(item, int) else num_blocks_of(item)
+    return abs(item) if isinstance(item, int) else num_blocks_of(item)
 
 
 def is_kept(segments: Segments) -> list[bool]:
     """Of each block, whether its first run keeps everything."""
-    return [isinstance(item, int) for item in segments for _ in range(size_of(item))]
+    return [isinstance(item, int) and item > 0 for item in segments for _ in range(size_of(item))]
 
 
 def runs_of(segments: Segments) -> list[int]:
     """How often each block runs: in the forward, and again in the backward."""
     found: list[int] = []
     for item in segments:
-        found += [1] * item if isinstance(item, int) else [1 + again for again in _runs_again(item)]
+        if isinstance(item, int):
+            found += [1 + (item < 0)] * abs(item)
+        else:
+            found += [1 + again for again in _runs_again(item)]
     return found
 
 
@@ -79,15 +85,15 @@ def _runs_again(segments: Segments) -> list[int]:
 def check_segments(segments: Any, num_blocks: int) -> Segments:
     """The segments, of so many blocks.  Raises ValueError for what are none."""
 
-    def check(part: Any) -> Segments:
+    def check(part: Any, least: int = 1) -> Segments:
         if not isinstance(part, tuple | list) or not part:
             raise ValueError(f"segments are numbers of blocks and segments, and not {part!r}")
         for item in part:
-            if isinstance(item, bool) or (isinstance(item, int) and item < 1):
+            if isinstance(item, bool) or (isinstance(item, int) and (item == 0 or item < least)):
                 raise ValueError(f"{item} in segments {part}; give numbers of blocks of at least 1")
         return tuple(item if isinstance(item, int) else check(item) for item in part)
 
-    found = check(segments) if num_blocks or segments else ()
+    found = check(segments, -num_blocks) if num_blocks or segments else ()
     if num_blocks_of(found) != num_blocks:
         raise ValueError(f"segments of {num_blocks_of(found)} blocks, and the model has {num_blocks}")
     return found

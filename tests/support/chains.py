@@ -5,10 +5,10 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
-from core.trace.chain import Chain, ChainBlock
+from core.trace.chain import Chain, ChainBlock, Kept
 from core.trace.segments import Segments
 
-NOTHING, INPUT, WHOLE, REFILLED = range(4)
+NOTHING, INPUT, WHOLE, REFILLED, LEAN = range(5)
 
 
 def random_segments(draw: random.Random, num_blocks: int) -> Segments:
@@ -38,17 +38,16 @@ def random_chain(draw: random.Random, num_blocks: int, most: int = 6) -> Chain:
     outputs = [some(1) for _ in range(num_blocks)]
     for k in range(num_blocks):
         begins = k > 0 and draw.random() < 0.15
+        less = outputs[k] + draw.randint(0, 2)
+        lean = Kept(less + some(), less, some() + gradients[k], some(2), again_s=draw.choice((0.5, 1.0)))
         keeps, forward_s = outputs[k] + some(), float(some(1))
         blocks.append(
             ChainBlock(
                 input=0 if begins or k == 0 else outputs[k - 1],
                 first=some(),
                 again=some() + gradients[k],
-                back=some() + gradients[k],
                 dropping_peak=outputs[k] + some(),
-                keeping_peak=keeps + some(),
-                kept=keeps,
-                backward_peak=some(),
+                whole=Kept(keeps + some(), keeps, some() + gradients[k], some()),
                 refill_peak=keeps + some(),
                 refilled=keeps - draw.randint(0, outputs[k]),
                 refilled_peak=some(),
@@ -56,6 +55,7 @@ def random_chain(draw: random.Random, num_blocks: int, most: int = 6) -> Chain:
                 refill_s=forward_s - draw.choice((0.0, 0.5)),
                 backward_s=float(some(1)),
                 begins=begins,
+                lean=None if draw.random() < 0.5 else lean,
             )
         )
     return Chain(tuple(blocks), output=outputs[-1], head=some() + outputs[-1], least=some())
@@ -101,23 +101,24 @@ def _moves(
 
     if what == "back":
         of = blocks[index]
-        if kept[index] in (WHOLE, REFILLED):
-            whole = kept[index] == WHOLE
-            if fits(of.back, of.backward_peak) if whole else fits(of.again, of.refilled_peak):
-                yield of.backward_s, ("back", index - 1, -1, _with(kept, index, NOTHING))
+        if kept[index] in (WHOLE, REFILLED, LEAN):
+            how = {WHOLE: of.whole, LEAN: of.lean}.get(kept[index])
+            if fits(of.again, of.refilled_peak) if how is None else fits(how.back, how.backward_peak):
+                again_s = 0.0 if how is None else how.again_s
+                yield again_s + of.backward_s, ("back", index - 1, -1, _with(kept, index, NOTHING))
             return
         for begin in range(index, -1, -1):
-            if kept[begin] == WHOLE:
+            if kept[begin] in (WHOLE, LEAN):
                 return
-            if kept[begin] == INPUT or (begin and kept[begin - 1] == WHOLE):
+            if kept[begin] == INPUT or (begin and kept[begin - 1] in (WHOLE, LEAN)):
                 yield 0.0, ("run", begin, index, _with(kept, begin, INPUT))
         return
     if index > last:
-        if fits(chain.head, 0 if kept[last] == WHOLE else chain.output):
+        if fits(chain.head, 0 if kept[last] in (WHOLE, LEAN) else chain.output):
             yield 0.0, ("back", last, -1, kept)
         return
     of = blocks[index]
-    has_input = kept[index] == INPUT or (index > 0 and kept[index - 1] == WHOLE)
+    has_input = kept[index] == INPUT or (index > 0 and kept[index - 1] in (WHOLE, LEAN))
     if not has_input:
         if of.begins or kept[index] == NOTHING:
             yield 0.0, ("run", index, asked, _with(kept, index, INPUT))
@@ -131,8 +132,10 @@ def _moves(
         return
     if fits(beside, running + of.dropping_peak):
         yield of.forward_s, ("run", index + 1, asked, kept)
-    if fits(beside, running + of.keeping_peak):
+    if fits(beside, running + of.whole.peak):
         yield of.forward_s, ("run", index + 1, asked, _with(kept, index, WHOLE))
+    if asked < 0 and of.lean is not None and fits(beside, running + of.lean.peak):
+        yield of.forward_s, ("run", index + 1, asked, _with(kept, index, LEAN))
 
 
 def _bytes(chain: Chain, kept: tuple[int, ...], index: int) -> int:
@@ -140,8 +143,9 @@ def _bytes(chain: Chain, kept: tuple[int, ...], index: int) -> int:
     of = chain.blocks[index]
     if kept[index] == NOTHING:
         return 0
-    own_input = 0 if index and kept[index - 1] == WHOLE else of.input
-    return own_input + {INPUT: 0, WHOLE: of.kept, REFILLED: of.refilled}[kept[index]]
+    own_input = 0 if index and kept[index - 1] in (WHOLE, LEAN) else of.input
+    lean = 0 if of.lean is None else of.lean.num_bytes
+    return own_input + {INPUT: 0, WHOLE: of.whole.num_bytes, REFILLED: of.refilled, LEAN: lean}[kept[index]]
 
 
 def _with(kept: tuple[int, ...], index: int, what: int) -> tuple[int, ...]:

@@ -63,6 +63,14 @@ def test_named_segments_are_of_so_many_blocks(name: str, num_blocks: int) -> Non
     assert num_blocks == 0 or is_kept(segments)[-1]
 
 
+def test_blocks_that_keep_products_run_again_once() -> None:
+    assert runs_of((-2, ((1,), 1), 1)) == [2, 2, 3, 2, 1]
+    assert is_kept((-1, 2)) == [False, True, True]
+    assert check_segments([-2, [1]], 3) == (-2, (1,))
+    with pytest.raises(ValueError, match="-1 in segments"):
+        check_segments((2, (-1,)), 3)
+
+
 def test_segments_are_counted_and_cut() -> None:
     segments: Segments = (2, (((1,), 1), 3), ((1,),))
     assert num_blocks_of(segments) == 8
@@ -73,7 +81,7 @@ def test_segments_are_counted_and_cut() -> None:
     assert first_blocks((), 3) == (3,)
 
 
-@pytest.mark.parametrize("segments", [(3,), (), ((),), (0, 2), (True, 1), ("2",), (-1, 3), 2, ((1,), [1, 0])])
+@pytest.mark.parametrize("segments", [(3,), (), ((),), (0, 2), (True, 1), ("2",), (-3, 1), 2, ((1,), [1, 0])])
 def test_what_are_no_segments_of_two_blocks(segments) -> None:
     with pytest.raises(ValueError, match="segments"):
         check_segments(segments, 2)
@@ -138,7 +146,7 @@ def begins_of(segments: Segments) -> set[int]:
     """Blocks that no segment goes on over."""
     found, index = set[int](), 0
     for item in segments:
-        size = item if isinstance(item, int) else num_blocks_of(item)
+        size = abs(item) if isinstance(item, int) else num_blocks_of(item)
         found |= set(range(index, index + size)) if isinstance(item, int) else {index}
         index += size
     return found
