@@ -109,6 +109,7 @@ class _Table:
         self.places = np.arange(slots + 1)
         self.before_s = np.concatenate([[0.0], np.cumsum([of.forward_s for of in blocks])]).astype(np.float32)
         self.ends = self._ends()
+        self.dropping, self.outer_dropping = self._dropping()
         shape = (self.count + 1, self.count + 1, slots + 1)
         self.inner = np.full(shape, np.inf, np.float32)
         self.charged = np.full(shape, np.inf, np.float32)  # the same, with the input of s taken from m
@@ -141,16 +142,20 @@ class _Table:
         """The row where all levels have room, infinity elsewhere."""
         return np.where(self.places < max(map(self._level, levels)), np.float32(np.inf), row)
 
-    def _dropping(self, s: int, levels: Sequence[int]) -> NDArray[np.int64]:
-        """Of each end k of blocks s … k-1 that run and keep nothing, the fewest slots at which they can.
+    def _levels(self, num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum(0, -(-(num_bytes - self.floor) // self.unit))
 
-        levels  beside each of them
+    def _dropping(self) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+        """Of each s, for k = s+1, s+2, …: the most above what is beside, while s … k-1 run and keep nothing.
+
+        And the same with what is beside each of them in the forward.
         """
         blocks = self.chain.blocks
-        peaks = [
-            level + blocks[s + i].dropping_peak + (blocks[s + i].input if i else 0) for i, level in enumerate(levels)
-        ]
-        return np.array([self._level(peak) for peak in np.maximum.accumulate(peaks).tolist()])
+        own, first = (np.array([getattr(of, name) for of in blocks]) for name in ("dropping_peak", "first"))
+        inputs = np.array([of.input for of in blocks])
+        above = [np.concatenate([own[s : s + 1], (own + inputs)[s + 1 :]]) for s in range(self.count)]
+        alone = [np.maximum.accumulate(peaks) for peaks in above]
+        return alone, [np.maximum.accumulate(peaks + first[s:]) for s, peaks in enumerate(above)]
 
     # C.
 
@@ -172,7 +177,7 @@ class _Table:
         """A row for each k = s+1 … t."""
         sums = self.before_s[s + 1 : t + 1] - self.before_s[s]
         found = self.charged[s + 1 : t + 1, t, places] + self.inner[s, s:t, places] + sums[:, None]
-        room = self._dropping(s, [self.chain.blocks[t].again] * (t - s))
+        room = self._levels(self.dropping[s][: t - s] + self.chain.blocks[t].again)
         return np.where(self.places[None, places] < room[:, None], np.float32(np.inf), found)
 
     def _whole(self, s: int, t: int) -> NDArray[np.float32]:
@@ -200,7 +205,7 @@ class _Table:
         end = self.ends[s]
         sums = self.before_s[s + 1 : end + 1] - self.before_s[s]
         found = self.outer_charged[s + 1 : end + 1, places] + self.inner[s, s:end, places] + sums[:, None]
-        room = self._dropping(s, [of.first for of in self.chain.blocks[s:end]])
+        room = self._levels(self.outer_dropping[s][: end - s])
         return np.where(self.places[None, places] < room[:, None], np.float32(np.inf), found)
 
     def _outer_kept(self, s: int) -> list[NDArray[np.float32]]:

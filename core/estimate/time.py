@@ -14,6 +14,7 @@ from core.estimate.shape import ModelShape, RunShape
 from core.mesh import axis_size, mesh_shape
 from core.metrics import transformer_flops_per_token
 from core.parallel.pipeline.schedule import bubble_in_theory
+from core.parallel.recompute import SEGMENTED
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
     scores = (1, model.block.scores_dim, sum(model.keys_seen(run.sequence_length)))
     flops = transformer_flops_per_token(model.num_matmul_parameters, *scores)
     # Selective checkpointing keeps the products, so what it repeats costs next to nothing.
-    num_again = sum(sum(run.runs_again(blocks)) for blocks in stages_of(model, run).ranges)
+    stages = stages_of(model, run).ranges if run.recompute in SEGMENTED else [range(model.num_blocks)]
+    num_again = sum(sum(run.runs_again(blocks)) for blocks in stages)
     flops += num_again / max(model.num_blocks, 1) * flops / 3
     return flops * run.tokens * run.num_microbatches / (run.tp * run.pp)
 
