@@ -9,8 +9,8 @@ with stages of equal cost (`core.estimate.pipeline` simulates what they cost). L
 from dataclasses import dataclass
 
 from core.comm.volume import wire_share
-from core.estimate.pipeline import stages_of
 from core.estimate.shape import ModelShape, RunShape
+from core.layout import even_shares
 from core.mesh import axis_size, mesh_shape
 from core.metrics import transformer_flops_per_token
 from core.parallel.pipeline.schedule import bubble_in_theory
@@ -60,8 +60,9 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
     scores = (1, model.block.scores_dim, sum(model.keys_seen(run.sequence_length)))
     flops = transformer_flops_per_token(model.num_matmul_parameters, *scores)
     # Selective checkpointing keeps the products, so what it repeats costs next to nothing.
-    stages = stages_of(model, run).ranges if run.recompute in SEGMENTED else [range(model.num_blocks)]
-    num_again = sum(sum(run.runs_again(blocks)) for blocks in stages)
+    stages = run.pp * run.pipeline.stages_per_rank if run.recompute in SEGMENTED and run.pp > 1 else 1
+    parts = even_shares(model.num_blocks, stages)  # as the closed forms have it, of equal cost
+    num_again = sum(sum(run.runs_again(range(part.start, part.stop))) for part in parts)
     flops += num_again / max(model.num_blocks, 1) * flops / 3
     return flops * run.tokens * run.num_microbatches / (run.tp * run.pp)
 
