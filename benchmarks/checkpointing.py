@@ -1,7 +1,7 @@
 """Memory against recomputed FLOPs: segments of blocks beside torch's activation_memory_budget, on the same model.
 
-The model is transformers' GPT-2, small and with more activations than parameters, in fp32 on a CPU. Both train the same
-weights on the same batch: a forward, a backward, all gradients.
+The model is a GPT of torch's own modules, small and with more activations than parameters, in fp32 on a CPU. Both train
+the same weights on the same batch: a forward, a backward, all gradients.
 
 torch    AOTAutograd's graphs (backend aot_eager), cut by `torch._functorch.config.activation_memory_budget`: of the
          operators' results a knapsack keeps the most expensive ones that fit the budget
@@ -36,6 +36,7 @@ from core.trace.machine import Speed
 from core.trace.segments import Segments
 
 SEED = 0
+VOCABULARY = 512
 LOWER_PEAK = 0.8  # of torch's, at no more recomputed FLOPs
 REPORTED = (0.05, 0.1, 0.15)
 """Budgets of torch at which its peak was reported to rise as they fall (pytorch issue 197838)."""
@@ -60,29 +61,37 @@ def sizes_of(options: Options) -> Sizes:
     return Sizes(12, 128, 4, 8, 256, every)
 
 
+class Block(nn.Module):
+    """A transformer's block of torch's modules alone, as a user writes it."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        split = self.qkv(self.norm(x_BLD)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        mixed = nn.functional.scaled_dot_product_attention(*split.unbind(2), is_causal=True)
+        x_BLD = x_BLD + self.out(mixed.transpose(1, 2).flatten(2))
+        return x_BLD + self.down(nn.functional.gelu(self.up(self.mlp_norm(x_BLD))))
+
+
 class Loss(nn.Module):
     """The model and its loss: tensors in, a number out, as AOTAutograd wants it."""
 
     def __init__(self, sizes: Sizes):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
         super().__init__()
-        config = GPT2Config(
-            vocab_size=512,
-            n_positions=sizes.length,
-            n_embd=sizes.dim,
-            n_layer=sizes.layers,
-            n_head=sizes.heads,
-            activation_function="gelu",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-        self.model = GPT2LMHeadModel(config)
+        self.embedding = nn.Embedding(VOCABULARY, sizes.dim)
+        self.blocks = nn.ModuleList(Block(sizes.dim, sizes.heads) for _ in range(sizes.layers))
+        self.norm, self.head = nn.LayerNorm(sizes.dim), nn.Linear(sizes.dim, VOCABULARY, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x_BLD = self.embedding(ids_BL)
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return nn.functional.cross_entropy(self.head(self.norm(x_BLD)).flatten(0, 1), ids_BL.flatten())
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def choices_of(sizes: Sizes) -> list[Checkpointing]:
 
 def measure(options: Options) -> Measured:
     sizes = sizes_of(options)
-    ids = torch.randint(0, 512, (sizes.rows, sizes.length), generator=torch.Generator().manual_seed(SEED))
+    ids = torch.randint(0, VOCABULARY, (sizes.rows, sizes.length), generator=torch.Generator().manual_seed(SEED))
     plain, choices = with_segments(sizes, ids, None), choices_of(sizes)
     measured: dict[Segments, Step] = {}
     figures = [_row("no recomputation", "", plain, plain)]
@@ -179,7 +188,7 @@ def _row(contender: str, budget: str, step: Step, plain: Step) -> Row:
 
 def notes(sizes: Sizes) -> tuple[str, ...]:
     return (
-        f"GPT-2 of {sizes.layers} blocks, width {sizes.dim}, {sizes.rows} x {sizes.length} tokens, fp32, one step; "
+        f"GPT of {sizes.layers} blocks, width {sizes.dim}, {sizes.rows} x {sizes.length} tokens, fp32, one step; "
         "peaks are of parameters, gradients and activations together.",
         "recomputed: FLOPs of products and attention beyond those of the step without recomputation; a negative one is "
         "what torch's graphs spare of it.",

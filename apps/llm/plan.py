@@ -96,7 +96,7 @@ WITHOUT_EFFECT = (
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
 )
 """Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""
-WITH_GEMINI = ("compile", "data.mask_documents")
+WITH_A_BUDGET = ("compile", "data.mask_documents")
 """Those of them that a plan with a budget depends on: it traces the step."""
 
 
@@ -152,8 +152,7 @@ def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     if foreign is None and not _is_traced(config):
         found.add("memory_gb_s")
-    read = WITH_GEMINI if config.gemini.budget is not None else ("data.mask_documents",) * _is_traced(config)
-    return found - set(read)
+    return found - set(WITH_A_BUDGET if _is_traced(config) else ())
 
 
 def _is_traced(config: PretrainConfig) -> bool:

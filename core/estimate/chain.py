@@ -126,9 +126,10 @@ def _steps_of(
         found.microbatches[-1].append(event)
 
     def observe(what: str, block: int, passed: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-        if what == "begin" and len(found.microbatches) == 1:
-            found.passed[block] = _storages(passed)
+        if len(found.microbatches) == 1:
             found.held |= _storages(held)
+            if what == "begin":
+                found.passed[block] = _storages(passed)
         if what == "end":
             if block == last and len(found.microbatches) == 1:
                 found.passed[-1] = _storages(passed)

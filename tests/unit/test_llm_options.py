@@ -31,7 +31,6 @@ COMMANDS = {
         "",
         "--gpu A100 --memory 80GiB",
         "--gpu A100 --gemini.budget 60MB",
-        "--gpu A100 --recompute.mode budget --recompute.budget 1GiB --model.num-layers 2",
         "--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --timeline TMP/step.png",
     ],
 }
