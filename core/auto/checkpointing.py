@@ -58,7 +58,7 @@ class Checkpointing:
 def frontier(chain: Chain, slots: int = SLOTS) -> list[Checkpointing]:
     """All that are worth taking: the smallest first, each larger one faster. Never empty."""
     everything: Segments = (len(chain.blocks),) if chain.blocks else ()
-    found = {everything: simulate(chain, everything)}
+    found: dict[Segments, Simulated] = {everything: simulate(chain, everything)}
     least, most = _least_bytes(chain), found[everything].peak_bytes
     floor = min(
         least,

@@ -202,7 +202,7 @@ class _Record:
 
     def _asked(self, places: Places) -> None:
         self.chain._tell("ask", self.index, (), ())
-        path = [self]
+        path: list[_Record] = [self]
         while not path[-1].is_ready():
             assert path[-1].before is not None
             path.append(path[-1].before)
