@@ -30,6 +30,7 @@ from core.compose import ParallelConfig
 from core.config import run_command
 from core.estimate.chain import estimate_chain
 from core.mesh import MeshConfig
+from core.optim.build import OptimConfig
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.trace.account import MemoryAccount
 from core.trace.machine import Speed
@@ -102,9 +103,11 @@ class Step:
 
 
 def step_of(model: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor) -> Step:
-    """A forward and a backward, counted; the gradients are taken from the model."""
+    """A forward and a backward, counted, and another for its FLOPs; the gradients are taken from the model."""
+    with FlopCounterMode(display=False) as flops:
+        run(ids).backward()
     model.zero_grad(set_to_none=True)
-    with FlopCounterMode(display=False) as flops, MemoryAccount() as account:
+    with MemoryAccount() as account:
         account.add((*model.parameters(), *model.buffers()))
         run(ids).backward()
     found = [parameter.grad for parameter in model.parameters()]
@@ -142,7 +145,8 @@ def choices_of(sizes: Sizes) -> list[Checkpointing]:
         return model(torch.zeros(sizes.rows, sizes.length, dtype=torch.int64))
 
     parallel = ParallelConfig(recompute=RecomputeConfig("budget", budget="1GiB"))
-    return frontier(estimate_chain(model, loss, MeshConfig().resolve(1), parallel, PRODUCTS))
+    stateless = OptimConfig("sgd")
+    return frontier(estimate_chain(model, loss, MeshConfig().resolve(1), parallel, PRODUCTS, optimizer=stateless))
 
 
 def measure(options: Options) -> Measured:
