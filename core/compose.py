@@ -66,6 +66,22 @@ class ParallelConfig:
                 "compile with recompute.mode=selective: torch compiles nothing where operators are told apart one by "
                 "one; use --recompute.mode full, or no compile"
             )
+        if self.recompute.segmented:
+            self._check_segmented()
+
+    def _check_segmented(self) -> None:
+        """Raises UserError for what does not have the parameters of all blocks at hand in the backward of one."""
+        given = f"recompute.mode={self.recompute.mode}"
+        if self.zero == 3:
+            raise UserError(
+                f"{given} with zero=3: it computes earlier blocks again in a block's backward, for which only that "
+                "block's parameters are gathered; use --zero 2, or --recompute.mode full"
+            )
+        if self.gemini.budget is not None:
+            raise UserError(
+                f"{given} with gemini.budget={self.gemini.budget}: it computes earlier blocks again in a block's "
+                "backward, for which Gemini fetches only that block's parameters; use --recompute.mode full"
+            )
 
     def check_pipeline(self, num_ranks: int) -> None:
         """Raises UserError for what does not go with a pipeline of that many ranks, 1 being none."""
@@ -76,6 +92,11 @@ class ParallelConfig:
                     "pipeline options with mesh.pp=1: there are no stages; leave --pipeline.* out, or use --mesh.pp 2"
                 )
             return
+        if self.recompute.mode == "budget":
+            raise UserError(
+                f"recompute.mode=budget with mesh.pp={num_ranks}: a stage holds several microbatches at once, and the "
+                "budget is reckoned for one; use --recompute.mode full, sqrt or recursive, or --mesh.pp 1"
+            )
         given = {"zero=3": self.zero == 3, "compile": self.compile}
         for option, why in SCHEDULES[name].refuses.items():
             if given.get(option):
@@ -137,7 +158,8 @@ def cut(
         transform(model, plan.precision)
         table = placement(model, None, mesh, config.zero, stages=split, gemini=gemini) | table  # what it has added
     in_parts = stages is not None and SCHEDULES[config.pipeline.schedule].splits_backward
-    apply_recompute(model, config.recompute, in_parts=in_parts)
+    lengths = None if split is None else [len(blocks) for blocks in split.ranges]
+    apply_recompute(model, config.recompute, in_parts=in_parts, segments=plan.recompute, lengths=lengths)
     if config.compile:
         compile_blocks(blocks_of(model))
     return table, stages, draws

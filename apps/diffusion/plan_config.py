@@ -14,6 +14,7 @@ from apps.diffusion.attention import AttentionName
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.shapes import SHAPES
 from apps.diffusion.train_recipes import FINETUNE
+from core.compose import ParallelConfig
 from core.config import UserError
 from core.estimate import PlannedMachine
 from core.gemini.config import GeminiConfig
@@ -103,6 +104,13 @@ class DiffusionPlanConfig(PlannedMachine):
                 f"gemini.budget={self.gemini.budget} with task={self.task} and zero={self.zero}: Gemini is for "
                 "training, and shards all or nothing; use --task train and --zero 3 or 0"
             )
+        if self.recompute.mode == "budget":
+            raise UserError(
+                "recompute.mode=budget: of the commands only those of megalith llm choose what is computed again; use "
+                "--recompute.mode full, sqrt or recursive"
+            )
+        if self.recompute.segmented:
+            ParallelConfig(zero=self.zero, recompute=self.recompute, gemini=self.gemini)
         if self.gpu is not None and self.device == "cpu":
             raise UserError(f"gpu={self.gpu} with device=cpu; give one of them")
         if gpu_peak_flops(self.sheet, self.dtype) is None:

@@ -36,6 +36,7 @@ class PretrainConfig(TrainConfig):
         *TrainConfig.ESSENTIAL,
         *("mesh.ep", "nproc"),
     )
+    CHOOSES_SEGMENTS: ClassVar[bool] = True
 
     model: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(vocab_size=257, dim=64, num_layers=16, num_heads=8, ffn_dim=256)

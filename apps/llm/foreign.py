@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.placement.table import NO_PLAN, ModelPlan
 
 
 class ForeignModel:
@@ -15,6 +16,8 @@ class ForeignModel:
 
     Raises UserError where the folder is of none; `refused` is why our decoder does not compute it.
     """
+
+    plan: ModelPlan = NO_PLAN
 
     def __init__(self, folder: Path, refused: UserError):
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -15,8 +15,9 @@ from rich.table import Table
 from apps.llm.config import PretrainConfig, check_combination, resolved_mesh
 from apps.llm.foreign import ForeignModel
 from apps.llm.model import UnknownModel, find_model
-from apps.llm.plan_config import LLMPlanConfig
+from apps.llm.plan_config import LLMPlanConfig, is_traced
 from apps.llm.recipes import RECIPES, default_recipe
+from apps.llm.recompute import OwnModel, chosen
 from apps.llm.residency import estimate_residency
 from apps.llm.search import nearest_plan, show_plans
 from core.config import UserError, in_words, option, parse, recipe_of, size_in_bytes, time_in_words, typed
@@ -40,6 +41,8 @@ from core.models.decoder import DecoderConfig
 from core.models.shapes import SHAPES
 from core.optim.build import without_size
 from core.parallel.pipeline.schedule import bubble_in_theory
+from core.trace.segments import Segments
+from core.train.segments import described
 
 VALUES_ALONE = (
     *("model.norm_eps", "model.rope_theta", "model.moe.balance_weight"),
@@ -58,7 +61,7 @@ WITHOUT_EFFECT = (
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
 )
 """Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""
-WITH_GEMINI = ("compile", "data.mask_documents")
+WITH_A_BUDGET = ("compile", "data.mask_documents")
 """Those of them that a plan with a budget depends on: it traces the step."""
 
 
@@ -96,10 +99,15 @@ def main(argv: list[str]) -> int:
             raise UserError(f"{foreign.refused}; a search is of the decoder's families, so plan one run without --gpus")
         show_plans(config, given, recipe, console)
         return 0
-    if config.gemini.budget is not None:
+    if config.recompute.mode == "budget":
+        model = foreign or OwnModel(config)
+        found = chosen(config, resolved_mesh(config), config.speed, model)
+        console.print(described(found))
+        _show_traced(config, model, console, found.segments)
+    elif config.gemini.budget is not None:
         _show_residency(config, foreign, console)
     elif foreign is not None:
-        _show_foreign(config, foreign, console)
+        _show_traced(config, foreign, console)
     else:
         _show(config, console)
     if ignored := sorted(given & without_effect(config, foreign)):
@@ -137,9 +145,9 @@ def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -
     if config.gpus is not None:
         return set()  # they stand in the commands
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
-    if foreign is None and config.gemini.budget is None:
+    if foreign is None and not is_traced(config):
         found.add("memory_gb_s")
-    return found - set(() if config.gemini.budget is None else WITH_GEMINI)
+    return found - set(WITH_A_BUDGET if is_traced(config) else ())
 
 
 def _show(config: LLMPlanConfig, console: Console) -> None:
@@ -160,7 +168,9 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
         console.print(f"fits {in_words(size)}")
 
 
-def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) -> None:
+def _show_traced(
+    config: LLMPlanConfig, model: ForeignModel | OwnModel, console: Console, segments: Segments | None = None
+) -> None:
     """The same of a model whose step is run on tensors without memory."""
     if config.timeline is not None:
         raise UserError("--timeline draws the stages of our decoder's pipelines; leave it out with this --model")
@@ -173,7 +183,7 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
     def step(rows: int | None = None) -> StepEstimate:
         """The step of a batch of `rows`, by default the full one."""
         loss = model.loss(max(microbatches(rows)), config.data.sequence_length)
-        made = model.build(), loss, mesh, config, config.speed
+        made = model.build(), loss, mesh, config, config.speed, replace(model.plan, recompute=segments)
         return estimate_step(*made, optimizer=config.optim, num_microbatches=len(microbatches(rows)))
 
     found, machine = step(), config.machine
@@ -183,7 +193,7 @@ def _show_foreign(config: LLMPlanConfig, model: ForeignModel, console: Console) 
 
         def time_of(rows: int | None) -> TimeEstimate:
             of, tokens = step(rows), (rows or config.data.global_batch) * config.data.sequence_length
-            pipeline, again = config.pipeline, float(config.recompute.mode == "full")
+            pipeline, again = config.pipeline, float(config.recompute.mode == "full" or config.recompute.segmented)
             idle = bubble_in_theory(pipeline.schedule, mesh.pp, len(microbatches(rows)), pipeline.chunks, again=again)
             sending_s = of.sent.wire_bytes / machine.bandwidth
             return TimeEstimate(of.compute_s, sending_s, idle / (1 - idle) * of.compute_s, tokens)
@@ -316,6 +326,12 @@ def warning(config: PretrainConfig, kind: str, device_bytes: int, host_bytes: in
     kind        cpu or cuda, of the device; on a CPU the host is the device
     host_bytes  of a rank
     """
+    if config.recompute.mode == "budget":
+        assert config.recompute.budget is not None
+        if size_in_bytes(config.recompute.budget, "recompute.budget") <= device_bytes:
+            return None
+        has = in_words(device_bytes)
+        return f"recompute.budget={config.recompute.budget} and the device has {has} for a rank; give at most that"
     model, run = decoder_shape(config.model), run_shape(config)
     if config.gemini.budget is None:
         try:

@@ -74,8 +74,8 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
             found["utilisation"] = why
             if self.gemini.budget is None:
                 found["bandwidth_gb_s"] = why
-        if self.gemini.budget is None and self.source is None:
-            found["memory_gb_s"] = "without a budget; give --gemini.budget"
+        if not is_traced(self) and self.source is None:
+            found["memory_gb_s"] = "without a budget; give --gemini.budget or --recompute.mode budget"
         if self.pipeline.cost != "estimated":
             found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
         return found
@@ -83,3 +83,8 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 NOT_SEARCHED = ("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "gemini.policy")
 """Options of a plan that a search does not take."""
+
+
+def is_traced(config: PretrainConfig) -> bool:
+    """Whether a budget has the step of our decoder traced, of which there are closed forms."""
+    return config.gemini.budget is not None or config.recompute.mode == "budget"

@@ -19,6 +19,7 @@ from apps.llm.export import export
 from apps.llm.loss import num_targets, summed_loss, token_loss
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES, default_recipe
+from apps.llm.recompute import OwnModel, chosen
 from apps.llm.tokenizer import load_tokenizer
 from core.compose import parallelize
 from core.config import UserError, as_json, in_words, parse
@@ -34,8 +35,11 @@ from core.optim.build import build_optimizer
 from core.placement.stages import Costs
 from core.placement.table import Transforms
 from core.precision import compute_dtype
-from core.runtime import Runtime, device_bytes, device_kind, launched, leads, ranks_of, start
+from core.runtime import Runtime, device_bytes, device_kind, device_of, launched, leads, ranks_of, start
+from core.trace.machine import speed_of
+from core.trace.segments import Segments
 from core.train import fit, launch_run, open_run
+from core.train.segments import described
 
 
 def main(argv: list[str]) -> int:
@@ -65,6 +69,7 @@ def run(command: str, config: PretrainConfig, argv: list[str], materialise: Call
 
 def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Module], None]) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
+    segments = chosen_segments(config)
     with start(config.device, config.seed) as runtime, open_run(config, runtime):
         mesh = runtime.mesh(config.mesh, config.zero)
         with torch.device("meta"):
@@ -76,6 +81,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             replace(
                 decoder_plan(config.model, config.mesh, block_costs(config, runtime)),
                 kernels=kernels(runtime) if config.kernels else {},
+                recompute=segments,
             ),
             materialise=materialise,
         )
@@ -95,6 +101,20 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
         if runtime.leads:
             corpus.tokenizer.save(config.out / "tokenizer")
     return summary
+
+
+def chosen_segments(config: PretrainConfig) -> Segments | None:
+    """In mode budget what is computed again, alike on every rank; chosen before there are ranks: a trace pretends some.
+
+    None in other modes.
+    """
+    if config.recompute.mode != "budget":
+        return None
+    speed = speed_of(device_of(config.device), compute_dtype(config.precision))
+    found = chosen(config, check_combination(config), speed, OwnModel(config))
+    if leads():
+        print(described(found))
+    return found.segments
 
 
 def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:

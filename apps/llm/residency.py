@@ -41,7 +41,7 @@ def estimate_residency(
         model, loss, plan = foreign.build(), foreign.loss(rows, config.data.sequence_length), NO_PLAN
     else:
         model, plan = _decoder(config, given), decoder_plan(config.model, config.mesh)
-        loss = partial(token_loss, batch=_batch(config, rows))
+        loss = partial(token_loss, batch=microbatch(config, rows, config.data.sequence_length))
     return estimate_budget(model, loss, mesh, config, speed, link_bytes_per_s, plan, config.optim)
 
 
@@ -57,9 +57,9 @@ def _decoder(config: PretrainConfig, given: str) -> Decoder:
     return model
 
 
-def _batch(config: PretrainConfig, rows: int) -> dict[str, Tensor]:
+def microbatch(config: PretrainConfig, rows: int, length: int) -> dict[str, Tensor]:
     """A microbatch of so many rows, as the training loop hands it over."""
-    ids = torch.zeros(rows, config.data.sequence_length, dtype=torch.int64)
+    ids = torch.zeros(rows, length, dtype=torch.int64)
     batch = {"input_ids": ids, "targets": ids.clone()}
     if config.data.mask_documents:
         batch |= {"documents": ids, "positions": torch.arange(ids.shape[1]).expand_as(ids)}

@@ -7,4 +7,5 @@ strategies  the search over all ways to train a decoder: those that none beats i
 draw        its picture
 specs       how a tensor lies on a mesh of one to three axes: S01, S10, R, partial
 conversion  paths from one spec to another, greedy and cheapest, and the collectives that execute them
+checkpointing  which blocks keep their activations and which compute them again, in a given memory
 """

@@ -39,8 +39,11 @@ from core.kernels.cross_entropy import cut
 from core.layout import largest_share
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
+from core.parallel.recompute import SEGMENTED
 from core.placement.stages import StageSplit
 from core.precision import compute_dtype
+from core.trace.chain import simulate, textbook_chain
+from core.trace.segments import is_kept
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,8 @@ def _rank_memory(
     parts = own + _copies(model, run, stages, rank)
     state, grads = _state_bytes(parts, run), _gradient_bytes(model, parts, run)
     head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
-    kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes)
+    growing = grads.first_block - grads.first
+    kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
     block = sizes[id(model.largest_block)]
     bias = 0  # a ring makes it for a tile of scores at a time
     if run.cp == run.cp_exchange:
@@ -359,19 +363,31 @@ def _sent_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
 
 
 def _block_activations(
-    model: ModelShape, run: RunShape, stages: StageSplit, rank: int, sizes: Mapping[int, _BlockBytes]
+    model: ModelShape,
+    run: RunShape,
+    stages: StageSplit,
+    rank: int,
+    sizes: Mapping[int, _BlockBytes],
+    growing: float,
 ) -> tuple[float, float, float]:
-    """What all blocks of a rank keep: (behind a forward, on the way back, beyond that while one is computed again)."""
+    """What all blocks of a rank keep: (behind a forward, on the way back, beyond that while one is computed again).
+
+    growing  bytes of gradients that come to be on the way back; where segments run again they count to the last
+    """
     kept_by, pending_by, beyond = {}, {}, 0.0
     splits = SCHEDULES[run.pipeline.schedule].splits_backward and run.pp > 1
+    segmented = run.recompute in SEGMENTED
     for stage in stages.own(rank):
         kept = pending = 0.0
         moments = []  # when a block is computed again, beside what is kept and pending of all
-        for index in stages.ranges[stage]:
+        blocks = stages.ranges[stage]
+        dropped = dict(zip(blocks, (not whole for whole in is_kept(run.segments(len(blocks)))))) if segmented else {}
+        for index in blocks:
             block = sizes[id(model.block_of(index))]
+            recomputes = dropped.get(index, run.recomputes(index))
             kept_if_recomputed = block.input + (block.selective if run.recompute == "selective" else 0)
-            again = max(0.0, block.input + block.everything - kept_if_recomputed) if run.recomputes(index) else 0.0
-            kept += kept_if_recomputed if run.recomputes(index) else block.input + block.everything
+            again = max(0.0, block.input + block.everything - kept_if_recomputed) if recomputes else 0.0
+            kept += kept_if_recomputed if recomputes else block.input + block.everything
             # Between I and W the gradients of what weights made, of products and norms, and what those were made of.
             waiting = block.selective + 2 * block.input
             if again and block.weighed is not None:
@@ -381,6 +397,10 @@ def _block_activations(
             # The way back: without parts blocks behind this one are gone, with parts those before it do not wait yet.
             pending += waiting
             moments.append(again - pending if splits else kept + again)
+        if segmented:
+            kept, levels = _segment_levels(model, run, blocks)
+            rises = (growing * (len(blocks) - 1 - place) / len(blocks) for place in range(len(blocks)))
+            moments = [level - kept if splits else level + rise for level, rise in zip(levels, rises)] or [0.0]
         kept_by[stage], pending_by[stage] = kept, pending
         beyond = max(beyond, max(moments) - (0.0 if splits else kept))
     if run.pp == 1:
@@ -392,6 +412,21 @@ def _block_activations(
         for moments in run_schedule(run).moments[rank]
     )
     return behind_forwards, ever, beyond
+
+
+def _segment_levels(model: ModelShape, run: RunShape, blocks: range) -> tuple[float, list[float]]:
+    """What segments keep of a stage's blocks behind its forward, and when each block's backward begins."""
+    sizes = [
+        [round(run.tokens * kept.bytes_per_token(run)) for kept in (block.input, block.everything)]
+        for block in map(model.block_of, blocks)
+    ]
+    inputs = [own for own, _ in sizes]
+    activations, nothing = [*inputs, *inputs[-1:]], [0.0] * len(sizes)
+    chain = textbook_chain(activations, [sum(own) for own in sizes], nothing, nothing)
+    without_output = (replace(of, refilled=everything) for of, (_, everything) in zip(chain.blocks, sizes))
+    step = simulate(replace(chain, blocks=tuple(without_output)), segments := run.segments(len(blocks)))
+    last = chain.output if segments and is_kept(segments)[-1] else 0
+    return step.forward_bytes + inputs[0] - last, [inputs[0] + level for level in step.back_bytes]
 
 
 def _waiting_heads(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> float:

@@ -94,8 +94,7 @@ class Timeline:
 def timeline_of(run: RunShape, of: Schedule, times: Times) -> Timeline:
     """times: measured or simulated."""
     pipeline = run.pipeline
-    again = 1.0 if run.recompute == "full" else 0.0
-    theory = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=again)
+    theory = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=run.again)
     return Timeline(of, times, bubble_fraction(of, times), theory)
 
 
@@ -114,7 +113,7 @@ def _seconds(model: ModelShape, run: RunShape, machine: Machine) -> Callable[[Ac
         blocks, last = stages.ranges[action.stage], len(stages.ranges) - 1
         third = sum(costs.blocks[index] for index in blocks) / 3
         embedding = costs.before / 3 if action.stage == 0 else 0.0
-        again = sum(costs.blocks[index] for index in blocks if run.recompute == "full" and run.recomputes(index)) / 3
+        again = sum(costs.blocks[index] * runs for index, runs in zip(blocks, run.runs_again(blocks))) / 3
         if action.kind is Kind.FORWARD:
             return (third + embedding + (costs.behind if action.stage == last else 0.0)) / second
         if action.kind is Kind.INPUT:

@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import Any, Literal
 
+from core.config import UserError
 from core.kernels.cross_entropy import TILE_BYTES
 from core.layout import Layout
 from core.mesh import MeshConfig, TpMode, Zero, mesh_shape
@@ -26,10 +27,11 @@ from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
 from core.optim.size import state_bytes
 from core.parallel.pipeline.schedule import PipelineConfig
-from core.parallel.recompute import RecomputeMode
+from core.parallel.recompute import SEGMENTED, RecomputeMode
 from core.placement.messages import Sent, Widths, microbatch_bytes, microbatch_calls
 from core.placement.table import Placed, Table, placement, shard_rows
 from core.precision import Precision, compute_dtype, master_dtype
+from core.trace.segments import NAMED, Segments, runs_of
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,8 @@ class RunShape:
     tp_mode, tp_depth  how tp ranks share the model: see `core.mesh.MeshConfig`
     pipeline           schedule and split of the blocks over the pp ranks
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
-    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n
+    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n, or by segments of each
+                       stage's; of mode budget, whose segments a step's trace chooses, there is no closed form
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
     reduce_each        gradients are reduced after each microbatch, not only after the last
     """
@@ -340,8 +343,27 @@ class RunShape:
         return self.num_microbatches > 1 and not (self.reduce_each and self.zero >= 2)
 
     def recomputes(self, block: int) -> bool:
-        """Does block number `block` drop its activations?"""
-        return self.recompute != "none" and block % self.recompute_every == 0
+        """Does block number `block` drop its activations, by itself?"""
+        return self.recompute in ("full", "selective") and block % self.recompute_every == 0
+
+    @property
+    def again(self) -> float:
+        """Forwards that a backward takes beside its own time, in theory: of segments about as of full."""
+        return float(self.recompute == "full" or self.recompute in SEGMENTED)
+
+    def segments(self, num_blocks: int) -> Segments:
+        """What a stage of so many blocks does in a mode that goes over several of them."""
+        if self.recompute not in NAMED:
+            raise UserError(
+                f"recompute.mode={self.recompute} has no closed form: a step's trace chooses what is computed again"
+            )
+        return NAMED[self.recompute](num_blocks)
+
+    def runs_again(self, blocks: range) -> list[float]:
+        """How often each of a stage's blocks runs in the backward; selective, which keeps products, counts for none."""
+        if self.recompute in SEGMENTED:
+            return [float(runs - 1) for runs in runs_of(self.segments(len(blocks)))]
+        return [float(self.recompute == "full" and self.recomputes(index)) for index in blocks]
 
 
 def megatron_block(dim: int, num_heads: int, sequence_length: int) -> BlockShape:

@@ -190,33 +190,20 @@ class _Step:
         longer: Growth | None = None,
     ) -> Traced:
         """The step with the blocks that the cuts leave.  Raises NotAlike where it is known not to grow with them."""
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with (
-            fake,
-            torch.compiler.set_stance("force_eager"),
-            balanced_loads(),
-            _collected(),
-            count_volume(mesh) as sent,
-            _Account(self.speed, sent) as account,
-        ):
+        with traced(mesh, self.speed) as account:
             try:
                 parallel = self.parallel if split is None else _with_split(self.parallel, cuts[0], longer)
                 few, plan = shortened(model, cuts, longer), plan_of(self.plan, cuts, longer)
-                spread = parallelize(_without_memory(few), mesh, parallel, plan)
+                spread = parallelize(without_memory(few), mesh, parallel, plan)
                 optimizer = build_optimizer(self.options, spread.masters)
                 if any(cut.growths for cut in cuts) and isinstance(optimizer, WholeMatrixOptimizer):
                     raise NotAlike("whole matrices are dealt out by their cost")
-                for master in spread.masters.values():
-                    master.grad = torch.empty_like(master)
-                account.updating = True
-                optimizer.step()  # its state comes to be
-                account.updating = False
-                spread.release()
+                make_state(account, spread, optimizer)
                 for cut in cuts:
                     account.watch(spread.model, cut.name)
-                traced = self._run(account, spread, optimizer)
-                self.axes |= sent.sizes
-                return traced
+                found = self._run(account, spread, optimizer)
+                self.axes |= account.sent.sizes
+                return found
             except Exception as error:  # of the model's own code, which may count its blocks by a number of its own
                 if any(cut.growths for cut in cuts):
                     raise NotAlike(f"with fewer blocks: {error}") from error
@@ -224,7 +211,7 @@ class _Step:
                     raise self._refusal(account, error) from error
                 raise
 
-    def _refusal(self, account: "_Account", error: RuntimeError) -> UserError:
+    def _refusal(self, account: "StepAccount", error: RuntimeError) -> UserError:
         said = next(iter(str(error).splitlines()), "")
         why = f"cannot be foreseen without values ({type(error).__name__}: {said})"
         if account.updating:
@@ -232,7 +219,7 @@ class _Step:
             return UserError(f"{given}: its update {why}; plan one rank, or another optimizer")
         return UserError(f"this model's step {why}; plan one that does not look at them")
 
-    def _run(self, account: "_Account", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> Traced:
+    def _run(self, account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> Traced:
         """The step, on a rank that has all that it keeps from step to step."""
         parameters = _storages(spread.model.parameters())
         masters = _storages(spread.masters.values())
@@ -241,7 +228,7 @@ class _Step:
         sums = self._run_stages(account, spread) if staged else self._run_whole(account, spread)
         spread.reduce()
         gradients = _storages(master.grad for master in spread.masters.values() if master.grad is not None)
-        self._update(account, spread, optimizer)
+        update(account, spread, optimizer)
         sums = added(account.sums(), sums)
         sums |= {
             "parameters": sum(parameters.values()),
@@ -251,7 +238,7 @@ class _Step:
         }
         return Traced(sums, account.sections[:-1])
 
-    def _run_whole(self, account: "_Account", spread: ParallelModel) -> Sums:
+    def _run_whole(self, account: "StepAccount", spread: ParallelModel) -> Sums:
         """Forwards and backwards; returns the sums of those left out, less what came before."""
         begun: list[Sums] = []
         kept = 0
@@ -275,7 +262,7 @@ class _Step:
         one = added(begun[-1], begun[0], -1)
         return added(added({"activations": kept}, begun[0], -1), one, self.num_microbatches - few)
 
-    def _run_stages(self, account: "_Account", spread: Pipeline) -> Sums:
+    def _run_stages(self, account: "StepAccount", spread: Pipeline) -> Sums:
         """The same of a pipeline rank's actions, one after the other."""
         if self.form is None:
             self.form = spread.first_form(lambda: self.loss(spread.model))
@@ -299,18 +286,44 @@ class _Step:
         left_out = of_actions.left_out(self.num_microbatches, account.sums())
         return added(added({"activations": kept}, begun, -1), left_out)
 
-    def _update(self, account: "_Account", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
-        account.mark(Label("norm"))
-        gradient_norm(spread.masters.values(), spread.mesh)
-        scale_gradients(spread.masters.values(), 0.5)
-        account.mark(Label("update"))
-        account.updating = True
-        spread.update(optimizer)
-        account.updating = False
-        account.end("update")
-        spread.release()
-        spread.publish()
-        account.end("publish")
+
+@contextmanager
+def traced(mesh: DeviceMesh, speed: Speed) -> Iterator["StepAccount"]:
+    """Inside, tensors have no memory, and what is done with them is noted."""
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.compiler.set_stance("force_eager"),
+        balanced_loads(),
+        collected(),
+        count_volume(mesh) as sent,
+        StepAccount(speed, sent) as account,
+    ):
+        yield account
+
+
+def make_state(account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its state, as its first step does."""
+    for master in spread.masters.values():
+        master.grad = torch.empty_like(master)
+    account.updating = True
+    optimizer.step()
+    account.updating = False
+    spread.release()
+
+
+def update(account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    """The step's end, behind its reductions."""
+    account.mark(Label("norm"))
+    gradient_norm(spread.masters.values(), spread.mesh)
+    scale_gradients(spread.masters.values(), 0.5)
+    account.mark(Label("update"))
+    account.updating = True
+    spread.update(optimizer)
+    account.updating = False
+    account.end("update")
+    spread.release()
+    spread.publish()
+    account.end("publish")
 
 
 def _with_split(parallel: ParallelConfig, cut: Cut, longer: Growth | None) -> ParallelConfig:
@@ -330,7 +343,7 @@ def _estimate(sums: Sums, phases: dict[str, int], sizes: dict[str, int]) -> Step
 
 
 @contextmanager
-def _collected() -> Iterator[None]:
+def collected() -> Iterator[None]:
     """Garbage goes before, and not at some moment of it: moments are compared."""
     gc.collect()
     was_enabled = gc.isenabled()
@@ -342,7 +355,7 @@ def _collected() -> Iterator[None]:
             gc.enable()
 
 
-class _Account(MemoryAccount):
+class StepAccount(MemoryAccount):
     """The account of fake tensors, section by section, and of what is done."""
 
     _plain_types = (*MemoryAccount._plain_types, FakeTensor)
@@ -423,7 +436,7 @@ class _Account(MemoryAccount):
         return found
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
+def without_memory(model: nn.Module) -> nn.Module:
     """The model with fake tensors in the place of its own; what modules share they go on sharing."""
     for names in parameter_names(model):
         given = model.get_parameter(names[0])

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from core.comm.volume import wire_share
 from core.estimate.shape import ModelShape, RunShape
+from core.layout import even_shares
 from core.mesh import axis_size, mesh_shape
 from core.metrics import transformer_flops_per_token
 from core.parallel.pipeline.schedule import bubble_in_theory
+from core.parallel.recompute import SEGMENTED
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
     sent = _data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
     communication_s = sent / machine.bandwidth
-    again = 1.0 if run.recompute == "full" else 0.0
-    bubble = bubble_in_theory(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, again=again)
+    pipeline = run.pipeline
+    bubble = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=run.again)
     bubble_s = bubble / (1 - bubble) * compute_s
     return TimeEstimate(compute_s, communication_s, bubble_s, tokens * run.num_data_ranks * run.cp)
 
@@ -58,9 +60,10 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
     scores = (1, model.block.scores_dim, sum(model.keys_seen(run.sequence_length)))
     flops = transformer_flops_per_token(model.num_matmul_parameters, *scores)
     # Selective checkpointing keeps the products, so what it repeats costs next to nothing.
-    if run.recompute == "full":
-        num_again = sum(run.recomputes(block) for block in range(model.num_blocks))
-        flops += num_again / model.num_blocks * flops / 3
+    stages = run.pp * run.pipeline.stages_per_rank if run.recompute in SEGMENTED and run.pp > 1 else 1
+    parts = even_shares(model.num_blocks, stages)  # as the closed forms have it, of equal cost
+    num_again = sum(sum(run.runs_again(range(part.start, part.stop))) for part in parts)
+    flops += num_again / max(model.num_blocks, 1) * flops / 3
     return flops * run.tokens * run.num_microbatches / (run.tp * run.pp)
 
 

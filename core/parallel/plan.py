@@ -48,14 +48,20 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     They are what its method `repeated_blocks()` says, or else the elements of its outermost module lists; one that is
     listed twice is one block.
     """
+    return [block for blocks in block_lists(model) for block in blocks]
+
+
+def block_lists(model: nn.Module) -> list[list[nn.Module]]:
+    """The same, list by list."""
     if hasattr(model, "repeated_blocks"):
-        return list(dict.fromkeys(model.repeated_blocks()))  # pyright: ignore[reportCallIssue]
-    blocks, inside = [], set()
+        return [list(dict.fromkeys(model.repeated_blocks()))]  # pyright: ignore[reportCallIssue]
+    lists, inside, known = [], set(), dict[nn.Module, None]()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inside:
-            blocks += list(module)
+            lists.append([block for block in dict.fromkeys(module) if block not in known])
+            known |= dict.fromkeys(module)
             inside |= {id(m) for m in module.modules()}
-    return list(dict.fromkeys(blocks))
+    return lists
 
 
 def check_trained(model: nn.Module) -> None:

@@ -6,8 +6,15 @@
                 activations (Korthikanti et al. 2022, section 5)
 
 `every` n recomputes one block of n, the first, the (n+1)-th, … and leaves the others as they are.
+
+And over several blocks (`core.trace.segments`, `core.parallel.recompute_chain`):
+
+    sqrt        keep the input of one block in sqrt(l), of l in a module list, and compute a segment again together
+    recursive   halves of halves: keep the inputs of log2(l) blocks at a time
+    budget      what `core.auto.checkpointing` finds the fastest in the memory that there is; handed in as segments
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,11 +24,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import core.kernels.matmul  # noqa: F401 - registers an operator that is named below
-from core.config import UserError
+from core.config import UserError, size_in_bytes
 from core.parallel.pipeline.recompute import checkpoint_once
-from core.parallel.plan import RECOMPUTED, blocks_of
+from core.parallel.plan import RECOMPUTED, block_lists, blocks_of
+from core.parallel.recompute_chain import RecomputedChain
+from core.trace.segments import NAMED, Segments, check_segments
 
-RecomputeMode = Literal["none", "full", "selective"]
+RecomputeMode = Literal["none", "full", "selective", "sqrt", "recursive", "budget"]
+SEGMENTED = (*NAMED, "budget")
+"""Modes that compute several blocks again from the input of the first."""
 
 _MATRIX_PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -39,28 +50,74 @@ class RecomputeConfig:
     mode: RecomputeMode = "none"
     every: int = 1
     """recompute one block of this many"""
+    budget: str | None = None
+    """with mode budget: what a device may hold in a step, all together, such as 8GiB; as little as that asks for is
+    computed again"""
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise UserError(f"recompute.every={self.every}: one block of how many is recomputed; give at least 1")
+        if self.budget is not None:
+            size_in_bytes(self.budget, "recompute.budget")
+        elif self.mode == "budget":
+            raise UserError(
+                "recompute.mode=budget without one; give --recompute.budget, such as 8GiB, or --recompute.mode full"
+            )
+
+    @property
+    def segmented(self) -> bool:
+        """Whether several blocks are computed again from the input of the first."""
+        return self.mode in SEGMENTED
 
     def unread(self) -> dict[str, str]:
-        return {"every": "and nothing is recomputed; give --recompute.mode full"} if self.mode == "none" else {}
+        found = {}
+        if self.mode == "none":
+            found["every"] = "and nothing is recomputed; give --recompute.mode full"
+        elif self.segmented:
+            found["every"] = f"with recompute.mode={self.mode}, which says itself what is recomputed; leave it out"
+        if self.mode != "budget":
+            found["budget"] = f"with recompute.mode={self.mode}, which keeps to none; give --recompute.mode budget"
+        return found
 
 
-def apply_recompute(model: nn.Module, config: RecomputeConfig, *, in_parts: bool = False) -> None:
+def apply_recompute(
+    model: nn.Module,
+    config: RecomputeConfig,
+    *,
+    in_parts: bool = False,
+    segments: Segments | None = None,
+    lengths: Sequence[int] | None = None,
+) -> RecomputedChain | None:
     """Wrap the forward of the model's blocks, which stays as `recomputed_forward`; names and parameters stay.
 
     in_parts  the backward comes in several, each block's values computed again in the first of them
+    segments  those of mode budget, of all blocks
+    lengths   of the runs of blocks that feed one another; by default of the model's module lists
+
+    Returns the chain of a mode that goes over several blocks. Raises UserError for mode budget without segments.
     """
     if config.mode == "none":
-        return
+        return None
     again = checkpoint_once if in_parts else partial(checkpoint, use_reentrant=False)
+    lean = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
+    if config.segmented:
+        blocks = blocks_of(model)
+        if config.mode != "budget":
+            if lengths is None or sum(lengths) != len(blocks):
+                lengths = [len(some) for some in block_lists(model)]
+            segments = tuple(item for length in lengths for item in NAMED[config.mode](length))
+        elif segments is None:
+            raise UserError(
+                "recompute.mode=budget and nobody has chosen what is computed again (core.train.segments does); use "
+                "--recompute.mode full, sqrt or recursive here"
+            )
+        return RecomputedChain(blocks, check_segments(segments, len(blocks)), lean)
     if config.mode == "selective":
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
+        again = lean
     for block in blocks_of(model)[:: config.every]:
         setattr(block, RECOMPUTED, block.forward)
         block.forward = partial(again, partial(_forward, block))
+    return None
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

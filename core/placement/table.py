@@ -48,6 +48,7 @@ class ModelPlan:
     pipeline   its blocks and what comes before them; without one the pp axis must have one rank
     kernels    what computes by other kernels; applied first, for a form may put its own in their place
     precision  what computes in other formats; applied to what the forms of parallelism have left
+    recompute  the segments of its blocks (`core.trace.segments`), where recompute.mode is budget
     """
 
     tensor: Plan | None = None
@@ -56,6 +57,7 @@ class ModelPlan:
     pipeline: PipelinePlan | None = None
     kernels: Transforms = field(default_factory=dict)
     precision: Transforms = field(default_factory=dict)
+    recompute: tuple[Any, ...] | None = None
 
     def steps(self, mesh: AnyMesh) -> Iterator[tuple[Plan, tuple[str, ...]]]:
         """(plan, the axes that it is applied over), in their order, of those that the mesh has several ranks for.

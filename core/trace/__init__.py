@@ -3,6 +3,8 @@
 account   MemoryAccount: bytes of the tensors that are alive, on a CPU or without memory; peak_bytes of a device
 alike     blocks that repeat: a step with a few of them tells of any number
 balanced  what experts are given, where nobody can look
+chain     what a model's blocks cost, one by one, and the simulator of a step by its segments
+segments  which blocks keep what their backward needs, as data; sqrt and recursive
 tracer    trace_step: a step on fake tensors, as stretches with their parameters, bytes and seconds
 machine   what a device computes, reads and copies in a second, by data sheets or measured
 """

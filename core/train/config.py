@@ -31,6 +31,9 @@ class TrainConfig(ParallelConfig):
         *("zero", "mesh.tp", "mesh.pp", "mesh.cp", "gemini.budget"),
     )
 
+    CHOOSES_SEGMENTS: ClassVar[bool] = False
+    """Whether its command finds what recompute.mode budget computes again."""
+
     mesh: MeshConfig = field(default_factory=MeshConfig)
     steps: int = 1000
     """optimizer steps of the whole run; the learning-rate schedule spans them"""
@@ -67,6 +70,11 @@ class TrainConfig(ParallelConfig):
             raise UserError(f"hang_after={self.hang_after}; give seconds, or leave it out for 20 median steps")
         if self.gemini.budget is not None:
             self._check_gemini()
+        if self.recompute.mode == "budget" and not self.CHOOSES_SEGMENTS:
+            raise UserError(
+                "recompute.mode=budget: of the commands only those of megalith llm choose what is computed again; use "
+                "--recompute.mode full, sqrt or recursive"
+            )
         if self.evaluate_every < 0:
             raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
         self.check_pipeline(self.mesh.pp)

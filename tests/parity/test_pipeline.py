@@ -61,6 +61,8 @@ CASES = {
     "1f1b-given-split": (2, Case(deep(GPT2), TWO, staged("1f1b", split=(4, 1)))),
     "1f1b-recomputed": (2, Case(deep(GPT2), TWO, staged("1f1b", recompute=FULL))),
     "interleaved-recomputed": (2, Case(deep(BLOOM), TWO, staged("interleaved", recompute=SELECTIVE))),
+    "1f1b-recursive": (2, Case(deep(LLAMA), TWO, staged("1f1b", recompute=RecomputeConfig("recursive")))),
+    "zbv-sqrt": (2, Case(deep(GPT2), TWO, staged("zbv", recompute=RecomputeConfig("sqrt")))),
     "zb-h1-recomputed": (2, Case(deep(GPT2), TWO, staged("zb-h1", recompute=FULL))),
     "zbv-recomputed": (2, Case(deep(LLAMA), TWO, staged("zbv", recompute=SELECTIVE))),
     "zbv-gshard-ep-recomputed": (4, Case(deep(GSHARD), EXPERTS, staged("zbv", 1, microbatches=3, recompute=FULL))),

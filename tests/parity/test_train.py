@@ -134,6 +134,11 @@ def test_recomputation(ranks, name: str) -> None:
     check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=options))
 
 
+def test_recomputation_by_segments(ranks) -> None:
+    options = parallel(2, recompute=RecomputeConfig("recursive"))
+    check(ranks, 4, Case(replace(GPT2, num_layers=3), mesh=MeshConfig(tp=2), parallel=options, microbatch=2))
+
+
 @pytest.mark.parametrize(
     ("mesh", "zero"), [(MeshConfig(tp=2), 1), (MeshConfig(tp=4, tp_mode="2d"), 0), (MeshConfig(cp=2), 2)]
 )

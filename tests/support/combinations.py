@@ -52,6 +52,8 @@ TABLES = {
             "--mesh.pp 2 --mesh.tp 2 --mesh.cp 2",
             "--recipe debug_moe --mesh.ep 2",
             "--recompute.mode full",
+            "--recompute.mode recursive",
+            "--recompute.mode budget --recompute.budget 1GiB",
             "--compile",
             "--optim.name lamb",
             "--optim.name muon",

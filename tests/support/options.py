@@ -36,6 +36,7 @@ TRAINING: dict[str, Any] = {
     "pipeline.microbatches": 3,
     "pipeline.schedule": "gpipe",
     "pipeline.split": (1, 2),
+    "recompute.budget": "1GiB",
     "reduce_each": True,
 }
 """Options of every training command, with values that are allowed in themselves."""

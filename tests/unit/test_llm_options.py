@@ -203,6 +203,18 @@ def test_what_a_recipe_gives_and_the_run_does_not_read_is_no_mistake():
         parse(RECIPES, [*BASE, "--data.path", "stdlib", "--data.no-pairs"], "llm pretrain", default="debug")
 
 
+def test_a_run_in_a_budget_learns_what_it_learns_without(run, tmp_path, capsys):
+    """In the smallest one, which a refusal says."""
+    words = ["pretrain", *BASE, "--steps", "1", "--out", str(tmp_path / "run"), "--recompute.mode", "budget"]
+    with pytest.raises(UserError, match=r"recompute\.budget=1KiB: a step takes at least") as refused:
+        APP.dispatch([*words, "--recompute.budget", "1KiB"])
+    least = str(refused.value).partition("(")[2].partition(" ")[0]
+    assert APP.dispatch([*words, "--recompute.budget", least]) == 0
+    assert "blocks run again" in capsys.readouterr().out
+    losses = [json.loads((folder / "summary.json").read_text())["loss"] for folder in (run, tmp_path / "run")]
+    assert losses[0] == losses[1]
+
+
 def test_what_nobody_reads_is_seen():
     config = RECIPES["debug"]()
     with recorded(config) as read:
@@ -232,6 +244,7 @@ STEP = ("activations", "peak (", "FLOPs", "all_gather over dp_shard", "at 40% of
     [
         ("qwen2", "--nproc 2 --zero 3 --recompute.mode full --seed 3", ("2 ranks (dp_shard=2)", *STEP)),
         ("phi", "--gemini.budget 10MB", ("on the host",)),
+        ("qwen2", "--recompute.mode budget --recompute.budget 1GiB", ("at most", "0 of 2 blocks run again", "peak (")),
         ("phi", "--nproc 2 --mesh.pp 2", ("send over pp",)),
     ],
 )
@@ -256,6 +269,11 @@ def test_heads_that_a_default_makes_impossible_are_named(tmp_path):
         ("qwen2", ["--nproc", "7", "--mesh.tp", "7"], r"mesh\.tp=7 without a plan: .* do not divide over tp=7"),
         ("qwen2", ["--nproc", "3", "--mesh.pp", "3"], r"mesh\.pp=3"),
         ("qwen2", ["--nproc", "2", "--mesh.ep", "2"], r"mesh\.ep=2 without a plan"),
+        (
+            "qwen2",
+            ["--recompute.mode", "budget", "--recompute.budget", "1MiB"],
+            r"recompute\.budget=1MiB: a step takes at least .* bytes",
+        ),
         ("qwen2", ["--memory", "100KB"], r"the run needs .* per rank, the device has .*; try --zero 3"),
         ("qwen2", ["--data.sequence-length", "1024"], "has positions for 512"),
         ("t5", [], "nor do transformers build a causal model"),

@@ -62,7 +62,7 @@ WITHOUT_MODEL = {"llm pretrain", "llm tokenize", "fold msa", "fold evaluate", "f
 """They make a model, or take none; of the first --model.… says its shape."""
 OTHER_NAMES = {"source", "weights", "checkpoint", "run", "model-path", "model-dir", "ckpt"}
 OTHER_RANKS = {"ranks", "world-size", "gpus", "devices", "num-gpus", "processes", "nproc-per-node"}
-MEMORY = {"memory", "gemini.budget", "engine.cache", "max-body"}
+MEMORY = {"memory", "gemini.budget", "recompute.budget", "engine.cache", "max-body"}
 
 
 def test_long_lists_of_options_have_a_short_help(configs):

@@ -11,7 +11,6 @@ As torch's, it draws again what was drawn, and a backward that asks twice for th
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -47,8 +46,14 @@ def checkpoint_once(
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     context, context_again = context_fn()
-    block = _Block(partial(forward, *args, **kwargs), context_again, _Surroundings(args))
-    with saved_tensors_hooks(block.leave_place, block.take), context:
+    around = Surroundings(args)
+
+    def again() -> Any:
+        with context_again:
+            return forward(*args, **kwargs)
+
+    places = Places(lambda places: places.fill(again, around))
+    with saved_tensors_hooks(places.leave, places.take), context:
         return forward(*args, **kwargs)
 
 
@@ -65,16 +70,18 @@ class _Filled(Exception):
     """Raised in a forward that runs again where the rest of it is not needed."""
 
 
-class _Block:
-    """The places of a forward, in their order; those that nothing holds any longer stay empty."""
+class Places:
+    """The places of a forward, in their order; those that nothing holds any longer stay empty.
 
-    def __init__(self, forward: Callable[[], Any], context: AbstractContextManager[Any], around: "_Surroundings"):
-        self._again: tuple[Callable[[], Any], AbstractContextManager[Any], _Surroundings] | None
-        self._again = forward, context, around
+    again  called when the first of them is asked for: it has them filled, by `fill`
+    """
+
+    def __init__(self, again: Callable[["Places"], None]):
+        self._again: Callable[[Places], None] | None = again
         self._places: list[ref[_Place]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
 
-    def leave_place(self, x: Tensor) -> _Place:
+    def leave(self, x: Tensor) -> _Place:
         place = _Place()
         self._places.append(ref(place))
         self._forms.append((x.shape, x.dtype))
@@ -82,15 +89,19 @@ class _Block:
 
     def take(self, place: _Place) -> Tensor:
         if self._again is not None:
-            again, self._again = self._again, None
-            self._fill(*again)
+            self._again(self)
         tensor = place.tensor
         assert tensor is not None, "a backward asks twice for a tensor that was computed again"
         if current_node() not in _KEPT:
             place.tensor = None
         return tensor
 
-    def _fill(self, forward: Callable[[], Any], context: AbstractContextManager[Any], around: "_Surroundings") -> None:
+    def fill(self, forward: Callable[[], Any], around: "Surroundings", *, to_the_end: bool = False) -> Any:
+        """Run the forward again, as far as the last place.
+
+        to_the_end  run all of it, and return what it does
+        """
+        self._again = None
         count = 0
 
         def fill(x: Tensor) -> Tensor:
@@ -100,19 +111,21 @@ class _Block:
             if place is not None:
                 place.tensor = x
             count += 1
-            if count == len(self._places):
+            if count == len(self._places) and not to_the_end:
                 raise _Filled
             return x
 
-        with around.put_back(), saved_tensors_hooks(fill, lambda x: x), torch.enable_grad(), context:
+        with around.put_back(), saved_tensors_hooks(fill, lambda x: x), torch.enable_grad():
             try:
-                forward()
+                result = forward()
             except _Filled:
-                return
-        raise AssertionError(f"a block saved {len(self._places)} tensors, and {count} when it runs again")
+                return None
+        assert count == len(self._places), f"a block saved {len(self._places)} tensors, and {count} when it runs again"
+        assert to_the_end, "a block that saves nothing is not computed again"
+        return result
 
 
-class _Surroundings:
+class Surroundings:
     """Generators and autocast as they were when this was made."""
 
     def __init__(self, args: tuple[Any, ...]):

@@ -1,0 +1,40 @@
+"""`--recompute.mode budget`: what a run computes again, found before it starts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from apps.llm.config import PretrainConfig, check_combination
+from apps.llm.foreign import ForeignModel
+from apps.llm.loss import token_loss
+from apps.llm.residency import microbatch
+from core.auto.checkpointing import Checkpointing
+from core.mesh import MeshConfig
+from core.models.decoder import Decoder
+from core.models.plan import decoder_plan
+from core.trace.machine import Speed
+from core.train.segments import choose_segments
+
+
+class OwnModel:
+    """The configuration's decoder, as `ForeignModel` is one of a folder."""
+
+    def __init__(self, config: PretrainConfig):
+        self._config, self.num_parameters = config, config.model.num_parameters()
+        self.plan = decoder_plan(config.model, check_combination(config))
+
+    def build(self) -> nn.Module:
+        with torch.device("meta"):
+            return Decoder(self._config.model)
+
+    def loss(self, rows: int, length: int) -> Callable[[nn.Module], Tensor]:
+        return partial(token_loss, batch=microbatch(self._config, rows, length))
+
+
+def chosen(config: PretrainConfig, mesh: MeshConfig, speed: Speed, model: ForeignModel | OwnModel) -> Checkpointing:
+    """The segments of a model.  Raises UserError for a budget in which none fit."""
+    rows = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
+    loss = model.loss(max(rows), config.data.sequence_length)
+    return choose_segments(model.build(), loss, mesh, config, speed, model.plan, config.optim, len(rows))

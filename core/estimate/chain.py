@@ -1,0 +1,295 @@
+"""What a model's blocks cost, one by one: the chain (`core.trace.chain`) that segments are chosen for.
+
+Three steps of the run's run on tensors without memory, as `core.estimate.step` runs them: one in which every block is a
+segment of its own, so that it keeps its input and runs again, one in which all blocks keep everything, and one in which
+they keep the results of products. Marks where
+blocks begin and end, in both directions, cut them into sections, and of these come the levels and peaks of each block,
+whatever it is: bytes of its own tensors, of the gradients that it makes, of buckets and messages between.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.compose import ParallelConfig, parallelize
+from core.config import UserError
+from core.estimate.step import StepAccount, make_state, traced, update, without_memory
+from core.mesh import MeshConfig, build_mesh, mesh_shape
+from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.parallel_model import ParallelModel
+from core.parallel.plan import blocks_of
+from core.parallel.recompute_chain import RecomputedChain, chain_of
+from core.placement.style import Plan
+from core.placement.table import NO_PLAN, ModelPlan, model_plan
+from core.runtime import pretended
+from core.trace.account import plain_tensors
+from core.trace.alike import Label
+from core.trace.chain import Chain, ChainBlock, Kept
+from core.trace.machine import Speed
+from core.trace.segments import Segments
+
+
+def estimate_chain(
+    model: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    mesh: MeshConfig,
+    parallel: ParallelConfig,
+    speed: Speed,
+    plan: ModelPlan | Plan = NO_PLAN,
+    optimizer: OptimConfig | None = None,
+    num_microbatches: int = 1,
+) -> Chain:
+    """The chain of a model's blocks in a step of a run in mode budget; its arguments are those of `estimate_step`.
+
+    The levels are of the whole device: parameters, gradients, the optimizer's state. The model is left as it was.
+
+    Raises UserError for what `parallelize` refuses, for a model without blocks, and where its forward does not call
+    them one after another, once each.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise UserError("recompute.mode=budget: the model has no list of blocks that could be computed again")
+    single: Segments = ((1,),) * len(blocks)
+    given = replace(model_plan(plan), recompute=single)
+    with pretended(mesh_shape(mesh).size()):
+        built = build_mesh(mesh, "cpu")
+        with traced(built, speed) as account:
+            try:
+                spread = parallelize(without_memory(copy.deepcopy(model)), built, parallel, given)
+                state = build_optimizer(optimizer or OptimConfig(), spread.masters)
+                make_state(account, spread, state)
+                chain = chain_of(spread.model)
+                few = min(num_microbatches, 2)
+                again = _steps_of(account, spread, chain, few, loss)
+                again.least = _rest(account, spread, state, again)
+                chain.follow((len(blocks),))
+                whole = _steps_of(account, spread, chain, few, loss)
+                whole.least = _rest(account, spread, state, whole)
+                lean = None
+                if not parallel.compile:  # of which no part runs again alone
+                    chain.follow((-len(blocks),))
+                    lean = _steps_of(account, spread, chain, few, loss)
+                    lean.least = _rest(account, spread, state, lean)
+            except RuntimeError as error:
+                said = next(iter(str(error).splitlines()), "")
+                raise UserError(
+                    f"recompute.mode=budget: this model's step cannot be foreseen without values "
+                    f"({type(error).__name__}: {said}); use --recompute.mode full, sqrt or recursive"
+                ) from error
+    return _chain(again, whole, lean, len(blocks))
+
+
+@dataclass
+class _Event:
+    """A mark: what begins with it and of which block, and what was before."""
+
+    what: str
+    block: int
+    section: int
+    flops: float
+    seconds: float
+
+
+@dataclass
+class _Steps:
+    """A step's microbatches, mark by mark.
+
+    passed, held  by block, storages that it was handed, and that are there for others, too; -1: what the last one hands
+                  on
+    alive         bytes at each moment of each section
+    """
+
+    microbatches: list[list[_Event]] = field(default_factory=list)
+    passed: dict[int, dict[int, int]] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    alive: list[list[int]] = field(default_factory=list)
+    least: int = 0
+
+
+def _steps_of(
+    account: StepAccount,
+    spread: ParallelModel,
+    chain: RecomputedChain,
+    num_microbatches: int,
+    loss: Callable[[nn.Module], Tensor],
+) -> _Steps:
+    found, last = _Steps(), len(chain.blocks) - 1
+
+    def mark(what: str, block: int) -> None:
+        account.mark(Label(what, "chain", block))
+        event = _Event(what, block, len(account.sections) - 1, account.flops, account.seconds)
+        found.microbatches[-1].append(event)
+
+    def observe(what: str, block: int, passed: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        if len(found.microbatches) == 1:
+            found.held |= _storages(held)
+            if what == "begin":
+                found.passed[block] = _storages(passed)
+        if what == "end":
+            if block == last and len(found.microbatches) == 1:
+                found.passed[-1] = _storages(passed)
+            for tensor in passed:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: mark("back", block))
+        mark(what, block)
+
+    def forward(_: int) -> Tensor:
+        if found.microbatches:
+            mark("over", -1)
+        found.microbatches.append([])
+        return loss(spread.model)
+
+    account.begin()
+    chain.observe = observe
+    spread.run(range(num_microbatches), forward)
+    mark("over", -1)
+    chain.observe = None
+    return found
+
+
+def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    plain = (inner.untyped_storage() for tensor in tensors for inner in plain_tensors(tensor))
+    return {id(storage): storage.nbytes() for storage in plain}
+
+
+def _rest(account: StepAccount, spread: ParallelModel, optimizer: torch.optim.Optimizer, steps: _Steps) -> int:
+    """The most that is alive where no block is at work; the step is done then."""
+    spread.reduce()
+    update(account, spread, optimizer)
+    steps.alive = [section.alive_bytes for section in account.sections[:-1]]
+    at_work = {
+        section
+        for events in steps.microbatches
+        for section in range(_first(events, "begin", 0).section, _first(events, "over", -1).section)
+    }
+    return max(max(alive, default=0) for index, alive in enumerate(steps.alive) if index not in at_work)
+
+
+def _first(events: list[_Event], what: str, block: int) -> _Event:
+    found = next((event for event in events if (event.what, event.block) == (what, block)), None)
+    if found is None:
+        of = f"block {block} is not computed, or has no gradient" if block >= 0 else "a microbatch has no end"
+        raise UserError(f"recompute.mode=budget: {of}; use --recompute.mode full, sqrt or recursive")
+    return found
+
+
+class _Levels:
+    """The bytes of one microbatch's marks."""
+
+    def __init__(self, steps: _Steps, events: list[_Event], num_blocks: int):
+        self.alive, self.events = steps.alive, events
+        order = [event.block for event in events if event.what == "begin"]
+        if order != list(range(num_blocks)):
+            raise UserError(
+                "recompute.mode=budget: the model's forward does not call its blocks one after another, once each; use "
+                "--recompute.mode full, sqrt or recursive"
+            )
+
+    def at(self, what: str, block: int) -> int:
+        return self.alive[_first(self.events, what, block).section][0]
+
+    def spent(self, begin: tuple[str, int], end: tuple[str, int]) -> tuple[float, float]:
+        """Seconds and FLOPs between two marks."""
+        first, last = _first(self.events, *begin), _first(self.events, *end)
+        return last.seconds - first.seconds, last.flops - first.flops
+
+    def most(self, begin: tuple[str, int], *ends: tuple[str, int]) -> int:
+        """Between a mark and the first of others, that of it included."""
+        first = _first(self.events, *begin).section
+        last = min(_first(self.events, *end).section for end in ends)
+        return max(max(alive) for alive in self.alive[first:last])
+
+
+def _chain(again: _Steps, whole: _Steps, lean: _Steps | None, num_blocks: int) -> Chain:
+    inputs = [sum(n for key, n in again.passed[k].items() if key not in again.held) for k in range(num_blocks)]
+    output = sum(n for key, n in again.passed[-1].items() if key not in again.held)
+    levels = [
+        [_Levels(steps, events, num_blocks) for events in steps.microbatches]
+        for steps in (again, whole, lean)
+        if steps is not None
+    ]
+    microbatches = [_Microbatch(inputs, output, *of) for of in zip(*levels, strict=True)]
+    blocks = [
+        replace(_most([of.block(k) for of in microbatches]), begins=k > 0 and not again.passed[k])
+        for k in range(num_blocks)
+    ]
+    least = max(steps.least for steps in (again, whole, lean) if steps is not None)
+    head, shared = max(of.head for of in microbatches), min(of.shared for of in microbatches)
+    return Chain(tuple(blocks), output, head, shared, least)
+
+
+def _most(values: Sequence[Any]) -> Any:
+    """The largest of each field, whatever is inside."""
+    if not is_dataclass(values[0]):
+        return None if values[0] is None else max(values)
+    return replace(values[0], **{f.name: _most([getattr(v, f.name) for v in values]) for f in fields(values[0])})  # pyright: ignore[reportArgumentType]
+
+
+class _Microbatch:
+    """The levels of one, in the three ways: its blocks run again, keep everything, keep products."""
+
+    def __init__(self, inputs: Sequence[int], output: int, again: _Levels, whole: _Levels, lean: _Levels | None = None):
+        self.again, self.whole, self.lean = again, whole, lean
+        self.inputs, self.output, self.last = inputs, output, len(inputs) - 1
+        self.kept_inputs = list(accumulate(inputs))
+        self.first = [again.at("begin", k) - self.kept_inputs[k] for k in range(len(inputs))]
+        self.head = again.most(("end", self.last), ("ask", self.last)) - self.kept_inputs[self.last] - output
+        behind = whole.most(("end", self.last), ("back", self.last))
+        self.shared = max(0, self.head + self._kept_before(whole, self.last + 1) - behind)
+
+    def block(self, k: int) -> ChainBlock:
+        of = self.again
+        ask, filled = of.at("ask", k), of.at("filled", k)
+        following = ("ask", k - 1) if k else ("over", -1)
+        forward_s, forward_flops = of.spent(("begin", k), ("end", k))
+        refill_s, refill_flops = of.spent(("ask", k), ("filled", k))
+        whole = self._kept(self.whole, k)
+        handed_on = self.inputs[k + 1] if k < self.last else self.output  # which is gone by then, and counted as kept
+        shared = of.at("back", k) - self.kept_inputs[k] - whole.back - handed_on
+        lean = None if self.lean is None else self._kept(self.lean, k)
+        if lean is not None:
+            more = (a - b for a, b in zip(self._spent_back(self.lean, k), self._spent_back(self.whole, k), strict=True))
+            again_s, again_flops = (max(0.0, n) for n in more)
+            lean = replace(lean, again_s=again_s, again_flops=again_flops)
+        return ChainBlock(
+            input=self.inputs[k],
+            first=self.first[k],
+            again=ask - self.kept_inputs[k],
+            dropping_peak=of.most(("begin", k), ("end", k)) - of.at("begin", k),
+            whole=whole,
+            refill_peak=of.most(("ask", k), ("filled", k)) - ask,
+            refilled=filled - ask,
+            refilled_peak=of.most(("filled", k), following) - filled,
+            forward_s=forward_s,
+            refill_s=refill_s,
+            backward_s=of.spent(("filled", k), following)[0],
+            forward_flops=forward_flops,
+            refill_flops=refill_flops,
+            shared=max(0, shared),
+            lean=lean,
+        )
+
+    def _spent_back(self, of: _Levels | None, k: int) -> tuple[float, float]:
+        assert of is not None
+        return of.spent(("back", k), ("back", k - 1) if k else ("over", -1))
+
+    def _kept(self, of: _Levels, k: int) -> Kept:
+        """Where blocks are kept; what they have kept is told beside what else is alive when a forward begins."""
+        before, behind = self._kept_before(of, k), self._kept_before(of, k + 1)
+        back = of.at("back", k)
+        return Kept(
+            peak=of.most(("begin", k), ("end", k)) - of.at("begin", k),
+            num_bytes=behind - before,
+            back=back - behind,
+            backward_peak=of.most(("back", k), ("back", k - 1) if k else ("over", -1)) - back,
+        )
+
+    def _kept_before(self, of: _Levels, k: int) -> int:
+        if k <= self.last:
+            return of.at("begin", k) - self.first[k]
+        return self._kept_before(of, self.last) + of.at("end", self.last) - of.at("begin", self.last)

@@ -1,0 +1,257 @@
+"""A model as a chain of blocks, each fed by the one before it: what they cost, and what a step takes by its segments.
+
+The embedding stands before the chain and head and loss behind it; they keep what they keep. What all blocks are given
+alike (masks, rotary angles, a bias that the first one makes) is no part of their inputs: it is alive as long as one of
+them may run again, and `shared` says what a block that keeps everything may find gone. One that is given something else
+than what the one before it hands on (the first of a decoder behind an encoder, a block of a U-Net that also gets a
+skip) has its input kept anyway, and no segment goes on over it.
+
+What is alive is told as levels. Beside blocks' inputs and what they keep, there are everybody's parameters, gradients
+made so far, the gradient that is on its way: `first`, `again` and `back` are the bytes of all that when a block's
+forward begins, when it runs again, when its backward begins. The rest is counted from there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.trace.segments import Segments, size_of
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a block keeps that does not run again from an input, and what that takes.
+
+    peak           the most above the level before it, while it runs
+    num_bytes      what its backward needs, and what it hands on
+    back           beside inputs and what blocks keep, all that is alive when its backward begins
+    backward_peak  the most above that level, until the next backward begins
+    again_s, again_flops   of what its backward computes again, where it has not kept everything
+    """
+
+    peak: int
+    num_bytes: int
+    back: int
+    backward_peak: int
+    again_s: float = 0.0
+    again_flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class ChainBlock:
+    """The cost of one block of a chain: bytes, seconds, FLOPs.
+
+    input            what the block before hands on to it; 0 where that is alive anyway
+    begins           whether a segment has to begin with it, since its input is not that
+    first, again     beside inputs and what blocks keep, all that is alive: when its forward begins, when it is asked to
+                     run again in the backward
+    dropping_peak    the most above the level before it, while it runs and keeps nothing
+    shared           when its backward begins if it has kept everything: what is alive only where a block before it, as
+                     far back as one `begins`, has not
+    whole, lean      where it keeps everything, and where the results of products; None: it cannot
+    refill_peak      the most above the level before it, while it runs as the last one of a segment, to be followed by
+                     its backward at once; refilled: what there is then beside its input
+    refilled_peak    the most above that level, until the backward of the block before it begins
+    forward_s, refill_s, backward_s   seconds of a run, of one that is the last of a segment, of the backward
+    forward_flops, refill_flops       of the same runs
+    """
+
+    input: int
+    first: int
+    again: int
+    dropping_peak: int
+    whole: Kept
+    refill_peak: int
+    refilled: int
+    refilled_peak: int
+    forward_s: float
+    refill_s: float
+    backward_s: float
+    forward_flops: float = 0.0
+    refill_flops: float = 0.0
+    shared: int = 0
+    begins: bool = False
+    lean: Kept | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of blocks.
+
+    output  bytes that the last block hands on
+    head    the most that is alive beside inputs, that output and what blocks keep, while what stands behind runs
+    shared  of that, what is alive only where some block does not keep everything
+    least   the most that is alive in the rest of the step, such as the update: no segments change it
+    """
+
+    blocks: tuple[ChainBlock, ...]
+    output: int
+    head: int
+    shared: int = 0
+    least: int = 0
+
+
+def textbook_chain(
+    activations: Sequence[int],
+    kept: Sequence[int],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    forward_overhead: Sequence[int] | None = None,
+    backward_overhead: Sequence[int] | None = None,
+) -> Chain:
+    """The chain of Beaumont et al. 2019 (arXiv 1911.13214), section 4, from its sizes and times.
+
+    activations  of the input and of each stage's output: one more than there are stages; gradients are as large
+    kept         by a stage for its backward, its output included
+    """
+    stages = range(len(kept))
+    forward_overhead, backward_overhead = forward_overhead or [0] * len(kept), backward_overhead or [0] * len(kept)
+    blocks = []
+    for k in stages:
+        output, gradient = activations[k + 1], activations[k + 1]
+        most = kept[k] + forward_overhead[k]
+        blocks.append(
+            ChainBlock(
+                input=activations[k] if k else 0,
+                first=activations[0],
+                again=activations[0] + gradient,
+                dropping_peak=output + forward_overhead[k],
+                whole=Kept(most, kept[k], activations[0] + gradient, backward_overhead[k]),
+                refill_peak=most,
+                refilled=kept[k],
+                refilled_peak=backward_overhead[k],
+                forward_s=forward_s[k],
+                refill_s=forward_s[k],
+                backward_s=backward_s[k],
+                forward_flops=forward_s[k],
+                refill_flops=forward_s[k],
+            )
+        )
+    return Chain(tuple(blocks), output=activations[-1], head=activations[0])
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step of a chain.
+
+    peak_bytes      the most alive at once; forward_bytes: what is kept of the chain when its forward ends
+    seconds         of its blocks: forwards, repeated forwards, backwards
+    again_s, again_flops   those of the repeated forwards alone
+    runs            of each block, how often its forward ran
+    back_bytes      of each block, what there is of the chain when its backward begins
+    """
+
+    peak_bytes: int
+    forward_bytes: int
+    seconds: float
+    again_s: float
+    again_flops: float
+    runs: tuple[int, ...]
+    back_bytes: tuple[int, ...]
+
+
+def simulate(chain: Chain, segments: Segments) -> Simulated:
+    """Run the step on a chain, block by block, as `core.parallel.recompute_chain` runs it on a model."""
+    return _Simulation(chain).run(segments)
+
+
+class _Simulation:
+    """What is alive of the chain, by block: its input, where a segment begins with it, and what it has kept."""
+
+    def __init__(self, chain: Chain):
+        self.chain, self.blocks = chain, chain.blocks
+        self.inputs: dict[int, int] = {}
+        self.kept: dict[int, int] = {}
+        self.alive = 0  # bytes of both
+        self.how: dict[int, Kept | None] = {}  # None: refilled
+        self.segments: dict[int, Segments] = {}
+        self.peak, self.seconds, self.again_s, self.again_flops = chain.least, 0.0, 0.0, 0.0
+        self.runs, self.back_bytes = [0] * len(chain.blocks), [0] * len(chain.blocks)
+
+    def run(self, segments: Segments) -> Simulated:
+        last = len(self.blocks) - 1
+        self._sweep(0, segments, None)
+        forward = self.alive
+        nobody_shares = all(how is of.whole for how, of in zip(map(self.how.get, range(last + 1)), self.blocks))
+        head = self.chain.head - (self.chain.shared if nobody_shares else 0)
+        self._note(head, 0 if last in self.kept else self.chain.output)
+        for index in range(last, -1, -1):
+            if index not in self.kept:
+                begin = max(self.segments)
+                self._sweep(begin, self.segments.pop(begin), index)
+            self._back(index)
+        assert self.alive == 0
+        sums = self.seconds, self.again_s, self.again_flops
+        return Simulated(self.peak, forward, *sums, tuple(self.runs), tuple(self.back_bytes))
+
+    def _note(self, beside: int, more: int) -> None:
+        self.peak = max(self.peak, beside + self.alive + more)
+
+    def _sweep(self, index: int, segments: Segments, until: int | None) -> None:
+        """Run blocks from `index` on: in the forward all, in the backward as far as the block whose turn it is."""
+        for item in segments:
+            size = size_of(item)
+            if isinstance(item, int):
+                for block in range(index, index + size):
+                    self._keep(block, until, is_lean=item < 0)
+            else:
+                self.segments[index] = item
+                if index not in self.inputs and index - 1 not in self.kept:
+                    self.inputs[index] = self.blocks[index].input
+                    self.alive += self.inputs[index]
+                if until is not None and index + size - 1 == until:
+                    self._sweep(index, self.segments.pop(index), until)
+                    return
+                for block in range(index, index + size):
+                    of = self.blocks[block]
+                    self._note(self._beside(block, until), of.dropping_peak + (0 if block == index else of.input))
+                    self._ran(block, of.forward_s, of.forward_flops, until)
+            index += size
+
+    def _keep(self, index: int, until: int | None, is_lean: bool) -> None:
+        of = self.blocks[index]
+        running = 0 if index in self.inputs or index - 1 in self.kept else of.input
+        if index == until:
+            self._note(of.again, running + of.refill_peak)
+            self._ran(index, of.refill_s, of.refill_flops, until)
+            self.how[index], kept = None, of.refilled
+        else:
+            how = of.lean if is_lean else of.whole
+            assert how is not None
+            self._note(self._beside(index, until), running + how.peak)
+            self._ran(index, of.forward_s, of.forward_flops, until)
+            self.how[index], kept = how, how.num_bytes
+        self.kept[index] = running + kept
+        self.alive += self.kept[index]
+
+    def _shares(self, index: int) -> bool:
+        """Whether a block before it may run again, and holds what it has been given."""
+        while index and not self.blocks[index].begins:
+            index -= 1
+            if self.how.get(index) is not self.blocks[index].whole:
+                return True
+        return False
+
+    def _beside(self, index: int, until: int | None) -> int:
+        return self.blocks[index].first if until is None else self.blocks[until].again
+
+    def _ran(self, index: int, seconds: float, flops: float, until: int | None) -> None:
+        self.runs[index] += 1
+        self.seconds += seconds
+        if until is not None:
+            self.again_s += seconds
+            self.again_flops += flops
+
+    def _back(self, index: int) -> None:
+        of = self.blocks[index]
+        self.back_bytes[index] = self.alive
+        how = self.how.pop(index)
+        if how is None:
+            self._note(of.again, of.refilled_peak)
+        else:
+            self._note(how.back + (of.shared if how is of.whole and self._shares(index) else 0), how.backward_peak)
+            self.back_bytes[index] -= how.num_bytes - of.refilled  # what it has handed on is gone
+            if how is of.lean:
+                self._ran(index, how.again_s, how.again_flops, index)
+        self.seconds += of.backward_s
+        self.alive -= self.kept.pop(index) + self.inputs.pop(index, 0)
+        self.segments.pop(index, None)

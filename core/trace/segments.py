@@ -1,0 +1,111 @@
+"""Which blocks of a chain keep what their backward needs, as data: segments.
+
+    n           the next n blocks keep everything
+    -n          the next n blocks keep the results of products (mode selective), and each computes the rest again alone
+    (…)         the next blocks are a segment: of them only the input of the first is kept, and when their backward
+                comes they run again from it, by the segments that stand inside
+
+Only the first run of a block can keep products alone, so no segment has a negative number inside.
+
+So (4,) keeps all of four blocks, ((1,), (1,), (1,), (1,)) each block's input, and ((2,), 2) computes the first two
+again. A segment inside a segment is one of the run that comes later: ((((1,), 1), 2) …) runs its first block up to
+three times. What is kept is kept until its own backward (memory persistent schedules).
+
+Two named ones, of l equal blocks:
+
+    sqrt        Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4: segments of about sqrt(l)
+                blocks. Inputs of sqrt(l) segments and all of sqrt(l) blocks are alive at once, and every block but
+                those of the last segment runs twice.
+    recursive   the same, section 4.3: halves, and halves of these. Inputs of log2(l) segments and all of one block are
+                alive at once, and l log2(l) / 2 blocks run again.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+Segments = tuple["int | Segments", ...]
+NamedSegments = Literal["sqrt", "recursive"]
+
+
+def sqrt_segments(num_blocks: int) -> Segments:
+    """As many segments as each has blocks, or nearly; the last keeps everything, for its backward comes first."""
+    many = max(1, math.isqrt(num_blocks - 1) + 1) if num_blocks else 0
+    sizes = [num_blocks // many + (index < num_blocks % many) for index in range(many)]
+    return (*((size,) for size in sizes[:-1]), *sizes[-1:])
+
+
+def recursive_segments(num_blocks: int) -> Segments:
+    """The first half is a segment, of halves itself, while the second goes on like this to the last block."""
+    if num_blocks < 2:
+        return (num_blocks,) * num_blocks
+    half = num_blocks // 2
+    return (recursive_segments(half), *recursive_segments(num_blocks - half))
+
+
+NAMED: dict[str, Callable[[int], Segments]] = {"sqrt": sqrt_segments, "recursive": recursive_segments}
+
+
+def num_blocks_of(segments: Segments) -> int:
+    return sum(size_of(item) for item in segments)
+
+
+def size_of(item: "int | Segments") -> int:
+    return abs(item) if isinstance(item, int) else num_blocks_of(item)
+
+
+def is_kept(segments: Segments) -> list[bool]:
+    """Of each block, whether its first run keeps everything."""
+    return [isinstance(item, int) and item > 0 for item in segments for _ in range(size_of(item))]
+
+
+def runs_of(segments: Segments) -> list[int]:
+    """How often each block runs: in the forward, and again in the backward."""
+    found: list[int] = []
+    for item in segments:
+        if isinstance(item, int):
+            found += [1 + (item < 0)] * abs(item)
+        else:
+            found += [1 + again for again in _runs_again(item)]
+    return found
+
+
+def _runs_again(segments: Segments) -> list[int]:
+    """The same of a segment when its backward has come: what stands last in it is gone into at once."""
+    found: list[int] = []
+    for index, item in enumerate(segments):
+        if isinstance(item, int):
+            found += [1] * item
+        else:
+            last = index == len(segments) - 1
+            found += [again + (not last) for again in _runs_again(item)]
+    return found
+
+
+def check_segments(segments: Any, num_blocks: int) -> Segments:
+    """The segments, of so many blocks.  Raises ValueError for what are none."""
+
+    def check(part: Any, least: int = 1) -> Segments:
+        if not isinstance(part, tuple | list) or not part:
+            raise ValueError(f"segments are numbers of blocks and segments, and not {part!r}")
+        for item in part:
+            if isinstance(item, bool) or (isinstance(item, int) and (item == 0 or item < least)):
+                raise ValueError(f"{item} in segments {part}; give numbers of blocks of at least 1")
+        return tuple(item if isinstance(item, int) else check(item) for item in part)
+
+    found = check(segments, -num_blocks) if num_blocks or segments else ()
+    if num_blocks_of(found) != num_blocks:
+        raise ValueError(f"segments of {num_blocks_of(found)} blocks, and the model has {num_blocks}")
+    return found
+
+
+def first_blocks(segments: Segments, num_blocks: int) -> Segments:
+    """The segments of the first blocks alone; what they do not reach keeps everything."""
+    found: list[int | Segments] = []
+    left = num_blocks
+    for item in segments:
+        size = min(size_of(item), left)
+        if size:
+            found.append(size if isinstance(item, int) else first_blocks(item, size))
+        left -= size
+    return (*found, left) if left else tuple(found)
