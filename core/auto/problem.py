@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from core.config import UserError
 
@@ -182,7 +181,7 @@ def fold(problem: Problem, followers: Mapping[int, Follower]) -> Folded:
         alive[key] = alive.get(key, 0) + num_bytes
     held = [Held(of, num_bytes, first, last) for (of, first, last), num_bytes in alive.items() if num_bytes.any()]
     nodes = [Node(problem.nodes[node].name, seconds[n], problem.nodes[node].strategies) for n, node in enumerate(place)]
-    edges = [Edge(*of, price) for of, price in pairs.items()]
+    edges = [Edge(of[0], of[1], price) for of, price in pairs.items()]
     places = tuple(Follower(where, tuple(taken.tolist())) for where, taken in zip(at, takes, strict=True))
     return Folded(Problem(tuple(nodes), tuple(edges), tuple(held), problem.points), places)
 
@@ -231,10 +230,10 @@ def join(parts: Iterable[Problem]) -> Problem:
     return Problem(tuple(nodes), tuple(edges), tuple(held), tuple(points))
 
 
-def _prices(given: ArrayLike, dims: int, what: str) -> np.ndarray:
+def _prices(given: np.ndarray, dims: int, what: str) -> np.ndarray:
     """As an array that nobody writes to; what is one already is not copied, since equal blocks share theirs."""
-    is_kept = isinstance(given, np.ndarray) and given.dtype == np.float64 and not given.flags.writeable
-    prices = given if is_kept else np.array(given, dtype=np.float64)
+    given = np.asarray(given, dtype=np.float64)
+    prices = given.copy() if given.flags.writeable else given
     if prices.ndim != dims or not prices.size:
         raise UserError(f"{what}: give prices of {dims} dims, one or more of each")
     if np.isnan(prices).any() or (prices < 0).any():

@@ -284,10 +284,10 @@ def describe(
     """
     dims: dict[int, Dims] = {}
     for name, given in inputs.items():
-        places = call.places(name)
+        at = call.places(name)
         several = [dims_of(given)] if isinstance(given, str) else [given] if _is_dims(given) else list(given)
-        if places:
-            dims |= dict(zip(places, several, strict=True))
+        if at:
+            dims |= dict(zip(at, several, strict=True))
     tensors = call.inputs
     missing = [n for n in range(len(tensors)) if n not in dims]
     assert not missing, f"{call.op}: inputs {missing} have no dims"

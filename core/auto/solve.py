@@ -11,11 +11,12 @@ The marginals are the tight form: the relaxation (s and e any numbers from 0 to 
 practice, on models; with e >= s_u[i] + s_v[j] - 1 it is worth nothing. Strategies with the same row of R share a row
 of e.
 
+0. Strategies that no cheapest plan needs are left out (`core.auto.prune`).
 1. The relaxation is solved (HiGHS), at first with the bytes that are alive from first to last alone; the points at
    which the answer needs more than the budget are added, and it is solved again, until there are none.
-2. An integral answer is a plan. A fractional one is rounded and improved node by node; the plan is taken if it fits and
-   is within `gap` of the bound.
-3. Else s becomes integer (branch and bound), again with points added as they are violated.
+2. An integral answer is a plan. A fractional one is rounded and improved node by node, and by branch and bound over the
+   nodes that it leaves open; what fits and is within `gap` of the bound is taken.
+3. Else all of s becomes integer, again with points added as they are violated.
 4. The plan is counted again by `core.auto.simulate`. One over the budget, by less than HiGHS's tolerance, is forbidden
    as it is, and step 3 goes on.
 
@@ -27,12 +28,13 @@ where the gap is 0; where time runs out it is the best that was found, and the g
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
 from core.auto.problem import Problem
+from core.auto.prune import prune
 from core.auto.simulate import Account, simulate
 from core.config import UserError
 
@@ -42,7 +44,7 @@ TIME_LIMIT_S = 60.0
 
 _SCALE = 1000.0
 """About what the objective is: HiGHS's tolerances are absolute, 1e-7 and 1e-6."""
-_INTEGRAL = 1e-5
+_INTEGRAL, _EQUAL = 1e-5, 1e-8
 _POINTS_A_ROUND = 16
 _NOTHING_ALLOWED = "no plan is allowed: every one takes a strategy or a change of layout that is forbidden"
 
@@ -102,42 +104,72 @@ def solve(
     """
     if budget_bytes is not None and not 0 <= budget_bytes < math.inf:
         raise UserError(f"a budget of {budget_bytes} bytes: give a number that is 0 or more")
-    program = _Program(problem, budget_bytes)
-    deadline = time.monotonic() + time_limit_s
-    best: tuple[Account, tuple[int, ...]] | None = None
-    bound_s, rounds, integers, integral = 0.0, 0, False, False
-    while True:
-        found = program.solve(integers, gap / 2, max(deadline - time.monotonic(), 1.0))
-        rounds += 1
-        if found.infeasible and best is None:
-            _refuse(problem, budget_bytes, max(deadline - time.monotonic(), 10.0))
-        if found.infeasible:
+    pruned = prune(problem, with_memory=budget_bytes is not None)
+    plan = _solved(pruned.problem, budget_bytes, gap, time_limit_s)
+    choice = pruned.restored(plan.choice)
+    account = simulate(problem, choice)
+    assert _fits(account, budget_bytes)
+    return replace(plan, choice=choice, seconds=account.seconds, peak_bytes=account.peak_bytes)
+
+
+def _solved(problem: Problem, budget_bytes: int | None, gap: float, time_limit_s: float) -> Plan:
+    search = _Search(_Program(problem, budget_bytes), gap, time.monotonic() + time_limit_s)
+    relaxed = search.settle(integers=False)
+    if not search.is_done and relaxed.x is not None and not search.program.is_integral(relaxed.x):
+        search.settle(integers=True, near=relaxed.x)
+    while not search.is_done:
+        found = search.settle(integers=True)
+        if found.x is None or search.is_late or _fits(simulate(problem, search.program.rounded(found.x)), budget_bytes):
             break
-        bound_s = max(bound_s, found.bound)
-        for choice in program.candidates(found.x):
-            account = simulate(problem, choice)
-            if _fits(account, budget_bytes) and (best is None or account.seconds < best[0].seconds):
-                best = account, choice
-                integral = not integers and program.is_integral(found.x)
-        if best and best[0].seconds - bound_s <= max(gap, 1e-9) * best[0].seconds:
-            break
-        if integers and (found.x is None or time.monotonic() > deadline):
-            break
-        if program.add_points(found.x):
-            continue
-        if not program.is_integral(found.x):
-            integers = True  # a fractional relaxation; branch and bound answers in integers
-            continue
-        choice = program.rounded(found.x)
-        if _fits(simulate(problem, choice), budget_bytes):
-            break  # the programme's optimum
-        program.forbid(choice)
-    if best is None:
-        choice = _least(problem, budget_bytes, time_limit_s)
-        best = simulate(problem, choice), choice
-    account, choice = best
-    bound_s = min(bound_s, account.seconds)
-    return Plan(choice, account.seconds, bound_s, account.peak_bytes, integral, rounds, len(program.points))
+        search.program.forbid(search.program.rounded(found.x))
+    if search.best is None and search.is_impossible:
+        _refuse(problem, budget_bytes, time_limit_s)
+    account, choice = search.best or _least(problem, budget_bytes, time_limit_s)
+    bound_s, points = min(search.bound_s, account.seconds), len(search.program.points)
+    return Plan(choice, account.seconds, bound_s, account.peak_bytes, search.integral, search.rounds, points)
+
+
+class _Search:
+    """The best plan so far, and what is proven of it.
+
+    integral       the relaxation's answer was that plan
+    is_impossible  no plan fits, says a programme that leaves none out
+    """
+
+    def __init__(self, program: "_Program", gap: float, deadline: float) -> None:
+        self.program, self.gap, self.deadline = program, max(gap, _EQUAL), deadline
+        self.best: tuple[Account, tuple[int, ...]] | None = None
+        self.bound_s, self.rounds, self.integral, self.is_impossible = 0.0, 0, False, False
+
+    @property
+    def is_done(self) -> bool:
+        if self.best is None:
+            return self.is_impossible
+        return self.best[0].seconds - self.bound_s <= self.gap * self.best[0].seconds
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def settle(self, integers: bool, near: np.ndarray | None = None) -> "_Found":
+        """Solve until no point is violated that is not among the rows.
+
+        near  an answer: nodes that take one strategy in it keep that one
+        """
+        while True:
+            found = self.program.solve(integers, self.gap / 2, max(self.deadline - time.monotonic(), 1.0), near)
+            self.rounds += 1
+            if near is None:
+                self.bound_s = max(self.bound_s, found.bound)
+                self.is_impossible = found.infeasible and self.best is None
+            for choice in self.program.candidates(found.x):
+                account = simulate(self.program.problem, choice)
+                is_better = self.best is None or account.seconds < self.best[0].seconds
+                if is_better and _fits(account, self.program.budget):
+                    self.best, self.integral = (account, choice), not integers and self.program.is_integral(found.x)
+            is_over = found.x is None or self.is_done or (integers and self.is_late)
+            if is_over or not self.program.add_points(found.x):
+                return found
 
 
 def least_peak(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> tuple[int, tuple[int, ...] | None, int]:
@@ -183,9 +215,10 @@ def _refuse(problem: Problem, budget_bytes: int | None, time_limit_s: float) -> 
     raise DoesNotFit(budget_bytes, max(least, budget_bytes + 1), reached - least <= 1e-6 * reached, point)
 
 
-def _least(problem: Problem, budget_bytes: int | None, time_limit_s: float) -> tuple[int, ...]:
+def _least(problem: Problem, budget_bytes: int | None, time_limit_s: float) -> tuple[Account, tuple[int, ...]]:
     """The plan with the least peak, where time ran out before any was found that fits; or says that there is none."""
-    budget_bytes = budget_bytes or 0
+    if budget_bytes is None:
+        _refuse(problem, None, time_limit_s)
     least, choice, reached = least_peak(problem, time_limit_s)
     if least > budget_bytes:
         _refuse(problem, budget_bytes, time_limit_s)
@@ -194,7 +227,7 @@ def _least(problem: Problem, budget_bytes: int | None, time_limit_s: float) -> t
             f"no plan within {_gib(budget_bytes)} was found in {time_limit_s:g} s, nor proven impossible; "
             "give more time or more memory"
         )
-    return choice
+    return simulate(problem, choice), choice
 
 
 def _fits(account: Account, budget_bytes: int | None) -> bool:
@@ -330,10 +363,15 @@ class _Program:
         places = [start + taken for start, taken in zip(self.starts, choice, strict=True)]
         self.limits.add(places, [1.0] * len(places), len(places) - 1.0)
 
-    def solve(self, integers: bool, gap: float, time_limit_s: float) -> _Found:
+    def solve(self, integers: bool, gap: float, time_limit_s: float, near: np.ndarray | None = None) -> _Found:
+        """near: an answer; nodes that take one strategy in it keep that one."""
         limits, at_most = self.limits.matrix(self.sparse, self.width)
         upper = np.where(self.allowed, 1.0, 0.0)
         upper = np.append(upper, np.inf) if self.of_peak else upper
+        if near is not None:
+            chosen = near[: self.num_choices]
+            decided = np.repeat(np.maximum.reduceat(chosen, self.starts) > 1 - _INTEGRAL, self.sizes)
+            upper[: self.num_choices][decided & (chosen < 0.5)] = 0.0
         if integers:
             return self._branch_and_bound(limits, at_most, upper, gap, time_limit_s)
         answer = self.optimize.linprog(

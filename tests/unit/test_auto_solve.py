@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from core.auto.problem import Edge, Follower, Held, Node, Problem, alike, fold, join
+from core.auto.prune import prune
 from core.auto.simulate import simulate
 from core.auto.solve import DoesNotFit, Plan, least_peak, solve
 from core.config import UserError
@@ -244,3 +245,31 @@ def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(UserError, match="pip install 'megalith\\[auto\\]'"):
         solve(Problem((NODE,)))
+
+
+def test_what_is_left_out_no_cheapest_plan_needs() -> None:
+    """Strategies go, and the best plan of the rest is that of all, with a budget and without."""
+    left = 0
+    for seed in range(20):
+        problem = drawn_problem(300 + seed, num_nodes=7)
+        tried = try_all(problem)
+        median = int(np.median(tried.peak[np.isfinite(tried.seconds)]))
+        for with_memory, budget in ((False, np.inf), (True, median)):
+            pruned = prune(problem, with_memory)
+            rest = try_all(pruned.problem)
+            assert rest.best(budget) == pytest.approx(tried.best(budget), rel=1e-12)
+            best = np.unravel_index(int(rest.seconds.argmin()), rest.seconds.shape)
+            restored = simulate(problem, pruned.restored([int(n) for n in best]))
+            assert restored.seconds == pytest.approx(float(rest.seconds[best]))
+            left += not with_memory and sum(map(len, pruned.kept)) < sum(len(node.seconds) for node in problem.nodes)
+    assert left > 15
+
+
+def test_a_strategy_that_is_only_just_needed_stays() -> None:
+    """The dearer of two strategies is left out unless a neighbour's change is worth more than it costs."""
+    nodes = (Node("a", np.array([0.0, 1.0])), Node("b", np.array([0.0, 0.0])))
+    for change, kept in ((0.9, [0]), (1.1, [0, 1])):
+        table = np.array([[0.0, change], [change, 0.0]])
+        forced = (*nodes, Node("c", np.array([5.0, 0.0])))
+        problem = Problem(forced, (Edge(0, 1, table), Edge(1, 2, table * 9)))
+        assert prune(problem, with_memory=False).kept[0].tolist() == kept
