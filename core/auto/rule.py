@@ -285,7 +285,7 @@ def describe(
     dims: dict[int, Dims] = {}
     for name, given in inputs.items():
         at = call.places(name)
-        several = [dims_of(given)] if isinstance(given, str) else [given] if _is_dims(given) else list(given)
+        several: list[Any] = [dims_of(given)] if isinstance(given, str) else [given] if _is_dims(given) else list(given)
         if at:
             dims |= dict(zip(at, several, strict=True))
     tensors = call.inputs
