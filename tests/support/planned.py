@@ -1,19 +1,17 @@
 """Steps of small modules as the solver's problems, on machines whose prices are round."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from core.trace.record import trace_graph
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from core.auto.costs import Link
 from core.auto.formulate import Formulation, formulate
-from core.auto.problem import Edge, Problem, join
 from core.auto.specs import Spec, parse
 from core.trace.machine import Speed
+from core.trace.record import trace_graph
 
 SLOW = Link(0.0, 1e9)
 """No latency, and a byte in a nanosecond."""
@@ -52,6 +50,19 @@ class Blocks(nn.Module):
         return x_BLD
 
 
+class Gpt(nn.Module):
+    """Embedding, blocks, norm, head and loss."""
+
+    def __init__(self, vocabulary: int, dim: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(vocabulary, dim), Blocks(dim, heads, layers)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, ids_BL: Tensor, labels_BL: Tensor) -> Tensor:
+        logits_BLV = self.head(self.norm(self.blocks(self.table(ids_BL))))
+        return cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten())
+
+
 def formulated(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
@@ -72,25 +83,3 @@ def formulated(
 def on_meta(make: Any) -> nn.Module:
     with torch.device("meta"):
         return make()
-
-
-def scaled(problem: Problem, times: float) -> Problem:
-    """Another layer of the same form: all seconds times as many."""
-    return Problem(
-        tuple(replace(node, seconds=node.seconds * times) for node in problem.nodes),
-        tuple(Edge(edge.source, edge.target, edge.seconds * times) for edge in problem.edges),
-        problem.held,
-        problem.points,
-    )
-
-
-def layers(problem: Problem, times: Sequence[float], joints: Sequence[tuple[int, int, Any]]) -> Problem:
-    """Layers behind each other.  joints: node of one, node of the next, and what a change between them costs."""
-    joined = join(scaled(problem, factor) for factor in times)
-    size = len(problem.nodes)
-    edges = [
-        Edge(n * size + before, (n + 1) * size + behind, table)
-        for n in range(len(times) - 1)
-        for before, behind, table in joints
-    ]
-    return Problem(joined.nodes, (*joined.edges, *edges), joined.held, joined.points)

@@ -1,5 +1,7 @@
 """Steps as problems: the solver finds by itself what was found by hand."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from core.auto.solve import Plan, least_peak, solve
 from core.config import UserError
 from core.trace.machine import Speed
 from core.trace.record import trace_graph
-from tests.support.planned import BYTES, FLOPS, SLOW, Block, Blocks, formulated, on_meta
+from tests.support.planned import BYTES, FLOPS, SLOW, Block, Blocks, Gpt, formulated, on_meta
 
 WIDE = Link(0.0, 1e10)
 
@@ -162,3 +164,26 @@ def test_memory_of_replicas_is_the_graphs() -> None:
     account = simulate(problem, [0] * len(problem.nodes))
     assert account.peak_bytes == graph.peak("used").num_bytes
     assert sum(account.edge_s) == 0
+
+
+@pytest.mark.soak
+def test_gpt3_on_64_ranks() -> None:
+    """96 layers on 8 x 8, a network outside, NVLink inside: batch outside, inside Megatron's cuts with norms by rows.
+
+    All layers are a few dozen nodes. Head and loss are cut by the vocabulary, and nothing as large as logits is sent.
+    """
+    ids = torch.zeros(64, 2048, dtype=torch.int64, device="meta")
+    links, speed = [Link(1e-5, 25e9), Link(5e-6, 240e9)], Speed(0.5 * 312e12, 1.5e12)
+    gpt3 = on_meta(lambda: Gpt(51200, 12288, 96, layers=96))
+    problem = formulated(gpt3, {"ids_BL": ids, "labels_BL": ids}, [8, 8], links, speed=speed, state=3.0)
+    assert len(problem.problem.nodes) < 150 < len(problem.whole.nodes) / 50
+    plan = solve(problem.problem)
+    assert plan.gap <= 1e-3
+    account = simulate(problem.whole, problem.folded.unfold(plan.choice))
+    assert account.seconds == pytest.approx(plan.seconds)
+    specs = {name: str(of[0]) for name, of in problem.specs(plan.choice).items() if of}
+    assert {specs[f"blocks.blocks.{n}.up.weight"] for n in range(96)} == {"S1R"}
+    assert {specs[f"blocks.blocks.{n}.down.weight"] for n in range(96)} == {"RS1"}
+    assert specs["head.weight"] == "S1R"
+    logits = 64 * 2048 * 51200
+    assert all(math.prod(change.value.shape) < logits for change in problem.changes(plan.choice))
