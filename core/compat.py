@@ -56,6 +56,8 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 
 OUTSIDE = -1
 """`backward_number()`, torch's number of the running backward, where none runs."""
+next_sequence_number = torch.autograd._get_sequence_nr
+"""The number of the node that autograd makes next in this thread."""
 softmax_backward = torch._softmax_backward_data
 int_mm = torch._int_mm
 int4_mm, pack_int4 = torch._weight_int4pack_mm_for_cpu, torch._convert_weight_to_int4pack_for_cpu
@@ -222,6 +224,21 @@ def follows_steps(optimizer: torch.optim.Optimizer) -> bool:
 def share_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """Let what runs after each step of an optimizer run after those of another, too."""
     other._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+def sequence_number(node: Any) -> int:
+    """The number that a node of autograd was made with."""
+    return node._sequence_nr()
+
+
+def wants_values(error: BaseException) -> bool:
+    """Return whether something failed because a tensor without memory has no values."""
+    from torch._subclasses import fake_tensor
+
+    return isinstance(error, (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException))
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------

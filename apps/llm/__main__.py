@@ -17,6 +17,7 @@ APP = App(
         "export": "a run's checkpoint as a Hugging Face folder",
         "tokenize": "prepare a corpus: tokenizer and token shards",
         "plan": "memory and time of a run, before it runs",
+        "profile": "FLOPs, bytes and memory of a step, operator by operator, without memory or data",
         "recipes": "the configurations that have a name",
     },
     usage="[--recipe NAME] [--option value …]",

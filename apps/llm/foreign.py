@@ -47,14 +47,22 @@ class ForeignModel:
         with torch.device("meta"):
             return self._build(self.config, dtype=torch.float32, trust_remote_code=False).train()
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens that it has positions for, where that is said."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def check_length(self, option: str, length: int) -> None:
+        """Raises UserError for sequences longer than the model is made for."""
+        if self.longest is not None and length > self.longest:
+            raise UserError(
+                f"{option}={length} and the model of {self.folder} has positions for {self.longest}; shorten the "
+                "sequence"
+            )
+
     def loss(self, rows: int, length: int) -> Callable[[nn.Module], Tensor]:
         """Its own, of a microbatch.  Raises UserError for sequences longer than the model is made for."""
-        longest = getattr(self.config, "max_position_embeddings", None)
-        if longest is not None and length > longest:
-            raise UserError(
-                f"data.sequence_length={length} and the model of {self.folder} has positions for {longest}; shorten "
-                "the sequence"
-            )
+        self.check_length("data.sequence_length", length)
 
         def loss(model: nn.Module) -> Tensor:
             ids = torch.zeros(rows, length, dtype=torch.int64)

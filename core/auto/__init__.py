@@ -8,4 +8,11 @@ draw        its picture
 specs       how a tensor lies on a mesh of one to three axes: S01, S10, R, partial
 conversion  paths from one spec to another, greedy and cheapest, and the collectives that execute them
 checkpointing  which blocks keep their activations and which compute them again, in a given memory
+rule        what an operator allows, from one description of its dims: specs of inputs and outputs
+rules       that description for every operator of ATen
+formulate   a step's graph as a problem: strategies and prices on a mesh, liveness
+prune       strategies that no cheapest plan needs
+problem     nodes, edges and bytes as values; equal blocks and followers folded into one
+solve       the cheapest plan by linear programming, with its optimality gap
+simulate    a plan's cost, counted again
 """

@@ -4,6 +4,7 @@ step     estimate_step: any module under any ParallelConfig, by running its step
 growth, stages  by how many blocks a list is cut down for it; the ranks and microbatches of a pipeline that tell of all
 chain    estimate_chain: the same step, block by block
 residency estimate_budget: the same with Gemini, in a given device memory
+profile  tables and a picture of a step's graph: by module, by operator, at its peak
 options  PlannedMachine, PlannedRun: the machine that a run is planned for, and a run's configuration with it
 
 and of our decoder in closed form, in no time:

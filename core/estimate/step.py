@@ -52,8 +52,9 @@ from core.runtime import pretended
 from core.trace.account import DEVICE_OF, MemoryAccount, plain_tensors
 from core.trace.alike import Cut, Growth, Label, NotAlike, Section, Traced, grown, shortened
 from core.trace.balanced import balanced_loads
+from core.trace.cost import operator_cost
 from core.trace.machine import Speed
-from core.trace.tracer import operator_cost, tensors_in
+from core.trace.tracer import tensors_in
 
 log = logging.getLogger("estimate")
 
@@ -378,9 +379,9 @@ class StepAccount(MemoryAccount):
         before = self.current_bytes
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
-            flops, num_bytes = operator_cost(func, args, kwargs or {}, result)
-            self.flops += flops
-            self.seconds += self.speed.seconds(flops, num_bytes)
+            cost = operator_cost(func, args, kwargs or {}, result)
+            self.flops += cost.flops
+            self.seconds += self.speed.seconds(cost.flops, cost.num_bytes)
             if self.peak_bytes > before:
                 self._note_moment(func, result)
         return result

@@ -44,16 +44,15 @@ class AlikeBlocks:
 
 
 def alike_blocks(
-    model: nn.Module, beside: Callable[[str, int], Hashable] = lambda name, index: None
+    model: nn.Module, beside: Callable[[str, int], Hashable] = lambda name, index: None, *, copied: bool = True
 ) -> list[AlikeBlocks]:
     """The runs of alike blocks in the model's outermost module lists: at most one a list, whole and unshared.
 
     beside  (list, place in it) -> what else sets a block apart, such as the plan's words of it
-
-    None in a model whose modules have been given other forwards or hooks, of which no copy can be made.
+    copied  whether they are to be: then none in a model whose modules have been given other forwards or hooks
     """
     found, inside = [], set()
-    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+    if copied and any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return []
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():

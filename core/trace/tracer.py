@@ -21,28 +21,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from core.compat import OUTSIDE, FakeTensor, FakeTensorMode, backward_number, own_part, tree_leaves, tree_map_only
 from core.config import UserError
 from core.trace.account import DEVICE_OF, MemoryAccount, plain_tensors
+from core.trace.cost import operator_cost, tensors_of
 from core.trace.machine import Speed
 
 StretchKind = Literal["forward", "backward"]
-
-# What torch counts of attention on a GPU, and not of the same on a CPU, whose operators a plan for any device sees.
-_ATEN = torch.ops.aten
-for _on_cpu, _on_gpu in (
-    (_ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_flash_attention),
-    (_ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward),
-):
-    flop_registry.setdefault(_on_cpu, flop_registry[_on_gpu])
 
 
 @dataclass(frozen=True)
@@ -102,13 +93,13 @@ def trace_step(
 
     def attempt(make: Callable[[Tensor], Tensor], mode: FakeTensorMode | None) -> StepTrace | Exception:
         try:
-            with mode or torch.random.fork_rng(), _stand_ins(model, make):
+            with mode or torch.random.fork_rng(), stand_ins(model, make):
                 return _record(model, step, _Recorder(model, speed, device.type, units, mode), num_microbatches)
         except Exception as error:
             return error
 
     mode = FakeTensorMode()
-    found = attempt(lambda tensor: _fake(mode, tensor, device), mode)
+    found = attempt(lambda tensor: fake_of(mode, tensor, device), mode)
     failure = agree(_failure(found))
     if failure is None or isinstance(failure, UserError):
         return _traced(found, failure)
@@ -143,7 +134,7 @@ def _traced(found: StepTrace | Exception, failure: Exception | None) -> StepTrac
 
 
 @contextmanager
-def _stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Parameters and buffers are others inside; what was one tensor under several names stays one."""
     made: dict[int, Tensor] = {}
     originals: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -167,9 +158,9 @@ def _stand_ins(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[N
             owned[name] = tensor
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
+def fake_of(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, DTensor):
-        return _sharded_as(tensor, _fake(mode, own_part(tensor), device))
+        return _sharded_as(tensor, fake_of(mode, own_part(tensor), device))
     if hasattr(tensor, "__tensor_flatten__"):
         return mode.from_tensor(tensor.detach())
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -293,11 +284,12 @@ class _Recorder(MemoryAccount):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented:
             return result
-        for tensor in _tensors_of((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             known = self.storages.get(id(tensor.untyped_storage()))
             if known is not None:
                 self._use(known[1])
-        self.seconds += self.speed.seconds(*operator_cost(func, args, kwargs or {}, result))
+        cost = operator_cost(func, args, kwargs or {}, result)
+        self.seconds += self.speed.seconds(cost.flops, cost.num_bytes)
         return result
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -442,25 +434,5 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
 
 
-def _tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     return [plain.untyped_storage() for plain in plain_tensors(tensor)]
-
-
-def operator_cost(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
-    """FLOPs of an operator, and bytes that it reads and writes; views and questions take none."""
-    outputs = _tensors_of(result)
-    if not outputs or _is_view(func):
-        return 0, 0
-    count = flop_registry.get(getattr(func, "_overloadpacket", None))
-    flops = count(*args, **kwargs, out_val=result) if count is not None else 0
-    return flops, sum(tensor.nbytes for tensor in (*_tensors_of((args, kwargs)), *outputs))
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    returned = [value.alias_info for value in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)

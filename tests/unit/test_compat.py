@@ -113,6 +113,29 @@ def test_the_number_of_the_running_backward() -> None:
     assert compat.OUTSIDE < outer < within
 
 
+def test_the_numbers_of_autograds_nodes() -> None:
+    """A node has the number that was told to be next before its operator, also in the backward."""
+    x = torch.ones(2, requires_grad=True)
+    number = compat.next_sequence_number()
+    y = x.exp()
+    z = y.sin()
+    assert [compat.sequence_number(node) for node in (y.grad_fn, z.grad_fn)] == [number, number + 1]
+    seen: list[int] = []
+    y.register_hook(lambda _: seen.append(compat.sequence_number(compat.current_node())))
+    z.sum().backward()
+    assert seen[0] in (number, number + 1)  # torch's hooks of a tensor run before the node that made it, or behind z's
+
+
+@pytest.mark.parametrize(
+    ("look", "wants"),
+    [(lambda x: bool(x.any()), True), (lambda x: x.nonzero(), True), (lambda x: x @ x, False)],
+)
+def test_what_fails_without_values(look, wants) -> None:
+    with compat.FakeTensorMode(), pytest.raises(RuntimeError) as error:
+        look(torch.ones(3, 5))
+    assert compat.wants_values(error.value) == wants
+
+
 def test_holders_of_memory() -> None:
     x = torch.ones(3)
     memory = x.untyped_storage()

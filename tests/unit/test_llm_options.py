@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": ["--max-new-tokens 2"],
     "export": [""],
     "tokenize": [""],
+    "profile": ["", "--mode eval", "--json --draw TMP/step.png"],
     "plan": [
         "",
         "--gpu A100 --memory 80GiB",
@@ -94,6 +95,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
         "generate": ["--model", str(run)],
         "export": ["--model", str(run), "--out", str(tmp_path / "hf")],
         "tokenize": ["--data.path", str(texts), "--data.tokenizer", "byte"],
+        "profile": ["--model", str(run), "--sequence-length", "8"],
         "plan": BASE,
     }[command]
     probe = Probe(APP.dispatch, [command, *given, *mode.replace("TMP", str(tmp_path)).split()], VALUES)

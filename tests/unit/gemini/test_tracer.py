@@ -13,7 +13,7 @@ from core.gemini.moments import corrected, on_chunks
 from core.gemini.residency import plan_residency, smallest_budget
 from core.gemini.trace import ChunkInfo, Trace
 from core.trace.machine import Bandwidth, Speed
-from core.trace.tracer import StepTrace, _copy, _record, _Recorder, _stand_ins, trace_step
+from core.trace.tracer import StepTrace, _copy, _record, _Recorder, stand_ins, trace_step
 from tests.support.residency import replay
 
 SPEED = Speed(flops_per_s=1e9, bytes_per_s=1e9)
@@ -28,7 +28,7 @@ def foreseen_and_real(model, step, num_microbatches=1) -> StepTrace:
     state = torch.get_rng_state()
     foreseen = trace_step(model, step, SPEED, num_microbatches=num_microbatches)
     assert torch.equal(torch.get_rng_state(), state)
-    with _stand_ins(model, _copy):
+    with stand_ins(model, _copy):
         real = _record(model, step, _Recorder(model, SPEED, "cpu"), num_microbatches)
     pairs = [list(itertools.chain(*trace.microbatches)) for trace in (foreseen, real)]
     for mine, theirs in zip(*pairs, strict=True):
