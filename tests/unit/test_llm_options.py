@@ -207,7 +207,8 @@ def test_what_a_recipe_gives_and_the_run_does_not_read_is_no_mistake():
 
 def test_a_run_in_a_budget_learns_what_it_learns_without(run, tmp_path, capsys):
     """In the smallest one, which a refusal says."""
-    words = ["pretrain", *BASE, "--steps", "1", "--out", str(tmp_path / "run"), "--recompute.mode", "budget"]
+    out = str(tmp_path / "run")
+    words = ["pretrain", *BASE, *SMALLER, "--steps", "1", "--out", out, "--recompute.mode", "budget"]
     with pytest.raises(UserError, match=r"recompute\.budget=1KiB: a step takes at least") as refused:
         APP.dispatch([*words, "--recompute.budget", "1KiB"])
     least = str(refused.value).partition("(")[2].partition(" ")[0]
