@@ -103,15 +103,14 @@ def held_at_peak(graph: Graph, until: Until = "freed") -> list[Held]:
         key = storage.kind, _origin(graph, storage)
         counts[key] += 1
         sizes[key] += storage.num_bytes
-    return [Held(*key, counts[key], num_bytes) for key, num_bytes in sizes.most_common()]
+    return [Held(key[0], key[1], counts[key], num_bytes) for key, num_bytes in sizes.most_common()]
 
 
 def _origin(graph: Graph, storage: Storage) -> str:
-    if storage.kind in ("inputs", "buffers"):
-        return _starred(storage.name)
     if storage.kind in ("parameters", "gradients", "state"):
         return _starred(storage.name.rpartition(".")[0])
-    assert storage.born is not None
+    if storage.born is None:
+        return _starred(storage.name)
     node = graph.nodes[storage.born]
     return f"{_starred(node.module)} {str(node.op).removeprefix('aten.')}".strip()
 

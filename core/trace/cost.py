@@ -67,7 +67,8 @@ class OperatorFacts(NamedTuple):
 
 @cache
 def facts_of(func: Any) -> OperatorFacts:
-    packet, schema = getattr(func, "_overloadpacket", None), func._schema
+    packet: Any = getattr(func, "_overloadpacket", None)
+    schema = func._schema
     returned = [value.alias_info for value in schema.returns]
     is_view = any(alias is not None and not alias.is_write for alias in returned)
     written = tuple(

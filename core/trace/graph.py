@@ -208,7 +208,7 @@ class Graph:
 
         until  freed: eager torch frees it; used: its last use
         """
-        changes = {kind: [0] * (len(self.nodes) + 2) for kind in MEMORY_KINDS}
+        changes: dict[MemoryKind, list[int]] = {kind: [0] * (len(self.nodes) + 2) for kind in MEMORY_KINDS}
         for storage in self.storages:
             born, last = storage.born, storage.last(until)
             changes[storage.kind][0 if born is None else born + 1] += storage.num_bytes

@@ -491,7 +491,5 @@ class _Recorder(TorchDispatchMode):
 
 
 def _place_of(tensor: Tensor) -> _Place:
-    return (
-        *(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype),
-        *(tensor.is_conj(), tensor.is_neg()),
-    )
+    shape = tuple(tensor.shape), tuple(tensor.stride())
+    return int(tensor.storage_offset()), shape[0], shape[1], tensor.dtype, tensor.is_conj(), tensor.is_neg()

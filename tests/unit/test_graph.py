@@ -1,6 +1,6 @@
 """A step traced without memory is the step that runs: its FLOPs, its memory at every moment, its values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,15 @@ from core.trace.record import trace_graph
 from tests.support import traced
 
 SIZE = 4  # bytes of a float
+
+
+def modes(names: Iterable[str], few: Sequence[str]) -> list[Any]:
+    """Training and evaluation of each; the few's training, and one evaluation, are not left to `make soak`."""
+    return [
+        pytest.param(name, train, marks=() if name in few and (train or name == few[0]) else pytest.mark.soak)
+        for name in names
+        for train in (True, False)
+    ]
 
 
 def peak_and_flops(model: nn.Module, inputs: dict[str, Any], loss: Callable[[Any], Tensor] | None, train: bool):
@@ -43,8 +52,7 @@ def peak_and_flops(model: nn.Module, inputs: dict[str, Any], loss: Callable[[Any
     return account.peak_bytes, flops.get_total_flops()
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("name", traced.broad(few=["gpt2", "t5", "convnext", "evoformer"]))
+@pytest.mark.parametrize(("name", "train"), modes(traced.CASES, few=["gpt2", "t5", "convnext", "evoformer"]))
 def test_flops_and_peak_are_those_of_the_step_that_runs(name: str, train: bool) -> None:
     case = traced.CASES[name]
     torch.manual_seed(0)
@@ -64,7 +72,7 @@ def test_flops_and_peak_are_those_of_the_step_that_runs(name: str, train: bool) 
         }
 
 
-@pytest.mark.parametrize("name", traced.broad(few=["gpt2", "unet"]))
+@pytest.mark.parametrize("name", traced.broad(few=["gpt2", "evoformer"]))
 def test_the_graph_computes_the_step(name: str) -> None:
     """Without dropout."""
     case = traced.CASES[name]
@@ -312,8 +320,7 @@ def told(graph: Graph) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize(("name", "train"), modes(DEEP, few=["in turn", "decoder recomputed"]))
 def test_a_few_blocks_tell_of_many(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     make, inputs, lists = DEEP[name]
     made, model = [], make()
