@@ -217,7 +217,7 @@ def draw_memory(graph: Graph, png: str | Path, title: str = "") -> Path:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    alive = {kind: row for kind, row in graph.bytes_alive().items() if any(row)}
+    alive: dict[MemoryKind, list[int]] = {kind: row for kind, row in graph.bytes_alive().items() if any(row)}
     peak = graph.peak()
     with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(11, 5), layout="constrained")
