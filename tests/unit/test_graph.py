@@ -163,7 +163,7 @@ def test_views_share_memory_which_lives_as_long_as_any_of_them() -> None:
 
 
 class Holding(nn.Module):
-    """Its output is held until the loss is there, but only the product's input is needed behind it."""
+    """It holds what it made, of which only the product's input is needed for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Holding(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
         seen = (x + 1) + 2
-        made = seen * self.weight
+        self.last = made = seen * self.weight
         return {"loss": made.sum() * scale, "more": [seen, made]}
 
 
@@ -210,6 +210,9 @@ def test_batch_norm_dropout_and_keywords() -> None:
     (norm,) = [node for node in graph.nodes if "batch_norm" in node.name and node.kind == "forward"]
     assert [value.name for value in norm.writes] == ["layers.1.running_mean", "layers.1.running_var"]
     assert norm.module == "layers.1"
+    (drawn,) = [node for node in graph.nodes if node.name == "bernoulli__1"]
+    assert drawn.outputs[0].before is drawn.inputs[0] is drawn.writes[0]
+    assert drawn.outputs[0].storage is drawn.inputs[0].storage
     (backward,) = [node for node in graph.nodes if "batch_norm" in node.name and node.kind == "backward"]
     assert (backward.module, backward.source) == ("layers.1", norm.index)
 
