@@ -261,8 +261,8 @@ def _remembered(find: Callable[[AnyMesh, str], int], mesh: AnyMesh, axis: str) -
     """What is found of an axis, kept by a mesh of ranks: it is asked for with every tensor, and torch looks long."""
     if isinstance(mesh, MeshShape):
         return find(mesh, axis)
-    known: dict[tuple[str, str], int] = vars(mesh).setdefault("_of_axes", {})
-    key = find.__name__, axis
+    known: dict[tuple[str, str, int], int] = vars(mesh).setdefault("_of_axes", {})
+    key = find.__name__, axis, mesh.get_rank()  # a process that pretends to be several has equal meshes of each
     if key not in known:
         known[key] = find(mesh, axis)
     return known[key]
