@@ -211,9 +211,9 @@ class _Builder:
         """operator and parameter -> when the gradient is there"""
         self.alike = graph.alike
         kinds = {
-            block_of(node.module)[:2]: (place.blocks, place.kind)  # type: ignore[index]
+            block[:2]: (place.blocks, place.kind)
             for node, place in zip(graph.nodes, self.alike, strict=True)
-            if place is not None
+            if place is not None and (block := block_of(node.module)) is not None
         }
         self.kinds: dict[tuple[str, str], tuple[str, int]] = kinds
 

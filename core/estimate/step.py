@@ -49,7 +49,7 @@ from core.placement.stages import StageSplit
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan, model_plan, parameter_names, set_parameter
 from core.runtime import pretended
-from core.trace.account import DEVICE_OF, MemoryAccount, plain_tensors
+from core.trace.account import DEVICE_OF, MemoryAccount, no_garbage, plain_tensors
 from core.trace.alike import Cut, Growth, Label, NotAlike, Section, Traced, grown, shortened
 from core.trace.balanced import balanced_loads
 from core.trace.cost import operator_cost
@@ -347,13 +347,8 @@ def _estimate(sums: Sums, phases: dict[str, int], sizes: dict[str, int]) -> Step
 def collected() -> Iterator[None]:
     """Garbage goes before, and not at some moment of it: moments are compared."""
     gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_garbage():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class StepAccount(MemoryAccount):

@@ -14,11 +14,13 @@ under `torch.compile` run operator by operator while an account is open, so thei
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +51,18 @@ def resident_peak_bytes() -> int:
         return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Storages go when nobody holds them, not when a cycle is found at some moment."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class MemoryAccount(TorchDispatchMode):

@@ -13,7 +13,6 @@ not seen. A module that looks at values is refused, with the line that does.
 
 from __future__ import annotations
 
-import gc
 import linecache
 import logging
 import traceback
@@ -41,7 +40,7 @@ from core.compat import (
     without_modes,
 )
 from core.config import UserError
-from core.trace.account import DEVICE_OF
+from core.trace.account import DEVICE_OF, no_garbage
 from core.trace.alike import NotAlike
 from core.trace.cost import facts_of, operator_cost, tensors_of, written_by
 from core.trace.graph import Graph, MemoryKind, Node, NodeKind, Storage, Value, name_nodes
@@ -104,7 +103,7 @@ def _trace(
     optimizer: Optimizers | None,
 ) -> Graph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _in_mode(model, train), stand_ins(model, lambda tensor: fake_of(mode, tensor, _DEVICE)), _no_garbage():
+    with mode, _in_mode(model, train), stand_ins(model, lambda tensor: fake_of(mode, tensor, _DEVICE)), no_garbage():
         inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
         given = tree_map_only(Tensor, lambda tensor: _stand_in(mode, tensor), inputs)
         recorder = _Recorder(model, mode)
@@ -175,18 +174,6 @@ def _in_mode(model: nn.Module, train: bool) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Storages go when nobody holds them, not when a cycle is found at some moment."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

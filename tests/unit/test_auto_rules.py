@@ -1,6 +1,8 @@
 """Rules: what a strategy's ranks compute of their parts is, combined, what the operator computes of the whole."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -172,8 +174,8 @@ def _bias_gradient_over_channels() -> Rule:
         _bias_gradient_over_channels,
     ],
 )
-def test_a_rule_that_is_wrong_is_seen(broken: object) -> None:
-    assert list(faults(broken(), (2,)))  # type: ignore[operator]
+def test_a_rule_that_is_wrong_is_seen(broken: Callable[[], Any]) -> None:
+    assert list(faults(broken(), (2,)))
 
 
 def test_torch_still_says_what_is_pointwise() -> None:

@@ -1,6 +1,7 @@
 """The solver: its plans are those of trying all, with and without a budget, and it says how sure it is."""
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -228,9 +229,9 @@ NODE = Node("a", np.zeros(2))
         (lambda: alike(Problem((NODE, Node("b", np.zeros(3)))), [(0,), (1,)]), "not alike"),
     ],
 )
-def test_bad_input_is_one_line(build: object, said: str) -> None:
+def test_bad_input_is_one_line(build: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError) as refused:
-        build()  # type: ignore[operator]
+        build()
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
