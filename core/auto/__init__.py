@@ -15,4 +15,5 @@ prune       strategies that no cheapest plan needs
 problem     nodes, edges and bytes as values; equal blocks and followers folded into one
 solve       the cheapest plan by linear programming, with its optimality gap
 simulate    a plan's cost, counted again
+staged      pipeline stages, layouts and recomputation together
 """
