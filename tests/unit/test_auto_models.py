@@ -19,7 +19,8 @@ from tests.support import foreign
 from tests.support.auto_models import CAUSAL, MODELS, made
 from tests.support.zoo import in_fp64
 
-LINK, SPEED = Link(1e-6, 1e9), Speed(1e11, 1e10)
+LINKS, SPEED = (Link(1e-6, 1e9), Link(1e-7, 1e10)), Speed(1e11, 1e10)
+"""A slow axis outside and a fast one inside, as machines are joined."""
 WHOLE = 0.02
 """Of the bytes of a step, what operators without a strategy that cuts them may read and write."""
 
@@ -36,7 +37,7 @@ def test_there_are_forty() -> None:
 
 def planned(graph: Graph, *mesh: int) -> Formulation:
     """The step on a mesh, and a plan of it that is counted again."""
-    problem = formulate(graph, mesh, [LINK] * len(mesh), SPEED, state=2.0)
+    problem = formulate(graph, mesh, LINKS[: len(mesh)], SPEED, state=2.0)
     plan = solve(problem.problem, gap=5e-3)
     assert plan.gap <= 5e-3, plan
     account = simulate(problem.whole, problem.folded.unfold(plan.choice))
