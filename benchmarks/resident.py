@@ -18,11 +18,11 @@ def main(argument: str) -> None:
     given = json.loads(argument)
     scheme = None if given["scheme"] is None else Scheme.from_json(given["scheme"])
     _warm_up(scheme or Scheme("int8"))
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     options = {} if scheme is None else {"embeddings": True, "head": True}
     model = load_quantized(given["folder"], scheme, **options)
-    print(json.dumps({"peak_bytes": _status("VmHWM") - before, "stored_bytes": stored_bytes(model)}))
+    print(json.dumps({"peak_bytes": status_bytes("VmHWM") - before, "stored_bytes": stored_bytes(model)}))
 
 
 def _warm_up(scheme: Scheme) -> None:
@@ -34,7 +34,8 @@ def _warm_up(scheme: Scheme) -> None:
         load_quantized(plain, scheme)
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """Of this process: VmRSS, VmHWM, …"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])

@@ -18,6 +18,8 @@ import numpy as np
 
 from core.config import UserError
 
+NOTHING_ALLOWED = "no plan is allowed: every one takes a strategy or a change of layout that is forbidden"
+
 
 @dataclass(frozen=True, eq=False)
 class Node:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.auto.problem import Edge, Held, Node, Problem
+from core.auto.problem import NOTHING_ALLOWED, Edge, Held, Node, Problem
 from core.config import UserError
 
 _AT_ONCE = 1 << 22
@@ -51,6 +51,13 @@ def prune(problem: Problem, with_memory: bool) -> Pruned:
                 waiting.append(other)
                 is_waiting[other] = True
     return Pruned(work.rest(), tuple(work.kept))
+
+
+def restrict(problem: Problem, kept: Sequence[np.ndarray]) -> Pruned:
+    """The problem with these strategies of each node alone."""
+    work = _Work(problem, with_memory=False)
+    work.kept = list(kept)
+    return Pruned(work.rest(), tuple(kept))
 
 
 class _Work:
@@ -93,7 +100,7 @@ class _Work:
         np.fill_diagonal(is_needless, False)
         is_left = np.isfinite(least)
         if not is_left.any():
-            raise UserError("no plan is allowed: every one takes a strategy or a change of layout that is forbidden")
+            raise UserError(NOTHING_ALLOWED)
         for place in np.argsort(-least, kind="stable"):
             if is_left[place] and (is_needless[place] & is_left).any():
                 is_left[place] = False

@@ -123,6 +123,9 @@ _GRADIENT = ("grad_output",)
 _LINEAR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("neg", "clone", "detach", "alias", "_to_copy", "positive", "lift_fresh_copy"), ("self",)),
     **dict.fromkeys(("add.Tensor", "sub.Tensor", "where.self"), ("self other",)),
+    "copy": ("src",),
+    "fill.Tensor": ("value",),
+    "masked_fill.Tensor": ("self value",),
     **dict.fromkeys(("mul.Tensor", "mul.Scalar"), ("self", "other")),
     **dict.fromkeys(("div.Tensor", "div.Scalar"), ("self",)),
     "addcmul": ("self tensor1", "self tensor2"),
@@ -133,6 +136,8 @@ _LINEAR: dict[str, tuple[str, ...]] = {
 }
 """Sets of arguments in which an operator is linear together; where one is a number the set does not count: x + 1 is not
 linear in x."""
+_OVERWRITES = {"copy": "src", "fill.Tensor": "value"}
+"""What is all that the result depends on."""
 
 
 @_rule(
@@ -140,7 +145,8 @@ linear in x."""
     "detach.default",
     "alias.default",
     "lift_fresh_copy.default",
-    *(f"{name}.default" for name in ("zeros_like", "ones_like", "full_like", "empty_like", "clone")),
+    *(f"{name}.default" for name in ("zeros_like", "ones_like", "full_like", "empty_like", "clone", "zero")),
+    *("fill.Scalar", "fill.Tensor", "copy.default", "masked_fill.Tensor"),
     *(f"{name}_backward.default" for name in ("gelu", "silu", "sigmoid", "tanh", "threshold")),
 )
 def _pointwise(call: Call) -> Rule:
@@ -150,9 +156,9 @@ def _pointwise(call: Call) -> Rule:
     inputs = {name: _aligned(tensor, dims, shape) for name, tensor in tensors.items()}
     if len(call.inputs) != len(tensors):
         return runs_whole(call)
-    name = str(call.op).removeprefix("aten.")
-    linear = _LINEAR.get(name, _LINEAR.get(name.removesuffix(".default"), ()))
-    return describe(call, inputs, [dims for _ in call.outputs], linear=linear)
+    name = str(call.op).removeprefix("aten.").removesuffix(".default")
+    linear, reads = _LINEAR.get(name, ()), _OVERWRITES.get(name)
+    return describe(call, inputs, [dims for _ in call.outputs], linear=linear, reads=() if reads is None else (reads,))
 
 
 @_rule("masked_fill.Scalar")
@@ -241,15 +247,18 @@ def _scan(call: Call) -> Rule:
 # --- softmax and loss -------------------------------------------------------------------------------------------------
 
 
-@_rule("_softmax.default", "_log_softmax.default")
+@_rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default")
 def _softmax(call: Call) -> Rule:
+    """A row of which all is -inf gives zeros if the operator is a safe one, else NaN."""
     dims, place = _letters(call["self"]), _dim(call)
-    is_log = "log" in str(call.op)
+    is_log, is_safe = "log" in str(call.op), "safe" in str(call.op)
 
     def run(parts: Sequence[Tensor], here: Here) -> Steps:
-        most = yield AllReduce(parts[0].amax(place, keepdim=True), "max")
-        shifted = parts[0] - most
+        given = parts[0].to(call.made.dtype)
+        most = yield AllReduce(given.amax(place, keepdim=True), "max")
+        shifted = given - (most.masked_fill(most == -math.inf, 0) if is_safe else most)
         total = yield AllReduce(shifted.exp().sum(place, keepdim=True))
+        total = total.masked_fill(total == 0, 1) if is_safe else total
         return shifted - total.log() if is_log else shifted.exp() / total
 
     return describe(call, {"self": dims}, [dims], talk=_row_talk(dims, place, run, 2))
@@ -449,6 +458,23 @@ def _grouped(call: Call) -> Run:
     return lambda parts, here: call(parts, N=parts[place].shape[0], C=parts[place].shape[1], group=here.sizes["g"])
 
 
+@_rule("native_batch_norm.default")
+def _batch_norm_in_place(call: Call) -> Rule:
+    """In training it writes the running moments, which is what the functional one is for."""
+    if call["training"]:
+        return runs_whole(call)
+    dims = _channels(call["input"])
+    moments = [None if one is None else _whole(one) for one in call.outputs[1:]]
+    return describe(call, {"input": dims, **_of_channels(call)}, [dims, *moments])
+
+
+def _of_channels(call: Call, *names: str) -> dict[str, Dims]:
+    """Dims of weights and moments, where they are given."""
+    names = ("weight", "bias", "running_mean", "running_var", *names)
+    given = {name: call.arguments.get(name) for name in names}
+    return {name: (("c",),) if one.numel() else ((),) for name, one in given.items() if one is not None}
+
+
 @_rule("_native_batch_norm_legit_functional.default")
 def _batch_norm(call: Call) -> Rule:
     """Moments of rows that lie on several ranks are moments of all: their sums are all-reduced."""
@@ -476,16 +502,14 @@ def _batch_norm(call: Call) -> Rule:
             given["running_var"] * (1 - new) + variance.flatten() * (count / (count - 1)) * new,
         )
 
-    inputs = {name: (("c",),) for name in ("weight", "bias", "running_mean", "running_var") if call[name] is not None}
     talk = Talk(frozenset(dims[n][0] for n in over), run, (("c",), ("c",)), told=frozenset((1, 2, 3, 4)))
-    return describe(call, {"input": dims, **inputs}, [dims, *[(("c",),)] * 4], talk=talk)
+    return describe(call, {"input": dims, **_of_channels(call)}, [dims, *[(("c",),)] * 4], talk=talk)
 
 
 @_rule("native_batch_norm_backward.default")
 def _batch_norm_backward(call: Call) -> Rule:
+    """With moments of the batch; with running ones, which do not depend on it, each rank's rows are its own."""
     tensor: Tensor = call["input"]
-    if not call["train"]:
-        return runs_whole(call)
     dims = _channels(tensor)
     over = [n for n in range(tensor.ndim) if n != 1]
     count = tensor.numel() // tensor.shape[1]
@@ -503,10 +527,9 @@ def _batch_norm_backward(call: Call) -> Rule:
             one if wanted else None for one, wanted in zip((moved, along, total), call["output_mask"], strict=True)
         )
 
-    names = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
-    inputs = {name: (("c",),) for name in names if call[name] is not None}
+    inputs = _of_channels(call, "save_mean", "save_invstd")
     talk = Talk(frozenset(dims[n][0] for n in over), run, (("c",), ("c",)), told=frozenset((1, 2)))
-    statistics = "save_mean save_invstd"
+    statistics = " ".join(name for name in inputs if name != "weight")
     return describe(
         call,
         {"grad_out": dims, "input": dims, **inputs},
@@ -517,8 +540,19 @@ def _batch_norm_backward(call: Call) -> Rule:
             f"grad_out input {statistics}",
             "grad_out",
         ),
-        talk=talk,
+        talk=talk if call["train"] else None,
     )
+
+
+@_rule("_weight_norm_interface.default", "_weight_norm_interface_backward.default")
+def _weight_norm(call: Call) -> Rule:
+    """A norm for each row of one dim, which may be cut."""
+    tensor = call.inputs[0]
+    place = call["dim"] % tensor.ndim
+    dims = _without(_letters(tensor), *(n for n in range(tensor.ndim) if n != place))
+    inputs = {name: dims for name, value in call.arguments.items() if isinstance(value, Tensor)}
+    linear = ("grad_w",) if "grad_w" in inputs else ()
+    return describe(call, inputs, [dims, dims], linear=linear)
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
@@ -560,17 +594,47 @@ def _index_select(call: Call) -> Rule:
     return describe(call, {"self": dims, "index": "j"}, [made], linear=("self",))
 
 
+def _indexed(call: Call) -> tuple[Dims, list[Dims], Dims] | None:
+    """Dims of what is indexed, of the tensors of places, and of what is at these; None where a mask tells the places.
+
+    Tensors of places are broadcast. What they say stands where they do, or first if something is between them.
+    """
+    places = [n for n, index in enumerate(call["indices"]) if index is not None]
+    given = [call["indices"][n] for n in places]
+    if not given or any(index.dtype == torch.bool for index in given):
+        return None
+    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    letters = tuple((f"i{n}",) for n in range(len(shape)))
+    dims = _without(_letters(call["self"]), *places)
+    first, last = places[0], places[-1] + 1
+    if last - first == len(places):
+        found = (*dims[:first], *letters, *dims[last:])
+    else:
+        found = (*letters, *(dim for n, dim in enumerate(dims) if n not in places))
+    return dims, [_aligned(index, letters, shape) for index in given], found
+
+
 @_rule("index.Tensor")
 def _index(call: Call) -> Rule:
-    """One tensor of places in one dim."""
-    places = [n for n, index in enumerate(call["indices"]) if index is not None]
-    if len(places) != 1 or call["indices"][places[0]].dtype == torch.bool:
+    dims = _indexed(call)
+    if dims is None:
         return runs_whole(call)
-    place = places[0]
-    dims = _without(_letters(call["self"]), place)
-    index = _letters(call["indices"][place], "i")
-    made = (*dims[:place], *index, *dims[place + 1 :])
-    return describe(call, {"self": dims, "indices": [index]}, [made], linear=("self",))
+    own, given, found = dims
+    return describe(call, {"self": own, "indices": given}, [found], linear=("self",))
+
+
+@_rule("index_put.default", "_unsafe_index_put.default")
+def _index_put(call: Call) -> Rule:
+    """Places that are added up may be cut: each rank adds its own, and what they are added to is added once."""
+    dims = _indexed(call)
+    if dims is None:
+        return runs_whole(call)
+    own, given, found = dims
+    shape = call["self"][tuple(slice(None) if index is None else index for index in call["indices"])].shape
+    inputs = {"self": own, "indices": given, "values": _aligned(call["values"], found, shape)}
+    adds = call["accumulate"]
+    whole = frozenset() if adds else frozenset(letter for dims in given for dim in dims for letter in dim)
+    return describe(call, inputs, [own], linear=("self values",), added="self" if adds else "", whole=whole)
 
 
 @_rule("gather.default")
@@ -581,6 +645,18 @@ def _gather(call: Call) -> Rule:
         dim if n == place or shape[n] == call["self"].shape[n] else () for n, dim in enumerate(_letters(call["index"]))
     )
     return describe(call, {"self": _without(index, place), "index": index}, [index], linear=("self",))
+
+
+@_rule("scatter.value", "scatter.src", "scatter_add.default")
+def _scatter(call: Call) -> Rule:
+    """Row by row beside the dim in which the places are."""
+    place, tensor = _dim(call), call["self"]
+    given = [value for value in (tensor, call["index"], call.arguments.get("src")) if value is not None]
+    uneven = [n for n, sizes in enumerate(zip(*(value.shape for value in given))) if len(set(sizes)) > 1]
+    dims = _without(_letters(tensor), place, *uneven)
+    inputs = {name: dims for name in ("self", "index", "src") if name in call.arguments}
+    linear = ("self src",) if "src" in inputs else ("self",) if call["value"] == 0 else ()
+    return describe(call, inputs, [dims], linear=linear)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

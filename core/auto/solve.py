@@ -11,11 +11,14 @@ The marginals are the tight form: the relaxation (s and e any numbers from 0 to 
 practice, on models; with e >= s_u[i] + s_v[j] - 1 it is worth nothing. Strategies with the same row of R share a row
 of e.
 
-0. Strategies that no cheapest plan needs are left out (`core.auto.prune`).
+0. Strategies that no cheapest plan needs are left out (`core.auto.prune`). Without memory the rest is solved exactly by
+   taking away node by node (`core.auto.eliminate`), where tables stay small: a plan that fits is optimal. Where they do
+   not, what has two neighbours at most is taken away so.
 1. The relaxation is solved (HiGHS), at first with the bytes that are alive from first to last alone; the points at
    which the answer needs more than the budget are added, and it is solved again, until there are none.
-2. An integral answer is a plan. A fractional one is rounded and improved node by node, and by branch and bound over the
-   nodes that it leaves open; what fits and is within `gap` of the bound is taken.
+2. An integral answer is a plan. A fractional one is rounded and improved node by node, then in large neighbourhoods
+   (`core.auto.eliminate`) or, where there is a budget, by branch and bound over the nodes that it leaves open; what
+   fits and is within `gap` of the bound is taken.
 3. Else all of s becomes integer, again with points added as they are violated.
 4. The plan is counted again by `core.auto.simulate`. One over the budget, by less than HiGHS's tolerance, is forbidden
    as it is, and step 3 goes on.
@@ -29,12 +32,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, NoReturn
 
 import numpy as np
 
-from core.auto.problem import Problem
-from core.auto.prune import prune
+from core.auto.eliminate import MOST_ENTRIES, Reduced, cheapest_plan, improved, reduce
+from core.auto.problem import NOTHING_ALLOWED, Edge, Problem
+from core.auto.prune import Pruned, prune, restrict
 from core.auto.simulate import Account, simulate
 from core.config import UserError
 
@@ -46,7 +51,12 @@ _SCALE = 1000.0
 """About what the objective is: HiGHS's tolerances are absolute, 1e-7 and 1e-6."""
 _INTEGRAL, _EQUAL = 1e-5, 1e-8
 _POINTS_A_ROUND = 16
-_NOTHING_ALLOWED = "no plan is allowed: every one takes a strategy or a change of layout that is forbidden"
+_IDLE = 20
+"""Neighbourhoods in succession in which no better plan is found."""
+_SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.01, 0.0)
+"""Of the way from the bound to the plan, limits that are tried until few enough strategies are left."""
+_FEWER = 0.9
+"""Of the strategies, what is left at the most where it is worth to ask for prices again."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Plan:
     """choice[node], a strategy each, its cost, and what is proven about it.
 
     bound_s    no plan that fits takes less
+    exact      it is the cheapest without a budget, found node by node; no programme was solved
     integral   the relaxation's answer was this plan; else it was rounded, or found by branch and bound
     rounds     linear and integer programmes that were solved
     points     of the liveness order that had to be among the rows
@@ -66,6 +77,7 @@ class Plan:
     integral: bool
     rounds: int
     points: int
+    exact: bool = False
 
     @property
     def gap(self) -> float:
@@ -73,11 +85,10 @@ class Plan:
         return max(0.0, 1 - self.bound_s / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
-        how = "the relaxation is integral" if self.integral else "the relaxation is fractional"
-        return (
-            f"{self.seconds:.6g} s, peak {self.peak_bytes / 2**30:.3f} GiB; optimality gap {100 * self.gap:.4f} % "
-            f"({how}; {self.rounds} programmes, memory at {self.points} points)"
-        )
+        how = f"the relaxation is {'integral' if self.integral else 'fractional'}; {self.rounds} programmes"
+        how = "node by node" if self.exact else f"{how}, memory at {self.points} points"
+        peak = f"peak {self.peak_bytes / 2**30:.3f} GiB"
+        return f"{self.seconds:.6g} s, {peak}; optimality gap {100 * self.gap:.4f} % ({how})"
 
 
 class DoesNotFit(UserError):
@@ -93,20 +104,35 @@ class DoesNotFit(UserError):
 
 
 def solve(
-    problem: Problem, budget_bytes: int | None = None, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
+    problem: Problem,
+    budget_bytes: int | None = None,
+    gap: float = GAP,
+    time_limit_s: float = TIME_LIMIT_S,
+    most_entries: int = MOST_ENTRIES,
 ) -> Plan:
     """The plan of least seconds whose bytes at every point are at most `budget_bytes`.
 
     gap           relative to its seconds, within which a plan counts as optimal
     time_limit_s  after which the best plan so far is taken
+    most_entries  that may be looked at to solve it node by node; 0: by the programme alone
 
     Raises DoesNotFit where no plan does, and UserError where none was found in time or SciPy is missing.
     """
     if budget_bytes is not None and not 0 <= budget_bytes < math.inf:
         raise UserError(f"a budget of {budget_bytes} bytes: give a number that is 0 or more")
-    pruned = prune(problem, with_memory=budget_bytes is not None)
-    plan = _solved(pruned.problem, budget_bytes, gap, time_limit_s)
-    choice = pruned.restored(plan.choice)
+    loose = reduce(problem, most_entries)
+    if (taken := cheapest_plan(loose.problem, most_entries)) is not None:
+        choice = loose.restored(taken)
+        account = simulate(problem, choice)
+        if _fits(account, budget_bytes):
+            return Plan(choice, account.seconds, account.seconds, account.peak_bytes, True, 0, 0, exact=True)
+    if budget_bytes is None and most_entries:
+        plan = _narrowed(loose.problem, gap, time_limit_s, most_entries)
+        choice = loose.restored(plan.choice)
+    else:
+        pruned = prune(problem, with_memory=budget_bytes is not None)
+        plan = _solved(pruned.problem, budget_bytes, gap, time_limit_s)
+        choice = pruned.restored(plan.choice)
     account = simulate(problem, choice)
     assert _fits(account, budget_bytes)
     return replace(plan, choice=choice, seconds=account.seconds, peak_bytes=account.peak_bytes)
@@ -127,6 +153,83 @@ def _solved(problem: Problem, budget_bytes: int | None, gap: float, time_limit_s
     account, choice = search.best or _least(problem, budget_bytes, time_limit_s)
     bound_s, points = min(search.bound_s, account.seconds), len(search.program.points)
     return Plan(choice, account.seconds, bound_s, account.peak_bytes, search.integral, search.rounds, points)
+
+
+def _narrowed(problem: Problem, gap: float, time_limit_s: float, most_entries: int) -> Plan:
+    """Without a budget: what the relaxation's prices prove to be dearer than a plan that is known goes, and so again.
+
+    Few strategies can be solved node by node: those of all plans that may cost less than a limit between the bound and
+    the plan. What comes out is the cheapest of all if it costs less than the limit, and else nothing does.
+    """
+    deadline, steps, here = time.monotonic() + time_limit_s, list[Pruned | Reduced](), problem
+    best, bound_s, rounds = _Best(problem), 0.0, 0
+    gap = max(gap, _EQUAL)
+
+    def less(limit_s: float, floors: list[np.ndarray]) -> list[Pruned | Reduced] | None:
+        kept = [np.flatnonzero(of <= limit_s * (1 + _EQUAL)) for of in floors]
+        if not all(map(len, kept)):
+            return None
+        pruned = restrict(here, kept)
+        return [pruned, reduce(pruned.problem, most_entries)]
+
+    while True:
+        search = _Search(_Program(here, None), gap, deadline)
+        relaxed = search.settle(integers=False)
+        search.wander()
+        rounds += search.rounds
+        if search.best is None and not steps:
+            raise UserError(NOTHING_ALLOWED)
+        if search.best is not None:
+            best.offer(search.best[1], steps, search.integral)
+        bound_s = max(bound_s, min(search.bound_s, best.seconds))  # of what is gone nothing is cheaper
+        if relaxed.floors is None or best.is_within(gap, bound_s):
+            break
+        for share in _SHARES:
+            limit_s = search.bound_s + share * (best.seconds - search.bound_s)
+            rest = less(limit_s, relaxed.floors)
+            taken = None if rest is None else cheapest_plan(rest[-1].problem, most_entries)
+            if rest is None or taken is not None:
+                found_s = best.offer(taken, [*steps, *rest], False) if rest and taken else math.inf
+                bound_s = max(bound_s, min(limit_s, found_s, best.seconds))
+                break
+        rest = less(best.seconds, relaxed.floors)
+        if best.is_within(gap, bound_s) or rest is None:
+            bound_s = best.seconds if rest is None else bound_s
+            break
+        steps += rest
+        before, here = _num_strategies(here), steps[-1].problem
+        if search.is_late or _num_strategies(here) > _FEWER * before:
+            last = _Search(_Program(here, None), gap, deadline)
+            last.settle(integers=True)
+            rounds += 1
+            if last.best is not None:
+                best.offer(last.best[1], steps, False)
+            bound_s = max(bound_s, min(last.bound_s, best.seconds))
+            break
+    return Plan(best.choice, best.seconds, bound_s, 0, best.integral, rounds, 0)
+
+
+class _Best:
+    """The cheapest plan of a problem that was offered."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.choice, self.seconds, self.integral = problem, (), math.inf, False
+
+    def is_within(self, gap: float, bound_s: float) -> bool:
+        return self.seconds - bound_s <= gap * self.seconds
+
+    def offer(self, choice: Sequence[int], steps: Sequence[Pruned | Reduced], integral: bool) -> float:
+        """Its seconds.  choice: of what the steps leave."""
+        for step in reversed(steps):
+            choice = step.restored(choice)
+        seconds = simulate(self.problem, choice).seconds
+        if seconds < self.seconds:
+            self.choice, self.seconds, self.integral = tuple(choice), seconds, integral and not steps
+        return seconds
+
+
+def _num_strategies(problem: Problem) -> int:
+    return sum(len(node.seconds) for node in problem.nodes)
 
 
 class _Search:
@@ -171,6 +274,16 @@ class _Search:
             if is_over or not self.program.add_points(found.x):
                 return found
 
+    def wander(self) -> None:
+        """Better the plan in large neighbourhoods, until so many in succession are not better."""
+        random, idle = Random(0), 0
+        while self.best is not None and idle < _IDLE and not self.is_done and not self.is_late:
+            choice = improved(self.program.problem, self.best[1], random)
+            account = simulate(self.program.problem, choice)
+            idle = 0 if account.seconds < self.best[0].seconds * (1 - _EQUAL) else idle + 1
+            if account.seconds < self.best[0].seconds:
+                self.best = account, choice
+
 
 def least_peak(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> tuple[int, tuple[int, ...] | None, int]:
     """The least peak in bytes that is proven, a plan that reaches it or comes nearest, and that plan's peak.
@@ -184,7 +297,7 @@ def least_peak(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> tuple[in
     while True:
         found = program.solve(integers, 0.0, max(deadline - time.monotonic(), 1.0))
         if found.infeasible:
-            raise UserError(_NOTHING_ALLOWED)
+            raise UserError(NOTHING_ALLOWED)
         bound = max(bound, found.bound)
         for choice in program.candidates(found.x):
             account = simulate(problem, choice)
@@ -208,7 +321,7 @@ def least_peak(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> tuple[in
 
 def _refuse(problem: Problem, budget_bytes: int | None, time_limit_s: float) -> NoReturn:
     if budget_bytes is None:
-        raise UserError(_NOTHING_ALLOWED)
+        raise UserError(NOTHING_ALLOWED)
     least, choice, reached = least_peak(problem, time_limit_s)
     point = problem.points[simulate(problem, choice).peak_point] if choice else "an unknown point"
     # What the relaxation allows and integers do not is impossible all the same.
@@ -236,11 +349,15 @@ def _fits(account: Account, budget_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """x is None where there is none: the programme is infeasible, or time ran out before one was found."""
+    """x is None where there is none: the programme is infeasible, or time ran out before one was found.
+
+    floors  of each node, by its strategies, what a plan that takes it costs at least
+    """
 
     x: np.ndarray | None
     bound: float
     infeasible: bool
+    floors: list[np.ndarray] | None = None
 
 
 class _Program:
@@ -263,6 +380,8 @@ class _Program:
             (n, self.starts[held.of[0]], held.bytes_) for n, held in enumerate(problem.held) if len(held.of) == 1
         ]
         self.seconds = [node.seconds.copy() for node in problem.nodes]
+        self.pairs: list[tuple[Edge, int, np.ndarray, np.ndarray]] = []
+        """edges of which there are pairs, the first of these, and classes of strategies at both ends"""
         cost = np.concatenate([np.zeros(self.num_choices), *self._add_edges()])
         cost[: self.num_choices] = np.concatenate(self.seconds)
         self.allowed = np.isfinite(cost)
@@ -308,6 +427,7 @@ class _Program:
                 for number, members in enumerate(places):
                     ours = self.starts[end] + np.flatnonzero(classes == number)
                     self.equal.add([*members, *ours], [1.0] * len(members) + [-1.0] * len(ours), 0.0)
+            self.pairs.append((edge, self.used, rows, columns))
             costs.append(small[0].ravel())
             self.held_rows += [(n, self.used, table.ravel()) for n, table in zip(of_held, small[1:], strict=True)]
             self.groups.append(self.used)
@@ -388,11 +508,16 @@ class _Program:
         if answer.status != 0:
             raise RuntimeError(f"HiGHS: {answer.message}")
         prices = np.minimum(answer.ineqlin.marginals, 0.0) if at_most.size else np.zeros(0)
-        bound = self._dual(np.asarray(answer.eqlin.marginals), prices, limits, at_most)
-        return _Found(answer.x, bound * self.scale, False)
+        bound, floors = self._dual(np.asarray(answer.eqlin.marginals), prices, limits, at_most)
+        return _Found(answer.x, bound, False, floors)
 
-    def _dual(self, equal: np.ndarray, limit: np.ndarray, limits: Any, at_most: np.ndarray) -> float:
-        """The bound that these prices of the rows prove: each group takes its least reduced cost, with weight 1."""
+    def _dual(
+        self, equal: np.ndarray, limit: np.ndarray, limits: Any, at_most: np.ndarray
+    ) -> tuple[float, list[np.ndarray]]:
+        """The bound that these prices of the rows prove: each group takes its least reduced cost, with weight 1.
+
+        A node that takes another strategy pays the difference, and so do its edges, whose pairs then are of that one.
+        """
         reduced = self.cost - self.equal_rows.T @ equal
         value = float(self.equal_to @ equal)
         if at_most.size:
@@ -401,7 +526,18 @@ class _Program:
         if self.of_peak:  # at most 1, what is known to be reached
             value += min(float(reduced[-1]), 0.0)
             reduced = reduced[:-1]
-        return value + float(np.minimum.reduceat(np.where(self.allowed, reduced, np.inf), self.groups).sum())
+        reduced = np.where(self.allowed, reduced, np.inf)
+        least = np.minimum.reduceat(reduced, self.groups)
+        value += float(least.sum())
+        floors = [
+            value + reduced[start : start + size] - least[n]
+            for n, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True))
+        ]
+        for edge, start, rows, columns in self.pairs:
+            pairs = reduced[start : start + (rows.max() + 1) * (columns.max() + 1)].reshape(rows.max() + 1, -1)
+            floors[edge.source] += (pairs.min(axis=1) - pairs.min())[rows]
+            floors[edge.target] += (pairs.min(axis=0) - pairs.min())[columns]
+        return value * self.scale, [floor * self.scale for floor in floors]
 
     def _branch_and_bound(
         self, limits: Any, at_most: np.ndarray, upper: np.ndarray, gap: float, time_limit_s: float

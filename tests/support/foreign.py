@@ -207,7 +207,7 @@ DROPPING = {
 """Models with a dropout of a tenth wherever they have one."""
 
 
-def _auto(kind: str, family: str, **sizes: Any) -> Callable[[], nn.Module]:
+def of_family(kind: str, family: str, **sizes: Any) -> Callable[[], nn.Module]:
     """A model of a family, by transformers' automatic classes, of which every dropout is 0."""
 
     def make() -> nn.Module:
@@ -222,8 +222,8 @@ def _auto(kind: str, family: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
-_TEXT = {**_BLOCKS, **_ENDS, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
-_GROUPED = {**_TEXT, "num_attention_heads": 8, "num_key_value_heads": 4}
+TEXT = {**_BLOCKS, **_ENDS, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
+GROUPED = {**TEXT, "num_attention_heads": 8, "num_key_value_heads": 4}
 _SEEN = {**_BLOCKS, "image_size": 16, "patch_size": 4, "num_labels": 5}
 _BART = {"vocab_size": VOCABULARY, "d_model": 48, "max_position_embeddings": 16, **_ENDS, "decoder_start_token_id": 1}
 _BART |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _WHISPER.items()}
@@ -232,19 +232,19 @@ _GPT = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 4, **_EN
 _FALCON = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _DISTIL = {"vocab_size": VOCABULARY, "dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 80}
 UNSEEN = {
-    "distilbert": Case(_auto("MaskedLM", "distilbert", **_DISTIL), _tokens),
-    "albert": Case(_auto("MaskedLM", "albert", **_TEXT, embedding_size=24), _tokens),
-    "electra": Case(_auto("MaskedLM", "electra", **_TEXT, embedding_size=24), _tokens),
-    "gpt_neox": Case(_auto("CausalLM", "gpt_neox", **_TEXT), _tokens),
-    "gptj": Case(_auto("CausalLM", "gptj", **_GPT, rotary_dim=4), _tokens),
-    "gpt_bigcode": Case(_auto("CausalLM", "gpt_bigcode", **_GPT), _tokens),
-    "phi3": Case(_auto("CausalLM", "phi3", **_GROUPED), _tokens),
-    "gemma2": Case(_auto("CausalLM", "gemma2", **_GROUPED, head_dim=6), _tokens),
-    "qwen3": Case(_auto("CausalLM", "qwen3", **_GROUPED, head_dim=6), _tokens),
-    "falcon": Case(_auto("CausalLM", "falcon", **_FALCON), _tokens),
-    "bart": Case(_auto("Seq2SeqLM", "bart", **_BART), _translation("input_ids")),
-    "deit": Case(_auto("ImageClassification", "deit", **_SEEN), _classes),
-    "swin": Case(_auto("ImageClassification", "swin", **_SWIN, num_labels=5), _classes),
+    "distilbert": Case(of_family("MaskedLM", "distilbert", **_DISTIL), _tokens),
+    "albert": Case(of_family("MaskedLM", "albert", **TEXT, embedding_size=24), _tokens),
+    "electra": Case(of_family("MaskedLM", "electra", **TEXT, embedding_size=24), _tokens),
+    "gpt_neox": Case(of_family("CausalLM", "gpt_neox", **TEXT), _tokens),
+    "gptj": Case(of_family("CausalLM", "gptj", **_GPT, rotary_dim=4), _tokens),
+    "gpt_bigcode": Case(of_family("CausalLM", "gpt_bigcode", **_GPT), _tokens),
+    "phi3": Case(of_family("CausalLM", "phi3", **GROUPED), _tokens),
+    "gemma2": Case(of_family("CausalLM", "gemma2", **GROUPED, head_dim=6), _tokens),
+    "qwen3": Case(of_family("CausalLM", "qwen3", **GROUPED, head_dim=6), _tokens),
+    "falcon": Case(of_family("CausalLM", "falcon", **_FALCON), _tokens),
+    "bart": Case(of_family("Seq2SeqLM", "bart", **_BART), _translation("input_ids")),
+    "deit": Case(of_family("ImageClassification", "deit", **_SEEN), _classes),
+    "swin": Case(of_family("ImageClassification", "swin", **_SWIN, num_labels=5), _classes),
 }
 """Models that the inference was not written with."""
 
@@ -267,7 +267,7 @@ def _implemented(make: Callable[[], nn.Module], experts: str) -> Callable[[], nn
     return made
 
 
-_ROUTED = {**_GROUPED, "num_experts_per_tok": 2, "output_router_logits": True}
+_ROUTED = {**GROUPED, "num_experts_per_tok": 2, "output_router_logits": True}
 _MIXTRAL = {**_ROUTED, "num_local_experts": 6}
 _QWEN = {**_ROUTED, "num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 40}
 _DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -279,21 +279,21 @@ _DEEPSEEK |= {
     "n_group": 2,
     "topk_group": 1,
 }
-_six = _auto("CausalLM", "mixtral", **_MIXTRAL)
+_six = of_family("CausalLM", "mixtral", **_MIXTRAL)
 EXPERTS = {
     "6 of mixtral": Case(_six, _tokens_and_routers),
     "6 of mixtral, eager": Case(_implemented(_six, "eager"), _tokens_and_routers),
     "6 of mixtral, batched_mm": Case(_implemented(_six, "batched_mm"), _tokens_and_routers),
-    "qwen2_moe": Case(_auto("CausalLM", "qwen2_moe", **_QWEN), _tokens_and_routers),
-    "qwen3_moe": Case(_auto("CausalLM", "qwen3_moe", **_QWEN, head_dim=6), _tokens_and_routers),
-    "olmoe": Case(_auto("CausalLM", "olmoe", **_ROUTED, num_experts=6), _tokens_and_routers),
-    "gpt_oss": Case(_auto("CausalLM", "gpt_oss", **_MIXTRAL, head_dim=6), _tokens_and_routers),
-    "deepseek_v3": Case(_auto("CausalLM", "deepseek_v3", **_ROUTED | _DEEPSEEK), _tokens_and_routers),
+    "qwen2_moe": Case(of_family("CausalLM", "qwen2_moe", **_QWEN), _tokens_and_routers),
+    "qwen3_moe": Case(of_family("CausalLM", "qwen3_moe", **_QWEN, head_dim=6), _tokens_and_routers),
+    "olmoe": Case(of_family("CausalLM", "olmoe", **_ROUTED, num_experts=6), _tokens_and_routers),
+    "gpt_oss": Case(of_family("CausalLM", "gpt_oss", **_MIXTRAL, head_dim=6), _tokens_and_routers),
+    "deepseek_v3": Case(of_family("CausalLM", "deepseek_v3", **_ROUTED | _DEEPSEEK), _tokens_and_routers),
 }
 """Models with experts: softmax before and after the choice, or sigmoid; normalised or not; biases; shared experts."""
 _QUIET = {"output_router_logits": False}
 QUIET = {
-    "qwen2_moe in silence": Case(_auto("CausalLM", "qwen2_moe", **_QWEN | _QUIET), _tokens),
-    "olmoe in silence": Case(_auto("CausalLM", "olmoe", **_ROUTED | _QUIET, num_experts=6), _tokens),
+    "qwen2_moe in silence": Case(of_family("CausalLM", "qwen2_moe", **_QWEN | _QUIET), _tokens),
+    "olmoe in silence": Case(of_family("CausalLM", "olmoe", **_ROUTED | _QUIET, num_experts=6), _tokens),
 }
 """Models with experts whose routers add nothing to the loss, which is of all tokens of a forward."""

@@ -1,5 +1,6 @@
 """A call of every operator that has a rule, in fp64 and on odd sizes: each with the tensors that it gets."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,35 @@ def _batch_norm() -> Case:
     ], {}  # fmt: skip
 
 
+def _running_batch_norm() -> tuple[Case, Case, Case]:
+    """By running moments, which are no parameters' business; in training it is one that writes, and runs whole."""
+    given, weight, bias = drawn(5, 3, 3), drawn(3, seed=1), drawn(3, seed=2)
+    mean, variance = drawn(3, seed=3), drawn(3, seed=4).square()
+    norm = aten.native_batch_norm.default
+    _, *saved = norm(given, weight, bias, mean, variance, False, 0.1, 1e-5)
+    return (
+        (norm, [given, weight, bias, mean, variance, False, 0.1, 1e-5], {}),
+        (norm, [given, None, None, mean, variance, False, 0.1, 1e-5], {}),
+        (
+            aten.native_batch_norm_backward.default,
+            [drawn(5, 3, 3, seed=5), given, weight, mean, variance, *saved, False, 1e-5, [True, True, True]],
+            {},
+        ),
+    )
+
+
+def _weight_norm() -> list[Case]:
+    cases: list[Case] = []
+    for dim, shape in ((0, (5, 1, 1)), (2, (1, 1, 7))):
+        weight, scale = drawn(5, 3, 7), drawn(*shape, seed=1)
+        _, norms = aten._weight_norm_interface.default(weight, scale, dim)
+        cases.append((aten._weight_norm_interface.default, [weight, scale, dim], {}))
+        gradient = drawn(5, 3, 7, seed=2)
+        backward = aten._weight_norm_interface_backward.default
+        cases.append((backward, [gradient, weight, scale, norms, dim], {}))
+    return cases
+
+
 def _attention(causal: bool, masked: bool) -> tuple[Case, Case]:
     q, k, v = drawn(3, 5, 7, 4), drawn(3, 5, 9 - 2 * causal, 4, seed=1), drawn(3, 5, 9 - 2 * causal, 4, seed=2)
     named = {"attn_mask": drawn(3, 1, 7, 9, seed=3)} if masked else {}
@@ -66,6 +96,19 @@ def _nll(reduction: int) -> tuple[Case, Case]:
     return forward, (
         aten.nll_loss_backward.default, [gradient, scores, target, None, reduction, -100, total], {}
     )  # fmt: skip
+
+
+def _puts() -> list[Case]:
+    """Added up, in places that come several times; written, in one dim, in two, and around one between."""
+    x, values = drawn(3, 5, 7), drawn(3, 9, 7, seed=1)
+    several = [ids(3, 5, 1), None, ids(7, 4)]
+    return [
+        (aten.index_put.default, [x, [None, ids(5, 9)], values, True], {}),
+        (aten.index_put.default, [x, several, drawn(5, 4, 5, seed=2), True], {}),
+        (aten._unsafe_index_put.default, [x, [ids(3, 5), ids(5, 5)], drawn(5, 1, seed=2), True], {}),
+        (aten.index_put.default, [x, [None, torch.tensor([4, 1])], drawn(3, 2, 7, seed=2), False], {}),
+        (aten.index_put.default, [x, [None, torch.tensor([3])], drawn(7, seed=2), False], {}),
+    ]
 
 
 def _pool() -> tuple[Case, Case, Case, Case]:
@@ -141,6 +184,11 @@ def cases() -> list[Case]:
         (aten.threshold_backward.default, [x, y, 0], {}),
         *((op, [x], {}) for op in (aten.zeros_like.default, aten.ones_like.default)),
         (aten.full_like.default, [x, 2.0], {}),
+        (aten.zero.default, [x], {}),
+        (aten.fill.Scalar, [x, 2.0], {}),
+        (aten.fill.Tensor, [x, drawn(1)[0]], {}),
+        *((aten.copy.default, [x, given], {}) for given in (y, row, drawn(5, 1, seed=8))),
+        (aten.masked_fill.Tensor, [x, mask, drawn(1)[0]], {}),
         *((aten.mse_loss.default, [x, y, reduction], {}) for reduction in range(3)),
         (aten.mse_loss_backward.default, [drawn(1)[0], x, y, 1], {}),
         (aten.mse_loss_backward.default, [drawn(3, 5, 7, seed=7), x, y, 0], {}),
@@ -167,6 +215,8 @@ def cases() -> list[Case]:
         (aten.topk.default, [x, 2, 1], {}),
         (aten._softmax.default, [x, -1, False], {}),
         (aten._softmax.default, [x, 1, False], {}),
+        (aten._safe_softmax.default, [x.masked_fill(mask.logical_and(mask[:1]), -math.inf), 1], {}),
+        (aten._safe_softmax.default, [x.index_fill(1, torch.tensor([2]), -math.inf), -1], {}),
         (aten._log_softmax.default, [matrix, 1, False], {}),
         (aten._softmax_backward_data.default, [x, y.softmax(1), 1, torch.float64], {}),
         (aten._log_softmax_backward_data.default, [matrix, weights.log_softmax(-1), -1, torch.float64], {}),
@@ -189,11 +239,20 @@ def cases() -> list[Case]:
             {},
         ),
         _batch_norm(),
+        *_running_batch_norm(),
+        *_weight_norm(),
         (aten.embedding.default, [drawn(7, 5), indices], {}),
         (aten.embedding_dense_backward.default, [drawn(3, 5, 7), indices, 7, -1, False], {}),
         (aten.embedding_dense_backward.default, [drawn(3, 5, 7), indices, 7, 4, False], {}),
         (aten.index_select.default, [x, 1, ids(5, 4)], {}),
         (aten.index.Tensor, [x, [None, ids(5, 3, 3)]], {}),
+        (aten.index.Tensor, [drawn(5, 7), [ids(5, 3, 1, 1), ids(7, 1, 1, 5)]], {}),
+        (aten.index.Tensor, [x, [ids(3, 5, 1), None, ids(7, 3)]], {}),
+        *_puts(),
+        (aten.scatter.value, [x, 1, ids(5, 3, 2, 7), 0.0], {}),
+        (aten.scatter.value, [x, 1, ids(5, 3, 2, 5), 2.0], {}),
+        (aten.scatter.src, [x, -1, torch.arange(4).expand(3, 5, 4), drawn(3, 5, 4, seed=8)], {}),
+        (aten.scatter_add.default, [x, 1, ids(5, 3, 4, 7), drawn(3, 4, 7, seed=8)], {}),
         (aten.gather.default, [x, 1, ids(5, 3, 4, 7)], {}),
         *_attention(False, False),
         *_attention(True, False),

@@ -42,11 +42,11 @@ def gpt2() -> nn.Module:
     return foreign.DROPPING["gpt2 with dropout"].make()
 
 
-def convnext() -> nn.Module:
+def convnext(drop_path: float = 0.1) -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     sizes: dict[str, Any] = {"num_stages": 2, "hidden_sizes": [12, 20], "depths": [1, 2], "patch_size": 4}
-    return ConvNextForImageClassification(ConvNextConfig(**sizes, drop_path_rate=0.1, num_labels=5))
+    return ConvNextForImageClassification(ConvNextConfig(**sizes, drop_path_rate=drop_path, num_labels=5))
 
 
 def _noisy() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def evoformer() -> nn.Module:
     return EvoformerBlock(config.msa_dim, config.pair_dim, config.evoformer)
 
 
-def _alignment() -> dict[str, Any]:
+def alignment() -> dict[str, Any]:
     from tests.support.fold import one_block
 
     config, num_rows, num_residues = one_block(), 5, 7
@@ -80,7 +80,7 @@ CASES = {
     "vit": Case(foreign.vit, _pictures),
     "convnext": Case(convnext, _pictures),
     "unet": Case(zoo.unet, _noisy, lambda output: output.sample.square().mean()),
-    "evoformer": Case(evoformer, _alignment, lambda output: sum(part.square().mean() for part in output)),
+    "evoformer": Case(evoformer, alignment, lambda output: sum(part.square().mean() for part in output)),
 }
 
 

@@ -160,9 +160,25 @@ def _bias_gradient_over_channels() -> Rule:
     return replace(rule, reads=(frozenset(range(3)),) * 3)
 
 
+def _put_added_on_every_rank() -> Rule:
+    return replace(rule_of_case(case_of(aten.index_put.default, lambda case: case[1][3] is True)), added=frozenset())
+
+
+def _written_where_another_rank_writes() -> Rule:
+    return replace(rule_of_case(case_of(aten.index_put.default, lambda case: not case[1][3])), whole=frozenset())
+
+
+def _moments_by_running_ones() -> Rule:
+    rule = rule_of_case(case_of(aten.native_batch_norm_backward.default))
+    return replace(rule, talk=None)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
+        _put_added_on_every_rank,
+        _written_where_another_rank_writes,
+        _moments_by_running_ones,
         _partial_gelu,
         _bias_on_every_rank,
         _mean_of_means,

@@ -2,14 +2,16 @@
 
 import sys
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 import pytest
 
+from core.auto.eliminate import MOST_ENTRIES, cheapest_plan, improved, reduce
 from core.auto.problem import Edge, Follower, Held, Node, Problem, alike, fold, join
 from core.auto.prune import prune
 from core.auto.simulate import simulate
-from core.auto.solve import DoesNotFit, Plan, least_peak, solve
+from core.auto.solve import DoesNotFit, Plan, _Program, least_peak, solve
 from core.config import UserError
 from tests.support.graphs import drawn_problem, try_all
 
@@ -18,8 +20,15 @@ def check(problem: Problem) -> None:
     """Without a budget, with budgets from loose to the tightest that is possible, and with one byte less than that."""
     tried = try_all(problem)
     peaks = np.unique(tried.peak[np.isfinite(tried.seconds)])
-    for budget in (None, *(int(peaks[len(peaks) * n // 4]) for n in range(4))):
-        plan = solve(problem, budget, gap=0.0)
+    budgets = [None, *(int(peaks[len(peaks) * n // 4]) for n in range(4))]
+    # With no entries by the programme alone; with few, it is given what is left of the nodes.
+    for budget, entries in [
+        *((budget, MOST_ENTRIES) for budget in budgets),
+        *((budget, 0) for budget in budgets),
+        (None, 30),
+    ]:
+        plan = solve(problem, budget, gap=0.0, most_entries=entries)
+        assert plan.exact <= bool(entries)
         assert plan.seconds == pytest.approx(tried.best(np.inf if budget is None else budget), rel=1e-9, abs=1e-9)
         assert plan.bound_s <= plan.seconds * (1 + 1e-12)
         assert plan.gap <= 1e-6
@@ -67,11 +76,13 @@ def chain(costs: list[list[float]], change: float, held: list[list[int]] | None 
 
 
 def test_a_chain_pays_for_changes() -> None:
-    plan = solve(chain([[0, 3], [3, 0], [0, 3]], change=2))
-    assert plan.choice == (0, 0, 0)
-    assert plan.seconds == 3
-    assert plan.integral
-    assert plan.gap == 0
+    for entries, how in ((MOST_ENTRIES, "node by node"), (0, "the relaxation is integral; 1 programmes")):
+        plan = solve(chain([[0, 3], [3, 0], [0, 3]], change=2), most_entries=entries)
+        assert plan.choice == (0, 0, 0)
+        assert plan.seconds == 3
+        assert plan.integral
+        assert plan.gap == 0
+        assert how in str(plan)
     assert solve(chain([[0, 3], [3, 0], [0, 3]], change=1)).choice == (0, 1, 0)
 
 
@@ -120,7 +131,7 @@ def test_a_fractional_relaxation_is_said_and_solved() -> None:
     """A triangle in which all want to differ: halves of everything cost nothing, and are no plan."""
     differ = np.array([[1.0, 0.0], [0.0, 1.0]])
     nodes = tuple(Node(f"n{n}", np.zeros(2)) for n in range(3))
-    plan = solve(Problem(nodes, (Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ))), gap=0.0)
+    plan = solve(Problem(nodes, (Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ))), gap=0.0, most_entries=0)
     assert plan.seconds == 1
     assert plan.gap <= 1e-9
     assert not plan.integral
@@ -245,7 +256,7 @@ def test_values_cannot_be_changed() -> None:
 def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(UserError, match="pip install 'megalith\\[auto\\]'"):
-        solve(Problem((NODE,)))
+        solve(Problem((NODE,)), most_entries=0)
 
 
 def test_what_is_left_out_no_cheapest_plan_needs() -> None:
@@ -274,3 +285,93 @@ def test_a_strategy_that_is_only_just_needed_stays() -> None:
         forced = (*nodes, Node("c", np.array([5.0, 0.0])))
         problem = Problem(forced, (Edge(0, 1, table), Edge(1, 2, table * 9)))
         assert prune(problem, with_memory=False).kept[0].tolist() == kept
+
+
+# --- node by node -----------------------------------------------------------------------------------------------------
+
+
+def test_nodes_are_taken_away_where_tables_stay_small() -> None:
+    """A ring of rings is solved without a programme; not so where fewer entries are allowed than it takes."""
+    for seed in range(20):
+        problem = drawn_problem(400 + seed, num_nodes=9)
+        choice = cheapest_plan(problem)
+        assert choice is not None
+        assert simulate(problem, choice).seconds == pytest.approx(try_all(problem).best())
+        assert cheapest_plan(problem, 20) is None
+
+
+def test_what_has_two_neighbours_is_taken_away_and_comes_back() -> None:
+    """The best plan of what is left is the best of all; few nodes are left of sparse graphs."""
+    left = 0
+    for seed in range(20):
+        problem = drawn_problem(500 + seed, num_nodes=8)
+        tried = try_all(problem)
+        rest = reduce(problem)
+        left += len(rest.problem.nodes)
+        seconds = try_all(rest.problem).seconds
+        best = np.unravel_index(int(seconds.argmin()), seconds.shape)
+        whole = rest.restored([int(n) for n in best])
+        assert seconds[best] == pytest.approx(tried.best())
+        assert float(tried.seconds[whole]) == pytest.approx(tried.best())
+    assert left < 20 * 5
+
+
+def test_a_budget_that_the_cheapest_plan_keeps_to_needs_no_programme() -> None:
+    problem = chain([[1.0, 2.0]] * 3, change=0.1, held=[[10, 1]] * 3)
+    assert solve(problem, 30).exact
+    assert solve(problem, 30).rounds == 0
+    tight = solve(problem, 29)
+    assert not tight.exact
+    assert tight.peak_bytes <= 29
+
+
+def grid(seed: int, rows: int = 4, columns: int = 6) -> Problem:
+    """Neighbours that want to be alike, and a quarter that wants to differ: the relaxation is often fractional."""
+    random, same = np.random.default_rng(seed), np.eye(4)
+    nodes = tuple(Node(f"n{n}", random.random(4)) for n in range(rows * columns))
+    edges = []
+    for n in range(rows * columns):
+        for other in ([n + columns] if n + columns < len(nodes) else []) + ([n + 1] if (n + 1) % columns else []):
+            wanted = 1 - same if random.random() >= 0.25 else same
+            edges.append(Edge(n, other, 0.7 * random.random() * wanted))
+    return Problem(nodes, tuple(edges))
+
+
+def test_prices_leave_out_what_no_cheapest_plan_takes() -> None:
+    """Graphs that are too wide to be solved node by node before the relaxation's prices are known, and not after."""
+    by_prices = 0
+    for seed in range(10):
+        exact = solve(grid(seed), gap=0.0)
+        assert exact.exact
+        plan = solve(grid(seed), gap=0.0, most_entries=6000)
+        assert plan.seconds == pytest.approx(exact.seconds, rel=1e-9)
+        assert plan.bound_s <= exact.seconds * (1 + 1e-9)
+        assert plan.gap <= 1e-6
+        by_prices += not plan.exact and not plan.integral and plan.rounds == 1
+    assert by_prices > 2
+
+
+def test_prices_say_what_a_strategy_costs_at_least() -> None:
+    """Of every strategy the cheapest plan that takes it, by trying all, is no cheaper; and often it is that."""
+    tight = 0
+    for seed in range(20):
+        problem = drawn_problem(700 + seed, num_nodes=7)
+        tried, floors = try_all(problem).seconds, _Program(problem, None).solve(False, 0.0, 10.0).floors
+        assert floors is not None
+        for node, of in enumerate(floors):
+            least = np.moveaxis(tried, node, 0).reshape(len(of), -1).min(axis=1)
+            assert (of <= least * (1 + 1e-9) + 1e-12).all()
+            tight += int((np.isfinite(least) & (of > 0.9999 * least)).sum())
+    assert tight > 100
+
+
+def test_neighbourhoods_never_make_a_plan_dearer() -> None:
+    for seed in range(5):
+        problem, random = grid(seed), Random(seed)
+        choice: tuple[int, ...] = (0,) * len(problem.nodes)
+        seconds = [simulate(problem, choice).seconds]
+        for _ in range(4):
+            choice = improved(problem, choice, random)
+            seconds.append(simulate(problem, choice).seconds)
+        assert seconds[1:] == sorted(seconds[1:], reverse=True)
+        assert seconds[-1] < seconds[0]
