@@ -458,6 +458,9 @@ class SpreadForward:
                 found = solve(formulation.problem, self.options.budget_bytes)
             except UserError as error:
                 found = str(error)
+            except BaseException:
+                agreed("the first rank failed while it solved the plan")
+                raise
         found = agreed(found)
         if not isinstance(found, Plan):
             raise UserError(str(found))

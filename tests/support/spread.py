@@ -124,6 +124,16 @@ CASES = {
 }
 
 
+def case_of(name: str) -> Case:
+    """Of this file, or one of the forty models, which takes the same batch at every step."""
+    if name in CASES:
+        return CASES[name]
+    from tests.support.auto_models import MODELS, made
+
+    loss = MODELS[name].loss
+    return Case(MODELS[name].make, lambda _: made(name)[1], (lambda output: output.loss) if loss is None else loss)
+
+
 @lru_cache
 def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y", "z")[: len(sizes)])
@@ -154,17 +164,17 @@ def trained(
     """How far apart a spread model and an untouched one are that learn the same: losses, and of parameters and buffers
     the difference relative to how far they moved.  seed: of a plan that is drawn
     """
-    case = CASES[name]
+    case = case_of(name)
     torch.manual_seed(0)
     with in_fp64():
         model = case.make().double().train()
         alone = copy.deepcopy(model)
-        before = {name: tensor.detach().clone() for name, tensor in state(alone).items()}
+        before = {name: tensor.detach().double().clone() for name, tensor in state(alone).items()}
         solver = patch.object(apply, "solve", apply.solve if seed is None else drawn_plan(seed))
         with solver:
             parallelize(model, case.inputs(0), mesh=mesh_of(sizes), links=[FREE], speed=SLOW, **options)
             losses = [learned(one, case, steps, optimizer, clip) for one in (alone, model)]
-    found = {name: full_tensor(tensor).detach() for name, tensor in state(model).items()}
+    found = {name: full_tensor(tensor).detach().double() for name, tensor in state(model).items()}
     apart = {
         name: float(
             (found[name] - whole).norm() / max((whole - before[name]).norm(), 1e-3 * LR * steps * whole.numel() ** 0.5)
