@@ -202,6 +202,7 @@ def launcher_mesh() -> DeviceMesh:
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
+    _use_old_names()
     join(kind)
     ranks = dist.get_world_size()
     if not 1 < local_size < ranks or ranks % local_size:

@@ -19,16 +19,17 @@ one changed copy, and what is allocated within an operator or on the way from on
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from core.auto.conversion import Path, cheapest
 from core.auto.costs import Link, seconds_of
-from core.auto.functional import Writes, twin_of
+from core.auto.functional import Writes, reads_form_alone, twin_of
 from core.auto.problem import Edge, Folded, Follower, Held, Node, Problem, fold
-from core.auto.rule import Call, Rule, Strategy
+from core.auto.rule import Call, Here, Rule, Strategy
 from core.auto.rules import is_pointwise, rule_of, runs_whole
 from core.auto.specs import Spec, all_specs
 from core.config import UserError
@@ -342,6 +343,8 @@ class _Builder:
         else:
             rule = rule_of(twin.op, args, kwargs, twin.results(operator, result))
         strategies = rule.strategies(self.machine.sizes)
+        if reads_form_alone(operator) and not any(letter for dim in rule.inputs[0] for letter in dim):
+            rule, strategies = _of_any_input(rule, strategies, len(self.machine.sizes))
         seconds = [self.machine.seconds(operator, rule, strategy) for strategy in strategies]
         return Choice(
             tuple(strategy.inputs for strategy in strategies),
@@ -473,6 +476,18 @@ def _doing(operator: Operator) -> tuple[Any, ...]:
 
     cost = operator.is_view, operator.flops, operator.bytes_read, operator.bytes_written
     return operator.op, plain(operator.args), plain(operator.kwargs), plain(operator.result), cost
+
+
+def _of_any_input(rule: Rule, strategies: Sequence[Strategy], num_axes: int) -> tuple[Rule, list[Strategy]]:
+    """Of an operator that looks at its input's form alone: the input may lie in any way, since another of that form is
+    made for it."""
+    form = rule.call.inputs[0]
+
+    def run(parts: Sequence[Tensor], here: Here) -> Any:
+        return rule.run([parts[0].new_empty_strided(form.shape, form.stride())], here)
+
+    every = all_specs(form.ndim, num_axes, partial=True)
+    return replace(rule, run=run), [replace(s, inputs=(spec,)) for s in strategies for spec in every]
 
 
 def _is_pointwise(operator: Operator) -> bool:

@@ -49,6 +49,15 @@ def twin_of(node: Node) -> Twin | None:
     return None
 
 
+_FORMS = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+_NEW = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
+
+
+def reads_form_alone(node: Node) -> bool:
+    """Whether an operator of one tensor looks at its shape, format and strides, and not at its values."""
+    return node.op._overloadpacket.__name__ in (*_FORMS, *_NEW) and len(node.inputs) == 1
+
+
 @dataclass
 class Writes:
     """A graph's writes.
