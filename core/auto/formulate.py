@@ -343,7 +343,7 @@ class _Builder:
         else:
             rule = rule_of(twin.op, args, kwargs, twin.results(operator, result))
         strategies = rule.strategies(self.machine.sizes)
-        if reads_form_alone(operator) and not any(letter for dim in rule.inputs[0] for letter in dim):
+        if reads_form_alone(operator) and not rule.letters:
             rule, strategies = _of_any_input(rule, strategies, len(self.machine.sizes))
         seconds = [self.machine.seconds(operator, rule, strategy) for strategy in strategies]
         return Choice(

@@ -85,6 +85,13 @@ def calls() -> None:
     with torch.no_grad():
         torch.testing.assert_close(whole(model.eval()(x)["both"][0]), alone(x)["both"][0].detach(), **TIGHT)
     assert len(plans_of(model)) == 4
+    loss, spread = (lambda made: made["both"][0].square().mean()), copy.deepcopy(alone).train()
+    for of in (alone, spread):
+        of.zero_grad()
+    parallelize(spread, (x,), mesh=mesh_of((2,)), links=[FREE], speed=SLOW, loss=loss, budget="1MiB")
+    loss(alone.train()(x)).backward()
+    spread(x).backward()
+    same(spread, alone)
     made = model(x)["both"][0].sum()
     made.backward(retain_graph=True)
     with pytest.raises(UserError, match="runs once"):

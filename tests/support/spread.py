@@ -32,12 +32,11 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs at each step, and what of its output is the loss; planned: it is part of what is planned."""
+    """A model, its inputs at each step, and what of its output is the loss."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[int], Inputs]
     loss: Callable[[Any], Tensor] = lambda output: output.loss
-    planned: bool = False
 
 
 def drawn(step: int, *shape: int) -> Tensor:
