@@ -211,6 +211,9 @@ class SpreadForward:
             self.steps[key] = self._planned(given, tensors, key)
         return self._run(self.steps[key], tensors)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UserError("a parallelized module is not copied, for its ranks are one group; copy it before it is spread")
+
     def begin(self, example: Mapping[str, Any] | Sequence[Any]) -> None:
         """Plan the first call, and lay out the parameters."""
         self._refuse_odd_tensors()

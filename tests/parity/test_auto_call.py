@@ -208,6 +208,8 @@ def refused(rank_differs: bool) -> None:
     model = parallelize(linear, {"input": x}, **options)
     with pytest.raises(UserError, match="is parallelized already"):
         parallelize(model, {"input": x}, **options)
+    with pytest.raises(UserError, match="is not copied"):
+        copy.deepcopy(model)
     model.weight = nn.Parameter(torch.ones(6, 6))
     with pytest.raises(UserError, match="weight lies no longer as it is planned"):
         model(x)
