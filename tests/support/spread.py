@@ -203,7 +203,7 @@ def learned(model: nn.Module, case: Case, steps: int, optimizer: str, clip: floa
     parameters = list(model.parameters())
     # With torch's 1e-8 rounding noise in a gradient that is zero, that of a key's bias, becomes a step.
     made = (
-        torch.optim.AdamW(parameters, lr=LR, eps=1e-6) if optimizer == "adamw" else torch.optim.SGD(parameters, lr=LR)
+        torch.optim.AdamW(parameters, lr=LR, eps=1e-5) if optimizer == "adamw" else torch.optim.SGD(parameters, lr=LR)
     )
     losses = []
     torch.manual_seed(1)
