@@ -26,7 +26,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.compat import connection_to_store, fake_store, has_cpp_compiler, name_methods_by_frame
 from core.config import LAUNCHER, UserError, in_one_line, require_device
@@ -193,6 +193,21 @@ def join(kind: str, timeout_s: float = 1800.0) -> None:
     if not dist.is_initialized():
         _init_process_group(kind, timedelta(seconds=timeout_s))
         atexit.register(_leave)
+
+
+def launcher_mesh() -> DeviceMesh:
+    """All ranks that the launcher started, joined until the process ends: one axis, `rank`; of several machines with as
+    many ranks each two, `machine` and `rank`."""
+    kind = device_kind("auto")
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+    _use_old_names()
+    join(kind)
+    ranks = dist.get_world_size()
+    if not 1 < local_size < ranks or ranks % local_size:
+        return init_device_mesh(kind, (ranks,), mesh_dim_names=("rank",))
+    return init_device_mesh(kind, (ranks // local_size, local_size), mesh_dim_names=("machine", "rank"))
 
 
 def _leave() -> None:

@@ -19,17 +19,18 @@ one changed copy, and what is allocated within an operator or on the way from on
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from core.auto.conversion import Path, cheapest
 from core.auto.costs import Link, seconds_of
+from core.auto.functional import Writes, reads_form_alone, twin_of
 from core.auto.problem import Edge, Folded, Follower, Held, Node, Problem, fold
-from core.auto.rule import Rule, Strategy
-from core.auto.rules import is_pointwise, rule_of
+from core.auto.rule import Call, Here, Rule, Strategy
+from core.auto.rules import is_pointwise, rule_of, runs_whole
 from core.auto.specs import Spec, all_specs
 from core.config import UserError
 from core.trace.graph import Graph, Value, block_of
@@ -39,12 +40,32 @@ from core.trace.machine import Speed
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What a node may be: of each strategy the specs of its inputs and outputs, its seconds, and its name."""
+    """What a node may be: of each strategy the specs of its inputs and outputs, its seconds, and its name.
+
+    rule, strategies  of an operator: what runs them
+    """
 
     inputs: tuple[tuple[Spec, ...], ...]
     outputs: tuple[tuple[Spec, ...], ...]
     seconds: np.ndarray
     names: tuple[str, ...]
+    rule: Rule | None = None
+    strategies: tuple[Strategy, ...] = ()
+
+    def limited(self, name: str, spec: Spec) -> "Choice":
+        """The strategies whose first output lies so.  Raises UserError where there is none."""
+        kept = [n for n, outputs in enumerate(self.outputs) if outputs and outputs[0] == spec]
+        if not kept:
+            others = ", ".join(sorted({str(outputs[0]) for outputs in self.outputs if outputs})) or "nothing"
+            raise UserError(f"{name} cannot lie as {spec}; it can lie as {others}")
+        return Choice(
+            tuple(self.inputs[n] for n in kept),
+            tuple(self.outputs[n] for n in kept),
+            self.seconds[kept],
+            tuple(self.names[n] for n in kept),
+            self.rule,
+            tuple(self.strategies[n] for n in kept),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +87,7 @@ class Formulation:
     choices: tuple[Choice, ...]
     links: tuple["_Link", ...]
     machine: "_Machine"
+    writes: Writes
 
     @property
     def problem(self) -> Problem:
@@ -116,16 +138,17 @@ def formulate(
     sizes: Sequence[int],
     links: Sequence[Link],
     speed: Speed,
-    fixed: Mapping[str, Spec] | None = None,
+    fixed: Mapping[str, Spec | Sequence[Spec]] | None = None,
     state: float = 0.0,
 ) -> Formulation:
     """The problem of a step on a mesh.
 
     sizes  ranks on each axis of the mesh; links  of each
-    fixed  input, or `output.0`, `output.1`, … -> how it lies
+    fixed  input, output by its name in `Graph.named_outputs`, or node by the name of its first output -> how it lies;
+           of inputs and outputs also the specs among which is chosen
     state  bytes that an optimizer keeps by byte of a parameter
 
-    Raises UserError where there is no such input or output, or where it cannot lie so.
+    Raises UserError where there is no such input, output or node, or where it cannot lie so.
     """
     return _Builder(graph, _Machine(tuple(sizes), tuple(links), speed), dict(fixed or {}), state).formulation()
 
@@ -195,7 +218,7 @@ class _Machine:
 class _Builder:
     """A node for every input and operator, links between them, and what they hold."""
 
-    def __init__(self, graph: Graph, machine: _Machine, fixed: dict[str, Spec], state: float) -> None:
+    def __init__(self, graph: Graph, machine: _Machine, fixed: dict[str, Any], state: float) -> None:
         self.graph, self.machine, self.fixed, self.state = graph, machine, fixed, state
         self.names: list[str] = []
         self.choices: list[Choice] = []
@@ -209,6 +232,11 @@ class _Builder:
         self.columns: dict[Any, list[Any]] = {}
         self.gradient_ends: dict[tuple[int, int], int] = {}
         """operator and parameter -> when the gradient is there"""
+        self.writes = Writes.of(graph)
+        self.written: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """operator -> values that its twin makes besides, and where among its outputs"""
+        for value, (index, place) in self.writes.made.items():
+            self.written[index].append((value, place))
         self.alike = graph.alike
         kinds = {
             block[:2]: (place.blocks, place.kind)
@@ -218,9 +246,11 @@ class _Builder:
         self.kinds: dict[tuple[str, str], tuple[str, int]] = kinds
 
     def formulation(self) -> Formulation:
-        unknown = self.fixed.keys() - self.graph.inputs.keys() - set(self._outputs())
-        if unknown:
-            raise UserError(f"no input or output is called {sorted(unknown)[0]}; fixed are inputs and output.0, …")
+        known = {*self.graph.inputs, *self.graph.named_outputs(), *(node.name for node in self.graph.nodes)}
+        if unknown := self.fixed.keys() - known:
+            raise UserError(
+                f"no input, output or node is called {min(unknown)}; fixed are inputs, output.0, … and nodes"
+            )
         leaders: dict[Any, int] = {}
         for name, value in self.graph.inputs.items():
             self._add_input(name, value, leaders)
@@ -231,7 +261,7 @@ class _Builder:
             if source is not None:
                 self._link(value, parameter, 0)
                 self.gradient_ends[source[0], parameter] = value.storage.born or 0
-        for name, value in self._outputs().items():
+        for name, value in self.graph.named_outputs().items():
             specs = self._specs(name, value)
             node = self._add(
                 name, Choice(tuple((s,) for s in specs), ((),) * len(specs), np.zeros(len(specs)), _strings(specs))
@@ -242,10 +272,8 @@ class _Builder:
             Node(name, choice.seconds, choice.names) for name, choice in zip(self.names, self.choices, strict=True)
         )
         problem = Problem(nodes, tuple(self._edges()), tuple(self.held), self.points)
-        return Formulation(fold(problem, self.followers), problem, tuple(self.choices), tuple(self.links), self.machine)
-
-    def _outputs(self) -> dict[str, Value]:
-        return {f"output.{n}": value for n, value in enumerate(self.graph.outputs)}
+        of_nodes = tuple(self.choices), tuple(self.links)
+        return Formulation(fold(problem, self.followers), problem, *of_nodes, self.machine, self.writes)
 
     def _add(self, name: str, choice: Choice) -> int:
         self.names.append(name)
@@ -254,10 +282,13 @@ class _Builder:
 
     def _specs(self, name: str, value: Value) -> list[Spec]:
         """How an input or output may lie."""
-        if name in self.fixed:
-            self.fixed[name].check(value.shape, self.machine.sizes)
-            return [self.fixed[name]]
-        every = all_specs(len(value.shape), len(self.machine.sizes))
+        given = self.fixed.get(name)
+        if isinstance(given, Spec):
+            given.check(value.shape, self.machine.sizes)
+            return [given]
+        every = all_specs(len(value.shape), len(self.machine.sizes)) if given is None else given
+        if self.writes.is_whole(value):
+            every = [Spec(((),) * len(value.shape))]
         return [spec for spec in every if self._has_rows_for_all(spec, value)]
 
     def _has_rows_for_all(self, spec: Spec, value: Value) -> bool:
@@ -266,14 +297,14 @@ class _Builder:
 
     def _add_input(self, name: str, value: Value, leaders: dict[Any, int]) -> None:
         specs = self._specs(name, value)
-        key = ("input", value.shape, value.dtype, self.fixed.get(name))
+        key = ("input", value.shape, value.dtype, tuple(specs))
         choice = self.known.setdefault(
             key, Choice(tuple((s,) for s in specs), tuple((s,) for s in specs), np.zeros(len(specs)), _strings(specs))
         )
         node = self._add(name, choice)
         self.made[value.index] = node, 0
         place = block_of(name.rpartition(".")[0])
-        if place is not None and place[:2] in self.kinds and name not in self.fixed:
+        if place is not None and place[:2] in self.kinds and not isinstance(self.fixed.get(name), Spec):
             own = name.removeprefix(".".join(filter(None, place[:2])))
             self._follow_alike(node, (*self.kinds[place[:2]], own, value.shape, value.dtype), leaders)
 
@@ -287,28 +318,41 @@ class _Builder:
 
     def _add_operator(self, operator: Operator, place: Any, leaders: dict[Any, int]) -> None:
         key = None if place is None else ("operator", place)
-        doing = _doing(operator)
+        doing = (*_doing(operator), self.writes.is_literal(operator))
         if doing not in self.known:
             self.known[doing] = self._choice(operator)
-        node = self._add(operator.name, self.known[doing])
+        choice = self.known[doing]
+        if (spec := self.fixed.get(operator.name)) is not None:
+            choice = choice.limited(operator.name, spec)
+        node = self._add(operator.name, choice)
         for n, value in enumerate(operator.inputs):
             self._link(value, node, n)
         for n, value in enumerate(operator.outputs):
             if value.node == operator.index:  # else it is what another made, and returned once more
                 self.made[value.index] = node, n
+        for value, place in self.written.get(operator.index, ()):
+            self.made[value] = node, place
         if not (key and self._follow_alike(node, key, leaders)):
             self._follow_producer(operator, node)
 
     def _choice(self, operator: Operator) -> Choice:
         args, kwargs, result = operator.on_meta()
-        rule = rule_of(_functional(operator.op), args, kwargs, result)
+        twin = twin_of(operator)
+        if twin is None or self.writes.is_literal(operator):
+            rule = runs_whole(Call.of(operator.op, args, kwargs, result))
+        else:
+            rule = rule_of(twin.op, args, kwargs, twin.results(operator, result))
         strategies = rule.strategies(self.machine.sizes)
+        if reads_form_alone(operator) and not rule.letters:
+            rule, strategies = _of_any_input(rule, strategies, len(self.machine.sizes))
         seconds = [self.machine.seconds(operator, rule, strategy) for strategy in strategies]
         return Choice(
             tuple(strategy.inputs for strategy in strategies),
             tuple(tuple(spec for spec in strategy.outputs if spec is not None) for strategy in strategies),
             np.array(seconds),
             _strings(strategies),
+            rule,
+            tuple(strategies),
         )
 
     def _link(self, value: Value, target: int, place: int) -> None:
@@ -319,12 +363,12 @@ class _Builder:
     def _source(self, value: Value) -> tuple[int, int] | None:
         """The node that made a value, and which of its outputs it is."""
         while value.index not in self.made and value.before is not None:
-            value = value.before  # written to in place, and returned by nobody
+            value = value.before  # of shared memory: written to in place, and returned by nobody
         return self.made.get(value.index)
 
     def _follow_producer(self, operator: Operator, node: int) -> None:
         """Views, and what is computed element by element of one tensor, lie as it does, if they can."""
-        if not operator.is_view and not (is_pointwise(_functional(operator.op)) and len(operator.inputs) == 1):
+        if not operator.is_view and not (_is_pointwise(operator) and len(operator.inputs) == 1):
             return
         links = [link for link in self.links[-len(operator.inputs) or None :] if link.target == node]
         if len(links) != 1:
@@ -434,13 +478,21 @@ def _doing(operator: Operator) -> tuple[Any, ...]:
     return operator.op, plain(operator.args), plain(operator.kwargs), plain(operator.result), cost
 
 
-def _functional(op: Any) -> Any:
-    """The operator that does the same and writes to none of its arguments."""
-    packet = str(op._schema.name).removeprefix("aten::")
-    if not op._schema.is_mutable or not packet.endswith("_"):
-        return op
-    found = getattr(getattr(torch.ops.aten, packet[:-1], None), op._overloadname, None)
-    return op if found is None else found
+def _of_any_input(rule: Rule, strategies: Sequence[Strategy], num_axes: int) -> tuple[Rule, list[Strategy]]:
+    """Of an operator that looks at its input's form alone: the input may lie in any way, since another of that form is
+    made for it."""
+    form = rule.call.inputs[0]
+
+    def run(parts: Sequence[Tensor], here: Here) -> Any:
+        return rule.run([parts[0].new_empty_strided(form.shape, form.stride())], here)
+
+    every = all_specs(form.ndim, num_axes, partial=True)
+    return replace(rule, run=run), [replace(s, inputs=(spec,)) for s in strategies for spec in every]
+
+
+def _is_pointwise(operator: Operator) -> bool:
+    twin = twin_of(operator)
+    return twin is not None and is_pointwise(twin.op)
 
 
 def _distinct(specs: Sequence[Spec]) -> tuple[list[Spec], list[int]]:

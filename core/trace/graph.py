@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -28,6 +29,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from core.compat import tree_map
 from core.trace.cost import tensors_of
 
 NodeKind = Literal["forward", "backward", "update"]
@@ -165,14 +167,64 @@ class Peak:
     alive: tuple[Storage, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a call returns: a tree of containers and objects, in which stand-ins are in the place of tensors.
+
+    values     place in the tree, such as output.logits -> value
+    stand_ins  place -> the stand-in there; of one tensor in several places the same
+    """
+
+    tree: Any
+    values: dict[str, Value]
+    stand_ins: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, tree: Any, value_of: Callable[[torch.Tensor], Value]) -> Result:
+        stand_ins = dict(_places("output", tree, set()))
+        return cls(tree, {name: value_of(tensor) for name, tensor in stand_ins.items()}, stand_ins)
+
+    def filled(self, tensors: Mapping[str, Any]) -> Any:
+        """The same with tensors in the place of stand-ins."""
+        memo = {id(self.stand_ins[name]): tensor for name, tensor in tensors.items()}
+
+        def fill(leaf: Any) -> Any:
+            return leaf if isinstance(leaf, _PLAIN) else deepcopy(leaf, memo)
+
+        return tree_map(fill, self.tree)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _places(path: str, tree: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in containers and in attributes of objects, by their places."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+        return
+    if isinstance(tree, (*_PLAIN, type, torch.nn.Module)) or id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if isinstance(tree, Mapping):
+        inside = tree.items()
+    elif isinstance(tree, list | tuple):
+        names = getattr(tree, "_fields", range(len(tree)))
+        inside = zip(names, tree, strict=True)
+    else:
+        inside = getattr(tree, "__dict__", {}).items()
+    for name, branch in inside:
+        yield from _places(f"{path}.{name}", branch, seen)
+
+
 @dataclass(eq=False)
 class Graph:
     """A step.
 
     inputs     name -> value: parameters and buffers by their names, inputs by their keys, constants
     outputs    tensors of the module's output; of a step that trains, what its backward begins with
-    gradients  name of a parameter -> value
+    gradients  name of a parameter, or of an input that wants one -> value
     constants  name of an input -> the tensor with its values, where it is no argument of the step
+    result     of a call that is recorded (`trace_call`): what it returns
     """
 
     nodes: list[Node]
@@ -182,6 +234,13 @@ class Graph:
     outputs: tuple[Value, ...]
     gradients: dict[str, Value]
     constants: dict[str, torch.Tensor]
+    result: Result | None = None
+
+    def named_outputs(self) -> dict[str, Value]:
+        """Outputs by name: output.0, output.1, …; where the call's result is known, by their places in it."""
+        if self.result is not None:
+            return self.result.values
+        return {f"output.{number}": value for number, value in enumerate(self.outputs)}
 
     # Work.
 

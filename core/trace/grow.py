@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from core.trace.alike import AlikeBlocks, NotAlike, alike_blocks
-from core.trace.graph import Graph, Node, Storage, Value, block_of, filled, name_nodes, plain_arguments
+from core.trace.graph import Graph, Node, Result, Storage, Value, block_of, filled, name_nodes, plain_arguments
 
 KEPT = 4
 """Periods that are traced: two that are compared, and a neighbour of each."""
@@ -237,10 +237,21 @@ class GrownGraph:
             for copy in self._copies(self.storages, index):
                 self._storage(storage, copy)
         outputs = tuple(self._meant_value(None, 0, value, None) for value in self.graph.outputs)
+        result = self._result()
         name_nodes(nodes)
         values, storages = list(self.made_values.values()), list(self.made_storages.values())
         ordered = [{name: of[name] for name in (*self.names, *of) if name in of} for of in (inputs, gradients)]
-        return Graph(nodes, values, storages, ordered[0], outputs, ordered[1], constants)
+        return Graph(nodes, values, storages, ordered[0], outputs, ordered[1], constants, result)
+
+    def _result(self) -> Result | None:
+        """Raises NotAlike where something of every block is returned."""
+        found = self.graph.result
+        if found is None:
+            return None
+        if any(self.values.periods[value.index] in (1, 2) for value in found.values.values()):
+            raise NotAlike("what blocks that look alike make is returned")
+        values = {name: self._meant_value(None, 0, value, None) for name, value in found.values.items()}
+        return Result(found.tree, values, found.stand_ins)
 
     def _copies(self, kin: _Kin, index: int) -> Sequence[int]:
         return range(self.insert.count + 1) if kin.periods[index] == 1 else (0,)

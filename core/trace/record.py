@@ -20,6 +20,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from core.config import UserError
 from core.trace.account import DEVICE_OF, no_garbage
 from core.trace.alike import NotAlike
 from core.trace.cost import facts_of, operator_cost, tensors_of, written_by
-from core.trace.graph import Graph, MemoryKind, Node, NodeKind, Storage, Value, name_nodes
+from core.trace.graph import Graph, MemoryKind, Node, NodeKind, Result, Storage, Value, name_nodes
 from core.trace.grow import GrownGraph, few_blocks
 from core.trace.tracer import fake_of, stand_ins, tensors_in
 
@@ -75,42 +76,69 @@ def trace_graph(
     Raises UserError where it cannot be traced, with the line that is why.
     """
     train = model.training if train is None else train
-    if not whole and optimizer is None:
+    with _in_mode(model, train):
+        return _grown(model, _Traced(inputs, loss, train, optimizer), whole or optimizer is not None)
+
+
+def trace_call(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | Sequence[Any],
+    loss: Callable[[Any], Any] | None = None,
+    *,
+    backward: bool,
+    whole: bool = False,
+) -> Graph:
+    """The same of one call, as whoever replaces the call needs it: its whole result, in the modes that modules have.
+
+    loss      output -> what the call returns instead
+    backward  also the backward, of which the gradient of every output it begins with is an input of the graph, and
+              inputs that require one have gradients; left out where nothing depends on what learns
+    """
+    return _grown(model, _Traced(inputs, loss, backward, None, is_call=True), whole)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What is traced; arguments as of `trace_graph`.  is_call: see `trace_call`"""
+
+    inputs: Mapping[str, Any] | Sequence[Any]
+    loss: Callable[[Any], Any] | None
+    train: bool
+    optimizer: Optimizers | None
+    is_call: bool = False
+
+
+def _grown(model: nn.Module, what: _Traced, whole: bool) -> Graph:
+    if not whole:
         try:
-            return _of_few_blocks(model, inputs, loss, train)
+            return _of_few_blocks(model, what)
         except (NotAlike, UserError) as why:  # of the model's own code, too, which may count its blocks
             log.info("all blocks are traced: %s", why)
-    return _trace(model, inputs, loss, train, optimizer)
+    return _trace(model, what)
 
 
-def _of_few_blocks(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool) -> Graph:
+def _of_few_blocks(model: nn.Module, what: _Traced) -> Graph:
     """Raises NotAlike where there are none, or the whole does not follow."""
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     with few_blocks(model) as inserts:
         if not inserts:
             raise NotAlike("there are no lists of alike blocks")
-        graph = _trace(model, inputs, loss, train, None)
+        graph = _trace(model, what)
     for insert in inserts:
         graph = GrownGraph(graph, insert, names).made()
     return graph
 
 
-def _trace(
-    model: nn.Module,
-    inputs: Mapping[str, Any] | Sequence[Any],
-    loss: Callable[[Any], Tensor] | None,
-    train: bool,
-    optimizer: Optimizers | None,
-) -> Graph:
+def _trace(model: nn.Module, what: _Traced) -> Graph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _in_mode(model, train), stand_ins(model, lambda tensor: fake_of(mode, tensor, _DEVICE)), no_garbage():
-        inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+    with mode, stand_ins(model, lambda tensor: fake_of(mode, tensor, _DEVICE)), no_garbage():
+        inputs = dict(what.inputs) if isinstance(what.inputs, Mapping) else tuple(what.inputs)
         given = tree_map_only(Tensor, lambda tensor: _stand_in(mode, tensor), inputs)
         recorder = _Recorder(model, mode)
         recorder.expect(model, given)
         try:
             with torch.compiler.set_stance("force_eager"):
-                _run(model, given, loss, train, optimizer, recorder)
+                _run(model, given, what, recorder)
         except UserError:
             raise
         except Exception as error:
@@ -118,46 +146,57 @@ def _trace(
     return recorder.graph()
 
 
-def _run(
-    model: nn.Module,
-    given: Any,
-    loss: Callable[[Any], Tensor] | None,
-    train: bool,
-    optimizer: Optimizers | None,
-    recorder: _Recorder,
-) -> None:
+def _run(model: nn.Module, given: Any, what: _Traced, recorder: _Recorder) -> None:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    updated = None if optimizer is None else recorder.with_state(optimizer(dict(parameters)), parameters)
-    with recorder.hooks(), recorder, torch.set_grad_enabled(train):
+    updated = None if what.optimizer is None else recorder.with_state(what.optimizer(dict(parameters)), parameters)
+    with recorder.hooks(), recorder, torch.set_grad_enabled(what.train):
         result = model(**given) if isinstance(given, Mapping) else model(*given)
-        if train:
-            begins = _begins(result if loss is None else loss(result))
-            del result
-            if not begins:
-                raise UserError(
-                    f"{type(model).__name__} has no output that depends on a parameter which learns; profile it with "
-                    "train=False, or let its parameters require gradients"
-                )
-            gradients = [None if t.ndim == 0 and len(begins) == 1 else recorder.gradient_of(t) for t in begins]
-            recorder.returns(begins)
+        result = result if what.loss is None else what.loss(result)
+        begins = _begins(result, what.train) if what.train or what.is_call else list(tensors_in(result))
+        is_called = result if what.is_call else None
+        del result
+        if what.is_call:
+            recorder.result = Result.of(is_called, recorder.value_of)
+        if what.train and not begins and not what.is_call:
+            raise UserError(
+                f"{type(model).__name__} has no output that depends on a parameter which learns; profile it with "
+                "train=False, or let its parameters require gradients"
+            )
+        recorder.returns(begins)
+        if what.train and begins:
+            is_loss = not what.is_call and len(begins) == 1 and begins[0].ndim == 0
+            gradients = [None if is_loss else recorder.gradient_of(t) for t in begins]
             recorder.kind = "backward"
             torch.autograd.backward(begins, gradients)
-            recorder.learned({name: p.grad for name, p in parameters.items() if p.grad is not None})
+            learning = parameters | (_learning(given) if what.is_call else {})
+            recorder.learned({name: leaf.grad for name, leaf in learning.items() if leaf.grad is not None})
             del begins, gradients
             if updated is not None:
                 recorder.kind = "update"
                 updated.step()
-        else:
-            recorder.returns(list(tensors_in(result)))
         recorder.finish()
 
 
-def _begins(result: Any) -> list[Tensor]:
-    """What the backward begins with: the loss, or every output that has a gradient."""
+def _learning(given: Any) -> dict[str, Tensor]:
+    """The inputs that want a gradient."""
+    return {name: tensor for name, tensor in named_tensors(given) if tensor.requires_grad}
+
+
+def _begins(result: Any, train: bool) -> list[Tensor]:
+    """What the backward begins with: the loss, or every output that has a gradient; without one what it would be."""
     found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+    if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad >= train:
         return [found]
-    return [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in(result) if tensor.requires_grad >= train]
+
+
+def named_tensors(given: Mapping[str, Any] | Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """A call's tensors by the names that they have as inputs of its graph."""
+    named = given.items() if isinstance(given, Mapping) else ((f"input.{n}", value) for n, value in enumerate(given))
+    for name, value in named:
+        tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+        for number, tensor in enumerate(tensors):
+            yield name if len(tensors) == 1 else f"{name}.{number}", tensor
 
 
 def _stand_in(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -234,6 +273,7 @@ class _Recorder(TorchDispatchMode):
         self.inputs: dict[str, Value] = {}
         self.constants: dict[str, Tensor] = {}
         self.outputs: list[Value] = []
+        self.result: Result | None = None
         self.gradients: dict[str, Value] = {}
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors from outside, and their stand-ins
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -250,13 +290,8 @@ class _Recorder(TorchDispatchMode):
             self.add(name, parameter, "parameters")
         for name, buffer in model.named_buffers():
             self.add(name, buffer, "buffers")
-        named = (
-            given.items() if isinstance(given, Mapping) else ((f"input.{n}", value) for n, value in enumerate(given))
-        )
-        for name, value in named:
-            tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-            for number, tensor in enumerate(tensors):
-                self.add(name if len(tensors) == 1 else f"{name}.{number}", tensor, "inputs")
+        for name, tensor in named_tensors(given):
+            self.add(name, tensor, "inputs")
 
     def add(self, name: str, tensor: Tensor, kind: MemoryKind) -> Value:
         memory = self._memory_of(tensor, None)
@@ -293,8 +328,11 @@ class _Recorder(TorchDispatchMode):
 
     # Results.
 
+    def value_of(self, tensor: Tensor) -> Value:
+        return self._value(tensor, self._memory_of(tensor, None))
+
     def returns(self, tensors: Sequence[Tensor]) -> None:
-        self.outputs = [self._value(tensor, self._memory_of(tensor, None)) for tensor in tensors]
+        self.outputs = [self.value_of(tensor) for tensor in tensors]
 
     def learned(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
@@ -314,7 +352,7 @@ class _Recorder(TorchDispatchMode):
     def graph(self) -> Graph:
         name_nodes(self.nodes)
         results = (tuple(self.outputs), self.gradients, self.constants)
-        return Graph(self.nodes, self.values, self.storages, self.inputs, *results)
+        return Graph(self.nodes, self.values, self.storages, self.inputs, *results, self.result)
 
     # Operators.
 

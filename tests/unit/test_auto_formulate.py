@@ -153,7 +153,7 @@ def test_less_memory_cuts_more_and_takes_longer() -> None:
 
 
 def test_a_name_that_is_none_is_refused() -> None:
-    with pytest.raises(UserError, match="no input or output is called y"):
+    with pytest.raises(UserError, match="no input, output or node is called y"):
         formulated(on_meta(lambda: Linear(4, 4)), {"x": torch.zeros(4, 4)}, [2], fixed={"x": "RR"} | {"y": "RR"})
 
 
