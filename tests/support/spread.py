@@ -21,6 +21,7 @@ from core.auto.solve import Plan
 from core.layout import full_tensor
 from core.trace.machine import Speed
 from tests.support import foreign
+from tests.support.auto_models import MODELS, made
 from tests.support.zoo import in_fp64
 
 ROWS, LENGTH = 6, 5
@@ -127,8 +128,6 @@ def case_of(name: str) -> Case:
     """Of this file, or one of the forty models, which takes the same batch at every step."""
     if name in CASES:
         return CASES[name]
-    from tests.support.auto_models import MODELS, made
-
     loss = MODELS[name].loss
     return Case(MODELS[name].make, lambda _: made(name)[1], (lambda output: output.loss) if loss is None else loss)
 
