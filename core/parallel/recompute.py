@@ -99,7 +99,6 @@ def apply_recompute(
     if config.mode == "none":
         return None
     again = checkpoint_once if in_parts else partial(checkpoint, use_reentrant=False)
-    lean = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
     if config.segmented:
         blocks = blocks_of(model)
         if config.mode != "budget":
@@ -111,9 +110,9 @@ def apply_recompute(
                 "recompute.mode=budget and nobody has chosen what is computed again (core.train.segments does); use "
                 "--recompute.mode full, sqrt or recursive here"
             )
-        return RecomputedChain(blocks, check_segments(segments, len(blocks)), lean)
+        return RecomputedChain(blocks, check_segments(segments, len(blocks)))
     if config.mode == "selective":
-        again = lean
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
     for block in blocks_of(model)[:: config.every]:
         setattr(block, RECOMPUTED, block.forward)
         block.forward = partial(again, partial(_forward, block))

@@ -11,10 +11,10 @@ made so far, the gradient that is on its way: `first`, `again` and `back` are th
 forward begins, when it runs again, when its backward begins. The rest is counted from there.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from core.trace.segments import Segments, size_of
+from core.trace.segments import Lean, Results, Segments, size_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ChainBlock:
     dropping_peak    the most above the level before it, while it runs and keeps nothing
     shared           when its backward begins if it has kept everything: what is alive only where a block before it, as
                      far back as one `begins`, has not
-    whole, lean      where it keeps everything, and where the results of products; None: it cannot
+    whole, lean      where it keeps everything, and where the results of some operators
     refill_peak      the most above the level before it, while it runs as the last one of a segment, to be followed by
                      its backward at once; refilled: what there is then beside its input
     refilled_peak    the most above that level, until the backward of the block before it begins
@@ -70,7 +70,12 @@ class ChainBlock:
     refill_flops: float = 0.0
     shared: int = 0
     begins: bool = False
-    lean: Kept | None = None
+    lean: Mapping[Results, Kept] = field(default_factory=dict)
+
+    @property
+    def ways(self) -> dict[Results | None, Kept]:
+        """All in which it can be kept; None: everything."""
+        return {None: self.whole, **self.lean}
 
 
 @dataclass(frozen=True)
@@ -190,9 +195,9 @@ class _Simulation:
         """Run blocks from `index` on: in the forward all, in the backward as far as the block whose turn it is."""
         for item in segments:
             size = size_of(item)
-            if isinstance(item, int):
+            if not isinstance(item, tuple):
                 for block in range(index, index + size):
-                    self._keep(block, until, is_lean=item < 0)
+                    self._keep(block, until, item.keeps if isinstance(item, Lean) else None)
             else:
                 self.segments[index] = item
                 if index not in self.inputs and index - 1 not in self.kept:
@@ -207,7 +212,7 @@ class _Simulation:
                     self._ran(block, of.forward_s, of.forward_flops, until)
             index += size
 
-    def _keep(self, index: int, until: int | None, is_lean: bool) -> None:
+    def _keep(self, index: int, until: int | None, keeps: Results | None) -> None:
         of = self.blocks[index]
         running = 0 if index in self.inputs or index - 1 in self.kept else of.input
         if index == until:
@@ -215,8 +220,7 @@ class _Simulation:
             self._ran(index, of.refill_s, of.refill_flops, until)
             self.how[index], kept = None, of.refilled
         else:
-            how = of.lean if is_lean else of.whole
-            assert how is not None
+            how = of.ways[keeps]
             self._note(self._beside(index, until), running + how.peak)
             self._ran(index, of.forward_s, of.forward_flops, until)
             self.how[index], kept = how, how.num_bytes
@@ -250,7 +254,7 @@ class _Simulation:
         else:
             self._note(how.back + (of.shared if how is of.whole and self._shares(index) else 0), how.backward_peak)
             self.back_bytes[index] -= how.num_bytes - of.refilled  # what it has handed on is gone
-            if how is of.lean:
+            if how is not of.whole:
                 self._ran(index, how.again_s, how.again_flops, index)
         self.seconds += of.backward_s
         self.alive -= self.kept.pop(index) + self.inputs.pop(index, 0)

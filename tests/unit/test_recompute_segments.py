@@ -30,7 +30,7 @@ from core.placement.table import ModelPlan
 from core.runtime import start
 from core.trace.account import MemoryAccount
 from core.trace.machine import Speed
-from core.trace.segments import NAMED, Segments, runs_of
+from core.trace.segments import NAMED, Lean, Segments, runs_of
 from core.train.segments import choose_segments, described
 from tests.support import zoo
 from tests.support.accounted import accounted_step, decoder_loss
@@ -164,7 +164,7 @@ def test_gradients_are_those_of_no_recomputation_to_the_bit(name: str, mode: str
         if mode == "any":
             draw = random.Random(name)
             cases = [(BUDGET, random_segments(draw, len(once))) for _ in range(2)]
-            cases += [(BUDGET, (-2, ((1,), len(once) - 3)))]
+            cases += [(BUDGET, (Lean(2, "products"), (Lean(1, "linear"), (1,), len(once) - 4)))]
         for config, segments in cases:
             value, found, runs = step(copy.deepcopy(model), loss, config, segments)
             assert torch.equal(value, plain)
