@@ -72,10 +72,10 @@ class ParallelConfig:
     def _check_segmented(self) -> None:
         """Raises UserError for what does not have the parameters of all blocks at hand in the backward of one."""
         given = f"recompute.mode={self.recompute.mode}"
-        if self.zero == 3:
+        if self.zero == 3 and self.recompute.mode != "budget":
             raise UserError(
                 f"{given} with zero=3: it computes earlier blocks again in a block's backward, for which only that "
-                "block's parameters are gathered; use --zero 2, or --recompute.mode full"
+                "block's parameters are gathered; use --zero 2, or --recompute.mode budget or full"
             )
         if self.gemini.budget is not None:
             raise UserError(
@@ -159,7 +159,8 @@ def cut(
         table = placement(model, None, mesh, config.zero, stages=split, gemini=gemini) | table  # what it has added
     in_parts = stages is not None and SCHEDULES[config.pipeline.schedule].splits_backward
     lengths = None if split is None else [len(blocks) for blocks in split.ranges]
-    apply_recompute(model, config.recompute, in_parts=in_parts, segments=plan.recompute, lengths=lengths)
+    given = {"segments": plan.recompute, "lengths": lengths, "single": config.zero == 3}
+    apply_recompute(model, config.recompute, in_parts=in_parts, **given)
     if config.compile:
         compile_blocks(blocks_of(model))
     return table, stages, draws

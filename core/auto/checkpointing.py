@@ -118,7 +118,7 @@ class _Table:
         """Of each block, where a segment that begins with it has to end."""
         ends, end = [0] * self.count, self.count
         for index in range(self.count - 1, -1, -1):
-            ends[index] = end
+            ends[index] = index + 1 if self.chain.single else end
             if self.chain.blocks[index].begins:
                 end = index
         return ends

@@ -84,7 +84,7 @@ def estimate_chain(
                     f"recompute.mode=budget: this model's step cannot be foreseen without values "
                     f"({type(error).__name__}: {said}); use --recompute.mode full, sqrt or recursive"
                 ) from error
-    return _chain(again, whole, lean, len(blocks))
+    return replace(_chain(again, whole, lean, len(blocks)), single=parallel.zero == 3)
 
 
 def _fewer(kept: set[str]) -> list[Results]:

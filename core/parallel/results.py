@@ -4,8 +4,9 @@ The first run keeps them, in their order, and the one in the backward is handed 
 (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 5;
 `torch.utils.checkpoint` calls it selective). More than torch's:
 
-- A result behind which the block saves nothing for its backward is not kept, since the second run ends before it (the
-  last product of a transformer's block).
+- A result behind which the block saves nothing for its backward but what it was made of is not kept: nothing is made of
+  it in the second run, which mostly ends before it (the last product of a transformer's block). Where it does not
+  (functions of our own save when they are done: core.kernels.matmul on a CPU), it is computed again.
 - One that the model has changed in place since is computed again, and so is attention that draws a dropout: what draws
   behind it has to find the generator where it was.
 """
@@ -14,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from core.compat import TorchDispatchMode, alias_of, tree_leaves, tree_map_only
 from core.trace.segments import Results
@@ -27,6 +29,7 @@ _LINEAR = frozenset(
         "mkldnn::_linear_pointwise",  # what core.kernels.matmul takes on a CPU
     )
 )
+PRODUCTS = _LINEAR | {"aten::bmm", "aten::baddbmm"}
 _ATTENTION = frozenset(
     (
         *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
@@ -37,7 +40,7 @@ _ATTENTION = frozenset(
 OPERATORS: dict[Results, frozenset[str]] = {
     "attention": _ATTENTION,
     "linear": _LINEAR,
-    "products": _LINEAR | _ATTENTION | {"aten::bmm", "aten::baddbmm"},
+    "products": PRODUCTS | _ATTENTION,
 }
 """By their names, since some are registered when they are first needed."""
 
@@ -57,6 +60,7 @@ class KeptResults:
     def __init__(self, operators: frozenset[str]):
         self.operators = operators
         self._kept: deque[_Result] = deque()
+        self._made_of: list[ref[UntypedStorage]] = []  # the last one
         self._needed = 0
 
     @property
@@ -75,7 +79,9 @@ class KeptResults:
         """The hook of a tensor that is saved for the backward: what there is by then will be needed."""
 
         def hook(x: Tensor) -> Any:
-            self._needed = len(self._kept)
+            memory = x.untyped_storage()
+            is_made_of = any(storage() is memory for storage in self._made_of)
+            self._needed = max(self._needed, len(self._kept) - is_made_of)
             return save(x)
 
         return hook
@@ -84,12 +90,15 @@ class KeptResults:
         """Around the run that takes them, once."""
         return _Handing(self)
 
-    def note(self, operator: str, value: Any) -> None:
+    def note(self, operator: str, given: Any, value: Any) -> None:
         value = tree_map_only(Tensor, alias_of, value)
+        self._made_of = [ref(leaf.untyped_storage()) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         self._kept.append(_Result(operator, value, _versions(value)))
 
     def take(self, operator: str) -> Any:
-        """The next one, or None where it has changed since."""
+        """The next one, or None where it has changed since or is not kept."""
+        if not self._kept:
+            return None
         found = self._kept.popleft()
         assert found.operator == operator, f"a block computes {operator} when it runs again, and kept {found.operator}"
         return found.value if _versions(found.value) == found.versions else None
@@ -107,7 +116,7 @@ class _Keeping(TorchDispatchMode):
         kwargs = kwargs or {}
         value = func(*args, **kwargs)
         if self.results.concerns(func, args, kwargs):
-            self.results.note(func.name(), value)
+            self.results.note(func.name(), (args, kwargs), value)
         return value
 
 

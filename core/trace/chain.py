@@ -86,6 +86,7 @@ class Chain:
     head    the most that is alive beside inputs, that output and what blocks keep, while what stands behind runs
     shared  of that, what is alive only where some block does not keep everything
     least   the most that is alive in the rest of the step, such as the update: no segments change it
+    single  whether no segment may be of several blocks, since in one's backward the parameters of others are not there
     """
 
     blocks: tuple[ChainBlock, ...]
@@ -93,6 +94,7 @@ class Chain:
     head: int
     shared: int = 0
     least: int = 0
+    single: bool = False
 
 
 def textbook_chain(

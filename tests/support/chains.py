@@ -62,7 +62,8 @@ def random_chain(draw: random.Random, num_blocks: int, most: int = 6) -> Chain:
                 lean=lean,
             )
         )
-    return Chain(tuple(blocks), output=outputs[-1], head=some() + outputs[-1], least=some())
+    alone = draw.random() < 0.2
+    return Chain(tuple(blocks), output=outputs[-1], head=some() + outputs[-1], least=some(), single=alone)
 
 
 def best_seconds(chain: Chain, budget: int) -> float:
@@ -136,7 +137,7 @@ def _moves(
         if fits(of.again, running + of.refill_peak):
             yield of.refill_s, ("back", index, -1, _with(kept, index, REFILLED))
         return
-    if fits(beside, running + of.dropping_peak):
+    if (has_input or not chain.single) and fits(beside, running + of.dropping_peak):
         yield of.forward_s, ("run", index + 1, asked, kept)
     if fits(beside, running + of.whole.peak):
         yield of.forward_s, ("run", index + 1, asked, _with(kept, index, WHOLE))

@@ -279,6 +279,14 @@ def test_what_it_does_not_go_with_is_refused(options: dict[str, Any], why: str) 
         ParallelConfig(recompute=RecomputeConfig("sqrt"), **options)
 
 
+def test_segments_of_several_blocks_are_refused_where_parameters_are_not_gathered() -> None:
+    apply_recompute(net()[0], BUDGET, segments=((1,), Lean(2, "linear"), 3), single=True)
+    with pytest.raises(
+        UserError, match=r"recompute\.mode=budget with zero=3 and segments .*let each segment be of one block"
+    ):
+        apply_recompute(net()[0], BUDGET, segments=((1,), (2,), 3), single=True)
+
+
 def test_budgets_that_are_none() -> None:
     with pytest.raises(UserError, match=r"recompute\.mode=budget without one; give --recompute\.budget"):
         RecomputeConfig("budget")
