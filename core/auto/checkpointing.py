@@ -16,7 +16,9 @@ where what runs has room, else infinity. Over it stands the same for the first f
 end. This gives the best of all schedules that keep what they keep until its backward (memory persistent ones).
 
 What is more here than in the paper: the levels of `core.trace.chain`, since gradients come to be meanwhile; that the
-last block of a segment runs only as far as its backward needs; blocks that no segment goes over.
+last block of a segment runs only as far as its backward needs; blocks that no segment goes over; results of operators
+that a block keeps alone. Of a pipeline's stage what the first forward keeps is charged for each microbatch in flight,
+but to the blocks behind alone; the rest is known to the simulator.
 
 1. Sizes are rounded up to slots, and C is a table of blocks x blocks x slots. A second table has the lower quarter in
    as many slots, where memory is scarce.
@@ -100,7 +102,7 @@ class _Table:
 
     def __init__(self, chain: Chain, floor: int, unit: int, slots: int):
         self.chain, self.floor, self.unit, self.slots = chain, floor, unit, slots
-        self.count = len(chain.blocks)
+        self.count, self.flying = len(chain.blocks), chain.flying
         blocks = chain.blocks
         self.places = np.arange(slots + 1)
         self.before_s = np.concatenate([[0.0], np.cumsum([of.forward_s for of in blocks])]).astype(np.float32)
@@ -186,21 +188,24 @@ class _Table:
         of, beside = self.chain.blocks[s], self.chain.blocks[t].again
         return [self._kept(of, how, self.inner[s + 1, t], beside) for how in self.ways[s].values()]
 
-    def _kept(self, of: ChainBlock, how: Kept, rest: NDArray[np.float32], beside: int) -> NDArray[np.float32]:
-        """A block that is kept, and the rest with what is left."""
-        row = self._less(rest, how.num_bytes) + np.float32(of.forward_s + how.again_s + of.backward_s)
+    def _kept(
+        self, of: ChainBlock, how: Kept, rest: NDArray[np.float32], beside: int, times: int = 1
+    ) -> NDArray[np.float32]:
+        """A block that is kept, of so many microbatches, and the rest with what is left."""
+        kept = times * how.num_bytes
+        row = self._less(rest, kept) + np.float32(of.forward_s + how.again_s + of.backward_s)
         back = how.back + (of.shared if how is of.whole else 0)  # what is before it is not known here
-        return self._from(row, beside + how.peak, back + how.num_bytes + how.backward_peak)
+        return self._from(row, beside + how.peak, back + kept + how.backward_peak)
 
     # T.
 
     def _fill_outer(self) -> None:
         self.outer[self.count] = self._from(np.zeros(self.slots + 1, np.float32), self.chain.head)
         self.outer_charged = self.outer.copy()
-        self.outer_charged[self.count] = self._less(self.outer[self.count], self.chain.output)
+        self.outer_charged[self.count] = self._less(self.outer[self.count], self.flying * self.chain.output)
         for s in range(self.count - 1, -1, -1):
             self.outer[s] = np.minimum(self._outer_split(s).min(0), np.minimum.reduce(self._outer_kept(s)))
-            self.outer_charged[s] = self._less(self.outer[s], self.chain.blocks[s].input)
+            self.outer_charged[s] = self._less(self.outer[s], self.flying * self.chain.blocks[s].input)
 
     def _outer_split(self, s: int, places: slice = slice(None)) -> NDArray[np.float32]:
         """A row for each k = s+1 … the end of the segment."""
@@ -213,7 +218,7 @@ class _Table:
     def _outer_kept(self, s: int) -> list[NDArray[np.float32]]:
         """A row for each way in which the block can be kept."""
         of = self.chain.blocks[s]
-        return [self._kept(of, how, self.outer[s + 1], of.first) for how in self.ways[s].values()]
+        return [self._kept(of, how, self.outer[s + 1], of.first, self.flying) for how in self.ways[s].values()]
 
     # The way back.
 
@@ -245,9 +250,9 @@ class _Table:
             if splits[k] < min(kept):
                 end = s + 1 + k
                 handed = self.chain.output if end == self.count else self.chain.blocks[end].input
-                return (inner(s, s + k, m), *outer(end, m - self._slots(handed)))
+                return (inner(s, s + k, m), *outer(end, m - self._slots(self.flying * handed)))
             keeps, how = list(self.ways[s].items())[kept.index(min(kept))]
-            return _joined(keeps, outer(s + 1, m - self._slots(how.num_bytes)))
+            return _joined(keeps, outer(s + 1, m - self._slots(self.flying * how.num_bytes)))
 
         return [outer(0, int(m)) for m in faster]
 

@@ -77,7 +77,8 @@ def estimate_chain(
                 if not parallel.compile:  # of which no part runs again alone
                     products = steps(Lean(len(blocks), "products"))
                     lean = {keeps: steps(Lean(len(blocks), keeps)) for keeps in _fewer(chain.kept)}
-                    lean |= {"products": products} if chain.kept else {}
+                    if chain.kept:
+                        lean["products"] = products
             except RuntimeError as error:
                 said = next(iter(str(error).splitlines()), "")
                 raise UserError(
@@ -219,7 +220,8 @@ def _chain(again: _Steps, whole: _Steps, lean: dict[Results, _Steps], num_blocks
     every = [again, whole, *lean.values()]
     levels = [[_Levels(steps, events, num_blocks) for events in steps.microbatches] for steps in every]
     microbatches = [
-        _Microbatch(inputs, output, *of[:2], dict(zip(lean, of[2:], strict=True))) for of in zip(*levels, strict=True)
+        _Microbatch(inputs, output, of_again, of_whole, dict(zip(lean, of_lean, strict=True)))
+        for of_again, of_whole, *of_lean in zip(*levels, strict=True)
     ]
     blocks = [
         replace(_most([of.block(k) for of in microbatches]), begins=k > 0 and not again.passed[k])

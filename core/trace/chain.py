@@ -12,7 +12,7 @@ forward begins, when it runs again, when its backward begins. The rest is counte
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.trace.segments import Lean, Results, Segments, size_of
 
@@ -87,6 +87,7 @@ class Chain:
     shared  of that, what is alive only where some block does not keep everything
     least   the most that is alive in the rest of the step, such as the update: no segments change it
     single  whether no segment may be of several blocks, since in one's backward the parameters of others are not there
+    flying  microbatches of a pipeline's stage of which a forward has run and no backward, at the fullest moment
     """
 
     blocks: tuple[ChainBlock, ...]
@@ -95,6 +96,35 @@ class Chain:
     shared: int = 0
     least: int = 0
     single: bool = False
+    flying: int = 1
+
+
+def stage_of(chain: Chain, blocks: range, flying: int) -> Chain:
+    """The chain of a pipeline's stage, cut out of that of the whole model.
+
+    Its levels are counted from the least of them: what is alive beside on the rank that has it, is not known here.
+    """
+    own = chain.blocks[blocks.start : blocks.stop]
+    base = min(min(of.first, of.again, *(how.back for how in of.ways.values())) for of in own)
+
+    def lower(how: Kept) -> Kept:
+        return replace(how, back=how.back - base)
+
+    lowered = [
+        replace(
+            of,
+            first=of.first - base,
+            again=of.again - base,
+            whole=lower(of.whole),
+            lean={keeps: lower(how) for keeps, how in of.lean.items()},
+        )
+        for of in own
+    ]
+    lowered[0] = replace(lowered[0], input=0, begins=False)  # it is received, and alive anyway
+    is_last = blocks.stop == len(chain.blocks)
+    output = chain.output if is_last else chain.blocks[blocks.stop].input
+    head, shared = (chain.head - base, chain.shared) if is_last else (0, 0)
+    return Chain(tuple(lowered), output, head, shared, single=chain.single, flying=flying)
 
 
 def textbook_chain(
@@ -140,7 +170,8 @@ def textbook_chain(
 class Simulated:
     """A step of a chain.
 
-    peak_bytes      the most alive at once; forward_bytes: what is kept of the chain when its forward ends
+    peak_bytes      the most alive at once; forward_bytes: what is kept of the chain when its forward ends, of each
+                    microbatch in flight
     seconds         of its blocks: forwards, repeated forwards, backwards
     again_s, again_flops   those of the repeated forwards alone
     runs            of each block, how often its forward ran
@@ -171,7 +202,7 @@ class _Simulation:
         self.alive = 0  # bytes of both
         self.how: dict[int, Kept | None] = {}  # None: refilled
         self.segments: dict[int, Segments] = {}
-        self.peak, self.seconds, self.again_s, self.again_flops = chain.least, 0.0, 0.0, 0.0
+        self.peak, self.seconds, self.again_s, self.again_flops = 0, 0.0, 0.0, 0.0
         self.runs, self.back_bytes = [0] * len(chain.blocks), [0] * len(chain.blocks)
 
     def run(self, segments: Segments) -> Simulated:
@@ -180,7 +211,9 @@ class _Simulation:
         forward = self.alive
         nobody_shares = all(how is of.whole for how, of in zip(map(self.how.get, range(last + 1)), self.blocks))
         head = self.chain.head - (self.chain.shared if nobody_shares else 0)
-        self._note(head, 0 if last in self.kept else self.chain.output)
+        handed_on = 0 if last in self.kept else self.chain.output
+        others = (self.chain.flying - 1) * (forward + handed_on)
+        self._note(head, handed_on)
         for index in range(last, -1, -1):
             if index not in self.kept:
                 begin = max(self.segments)
@@ -188,7 +221,9 @@ class _Simulation:
             self._back(index)
         assert self.alive == 0
         sums = self.seconds, self.again_s, self.again_flops
-        return Simulated(self.peak, forward, *sums, tuple(self.runs), tuple(self.back_bytes))
+        return Simulated(
+            max(self.chain.least, self.peak + others), forward, *sums, tuple(self.runs), tuple(self.back_bytes)
+        )
 
     def _note(self, beside: int, more: int) -> None:
         self.peak = max(self.peak, beside + self.alive + more)

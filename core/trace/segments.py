@@ -116,15 +116,27 @@ def check_segments(segments: Any, num_blocks: int) -> Segments:
     return found
 
 
+def of_blocks(segments: Segments, blocks: range) -> Segments:
+    """The segments of some of the blocks."""
+    found: list[int | Lean | Segments] = []
+    index = 0
+    for item in segments:
+        size = size_of(item)
+        own = range(max(0, blocks.start - index), min(size, blocks.stop - index))
+        if own:
+            found.append(_part(item, own))
+        index += size
+    return tuple(found)
+
+
+def _part(item: int | Lean | Segments, blocks: range) -> int | Lean | Segments:
+    if isinstance(item, Lean):
+        return replace(item, blocks=len(blocks))
+    return len(blocks) if isinstance(item, int) else of_blocks(item, blocks)
+
+
 def first_blocks(segments: Segments, num_blocks: int) -> Segments:
     """The segments of the first blocks alone; what they do not reach keeps everything."""
-    found: list[int | Lean | Segments] = []
-    left = num_blocks
-    for item in segments:
-        size = min(size_of(item), left)
-        if size and isinstance(item, Lean):
-            found.append(replace(item, blocks=size))
-        elif size:
-            found.append(size if isinstance(item, int) else first_blocks(item, size))
-        left -= size
-    return (*found, left) if left else tuple(found)
+    found = of_blocks(segments, range(num_blocks))
+    left = num_blocks - num_blocks_of(found)
+    return (*found, left) if left else found

@@ -82,9 +82,13 @@ def weight(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (batch["targets"] != -100).sum().double()
 
 
+class _Config(TrainConfig):
+    CHOOSES_SEGMENTS = True  # a case says them
+
+
 def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
-    config = TrainConfig(
+    config = _Config(
         **vars(case.parallel) | {"gemini": GeminiConfig(case.budget)},
         mesh=case.mesh,
         steps=case.steps,

@@ -17,6 +17,7 @@ from core.trace.segments import (
     first_blocks,
     is_kept,
     num_blocks_of,
+    of_blocks,
     recursive_segments,
     runs_of,
     size_of,
@@ -79,6 +80,7 @@ def test_blocks_that_keep_results_run_again_once() -> None:
 
 def test_segments_are_counted_and_cut() -> None:
     assert first_blocks((Lean(3, "linear"), 1), 2) == (Lean(2, "linear"),)
+    assert of_blocks((Lean(3, "linear"), 2, ((1,), 1)), range(2, 6)) == (Lean(1, "linear"), 2, ((1,),))
     segments: Segments = (2, (((1,), 1), 3), ((1,),))
     assert num_blocks_of(segments) == 8
     assert runs_of(segments) == [1, 1, 4, 3, 2, 2, 2, 2]
