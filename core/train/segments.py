@@ -1,7 +1,7 @@
 """What a run in mode budget computes again: chosen before it starts, alike on every rank, by a trace of its step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -72,8 +72,9 @@ class _Step:
 
     def chain(self) -> Chain:
         """That of the whole model, on one stage."""
-        mesh, parallel = replace(self.mesh, pp=1), replace(self.parallel, pipeline=PipelineConfig())
-        given = self.model, self.loss, mesh, parallel, self.speed, self.plan, self.optimizer, self.num_microbatches
+        mesh, own = replace(self.mesh, pp=1), {f.name: getattr(self.parallel, f.name) for f in fields(ParallelConfig)}
+        alone = ParallelConfig(**own | {"pipeline": PipelineConfig()})
+        given = self.model, self.loss, mesh, alone, self.speed, self.plan, self.optimizer, self.num_microbatches
         return estimate_chain(*given)
 
     def of_stages(self, budget: int) -> Checkpointing:
