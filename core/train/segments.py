@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -72,7 +72,8 @@ class _Step:
 
     def chain(self) -> Chain:
         """That of the whole model, on one stage."""
-        mesh, own = replace(self.mesh, pp=1), {f.name: getattr(self.parallel, f.name) for f in fields(ParallelConfig)}
+        own: dict[str, Any] = {f.name: getattr(self.parallel, f.name) for f in fields(ParallelConfig)}
+        mesh = replace(self.mesh, pp=1)
         alone = ParallelConfig(**own | {"pipeline": PipelineConfig()})
         given = self.model, self.loss, mesh, alone, self.speed, self.plan, self.optimizer, self.num_microbatches
         return estimate_chain(*given)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from core.auto.checkpointing import fastest, frontier
-from core.trace.chain import Chain, simulate, textbook_chain
+from core.trace.chain import Chain, simulate, stage_of, textbook_chain
 from core.trace.segments import (
     NAMED,
     Lean,
@@ -96,9 +96,13 @@ def test_what_are_no_segments_of_two_blocks(segments) -> None:
         check_segments(segments, 2)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_frontier_is_the_best_of_all_schedules(seed: int) -> None:
-    agrees(random.Random(seed), num_blocks=1 + seed % 4)
+TELLING = [(0, 3), (21, 3), (24, 3), (2, 4), (5, 4), (9, 4), (17, 4), (20, 4), (22, 4)]
+"""Where blocks that run again keep results alone, or where no segment may be of several."""
+
+
+@pytest.mark.parametrize(("seed", "num_blocks"), [*((seed, 1 + seed % 4) for seed in range(8)), *TELLING])
+def test_the_frontier_is_the_best_of_all_schedules(seed: int, num_blocks: int) -> None:
+    agrees(random.Random(seed), num_blocks)
 
 
 @pytest.mark.soak
@@ -168,6 +172,19 @@ def test_what_is_counted_of_segments_is_what_the_simulator_runs(seed: int) -> No
     step = simulate(unit_chain(7), segments)
     assert step.runs == tuple(runs_of(segments))
     assert step.again_s == sum(step.runs) - 7
+
+
+@pytest.mark.parametrize("segments", [(5,), ((1,), (1,), (1,), (1,), (1,)), ((2,), Lean(1, "linear"), 2)])
+def test_each_microbatch_in_flight_holds_what_a_forward_leaves(segments: Segments) -> None:
+    chain = unit_chain(7)
+    stage = stage_of(chain, range(1, 6), flying=3)
+    assert [of.input for of in stage.blocks] == [0, 1, 1, 1, 1]
+    alone, three = simulate(replace(stage, flying=1), segments), simulate(stage, segments)
+    handed_on = 0 if is_kept(segments)[-1] else stage.output
+    assert three.peak_bytes == alone.peak_bytes + 2 * (alone.forward_bytes + handed_on)
+    assert (three.runs, three.seconds) == (alone.runs, alone.seconds)
+    peaks = [choice.peak_bytes for choice in frontier(stage)]
+    assert peaks[0] < peaks[-1] == simulate(stage, (5,)).peak_bytes
 
 
 def test_a_chain_of_one_block_and_of_none() -> None:
