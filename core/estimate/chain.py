@@ -76,7 +76,8 @@ def estimate_chain(
                 again, whole, lean = steps(*single), steps(len(blocks)), dict[Results, _Steps]()
                 if not parallel.compile:  # of which no part runs again alone
                     products = steps(Lean(len(blocks), "products"))
-                    lean = {keeps: steps(Lean(len(blocks), keeps)) for keeps in _fewer(chain.kept)}
+                    for keeps in _fewer(chain.kept):
+                        lean[keeps] = steps(Lean(len(blocks), keeps))
                     if chain.kept:
                         lean["products"] = products
             except RuntimeError as error:
