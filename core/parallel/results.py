@@ -25,7 +25,7 @@ from core.trace.segments import Results
 _LINEAR = frozenset(
     (
         *("aten::mm", "aten::addmm", "aten::convolution"),
-        "aten::_grouped_mm",  # what core.nn.experts takes on a GPU
+        *("aten::_grouped_mm", "megalith::grouped_matmul"),  # what core.nn.experts takes on a GPU
         "mkldnn::_linear_pointwise",  # what core.kernels.matmul takes on a CPU
     )
 )

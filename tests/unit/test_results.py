@@ -41,12 +41,17 @@ def attend(x: Tensor, weight: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x * weight, x, x)
 
 
+def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    return F.grouped_mm(x.bfloat16(), weight.bfloat16(), offs=torch.tensor([4, 8], dtype=torch.int32)).float()
+
+
 PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...], Results]] = {
     "aten::mm": (torch.mm, (4, 4), (4, 4), "linear"),
     "aten::addmm": (lambda x, w: F.linear(x, w, w[0]), (4, 4), (4, 4), "linear"),
     "aten::bmm": (torch.bmm, (2, 4, 4), (2, 4, 4), "products"),
     "aten::baddbmm": (lambda x, w: torch.baddbmm(w, x, w), (2, 4, 4), (2, 4, 4), "products"),
     "aten::convolution": (F.conv2d, (1, 2, 5, 5), (2, 2, 3, 3), "linear"),
+    "aten::_grouped_mm": (grouped, (8, 16), (2, 16, 16), "linear"),
     "aten::_scaled_dot_product_flash_attention_for_cpu": (attend, (1, 2, 8, 8), (8,), "attention"),
 }
 
