@@ -70,7 +70,7 @@ def best_seconds(chain: Chain, budget: int) -> float:
     """The least time of a step in so many bytes; infinity where there is none.
 
     Tries all memory persistent schedules: whenever a block runs it may keep nothing, its input, results of operators,
-    or everything, and that stays until its backward; a run again may begin with any block whose input is there.
+    or everything, and that stays until its backward; a run again begins with the nearest block whose input is there.
     """
     last = len(chain.blocks) - 1
     if chain.least > budget:
@@ -119,6 +119,7 @@ def _moves(
                 return
             if kept[begin] == INPUT or _is_kept(kept, begin - 1):
                 yield 0.0, ("run", begin, index, _with(kept, begin, INPUT))
+                return
         return
     if index > last:
         if fits(chain.head, 0 if _is_kept(kept, last) else chain.output):
