@@ -74,7 +74,7 @@ class _Step:
         """That of the whole model, on one stage."""
         own: dict[str, Any] = {f.name: getattr(self.parallel, f.name) for f in fields(ParallelConfig)}
         mesh = replace(self.mesh, pp=1)
-        alone = ParallelConfig(**own | {"pipeline": PipelineConfig()})
+        alone = ParallelConfig(**{**own, "pipeline": PipelineConfig()})
         given = self.model, self.loss, mesh, alone, self.speed, self.plan, self.optimizer, self.num_microbatches
         return estimate_chain(*given)
 
