@@ -10,7 +10,7 @@ gradients that it makes, of buckets and messages between.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -230,7 +230,21 @@ def _chain(again: _Steps, whole: _Steps, lean: dict[Results, _Steps], num_blocks
     ]
     least = max(steps.least for steps in every)
     head, shared = max(of.head for of in microbatches), min(of.shared for of in microbatches)
-    return Chain(tuple(blocks), output, head, shared, least)
+    return Chain(tuple(_with_shared(blocks)), output, head, shared, least)
+
+
+def _with_shared(blocks: Sequence[ChainBlock]) -> list[ChainBlock]:
+    """Count what blocks share to the last of them, where another chain begins behind it.
+
+    The levels of that one are beside the share, which is gone where all have kept everything; of the last, whether
+    others have is not known.
+    """
+    found, shared = list(blocks), 0
+    for index, (of, behind) in enumerate(pairwise(blocks)):
+        shared = max(shared, of.shared) if not of.begins else of.shared
+        if behind.begins:
+            found[index] = replace(of, whole=replace(of.whole, num_bytes=of.whole.num_bytes + shared))
+    return found
 
 
 def _most(values: Sequence[Any]) -> Any:
