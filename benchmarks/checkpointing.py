@@ -6,15 +6,19 @@ the same weights on the same batch: a forward, a backward, all gradients.
 torch    AOTAutograd's graphs (backend aot_eager), cut by `torch._functorch.config.activation_memory_budget`: of the
          operators' results a knapsack keeps the most expensive ones that fit the budget
 ours     the model as it is, eager, with the segments of `core.auto.checkpointing`
+solver   seconds of the trace of a deeper model of such blocks, and of the dynamic programme over it
 
 Memory is the bytes of all tensors that are alive at once, counted (`core.trace.account`); time is FLOPs of products as
 torch counts them, what is computed again beyond the plain step's. For every budget of torch's ours are the segments of
-the frontier that compute no more again. Gradients of all are compared with the plain step's.
+the frontier that compute no more again. Gradients of all are compared with the plain step's. Seconds of a step are the
+least of some, ours and torch's in turn; the frontier's time is FLOPs alone, so that both are asked for the same.
 """
 
+import math
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
-from core.auto.checkpointing import Checkpointing, frontier
+from core.auto.checkpointing import SLOTS, frontier
 from core.compose import ParallelConfig
 from core.config import run_command
 from core.estimate.chain import estimate_chain
@@ -33,12 +37,14 @@ from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.trace.account import MemoryAccount
+from core.trace.chain import Chain
 from core.trace.machine import Speed
 from core.trace.segments import Segments
 
 SEED = 0
 VOCABULARY = 512
 LOWER_PEAK = 0.8  # of torch's, at no more recomputed FLOPs
+ROUNDS = 3
 REPORTED = (0.05, 0.1, 0.15)
 """Budgets of torch at which its peak was reported to rise as they fall (pytorch issue 197838)."""
 PRODUCTS = Speed(1.0, float("inf"))
@@ -53,13 +59,15 @@ class Sizes:
     rows: int
     length: int
     budgets: tuple[float, ...]
+    deep: int
+    """blocks of the chain that the solver is timed on"""
 
 
 def sizes_of(options: Options) -> Sizes:
     if options.quick:
-        return Sizes(4, 32, 2, 2, 32, (0.05, 0.5))
+        return Sizes(4, 32, 2, 2, 32, (0.05, 0.5), deep=8)
     every = tuple(n / 20 for n in range(20)) if options.full else (*REPORTED, 0.2, 0.3, 0.5, 0.7, 0.9)
-    return Sizes(12, 128, 4, 8, 256, every)
+    return Sizes(12, 128, 4, 8, 256, every, deep=96)
 
 
 class Block(nn.Module):
@@ -97,13 +105,22 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
+    """again: another step, which takes its time; least_s: the least that one has taken"""
+
     peak_bytes: int
     flops: int
     gradients: list[Tensor]
+    again: Callable[[], None]
+    least_s: float = math.inf
 
 
 def step_of(model: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor) -> Step:
     """A forward and a backward, counted, and another for its FLOPs; the gradients are taken from the model."""
+
+    def again() -> None:
+        model.zero_grad(set_to_none=True)
+        run(ids).backward()
+
     with FlopCounterMode(display=False) as flops:
         run(ids).backward()
     model.zero_grad(set_to_none=True)
@@ -112,7 +129,18 @@ def step_of(model: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor) -> S
         run(ids).backward()
     found = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None for gradient in found)
-    return Step(account.peak_bytes, flops.get_total_flops(), found)  # pyright: ignore[reportArgumentType]
+    return Step(account.peak_bytes, flops.get_total_flops(), found, again)  # pyright: ignore[reportArgumentType]
+
+
+def in_turn(*steps: Step) -> list[Step]:
+    """The steps with the seconds that they take."""
+    least = [step.least_s for step in steps]
+    for _ in range(ROUNDS):
+        for index, step in enumerate(steps):
+            begin = time.perf_counter()
+            step.again()
+            least[index] = min(least[index], time.perf_counter() - begin)
+    return [replace(step, least_s=seconds) for step, seconds in zip(steps, least, strict=True)]
 
 
 def model_of(sizes: Sizes) -> Loss:
@@ -137,7 +165,7 @@ def with_segments(sizes: Sizes, ids: Tensor, segments: Segments | None) -> Step:
     return step_of(model, model, ids)
 
 
-def choices_of(sizes: Sizes) -> list[Checkpointing]:
+def chain_of(sizes: Sizes) -> Chain:
     with torch.device("meta"):
         model = model_of(sizes)
 
@@ -146,15 +174,27 @@ def choices_of(sizes: Sizes) -> list[Checkpointing]:
 
     parallel = ParallelConfig(recompute=RecomputeConfig("budget", budget="1GiB"))
     stateless = OptimConfig("sgd")
-    return frontier(estimate_chain(model, loss, MeshConfig().resolve(1), parallel, PRODUCTS, optimizer=stateless))
+    return estimate_chain(model, loss, MeshConfig().resolve(1), parallel, PRODUCTS, optimizer=stateless)
+
+
+def solver(sizes: Sizes) -> Row:
+    begin = time.perf_counter()
+    chain = chain_of(replace(sizes, layers=sizes.deep))
+    traced = time.perf_counter()
+    frontier(chain)
+    seconds = {"trace": Number(traced - begin, "s"), "programme": Number(time.perf_counter() - traced, "s")}
+    return Row({"contender": "solver", "budget": f"{sizes.deep} blocks, {SLOTS} slots"}, seconds)
 
 
 def measure(options: Options) -> Measured:
     sizes = sizes_of(options)
     ids = torch.randint(0, VOCABULARY, (sizes.rows, sizes.length), generator=torch.Generator().manual_seed(SEED))
-    plain, choices = with_segments(sizes, ids, None), choices_of(sizes)
+    (plain,) = in_turn(with_segments(sizes, ids, None))
+    choices = frontier(chain_of(sizes))
     measured: dict[Segments, Step] = {}
-    figures = [_row("no recomputation", "", plain, plain)]
+    figures = [_row("no recomputation", "", plain, plain), solver(sizes)]
+    for row in figures:
+        options.kept(row)
     targets = []
     for budget in sorted(sizes.budgets, reverse=True):
         theirs = with_torch(sizes, ids, budget)
@@ -164,7 +204,8 @@ def measure(options: Options) -> Measured:
         if found.segments not in measured:
             measured[found.segments] = with_segments(sizes, ids, found.segments)
             _check(measured[found.segments], plain, f"segments {found.segments}")
-        ours = measured[found.segments]
+        theirs, ours = in_turn(theirs, measured[found.segments])
+        measured[found.segments] = ours
         figures += [_row("torch", str(budget), theirs, plain), _row("ours", f"as torch at {budget}", ours, plain)]
         for row in figures[-2:]:
             options.kept(row)
@@ -186,6 +227,7 @@ def _row(contender: str, budget: str, step: Step, plain: Step) -> Row:
             "peak": Number(step.peak_bytes / 2**20, "MiB"),
             "of the plain step's": Number(100 * step.peak_bytes / plain.peak_bytes, "%"),
             "recomputed": Number(100 * (step.flops - plain.flops) / plain.flops, "% of FLOPs"),
+            "step": Number(step.least_s, "s"),
         },
     )
 
@@ -207,6 +249,7 @@ BENCHMARK = Benchmark(
         "core/auto/checkpointing.py",
         "core/estimate/chain.py",
         "core/parallel/recompute_chain.py",
+        "core/parallel/results.py",
         "core/trace/chain.py",
         "benchmarks/checkpointing.py",
     ),

@@ -196,6 +196,12 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 _VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 
 
+def alias_of(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, inside a dispatch mode: it is written to as the first one is, and counts that."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def num_holders(memory: torch.UntypedStorage) -> int | None:
     """The number of tensors and names that hold a storage; None where torch does not count."""
     count = getattr(torch._C, "_storage_Use_Count", None)

@@ -72,10 +72,15 @@ class ParallelConfig:
     def _check_segmented(self) -> None:
         """Raises UserError for what does not have the parameters of all blocks at hand in the backward of one."""
         given = f"recompute.mode={self.recompute.mode}"
-        if self.zero == 3:
+        if self.zero == 3 and self.recompute.mode != "budget":
             raise UserError(
                 f"{given} with zero=3: it computes earlier blocks again in a block's backward, for which only that "
-                "block's parameters are gathered; use --zero 2, or --recompute.mode full"
+                "block's parameters are gathered; use --zero 2, or --recompute.mode budget or full"
+            )
+        if self.gemini.budget is not None and self.recompute.mode == "budget":
+            raise UserError(
+                f"{given} with gemini.budget={self.gemini.budget}: both say what a device may hold, and Gemini moves "
+                "parameters until what blocks keep fits; leave one of them out, or use --recompute.mode full"
             )
         if self.gemini.budget is not None:
             raise UserError(
@@ -93,10 +98,7 @@ class ParallelConfig:
                 )
             return
         if self.recompute.mode == "budget":
-            raise UserError(
-                f"recompute.mode=budget with mesh.pp={num_ranks}: a stage holds several microbatches at once, and the "
-                "budget is reckoned for one; use --recompute.mode full, sqrt or recursive, or --mesh.pp 1"
-            )
+            self._check_budget_of_stages()
         given = {"zero=3": self.zero == 3, "compile": self.compile}
         for option, why in SCHEDULES[name].refuses.items():
             if given.get(option):
@@ -105,6 +107,20 @@ class ParallelConfig:
                     f"{option} with pipeline.schedule={name}: {why}; use --pipeline.schedule 1f1b or interleaved, "
                     f"or {nearest}"
                 )
+
+    def _check_budget_of_stages(self) -> None:
+        """Raises UserError for pipelines whose stages' memory mode budget cannot divide."""
+        given, spec = "recompute.mode=budget with pipeline", SCHEDULES[self.pipeline.schedule]
+        if spec.splits_backward or self.pipeline.stages_per_rank > 1:
+            raise UserError(
+                f"{given}.schedule={self.pipeline.schedule}: it reckons with one stage a rank, and a backward in one "
+                "part; use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
+            )
+        if self.pipeline.cost == "measured" and not self.pipeline.split:
+            raise UserError(
+                f"{given}.cost=measured: what is computed again is chosen before the blocks are timed; leave the cost "
+                "out, or give --pipeline.split"
+            )
 
 
 def parallelize(
@@ -159,7 +175,8 @@ def cut(
         table = placement(model, None, mesh, config.zero, stages=split, gemini=gemini) | table  # what it has added
     in_parts = stages is not None and SCHEDULES[config.pipeline.schedule].splits_backward
     lengths = None if split is None else [len(blocks) for blocks in split.ranges]
-    apply_recompute(model, config.recompute, in_parts=in_parts, segments=plan.recompute, lengths=lengths)
+    given = {"segments": plan.recompute, "lengths": lengths, "single": config.zero == 3}
+    apply_recompute(model, config.recompute, in_parts=in_parts, **given)
     if config.compile:
         compile_blocks(blocks_of(model))
     return table, stages, draws

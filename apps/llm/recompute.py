@@ -11,6 +11,8 @@ from apps.llm.foreign import ForeignModel
 from apps.llm.loss import token_loss
 from apps.llm.residency import microbatch
 from core.auto.checkpointing import Checkpointing
+from core.estimate import RunShape, decoder_shape
+from core.estimate.pipeline import stage_costs
 from core.mesh import MeshConfig
 from core.models.decoder import Decoder
 from core.models.plan import decoder_plan
@@ -23,7 +25,8 @@ class OwnModel:
 
     def __init__(self, config: PretrainConfig):
         self._config, self.num_parameters = config, config.model.num_parameters()
-        self.plan = decoder_plan(config.model, check_combination(config))
+        run = RunShape(microbatch_size=1, sequence_length=config.data.sequence_length)
+        self.plan = decoder_plan(config.model, check_combination(config), stage_costs(decoder_shape(config.model), run))
 
     def build(self) -> nn.Module:
         with torch.device("meta"):

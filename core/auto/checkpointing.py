@@ -9,13 +9,16 @@ Rotor. In m bytes, blocks s … t, whose input is there, are computed and taken 
         sum of f_s … f_k-1 + C(k, t, m - a_k) + C(s, k-1, m)   for k = s+1 … t: of s … k-1 nothing is kept but the input
                                                        of s; that of k is, and when k … t are done s … k-1 run again
         f_s + C(s+1, t, m - w_s) + b_s                 s keeps everything, w_s
-                                                       (in T also: the results of products, and computes the rest again)
+        f_s + C(s+1, t, m - v_s) + u_s + b_s           s keeps results of operators, v_s, and computes the rest again
+                                                       in u_s (a line for each of `core.trace.segments.Results`)
 
 where what runs has room, else infinity. Over it stands the same for the first forward, T(s, m), with the head at its
 end. This gives the best of all schedules that keep what they keep until its backward (memory persistent ones).
 
 What is more here than in the paper: the levels of `core.trace.chain`, since gradients come to be meanwhile; that the
-last block of a segment runs only as far as its backward needs; blocks that no segment goes over.
+last block of a segment runs only as far as its backward needs; blocks that no segment goes over; results of operators
+that a block keeps alone. Of a pipeline's stage what the first forward keeps is charged for each microbatch in flight,
+but to the blocks behind alone; the rest is known to the simulator.
 
 1. Sizes are rounded up to slots, and C is a table of blocks x blocks x slots. A second table has the lower quarter in
    as many slots, where memory is scarce.
@@ -33,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.trace.chain import Chain, ChainBlock, Kept, Simulated, simulate
-from core.trace.segments import Segments
+from core.trace.segments import Lean, Results, Segments
 
 SLOTS = 500
 """For the bytes between the least that a step takes and the most."""
@@ -63,7 +66,7 @@ def frontier(chain: Chain, slots: int = SLOTS) -> list[Checkpointing]:
     floor = min(
         least,
         chain.head - chain.shared,
-        *(min(of.first, of.again, *(how.back for how in _ways(of))) for of in chain.blocks),
+        *(min(of.first, of.again, *(how.back for how in of.ways.values())) for of in chain.blocks),
     )
     for span in dict.fromkeys((most - least, (most - least) // 4)):
         whole = least + span - floor
@@ -84,18 +87,13 @@ def fastest(choices: Sequence[Checkpointing], budget_bytes: int) -> Checkpointin
     return next((choice for choice in reversed(choices) if choice.peak_bytes <= budget_bytes), None)
 
 
-def _ways(of: ChainBlock) -> list[Kept]:
-    """All in which a block can be kept."""
-    return [of.whole] if of.lean is None else [of.whole, of.lean]
-
-
 def _least_bytes(chain: Chain) -> int:
     """What a step takes at least, whatever is kept."""
     levels = [chain.least, chain.head - chain.shared]
     for of in chain.blocks:
-        levels.append(of.first + min(of.dropping_peak, *(how.peak for how in _ways(of))))
+        levels.append(of.first + min(of.dropping_peak, *(how.peak for how in of.ways.values())))
         again = of.again + max(of.refill_peak, of.refilled + of.refilled_peak)
-        levels.append(min(again, *(how.back + how.num_bytes + how.backward_peak for how in _ways(of))))
+        levels.append(min(again, *(how.back + how.num_bytes + how.backward_peak for how in of.ways.values())))
     return max(levels)
 
 
@@ -104,10 +102,11 @@ class _Table:
 
     def __init__(self, chain: Chain, floor: int, unit: int, slots: int):
         self.chain, self.floor, self.unit, self.slots = chain, floor, unit, slots
-        self.count = len(chain.blocks)
+        self.count, self.flying = len(chain.blocks), chain.flying
         blocks = chain.blocks
         self.places = np.arange(slots + 1)
         self.before_s = np.concatenate([[0.0], np.cumsum([of.forward_s for of in blocks])]).astype(np.float32)
+        self.ways = [_best_ways(of) for of in blocks]
         self.ends = self._ends()
         self.dropping, self.outer_dropping = self._dropping()
         shape = (self.count + 1, self.count + 1, slots + 1)
@@ -121,7 +120,7 @@ class _Table:
         """Of each block, where a segment that begins with it has to end."""
         ends, end = [0] * self.count, self.count
         for index in range(self.count - 1, -1, -1):
-            ends[index] = end
+            ends[index] = index + 1 if self.chain.single else end
             if self.chain.blocks[index].begins:
                 end = index
         return ends
@@ -164,7 +163,11 @@ class _Table:
             for s in range(self.count - length + 1):
                 t = s + length - 1
                 if t < self.ends[s]:
-                    row = self._single(s) if s == t else np.minimum(self._split(s, t).min(0), self._whole(s, t))
+                    row = (
+                        self._single(s)
+                        if s == t
+                        else np.minimum(self._split(s, t).min(0), np.minimum.reduce(self._inner_kept(s, t)))
+                    )
                     self.inner[s, t] = row
                     self.charged[s, t] = self._less(row, self.chain.blocks[s].input)
 
@@ -180,25 +183,29 @@ class _Table:
         room = self._levels(self.dropping[s][: t - s] + self.chain.blocks[t].again)
         return np.where(self.places[None, places] < room[:, None], np.float32(np.inf), found)
 
-    def _whole(self, s: int, t: int) -> NDArray[np.float32]:
+    def _inner_kept(self, s: int, t: int) -> list[NDArray[np.float32]]:
+        """A row for each way in which s can be kept."""
         of, beside = self.chain.blocks[s], self.chain.blocks[t].again
-        return self._kept(of, of.whole, self.inner[s + 1, t], beside)
+        return [self._kept(of, how, self.inner[s + 1, t], beside) for how in self.ways[s].values()]
 
-    def _kept(self, of: ChainBlock, how: Kept, rest: NDArray[np.float32], beside: int) -> NDArray[np.float32]:
-        """A block that is kept, and the rest with what is left."""
-        row = self._less(rest, how.num_bytes) + np.float32(of.forward_s + how.again_s + of.backward_s)
+    def _kept(
+        self, of: ChainBlock, how: Kept, rest: NDArray[np.float32], beside: int, times: int = 1
+    ) -> NDArray[np.float32]:
+        """A block that is kept, of so many microbatches, and the rest with what is left."""
+        kept = times * how.num_bytes
+        row = self._less(rest, kept) + np.float32(of.forward_s + how.again_s + of.backward_s)
         back = how.back + (of.shared if how is of.whole else 0)  # what is before it is not known here
-        return self._from(row, beside + how.peak, back + how.num_bytes + how.backward_peak)
+        return self._from(row, beside + how.peak, back + kept + how.backward_peak)
 
     # T.
 
     def _fill_outer(self) -> None:
         self.outer[self.count] = self._from(np.zeros(self.slots + 1, np.float32), self.chain.head)
         self.outer_charged = self.outer.copy()
-        self.outer_charged[self.count] = self._less(self.outer[self.count], self.chain.output)
+        self.outer_charged[self.count] = self._less(self.outer[self.count], self.flying * self.chain.output)
         for s in range(self.count - 1, -1, -1):
             self.outer[s] = np.minimum(self._outer_split(s).min(0), np.minimum.reduce(self._outer_kept(s)))
-            self.outer_charged[s] = self._less(self.outer[s], self.chain.blocks[s].input)
+            self.outer_charged[s] = self._less(self.outer[s], self.flying * self.chain.blocks[s].input)
 
     def _outer_split(self, s: int, places: slice = slice(None)) -> NDArray[np.float32]:
         """A row for each k = s+1 … the end of the segment."""
@@ -211,7 +218,7 @@ class _Table:
     def _outer_kept(self, s: int) -> list[NDArray[np.float32]]:
         """A row for each way in which the block can be kept."""
         of = self.chain.blocks[s]
-        return [self._kept(of, how, self.outer[s + 1], of.first) for how in _ways(of)]
+        return [self._kept(of, how, self.outer[s + 1], of.first, self.flying) for how in self.ways[s].values()]
 
     # The way back.
 
@@ -224,13 +231,14 @@ class _Table:
         def inner(s: int, t: int, m: int) -> Segments:
             if s == t:
                 return (1,)
-            of = self.chain.blocks[s]
             splits = self._split(s, t, slice(m, m + 1))[:, 0]
             k = int(splits.argmin())
-            if splits[k] < self._whole(s, t)[m]:
+            kept = [float(row[m]) for row in self._inner_kept(s, t)]
+            if splits[k] < min(kept):
                 rest = inner(s + 1 + k, t, m - self._slots(self.chain.blocks[s + 1 + k].input))
                 return (inner(s, s + k, m), *rest)
-            return _joined(1, inner(s + 1, t, m - self._slots(of.whole.num_bytes)))
+            keeps, how = list(self.ways[s].items())[kept.index(min(kept))]
+            return _joined(keeps, inner(s + 1, t, m - self._slots(how.num_bytes)))
 
         @cache
         def outer(s: int, m: int) -> Segments:
@@ -242,16 +250,31 @@ class _Table:
             if splits[k] < min(kept):
                 end = s + 1 + k
                 handed = self.chain.output if end == self.count else self.chain.blocks[end].input
-                return (inner(s, s + k, m), *outer(end, m - self._slots(handed)))
-            way = kept.index(min(kept))
-            rest = outer(s + 1, m - self._slots(_ways(self.chain.blocks[s])[way].num_bytes))
-            return _joined(-1 if way else 1, rest)
+                return (inner(s, s + k, m), *outer(end, m - self._slots(self.flying * handed)))
+            keeps, how = list(self.ways[s].items())[kept.index(min(kept))]
+            return _joined(keeps, outer(s + 1, m - self._slots(self.flying * how.num_bytes)))
 
         return [outer(0, int(m)) for m in faster]
 
 
-def _joined(block: int, rest: Segments) -> Segments:
+def _best_ways(of: ChainBlock) -> dict[Results | None, Kept]:
+    """Those in which a block can be kept and that no other one is better than in everything."""
+
+    def costs(how: Kept) -> tuple[float, ...]:
+        back = how.back + (of.shared if how is of.whole else 0)
+        return how.peak, how.num_bytes, back + how.num_bytes + how.backward_peak, how.again_s
+
+    found: dict[Results | None, Kept] = {}
+    for keeps, how in of.ways.items():
+        if not any(all(a <= b for a, b in zip(costs(other), costs(how), strict=True)) for other in found.values()):
+            found[keeps] = how
+    return found
+
+
+def _joined(keeps: Results | None, rest: Segments) -> Segments:
     """A block that is kept, before the rest."""
-    if rest and isinstance(rest[0], int) and rest[0] * block > 0:
-        return (block + rest[0], *rest[1:])
-    return (block, *rest)
+    if keeps is None:
+        return (1 + rest[0], *rest[1:]) if rest and isinstance(rest[0], int) else (1, *rest)
+    if rest and isinstance(rest[0], Lean) and rest[0].keeps == keeps:
+        return (Lean(1 + rest[0].blocks, keeps), *rest[1:])
+    return (Lean(1, keeps), *rest)

@@ -1,16 +1,16 @@
 """What a model's blocks cost, one by one: the chain (`core.trace.chain`) that segments are chosen for.
 
-Three steps of the run's run on tensors without memory, as `core.estimate.step` runs them: one in which every block is a
-segment of its own, so that it keeps its input and runs again, one in which all blocks keep everything, and one in which
-they keep the results of products. Marks where
-blocks begin and end, in both directions, cut them into sections, and of these come the levels and peaks of each block,
-whatever it is: bytes of its own tensors, of the gradients that it makes, of buckets and messages between.
+Steps of the run's run on tensors without memory, as `core.estimate.step` runs them: one in which every block is a
+segment of its own, so that it keeps its input and runs again, one in which all blocks keep everything, and one for each
+kind of operators whose results they can keep. Marks where blocks begin and end, in both directions, cut them into
+sections, and of these come the levels and peaks of each block, whatever it is: bytes of its own tensors, of the
+gradients that it makes, of buckets and messages between.
 """
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of
 from core.parallel.recompute_chain import RecomputedChain, chain_of
+from core.parallel.results import OPERATORS
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan, model_plan
 from core.runtime import pretended
@@ -31,7 +32,7 @@ from core.trace.account import plain_tensors
 from core.trace.alike import Label
 from core.trace.chain import Chain, ChainBlock, Kept
 from core.trace.machine import Speed
-from core.trace.segments import Segments
+from core.trace.segments import Lean, Results, Segments
 
 
 def estimate_chain(
@@ -65,23 +66,32 @@ def estimate_chain(
                 make_state(account, spread, state)
                 chain = chain_of(spread.model)
                 few = min(num_microbatches, 2)
-                again = _steps_of(account, spread, chain, few, loss)
-                again.least = _rest(account, spread, state, again)
-                chain.follow((len(blocks),))
-                whole = _steps_of(account, spread, chain, few, loss)
-                whole.least = _rest(account, spread, state, whole)
-                lean = None
+
+                def steps(*segments: int | Lean | Segments) -> _Steps:
+                    chain.follow(segments)
+                    found = _steps_of(account, spread, chain, few, loss)
+                    found.least = _rest(account, spread, state, found)
+                    return found
+
+                again, whole, lean = steps(*single), steps(len(blocks)), dict[Results, _Steps]()
                 if not parallel.compile:  # of which no part runs again alone
-                    chain.follow((-len(blocks),))
-                    lean = _steps_of(account, spread, chain, few, loss)
-                    lean.least = _rest(account, spread, state, lean)
+                    products = steps(Lean(len(blocks), "products"))
+                    for keeps in _fewer(chain.kept):
+                        lean[keeps] = steps(Lean(len(blocks), keeps))
+                    if chain.kept:
+                        lean["products"] = products
             except RuntimeError as error:
                 said = next(iter(str(error).splitlines()), "")
                 raise UserError(
                     f"recompute.mode=budget: this model's step cannot be foreseen without values "
                     f"({type(error).__name__}: {said}); use --recompute.mode full, sqrt or recursive"
                 ) from error
-    return _chain(again, whole, lean, len(blocks))
+    return replace(_chain(again, whole, lean, len(blocks)), single=parallel.zero == 3)
+
+
+def _fewer(kept: set[str]) -> list[Results]:
+    """The kinds that are some of these operators, and not all."""
+    return [keeps for keeps, operators in OPERATORS.items() if kept & operators and kept - operators]
 
 
 @dataclass
@@ -205,35 +215,53 @@ class _Levels:
         return max(max(alive) for alive in self.alive[first:last])
 
 
-def _chain(again: _Steps, whole: _Steps, lean: _Steps | None, num_blocks: int) -> Chain:
+def _chain(again: _Steps, whole: _Steps, lean: dict[Results, _Steps], num_blocks: int) -> Chain:
     inputs = [sum(n for key, n in again.passed[k].items() if key not in again.held) for k in range(num_blocks)]
     output = sum(n for key, n in again.passed[-1].items() if key not in again.held)
-    levels = [
-        [_Levels(steps, events, num_blocks) for events in steps.microbatches]
-        for steps in (again, whole, lean)
-        if steps is not None
+    every = [again, whole, *lean.values()]
+    levels = [[_Levels(steps, events, num_blocks) for events in steps.microbatches] for steps in every]
+    microbatches = [
+        _Microbatch(inputs, output, of_again, of_whole, dict(zip(lean, of_lean, strict=True)))
+        for of_again, of_whole, *of_lean in zip(*levels, strict=True)
     ]
-    microbatches = [_Microbatch(inputs, output, *of) for of in zip(*levels, strict=True)]
     blocks = [
         replace(_most([of.block(k) for of in microbatches]), begins=k > 0 and not again.passed[k])
         for k in range(num_blocks)
     ]
-    least = max(steps.least for steps in (again, whole, lean) if steps is not None)
+    least = max(steps.least for steps in every)
     head, shared = max(of.head for of in microbatches), min(of.shared for of in microbatches)
-    return Chain(tuple(blocks), output, head, shared, least)
+    return Chain(tuple(_with_shared(blocks)), output, head, shared, least)
+
+
+def _with_shared(blocks: Sequence[ChainBlock]) -> list[ChainBlock]:
+    """Count what blocks share to the last of them, where another chain begins behind it.
+
+    The levels of that one are beside the share, which is gone where all have kept everything; of the last, whether
+    others have is not known.
+    """
+    found, shared = list(blocks), 0
+    for index, (of, behind) in enumerate(pairwise(blocks)):
+        shared = max(shared, of.shared) if not of.begins else of.shared
+        if behind.begins:
+            found[index] = replace(of, whole=replace(of.whole, num_bytes=of.whole.num_bytes + shared))
+    return found
 
 
 def _most(values: Sequence[Any]) -> Any:
     """The largest of each field, whatever is inside."""
+    if isinstance(values[0], dict):
+        return {key: _most([value[key] for value in values]) for key in values[0]}
     if not is_dataclass(values[0]):
-        return None if values[0] is None else max(values)
+        return max(values)
     return replace(values[0], **{f.name: _most([getattr(v, f.name) for v in values]) for f in fields(values[0])})  # pyright: ignore[reportArgumentType]
 
 
 class _Microbatch:
-    """The levels of one, in the three ways: its blocks run again, keep everything, keep products."""
+    """The levels of one, in each way: its blocks run again, keep everything, keep some results."""
 
-    def __init__(self, inputs: Sequence[int], output: int, again: _Levels, whole: _Levels, lean: _Levels | None = None):
+    def __init__(
+        self, inputs: Sequence[int], output: int, again: _Levels, whole: _Levels, lean: dict[Results, _Levels]
+    ):
         self.again, self.whole, self.lean = again, whole, lean
         self.inputs, self.output, self.last = inputs, output, len(inputs) - 1
         self.kept_inputs = list(accumulate(inputs))
@@ -251,11 +279,6 @@ class _Microbatch:
         whole = self._kept(self.whole, k)
         handed_on = self.inputs[k + 1] if k < self.last else self.output  # which is gone by then, and counted as kept
         shared = of.at("back", k) - self.kept_inputs[k] - whole.back - handed_on
-        lean = None if self.lean is None else self._kept(self.lean, k)
-        if lean is not None:
-            more = (a - b for a, b in zip(self._spent_back(self.lean, k), self._spent_back(self.whole, k), strict=True))
-            again_s, again_flops = (max(0.0, n) for n in more)
-            lean = replace(lean, again_s=again_s, again_flops=again_flops)
         return ChainBlock(
             input=self.inputs[k],
             first=self.first[k],
@@ -271,11 +294,15 @@ class _Microbatch:
             forward_flops=forward_flops,
             refill_flops=refill_flops,
             shared=max(0, shared),
-            lean=lean,
+            lean={keeps: self._lean(levels, k) for keeps, levels in self.lean.items()},
         )
 
-    def _spent_back(self, of: _Levels | None, k: int) -> tuple[float, float]:
-        assert of is not None
+    def _lean(self, of: _Levels, k: int) -> Kept:
+        more = (a - b for a, b in zip(self._spent_back(of, k), self._spent_back(self.whole, k), strict=True))
+        again_s, again_flops = (max(0.0, n) for n in more)
+        return replace(self._kept(of, k), again_s=again_s, again_flops=again_flops)
+
+    def _spent_back(self, of: _Levels, k: int) -> tuple[float, float]:
         return of.spent(("back", k), ("back", k - 1) if k else ("over", -1))
 
     def _kept(self, of: _Levels, k: int) -> Kept:

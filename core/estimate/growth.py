@@ -22,6 +22,7 @@ from core.placement.style import Plan
 from core.placement.table import ModelPlan, model_plan, parameter_names, placement
 from core.precision import master_dtype
 from core.trace.alike import AlikeBlocks, Cut, Growth, Part, alike_blocks
+from core.trace.segments import of_blocks
 
 
 def cuts_of(
@@ -74,7 +75,11 @@ def plan_of(plan: ModelPlan, cuts: Sequence[Cut], longer: Growth | None) -> Mode
                 found[f"{name}.{places[name].index(index)}{rest}"] = value
         return found
 
-    return replace(plan, **{field: renamed(part) for field, part in _patterns(plan).items()})
+    recompute = plan.recompute
+    if recompute is not None and cuts:
+        stages = [stage for cut in cuts for stage in cut.kept(longer)]
+        recompute = tuple(item for stage in stages for item in of_blocks(recompute, range(stage[0], stage[-1] + 1)))
+    return replace(plan, recompute=recompute, **{field: renamed(part) for field, part in _patterns(plan).items()})
 
 
 def _patterns(plan: ModelPlan) -> dict[str, dict[str, Any]]:

@@ -138,6 +138,22 @@ def estimate_step(
     return replace(fullest, compute_s=max(estimate.compute_s for estimate in found))
 
 
+def estimate_stages(
+    model: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    mesh: MeshConfig,
+    parallel: ParallelConfig,
+    speed: Speed,
+    plan: ModelPlan | Plan = NO_PLAN,
+    optimizer: OptimConfig | None = None,
+    num_microbatches: int = 1,
+) -> list[StepEstimate]:
+    """The same of each rank of the pp axis; the model is left as it was."""
+    step = _Step(mesh, parallel, speed, model_plan(plan), optimizer or OptimConfig(), loss, num_microbatches)
+    split = step.split(model)
+    return [step.of_rank(model, split, rank) for rank in range(mesh.pp)]
+
+
 @dataclass
 class _Step:
     """The step of a run, to be traced on any rank and with any number of blocks.

@@ -19,30 +19,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import core.kernels.matmul  # noqa: F401 - registers an operator that is named below
 from core.config import UserError, size_in_bytes
 from core.parallel.pipeline.recompute import checkpoint_once
 from core.parallel.plan import RECOMPUTED, block_lists, blocks_of
 from core.parallel.recompute_chain import RecomputedChain
-from core.trace.segments import NAMED, Segments, check_segments
+from core.parallel.results import PRODUCTS
+from core.trace.segments import NAMED, Segments, check_segments, size_of
 
 RecomputeMode = Literal["none", "full", "selective", "sqrt", "recursive", "budget"]
 SEGMENTED = (*NAMED, "budget")
 """Modes that compute several blocks again from the input of the first."""
-
-_MATRIX_PRODUCTS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.convolution.default,
-    torch.ops.mkldnn._linear_pointwise.default,  # what core.kernels.matmul takes on a CPU
-    torch.ops.megalith.onednn_linear.default,  # the same in what is compiled
-    torch.ops.aten._grouped_mm.default,  # what core.nn.experts takes on a GPU
-)
 
 
 @dataclass(frozen=True)
@@ -87,19 +76,21 @@ def apply_recompute(
     in_parts: bool = False,
     segments: Segments | None = None,
     lengths: Sequence[int] | None = None,
+    single: bool = False,
 ) -> RecomputedChain | None:
     """Wrap the forward of the model's blocks, which stays as `recomputed_forward`; names and parameters stay.
 
     in_parts  the backward comes in several, each block's values computed again in the first of them
     segments  those of mode budget, of all blocks
     lengths   of the runs of blocks that feed one another; by default of the model's module lists
+    single    in the backward of a block the parameters of no other are there, so that no segment may be of several
 
-    Returns the chain of a mode that goes over several blocks. Raises UserError for mode budget without segments.
+    Returns the chain of a mode that goes over several blocks. Raises UserError for mode budget without segments, or
+    with some that are of several blocks where none may.
     """
     if config.mode == "none":
         return None
     again = checkpoint_once if in_parts else partial(checkpoint, use_reentrant=False)
-    lean = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
     if config.segmented:
         blocks = blocks_of(model)
         if config.mode != "budget":
@@ -111,9 +102,15 @@ def apply_recompute(
                 "recompute.mode=budget and nobody has chosen what is computed again (core.train.segments does); use "
                 "--recompute.mode full, sqrt or recursive here"
             )
-        return RecomputedChain(blocks, check_segments(segments, len(blocks)), lean)
+        segments = check_segments(segments, len(blocks))
+        if single and any(isinstance(item, tuple) and size_of(item) > 1 for item in segments):
+            raise UserError(
+                f"recompute.mode={config.mode} with zero=3 and segments {segments}: in the backward of a block the "
+                "parameters of others are not gathered; let each segment be of one block, or use --zero 2"
+            )
+        return RecomputedChain(blocks, segments)
     if config.mode == "selective":
-        again = lean
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
     for block in blocks_of(model)[:: config.every]:
         setattr(block, RECOMPUTED, block.forward)
         block.forward = partial(again, partial(_forward, block))
@@ -125,4 +122,4 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_matrix_products(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _MATRIX_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator.name() in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -2,22 +2,24 @@
 
 The model's own forward calls its blocks one after the other; nothing else is known of it. So:
 
-1. A block that keeps everything runs as it is, one that keeps products under torch's checkpoint. Every other one runs
-   with a place for each tensor that autograd would save (`core.parallel.pipeline.recompute`), and leaves a record: its
-   arguments, its generators, and how to run again.
+1. A block that keeps everything runs as it is. Every other one runs with a place for each tensor that autograd would
+   save (`core.parallel.pipeline.recompute`), and leaves a record: its arguments, its generators, and how to run again.
+   A lean one is a segment of its own, and keeps results of its operators beside (`core.parallel.results`).
 2. Of its arguments, tensors that the block before has just handed on are not held but linked, unless a segment begins
    with it. All others (masks, rotary angles, what goes through several blocks, what the model has changed on the way)
    are held, for they are alive anyway.
 3. When the backward asks a block for what it has not kept, records are followed back to the next block whose input is
    there. From it blocks run again as that segment says: keeping nothing but what they hand on, or the input that an
-   inner segment begins with, or everything; the block that has been asked runs as far as its last place.
+   inner segment begins with, or some results, or everything; the block that has been asked runs as far as its last
+   place, and is handed the results that it has kept.
 
 What runs again draws what it drew, under the same autocast. Values are the same to the bit, and gradients go through
 the graph of the first forward, so no order of runs changes them. A block that is called in another order, or
 several times, or whose input is of another kind, computes the same and keeps more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -29,22 +31,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
 from core.parallel.pipeline.recompute import Places, Surroundings
 from core.parallel.plan import RECOMPUTED, blocks_of
-from core.trace.segments import Segments, first_blocks, size_of
+from core.parallel.results import OPERATORS, KeptResults
+from core.trace.segments import Lean, Results, Segments, first_blocks, size_of
 
 Observer = Callable[[str, int, Sequence[Tensor], Sequence[Tensor]], None]
 """(what begins, block, tensors that are linked or handed on, tensors that are held); see `RecomputedChain.observe`."""
+
+ALONE: Segments = (1,)
+"""The segment of a block that runs again from its own input."""
 
 
 class RecomputedChain:
     """The blocks of a model whose forwards do as the segments say.
 
-    lean     (forward, its arguments) -> its outputs: it keeps the results of products, and computes the rest again
     observe  told when a block begins and ends its first run ("begin", "end"), when the backward asks it for what it
              has not kept and when it has it ("ask", "filled")
+    kept     operators whose results some block has kept
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], segments: Segments, lean: Callable[..., Any]):
-        self.blocks, self._lean = list(blocks), lean
+    def __init__(self, blocks: Sequence[nn.Module], segments: Segments):
+        self.blocks = list(blocks)
+        self.kept: set[str] = set()
         self.observe: Observer | None = None
         self._before: ref[_Record] | None = None  # of the block that ran last
         for index, block in enumerate(self.blocks):
@@ -55,23 +62,28 @@ class RecomputedChain:
     def follow(self, segments: Segments) -> None:
         """Do as these say from the next forward on."""
         self._begins: dict[int, Segments] = {}  # block -> its segment
-        self._keeps: dict[int, bool] = {}  # block -> whether everything
+        self._lean: dict[int, Results] = {}  # block -> what it keeps beside its input
+        self._whole: set[int] = set()  # blocks that keep everything
         index = 0
         for item in segments:
+            blocks = range(index, index + size_of(item))
             if isinstance(item, int):
-                self._keeps |= dict.fromkeys(range(index, index + abs(item)), item > 0)
+                self._whole |= set(blocks)
+            elif isinstance(item, Lean):
+                self._lean |= dict.fromkeys(blocks, item.keeps)
+                self._begins |= dict.fromkeys(blocks, ALONE)
             else:
                 self._begins[index] = item
-            index += size_of(item)
+            index = blocks.stop
 
     def _forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         forward = getattr(self.blocks[index], RECOMPUTED)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if index in self._keeps:
+        if index in self._whole:
             self._before = None
             self._tell("begin", index, (), ())
-            outputs = forward(*args, **kwargs) if self._keeps[index] else self._lean(forward, *args, **kwargs)
+            outputs = forward(*args, **kwargs)
             self._tell("end", index, [x for x in tree_leaves(outputs) if isinstance(x, Tensor)], ())
             return outputs
         before = None if self._before is None else self._before()
@@ -81,7 +93,7 @@ class RecomputedChain:
             record.begin(self._begins[index], record.linked)
         self._tell("begin", index, record.linked, record.held)
         places = record.places()
-        with saved_tensors_hooks(places.leave, places.take):
+        with record.keeping(self._lean.get(index), places.leave, places.take):
             outputs = forward(*args, **kwargs)
         record.note(outputs)
         self._before = ref(record)
@@ -121,6 +133,7 @@ class _Record:
     before  the record that its links are of
     linked  the tensors of its links, while it runs for the first time
     inputs  the same, kept for the segment that begins with it; None: not kept
+    results  what it keeps of its operators until it runs again; None: nothing
     """
 
     def __init__(
@@ -150,6 +163,7 @@ class _Record:
         self.before = before if self._links else None
         self.inputs: list[Tensor] | None = None
         self.segment: Segments | None = None
+        self.results: KeptResults | None = None
         self.outputs: dict[int, tuple[int, ref[Tensor]]] = {}
         self.around = Surroundings(tuple(leaf for leaf in leaves if isinstance(leaf, Tensor)))
         self._places: ref[Places] | None = None
@@ -168,6 +182,20 @@ class _Record:
     def begin(self, segment: Segments, inputs: Sequence[Tensor]) -> None:
         """Keep the input, and by which segment to go on from it."""
         self.segment, self.inputs = segment, [x.detach() for x in inputs]
+
+    @contextmanager
+    def keeping(
+        self, keeps: Results | None, leave: Callable[[Tensor], Any], take: Callable[[Any], Tensor]
+    ) -> Iterator[None]:
+        """Around a run whose tensors for the backward are left and taken so, and that keeps results beside."""
+        if keeps is None:
+            with saved_tensors_hooks(leave, take):
+                yield
+            return
+        self.results = KeptResults(OPERATORS[keeps])
+        with saved_tensors_hooks(self.results.before(leave), take), self.results.keep():
+            yield
+        self.chain.kept |= self.results.kept
 
     def note(self, outputs: Any) -> None:
         """Know what the block hands on; what it hands through is held, since blocks behind it will be given it, too."""
@@ -210,9 +238,9 @@ class _Record:
         _run_again(path)
         self.chain._tell("filled", self.index, (), ())
 
-    def drop(self, inputs: Sequence[Tensor]) -> Any:
-        """Run it, and keep nothing."""
-        with self.around.put_back(), torch.enable_grad(), saved_tensors_hooks(lambda x: None, _never):
+    def drop(self, inputs: Sequence[Tensor], keeps: Results | None = None) -> Any:
+        """Run it, and keep nothing, or results of operators alone."""
+        with self.around.put_back(), torch.enable_grad(), self.keeping(keeps, lambda x: None, _never):
             return self._detached(self._call(inputs))
 
     def keep(self, inputs: Sequence[Tensor], to_the_end: bool) -> Any:
@@ -220,7 +248,9 @@ class _Record:
         places = None if self._places is None else self._places()
         if places is None:  # its graph is gone, and what runs is only on the way
             return self.drop(inputs)
-        outputs = places.fill(partial(self._call, inputs), self.around, to_the_end=to_the_end)
+        results, self.results = self.results, None
+        with nullcontext() if results is None else results.hand_out():
+            outputs = places.fill(partial(self._call, inputs), self.around, to_the_end=to_the_end)
         self.inputs = None
         return self._detached(outputs)
 
@@ -257,10 +287,14 @@ def _run_again(path: Sequence[_Record]) -> None:
     index = 0
     for item in first_blocks(segments or (), len(path)):
         size = size_of(item)
-        if isinstance(item, int):
+        if not isinstance(item, tuple):
             for place in range(index, index + size):
                 record, is_last = path[place], place == len(path) - 1
-                outputs = record.keep(inputs, to_the_end=not is_last)
+                if isinstance(item, Lean) and not is_last:
+                    record.begin(ALONE, inputs)
+                    outputs = record.drop(inputs, item.keeps)
+                else:
+                    outputs = record.keep(inputs, to_the_end=not is_last)
                 inputs = [] if is_last else path[place + 1].inputs_of(outputs)
                 del outputs
         else:

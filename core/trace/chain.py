@@ -11,10 +11,10 @@ made so far, the gradient that is on its way: `first`, `again` and `back` are th
 forward begins, when it runs again, when its backward begins. The rest is counted from there.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from core.trace.segments import Segments, size_of
+from core.trace.segments import Lean, Results, Segments, size_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ChainBlock:
     dropping_peak    the most above the level before it, while it runs and keeps nothing
     shared           when its backward begins if it has kept everything: what is alive only where a block before it, as
                      far back as one `begins`, has not
-    whole, lean      where it keeps everything, and where the results of products; None: it cannot
+    whole, lean      where it keeps everything, and where the results of some operators
     refill_peak      the most above the level before it, while it runs as the last one of a segment, to be followed by
                      its backward at once; refilled: what there is then beside its input
     refilled_peak    the most above that level, until the backward of the block before it begins
@@ -70,7 +70,12 @@ class ChainBlock:
     refill_flops: float = 0.0
     shared: int = 0
     begins: bool = False
-    lean: Kept | None = None
+    lean: Mapping[Results, Kept] = field(default_factory=dict)
+
+    @property
+    def ways(self) -> dict[Results | None, Kept]:
+        """All in which it can be kept; None: everything."""
+        return {None: self.whole, **self.lean}
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Chain:
     head    the most that is alive beside inputs, that output and what blocks keep, while what stands behind runs
     shared  of that, what is alive only where some block does not keep everything
     least   the most that is alive in the rest of the step, such as the update: no segments change it
+    single  whether no segment may be of several blocks, since in one's backward the parameters of others are not there
+    flying  microbatches of a pipeline's stage of which a forward has run and no backward, at the fullest moment
     """
 
     blocks: tuple[ChainBlock, ...]
@@ -88,6 +95,36 @@ class Chain:
     head: int
     shared: int = 0
     least: int = 0
+    single: bool = False
+    flying: int = 1
+
+
+def stage_of(chain: Chain, blocks: range, flying: int) -> Chain:
+    """The chain of a pipeline's stage, cut out of that of the whole model.
+
+    Its levels are counted from the least of them: what is alive beside on the rank that has it, is not known here.
+    """
+    own = chain.blocks[blocks.start : blocks.stop]
+    base = min(min(of.first, of.again, *(how.back for how in of.ways.values())) for of in own)
+
+    def lower(how: Kept) -> Kept:
+        return replace(how, back=how.back - base)
+
+    lowered = [
+        replace(
+            of,
+            first=of.first - base,
+            again=of.again - base,
+            whole=lower(of.whole),
+            lean={keeps: lower(how) for keeps, how in of.lean.items()},
+        )
+        for of in own
+    ]
+    lowered[0] = replace(lowered[0], input=0, begins=False)  # it is received, and alive anyway
+    is_last = blocks.stop == len(chain.blocks)
+    output = chain.output if is_last else chain.blocks[blocks.stop].input
+    head, shared = (chain.head - base, chain.shared) if is_last else (0, 0)
+    return Chain(tuple(lowered), output, head, shared, single=chain.single, flying=flying)
 
 
 def textbook_chain(
@@ -133,7 +170,8 @@ def textbook_chain(
 class Simulated:
     """A step of a chain.
 
-    peak_bytes      the most alive at once; forward_bytes: what is kept of the chain when its forward ends
+    peak_bytes      the most alive at once; forward_bytes: what is kept of the chain when its forward ends, of each
+                    microbatch in flight
     seconds         of its blocks: forwards, repeated forwards, backwards
     again_s, again_flops   those of the repeated forwards alone
     runs            of each block, how often its forward ran
@@ -164,7 +202,7 @@ class _Simulation:
         self.alive = 0  # bytes of both
         self.how: dict[int, Kept | None] = {}  # None: refilled
         self.segments: dict[int, Segments] = {}
-        self.peak, self.seconds, self.again_s, self.again_flops = chain.least, 0.0, 0.0, 0.0
+        self.peak, self.seconds, self.again_s, self.again_flops = 0, 0.0, 0.0, 0.0
         self.runs, self.back_bytes = [0] * len(chain.blocks), [0] * len(chain.blocks)
 
     def run(self, segments: Segments) -> Simulated:
@@ -173,7 +211,9 @@ class _Simulation:
         forward = self.alive
         nobody_shares = all(how is of.whole for how, of in zip(map(self.how.get, range(last + 1)), self.blocks))
         head = self.chain.head - (self.chain.shared if nobody_shares else 0)
-        self._note(head, 0 if last in self.kept else self.chain.output)
+        handed_on = 0 if last in self.kept else self.chain.output
+        others = (self.chain.flying - 1) * (forward + handed_on)
+        self._note(head, handed_on)
         for index in range(last, -1, -1):
             if index not in self.kept:
                 begin = max(self.segments)
@@ -181,7 +221,9 @@ class _Simulation:
             self._back(index)
         assert self.alive == 0
         sums = self.seconds, self.again_s, self.again_flops
-        return Simulated(self.peak, forward, *sums, tuple(self.runs), tuple(self.back_bytes))
+        return Simulated(
+            max(self.chain.least, self.peak + others), forward, *sums, tuple(self.runs), tuple(self.back_bytes)
+        )
 
     def _note(self, beside: int, more: int) -> None:
         self.peak = max(self.peak, beside + self.alive + more)
@@ -190,9 +232,9 @@ class _Simulation:
         """Run blocks from `index` on: in the forward all, in the backward as far as the block whose turn it is."""
         for item in segments:
             size = size_of(item)
-            if isinstance(item, int):
+            if not isinstance(item, tuple):
                 for block in range(index, index + size):
-                    self._keep(block, until, is_lean=item < 0)
+                    self._keep(block, until, item.keeps if isinstance(item, Lean) else None)
             else:
                 self.segments[index] = item
                 if index not in self.inputs and index - 1 not in self.kept:
@@ -207,7 +249,7 @@ class _Simulation:
                     self._ran(block, of.forward_s, of.forward_flops, until)
             index += size
 
-    def _keep(self, index: int, until: int | None, is_lean: bool) -> None:
+    def _keep(self, index: int, until: int | None, keeps: Results | None) -> None:
         of = self.blocks[index]
         running = 0 if index in self.inputs or index - 1 in self.kept else of.input
         if index == until:
@@ -215,8 +257,7 @@ class _Simulation:
             self._ran(index, of.refill_s, of.refill_flops, until)
             self.how[index], kept = None, of.refilled
         else:
-            how = of.lean if is_lean else of.whole
-            assert how is not None
+            how = of.ways[keeps]
             self._note(self._beside(index, until), running + how.peak)
             self._ran(index, of.forward_s, of.forward_flops, until)
             self.how[index], kept = how, how.num_bytes
@@ -250,7 +291,7 @@ class _Simulation:
         else:
             self._note(how.back + (of.shared if how is of.whole and self._shares(index) else 0), how.backward_peak)
             self.back_bytes[index] -= how.num_bytes - of.refilled  # what it has handed on is gone
-            if how is of.lean:
+            if how is not of.whole:
                 self._ran(index, how.again_s, how.again_flops, index)
         self.seconds += of.backward_s
         self.alive -= self.kept.pop(index) + self.inputs.pop(index, 0)

@@ -1,11 +1,9 @@
 """Which blocks of a chain keep what their backward needs, as data: segments.
 
     n           the next n blocks keep everything
-    -n          the next n blocks keep the results of products (mode selective), and each computes the rest again alone
+    Lean(n, x)  the next n blocks keep their input and the results of some operators, and each computes the rest again
     (…)         the next blocks are a segment: of them only the input of the first is kept, and when their backward
                 comes they run again from it, by the segments that stand inside
-
-Only the first run of a block can keep products alone, so no segment has a negative number inside.
 
 So (4,) keeps all of four blocks, ((1,), (1,), (1,), (1,)) each block's input, and ((2,), 2) computes the first two
 again. A segment inside a segment is one of the run that comes later: ((((1,), 1), 2) …) runs its first block up to
@@ -22,9 +20,22 @@ Two named ones, of l equal blocks:
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-Segments = tuple["int | Segments", ...]
+Results = Literal["attention", "linear", "products"]
+"""Of which operators: fused attention; products with weights and convolutions; these, attention and all products."""
+
+
+@dataclass(frozen=True)
+class Lean:
+    """So many blocks that keep the results of these operators."""
+
+    blocks: int
+    keeps: Results
+
+
+Segments = tuple["int | Lean | Segments", ...]
 NamedSegments = Literal["sqrt", "recursive"]
 
 
@@ -50,23 +61,25 @@ def num_blocks_of(segments: Segments) -> int:
     return sum(size_of(item) for item in segments)
 
 
-def size_of(item: "int | Segments") -> int:
-    return abs(item) if isinstance(item, int) else num_blocks_of(item)
+def size_of(item: "int | Lean | Segments") -> int:
+    if isinstance(item, Lean):
+        return item.blocks
+    return item if isinstance(item, int) else num_blocks_of(item)
 
 
 def is_kept(segments: Segments) -> list[bool]:
     """Of each block, whether its first run keeps everything."""
-    return [isinstance(item, int) and item > 0 for item in segments for _ in range(size_of(item))]
+    return [isinstance(item, int) for item in segments for _ in range(size_of(item))]
 
 
 def runs_of(segments: Segments) -> list[int]:
     """How often each block runs: in the forward, and again in the backward."""
     found: list[int] = []
     for item in segments:
-        if isinstance(item, int):
-            found += [1 + (item < 0)] * abs(item)
-        else:
+        if isinstance(item, tuple):
             found += [1 + again for again in _runs_again(item)]
+        else:
+            found += [1 + isinstance(item, Lean)] * size_of(item)
     return found
 
 
@@ -74,38 +87,56 @@ def _runs_again(segments: Segments) -> list[int]:
     """The same of a segment when its backward has come: what stands last in it is gone into at once."""
     found: list[int] = []
     for index, item in enumerate(segments):
-        if isinstance(item, int):
-            found += [1] * item
-        else:
-            last = index == len(segments) - 1
+        last = index == len(segments) - 1
+        if isinstance(item, tuple):
             found += [again + (not last) for again in _runs_again(item)]
+        else:
+            found += [1 + isinstance(item, Lean)] * size_of(item)
+            found[-1] = 1 if last else found[-1]
     return found
 
 
 def check_segments(segments: Any, num_blocks: int) -> Segments:
     """The segments, of so many blocks.  Raises ValueError for what are none."""
 
-    def check(part: Any, least: int = 1) -> Segments:
+    def check(part: Any) -> Segments:
         if not isinstance(part, tuple | list) or not part:
             raise ValueError(f"segments are numbers of blocks and segments, and not {part!r}")
         for item in part:
-            if isinstance(item, bool) or (isinstance(item, int) and (item == 0 or item < least)):
+            blocks = item.blocks if isinstance(item, Lean) else item
+            if isinstance(blocks, bool) or (isinstance(blocks, int) and blocks < 1):
                 raise ValueError(f"{item} in segments {part}; give numbers of blocks of at least 1")
-        return tuple(item if isinstance(item, int) else check(item) for item in part)
+            if isinstance(item, Lean) and item.keeps not in get_args(Results):
+                raise ValueError(f"{item} in segments {part}; blocks keep {' or '.join(get_args(Results))}")
+        return tuple(item if isinstance(item, int | Lean) else check(item) for item in part)
 
-    found = check(segments, -num_blocks) if num_blocks or segments else ()
+    found = check(segments) if num_blocks or segments else ()
     if num_blocks_of(found) != num_blocks:
         raise ValueError(f"segments of {num_blocks_of(found)} blocks, and the model has {num_blocks}")
     return found
 
 
+def of_blocks(segments: Segments, blocks: range) -> Segments:
+    """The segments of some of the blocks."""
+    found: list[int | Lean | Segments] = []
+    index = 0
+    for item in segments:
+        size = size_of(item)
+        own = range(max(0, blocks.start - index), min(size, blocks.stop - index))
+        if own:
+            found.append(_part(item, own))
+        index += size
+    return tuple(found)
+
+
+def _part(item: int | Lean | Segments, blocks: range) -> int | Lean | Segments:
+    if isinstance(item, Lean):
+        return replace(item, blocks=len(blocks))
+    return len(blocks) if isinstance(item, int) else of_blocks(item, blocks)
+
+
 def first_blocks(segments: Segments, num_blocks: int) -> Segments:
     """The segments of the first blocks alone; what they do not reach keeps everything."""
-    found: list[int | Segments] = []
-    left = num_blocks
-    for item in segments:
-        size = min(size_of(item), left)
-        if size:
-            found.append(size if isinstance(item, int) else first_blocks(item, size))
-        left -= size
-    return (*found, left) if left else tuple(found)
+    found = of_blocks(segments, range(num_blocks))
+    left = num_blocks - num_blocks_of(found)
+    return (*found, left) if left else found

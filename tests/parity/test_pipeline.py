@@ -16,6 +16,7 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig
+from core.trace.segments import Lean, Segments
 from tests.parity.test_experts import CHOICE, GSHARD, SWITCH, TOPK
 from tests.parity.test_resume import STEPS, STOP, outcome
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT, OPT_350M, TOLERANCE
@@ -42,6 +43,8 @@ def staged(schedule: ScheduleName, zero: int = 0, microbatches: int | None = 4, 
 
 
 FULL, SELECTIVE = RecomputeConfig("full"), RecomputeConfig("selective", every=2)
+BUDGET = RecomputeConfig("budget", budget="1GiB")
+SEGMENTS: Segments = ((Lean(1, "linear"), 1), Lean(1, "products"), (1,), 1)
 
 CASES = {
     "gpipe": (2, Case(deep(GPT2), TWO, staged("gpipe"), batch=11)),
@@ -62,6 +65,7 @@ CASES = {
     "1f1b-recomputed": (2, Case(deep(GPT2), TWO, staged("1f1b", recompute=FULL))),
     "interleaved-recomputed": (2, Case(deep(BLOOM), TWO, staged("interleaved", recompute=SELECTIVE))),
     "1f1b-recursive": (2, Case(deep(LLAMA), TWO, staged("1f1b", recompute=RecomputeConfig("recursive")))),
+    "1f1b-budget": (2, Case(deep(LLAMA), TWO, staged("1f1b", recompute=BUDGET), segments=SEGMENTS)),
     "zbv-sqrt": (2, Case(deep(GPT2), TWO, staged("zbv", recompute=RecomputeConfig("sqrt")))),
     "zb-h1-recomputed": (2, Case(deep(GPT2), TWO, staged("zb-h1", recompute=FULL))),
     "zbv-recomputed": (2, Case(deep(LLAMA), TWO, staged("zbv", recompute=SELECTIVE))),

@@ -11,6 +11,7 @@ from core.compose import ParallelConfig
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.parallel.recompute import RecomputeConfig
+from core.trace.segments import Lean, Segments
 from tests.support.covering import few_rows, products
 from tests.support.training import Case, difference_from_single, few_cases, meshes_of_a_step, table
 
@@ -134,9 +135,17 @@ def test_recomputation(ranks, name: str) -> None:
     check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=options))
 
 
-def test_recomputation_by_segments(ranks) -> None:
-    options = parallel(2, recompute=RecomputeConfig("recursive"))
-    check(ranks, 4, Case(replace(GPT2, num_layers=3), mesh=MeshConfig(tp=2), parallel=options, microbatch=2))
+@pytest.mark.parametrize(
+    ("zero", "config", "segments"),
+    [
+        (2, RecomputeConfig("recursive"), None),
+        (3, RecomputeConfig("budget", budget="1GiB"), (Lean(1, "products"), (1,), Lean(1, "attention"))),
+    ],
+    ids=["zero 2", "zero 3"],
+)
+def test_recomputation_by_segments(ranks, zero: int, config: RecomputeConfig, segments: Segments | None) -> None:
+    case = Case(replace(GPT2, num_layers=3), mesh=MeshConfig(tp=2), parallel=parallel(zero, recompute=config))
+    check(ranks, 4, replace(case, microbatch=2, segments=segments))
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,23 @@ import heapq
 import random
 from collections.abc import Iterator
 from itertools import count
+from typing import get_args
 
 from core.trace.chain import Chain, ChainBlock, Kept
-from core.trace.segments import Segments
+from core.trace.segments import Lean, Results, Segments
 
-NOTHING, INPUT, WHOLE, REFILLED, LEAN = range(5)
+NOTHING, INPUT, WHOLE, REFILLED = range(4)
+RESULTS: tuple[Results, ...] = get_args(Results)
 
 
 def random_segments(draw: random.Random, num_blocks: int) -> Segments:
     """Any, nested as deep as they come."""
-    found: list[int | Segments] = []
+    found: list[int | Lean | Segments] = []
     left = num_blocks
     while left:
         size = draw.randint(1, left)
         if draw.random() < 0.4:
-            found.append(size)
+            found.append(size if draw.random() < 0.5 else Lean(size, draw.choice(RESULTS)))
         elif size == num_blocks and draw.random() < 0.5:
             continue
         else:
@@ -38,8 +40,10 @@ def random_chain(draw: random.Random, num_blocks: int, most: int = 6) -> Chain:
     outputs = [some(1) for _ in range(num_blocks)]
     for k in range(num_blocks):
         begins = k > 0 and draw.random() < 0.15
-        less = outputs[k] + draw.randint(0, 2)
-        lean = Kept(less + some(), less, some() + gradients[k], some(2), again_s=draw.choice((0.5, 1.0)))
+        lean: dict[Results, Kept] = {}
+        for results in draw.sample(RESULTS, draw.randint(0, 2)):
+            less = outputs[k] + draw.randint(0, 2)
+            lean[results] = Kept(less + some(), less, some() + gradients[k], some(2), again_s=draw.choice((0.5, 1.0)))
         keeps, forward_s = outputs[k] + some(), float(some(1))
         blocks.append(
             ChainBlock(
@@ -55,17 +59,18 @@ def random_chain(draw: random.Random, num_blocks: int, most: int = 6) -> Chain:
                 refill_s=forward_s - draw.choice((0.0, 0.5)),
                 backward_s=float(some(1)),
                 begins=begins,
-                lean=None if draw.random() < 0.5 else lean,
+                lean=lean,
             )
         )
-    return Chain(tuple(blocks), output=outputs[-1], head=some() + outputs[-1], least=some())
+    alone = draw.random() < 0.2
+    return Chain(tuple(blocks), output=outputs[-1], head=some() + outputs[-1], least=some(), single=alone)
 
 
 def best_seconds(chain: Chain, budget: int) -> float:
     """The least time of a step in so many bytes; infinity where there is none.
 
-    Tries all memory persistent schedules: whenever a block runs it may keep nothing, its input, or everything, and that
-    stays until its backward; a run again may begin with any block whose input is there.
+    Tries all memory persistent schedules: whenever a block runs it may keep nothing, its input, results of operators,
+    or everything, and that stays until its backward; a run again begins with the nearest block whose input is there.
     """
     last = len(chain.blocks) - 1
     if chain.least > budget:
@@ -87,11 +92,13 @@ def best_seconds(chain: Chain, budget: int) -> float:
     return float("inf")
 
 
-State = tuple[str, int, int, tuple[int, ...]]
+What = int | Results
+"""What is kept of a block: one of the four above, or results."""
+State = tuple[str, int, int, tuple[What, ...]]
 
 
 def _moves(
-    chain: Chain, budget: int, what: str, index: int, asked: int, kept: tuple[int, ...]
+    chain: Chain, budget: int, what: str, index: int, asked: int, kept: tuple[What, ...]
 ) -> Iterator[tuple[float, State]]:
     blocks, last = chain.blocks, len(chain.blocks) - 1
     alive = sum(_bytes(chain, kept, k) for k in range(last + 1))
@@ -101,24 +108,25 @@ def _moves(
 
     if what == "back":
         of = blocks[index]
-        if kept[index] in (WHOLE, REFILLED, LEAN):
-            how = {WHOLE: of.whole, LEAN: of.lean}.get(kept[index])
+        if kept[index] not in (NOTHING, INPUT):
+            how = _how(of, kept[index])
             if fits(of.again, of.refilled_peak) if how is None else fits(how.back, how.backward_peak):
                 again_s = 0.0 if how is None else how.again_s
                 yield again_s + of.backward_s, ("back", index - 1, -1, _with(kept, index, NOTHING))
             return
         for begin in range(index, -1, -1):
-            if kept[begin] in (WHOLE, LEAN):
+            if _is_kept(kept, begin):
                 return
-            if kept[begin] == INPUT or (begin and kept[begin - 1] in (WHOLE, LEAN)):
+            if kept[begin] == INPUT or _is_kept(kept, begin - 1):
                 yield 0.0, ("run", begin, index, _with(kept, begin, INPUT))
+                return
         return
     if index > last:
-        if fits(chain.head, 0 if kept[last] in (WHOLE, LEAN) else chain.output):
+        if fits(chain.head, 0 if _is_kept(kept, last) else chain.output):
             yield 0.0, ("back", last, -1, kept)
         return
     of = blocks[index]
-    has_input = kept[index] == INPUT or (index > 0 and kept[index - 1] in (WHOLE, LEAN))
+    has_input = kept[index] == INPUT or _is_kept(kept, index - 1)
     if not has_input:
         if of.begins or kept[index] == NOTHING:
             yield 0.0, ("run", index, asked, _with(kept, index, INPUT))
@@ -130,23 +138,33 @@ def _moves(
         if fits(of.again, running + of.refill_peak):
             yield of.refill_s, ("back", index, -1, _with(kept, index, REFILLED))
         return
-    if fits(beside, running + of.dropping_peak):
+    if (has_input or not chain.single) and fits(beside, running + of.dropping_peak):
         yield of.forward_s, ("run", index + 1, asked, kept)
     if fits(beside, running + of.whole.peak):
         yield of.forward_s, ("run", index + 1, asked, _with(kept, index, WHOLE))
-    if asked < 0 and of.lean is not None and fits(beside, running + of.lean.peak):
-        yield of.forward_s, ("run", index + 1, asked, _with(kept, index, LEAN))
+    for results, how in of.lean.items():
+        if fits(beside, running + how.peak):
+            yield of.forward_s, ("run", index + 1, asked, _with(kept, index, results))
 
 
-def _bytes(chain: Chain, kept: tuple[int, ...], index: int) -> int:
-    """What one block holds: its input is part of what the block before keeps, if that keeps everything."""
+def _how(of: ChainBlock, what: What) -> Kept | None:
+    return None if what in (NOTHING, INPUT, REFILLED) else of.ways[None if isinstance(what, int) else what]
+
+
+def _is_kept(kept: tuple[What, ...], index: int) -> bool:
+    """Whether a block has kept more than its input, and so what it hands on."""
+    return index >= 0 and kept[index] not in (NOTHING, INPUT, REFILLED)
+
+
+def _bytes(chain: Chain, kept: tuple[What, ...], index: int) -> int:
+    """What one block holds: its input is part of what the block before keeps, if that keeps more than its input."""
     of = chain.blocks[index]
     if kept[index] == NOTHING:
         return 0
-    own_input = 0 if index and kept[index - 1] in (WHOLE, LEAN) else of.input
-    lean = 0 if of.lean is None else of.lean.num_bytes
-    return own_input + {INPUT: 0, WHOLE: of.whole.num_bytes, REFILLED: of.refilled, LEAN: lean}[kept[index]]
+    how = _how(of, kept[index])
+    own_input = 0 if _is_kept(kept, index - 1) else of.input
+    return own_input + (how.num_bytes if how is not None else of.refilled if kept[index] == REFILLED else 0)
 
 
-def _with(kept: tuple[int, ...], index: int, what: int) -> tuple[int, ...]:
+def _with(kept: tuple[What, ...], index: int, what: What) -> tuple[What, ...]:
     return (*kept[:index], what, *kept[index + 1 :])

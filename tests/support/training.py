@@ -26,6 +26,7 @@ from core.optim.schedule import ScheduleConfig
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.precision import LossScale
+from core.trace.segments import Segments
 from core.train import TrainConfig, TrainState, train_step
 from tests.support.covering import FEW, few_steps
 
@@ -50,6 +51,7 @@ class Case:
     optim: Any = "adamw"
     budget: str | None = None
     planned: bool = False
+    segments: Segments | None = None
 
 
 def batch_of(case: Case, step: int) -> dict[str, torch.Tensor]:
@@ -80,9 +82,13 @@ def weight(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (batch["targets"] != -100).sum().double()
 
 
+class _Config(TrainConfig):
+    CHOOSES_SEGMENTS = True  # a case says them
+
+
 def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
-    config = TrainConfig(
+    config = _Config(
         **vars(case.parallel) | {"gemini": GeminiConfig(case.budget)},
         mesh=case.mesh,
         steps=case.steps,
@@ -96,7 +102,7 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         model,
         mesh,
         config,
-        decoder_plan(case.model, config.mesh),
+        replace(decoder_plan(case.model, config.mesh), recompute=case.segments),
         materialise=lambda m: initialise(m, case.seed),
     )
     optimizer = build_optimizer(config.optim, parallel.masters)

@@ -2,29 +2,35 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from core.auto.checkpointing import fastest, frontier
-from core.trace.chain import Chain, simulate, textbook_chain
+from core.trace.chain import Chain, simulate, stage_of, textbook_chain
 from core.trace.segments import (
     NAMED,
+    Lean,
     Segments,
     check_segments,
     first_blocks,
     is_kept,
     num_blocks_of,
+    of_blocks,
     recursive_segments,
     runs_of,
+    size_of,
     sqrt_segments,
 )
-from tests.support.chains import best_seconds, random_chain, random_segments
+from tests.support.chains import RESULTS, best_seconds, random_chain, random_segments
 
 
 def unit_chain(num_blocks: int) -> Chain:
     """Blocks that hand on one byte and keep two."""
-    return textbook_chain([1] * (num_blocks + 1), [2] * num_blocks, [1.0] * num_blocks, [2.0] * num_blocks)
+    chain = textbook_chain([1] * (num_blocks + 1), [2] * num_blocks, [1.0] * num_blocks, [2.0] * num_blocks)
+    lean = {results: replace(chain.blocks[0].whole, again_s=1.0) for results in RESULTS} if num_blocks else {}
+    return replace(chain, blocks=tuple(replace(of, lean=lean) for of in chain.blocks))
 
 
 @pytest.mark.parametrize("num_blocks", [*range(1, 18), 24, 25, 26, 96, 100])
@@ -63,15 +69,18 @@ def test_named_segments_are_of_so_many_blocks(name: str, num_blocks: int) -> Non
     assert num_blocks == 0 or is_kept(segments)[-1]
 
 
-def test_blocks_that_keep_products_run_again_once() -> None:
-    assert runs_of((-2, ((1,), 1), 1)) == [2, 2, 3, 2, 1]
-    assert is_kept((-1, 2)) == [False, True, True]
-    assert check_segments([-2, [1]], 3) == (-2, (1,))
-    with pytest.raises(ValueError, match="-1 in segments"):
-        check_segments((2, (-1,)), 3)
+def test_blocks_that_keep_results_run_again_once() -> None:
+    assert runs_of((Lean(2, "products"), ((1,), 1), 1)) == [2, 2, 3, 2, 1]
+    assert runs_of(((1, Lean(2, "linear")), 1)) == [2, 3, 2, 1]  # the last one's backward comes at once
+    assert is_kept((Lean(1, "linear"), 2)) == [False, True, True]
+    assert check_segments([Lean(2, "attention"), [1]], 3) == (Lean(2, "attention"), (1,))
+    with pytest.raises(ValueError, match="blocks keep attention or linear or products"):
+        check_segments((2, (Lean(1, "norms"),)), 3)  # pyright: ignore[reportArgumentType]
 
 
 def test_segments_are_counted_and_cut() -> None:
+    assert first_blocks((Lean(3, "linear"), 1), 2) == (Lean(2, "linear"),)
+    assert of_blocks((Lean(3, "linear"), 2, ((1,), 1)), range(2, 6)) == (Lean(1, "linear"), 2, ((1,),))
     segments: Segments = (2, (((1,), 1), 3), ((1,),))
     assert num_blocks_of(segments) == 8
     assert runs_of(segments) == [1, 1, 4, 3, 2, 2, 2, 2]
@@ -81,15 +90,19 @@ def test_segments_are_counted_and_cut() -> None:
     assert first_blocks((), 3) == (3,)
 
 
-@pytest.mark.parametrize("segments", [(3,), (), ((),), (0, 2), (True, 1), ("2",), (-3, 1), 2, ((1,), [1, 0])])
+@pytest.mark.parametrize("segments", [(3,), (), ((),), (0, 2), (True, 1), ("2",), (-1, 3), 2, ((1,), [1, 0])])
 def test_what_are_no_segments_of_two_blocks(segments) -> None:
     with pytest.raises(ValueError, match="segments"):
         check_segments(segments, 2)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_frontier_is_the_best_of_all_schedules(seed: int) -> None:
-    agrees(random.Random(seed), num_blocks=1 + seed % 4)
+TELLING = [(0, 3), (21, 3), (24, 3), (2, 4), (5, 4), (9, 4), (17, 4), (20, 4), (22, 4)]
+"""Where blocks that run again keep results alone, or where no segment may be of several."""
+
+
+@pytest.mark.parametrize(("seed", "num_blocks"), [*((seed, 1 + seed % 4) for seed in range(8)), *TELLING])
+def test_the_frontier_is_the_best_of_all_schedules(seed: int, num_blocks: int) -> None:
+    agrees(random.Random(seed), num_blocks)
 
 
 @pytest.mark.soak
@@ -146,8 +159,8 @@ def begins_of(segments: Segments) -> set[int]:
     """Blocks that no segment goes on over."""
     found, index = set[int](), 0
     for item in segments:
-        size = abs(item) if isinstance(item, int) else num_blocks_of(item)
-        found |= set(range(index, index + size)) if isinstance(item, int) else {index}
+        size = size_of(item)
+        found |= {index} if isinstance(item, tuple) else set(range(index, index + size))
         index += size
     return found
 
@@ -159,6 +172,19 @@ def test_what_is_counted_of_segments_is_what_the_simulator_runs(seed: int) -> No
     step = simulate(unit_chain(7), segments)
     assert step.runs == tuple(runs_of(segments))
     assert step.again_s == sum(step.runs) - 7
+
+
+@pytest.mark.parametrize("segments", [(5,), ((1,), (1,), (1,), (1,), (1,)), ((2,), Lean(1, "linear"), 2)])
+def test_each_microbatch_in_flight_holds_what_a_forward_leaves(segments: Segments) -> None:
+    chain = unit_chain(7)
+    stage = stage_of(chain, range(1, 6), flying=3)
+    assert [of.input for of in stage.blocks] == [0, 1, 1, 1, 1]
+    alone, three = simulate(replace(stage, flying=1), segments), simulate(stage, segments)
+    handed_on = 0 if is_kept(segments)[-1] else stage.output
+    assert three.peak_bytes == alone.peak_bytes + 2 * (alone.forward_bytes + handed_on)
+    assert (three.runs, three.seconds) == (alone.runs, alone.seconds)
+    peaks = [choice.peak_bytes for choice in frontier(stage)]
+    assert peaks[0] < peaks[-1] == simulate(stage, (5,)).peak_bytes
 
 
 def test_a_chain_of_one_block_and_of_none() -> None:

@@ -145,6 +145,25 @@ def test_holders_of_memory() -> None:
     assert view.numel() == 2
 
 
+def test_an_alias_counts_what_is_written_to_the_first() -> None:
+    class Kept(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mul.Tensor:
+                aliases.append(compat.alias_of(made))
+            return made
+
+    aliases: list[Tensor] = []
+    x = torch.ones(3, requires_grad=True)
+    with Kept():
+        y = x * 2
+    (alias,) = aliases
+    assert alias.data_ptr() == y.data_ptr()
+    assert (alias.grad_fn, alias.requires_grad, alias._version) == (None, False, 0)
+    y.add_(1)
+    assert alias._version == 1
+
+
 def test_compiled_modules() -> None:
     module, called = nn.Linear(2, 2), []
     assert compat.compiled_call(module) is None
