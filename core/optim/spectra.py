@@ -2,7 +2,8 @@
 
 An eigenbasis is arbitrary where eigenvalues agree, and rounding, which is another on n ranks than on one, would choose
 it. The common case is a factor without full rank: of the directions that no gradient had, the basis taken here is that
-in which the diagonal matrix 1, 2, .., n is diagonal, too, so coordinates that are always zero keep their axes.
+in which the diagonal matrix 1, 2, .., n is diagonal, too, so coordinates that are always zero keep their axes. A basis
+that is renewed stays as near to the former one there as it can.
 """
 
 import torch
@@ -92,13 +93,16 @@ def refreshed(factor: Tensor, basis: Tensor, share: float | None = None) -> tupl
     estimates = torch.where(estimates > share * estimates.amax(), estimates, 0.0)
     order = estimates.argsort(descending=True, stable=True)
     try:
-        return order, _orthonormal(wide @ old[:, order], share)
+        return order, _orthonormal(wide @ old[:, order], old[:, order], share)
     except torch.linalg.LinAlgError:
         return None
 
 
-def _orthonormal(columns: Tensor, share: float) -> Tensor:
-    """Q of a QR decomposition; in place of columns that depend on those before them a settled basis of what is left."""
+def _orthonormal(columns: Tensor, old: Tensor, share: float) -> Tensor:
+    """Q of a QR decomposition; columns that depend on those before them are the old ones' nearest in what is left.
+
+    So moments that are kept by columns go on to be those of about the same directions.
+    """
     q, r = torch.linalg.qr(columns)
     if not has_values(columns):
         return q
@@ -108,8 +112,9 @@ def _orthonormal(columns: Tensor, share: float) -> Tensor:
         return q
     own = torch.linalg.qr(columns[:, live], mode="complete")[0]
     rank = int(live.count_nonzero())
+    u, _, vt = torch.linalg.svd(own[:, rank:].mT @ old[:, ~live])
     made = torch.empty_like(q)
-    made[:, live], made[:, ~live] = own[:, :rank], settled(own[:, rank:])
+    made[:, live], made[:, ~live] = own[:, :rank], own[:, rank:] @ u @ vt
     return made
 
 
