@@ -44,7 +44,7 @@ from core.gemini.chunk import Sharers
 from core.gemini.planning import probe_bytes
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
-from core.optim.muon import is_hidden
+from core.optim.roles import role_of
 from core.optim.size import state_bytes
 from core.parallel.recompute import apply_recompute
 from core.quant.choose import choose
@@ -278,9 +278,9 @@ def _saved_bytes(config: DiffusionPlanConfig, model: nn.Module) -> tuple[int, in
     masters = state = 0
     for name, p in model.named_parameters():
         if p.requires_grad:
-            own, is_matrix = _own_shape(p, ranks), is_hidden(name, p)
+            own, role = _own_shape(p, ranks), role_of(name, p.shape)
             masters += wide * prod(own)
-            state += state_bytes(config.optim, own, wide, whole=tuple(p.shape), hidden=is_matrix, ranks=config.nproc)
+            state += state_bytes(config.optim, own, wide, whole=tuple(p.shape), role=role, ranks=config.nproc)
     return masters, masters + state + (masters if config.average else 0)
 
 

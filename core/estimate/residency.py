@@ -23,7 +23,7 @@ from core.gemini.transport import message_bytes
 from core.layout import largest_share
 from core.mesh import MeshConfig, build_mesh, mesh_shape, shard_axis
 from core.optim.build import OptimConfig
-from core.optim.muon import is_hidden
+from core.optim.roles import role_of
 from core.optim.size import state_bytes
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan
@@ -78,7 +78,7 @@ def estimate_gemini(
             tuple(member.master.shape),
             wide.itemsize,
             whole=tuple(parameters[name].shape),
-            hidden=is_hidden(name, parameters[name]),
+            role=role_of(name, parameters[name].shape),
         )
         for name, member in members.items()
         if member.trainable

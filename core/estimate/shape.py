@@ -25,6 +25,7 @@ from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.models.plan import decoder_plan
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
+from core.optim.roles import role_of
 from core.optim.size import state_bytes
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import SEGMENTED, RecomputeMode
@@ -210,8 +211,8 @@ class ModelShape:
         updated = [row.master.largest_shape() for row in rows]
         ranks, state = run.num_gradient_ranks * run.tp, 0
         for weight, part in zip(weights, updated, strict=True):
-            hidden = len(weight.shape) == 2 and 0 <= block < self.num_blocks
-            state += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, hidden=hidden, ranks=ranks)
+            role = role_of(weight.name, weight.shape)
+            state += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, role=role, ranks=ranks)
         experts = sum(n for n, weight in zip(whole, weights, strict=True) if weight.experts)
         return Part(block, tuple(whole), tuple(map(math.prod, updated)), experts, state)
 

@@ -131,14 +131,14 @@ class Pool:
     homes  the rank of each, within the group
     """
 
-    def __init__(self, places: Mapping[Tensor, Place], cost: Callable[[Sequence[int]], float]):
+    def __init__(self, places: Mapping[Tensor, Place], costs: Sequence[float]):
         self.index = {parameter: index for index, parameter in enumerate(places)}
         self.layouts = [place.layout for place in places.values()]
         meshes = [layout.mesh for layout in self.layouts if isinstance(layout.mesh, DeviceMesh)]
         self.group = stage_group(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
         self.device = device_of(meshes[0]) if meshes else torch.device("cpu")
         self.rank, self.num_ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)
-        self.homes = balanced([cost(layout.shape) for layout in self.layouts], self.num_ranks)
+        self.homes = balanced(costs, self.num_ranks)
         self._ways: tuple[list[Piece], list[Piece]] | None = None
 
     def home_of(self, parameter: Tensor) -> int | None:
@@ -195,12 +195,12 @@ class WholeMatrixOptimizer(ShardedOptimizer):
         """Return whether the parameters of a group are updated as whole matrices."""
 
     @abstractmethod
-    def _cost(self, shape: Sequence[int]) -> float:
+    def _cost(self, shape: tuple[int, ...], options: dict[str, Any]) -> float:
         """The work of a matrix's update at its home, relative to others."""
 
     @abstractmethod
-    def _home_state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """State tensor -> its shape, of a matrix of that shape; all begin as zeros."""
+    def _home_state(self, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """State tensor -> its shape, of a matrix of that shape in a group of those options; all begin as zeros."""
 
     @abstractmethod
     def _direction(self, grad: Tensor, h: Held, batch: Batch) -> Tensor:
@@ -221,8 +221,9 @@ class WholeMatrixOptimizer(ShardedOptimizer):
     def _pool_of(self, parameter: Tensor) -> Pool:
         """The pool of the matrices that there are; made anew where they are others than before."""
         if self._pool is None or parameter not in self._pool.index:
-            matrices = [p for group in self.param_groups if self._is_whole(group) for p in group["params"]]
-            self._pool = Pool({p: self.place(p) for p in matrices}, self._cost)
+            matrices = [(p, group) for group in self.param_groups if self._is_whole(group) for p in group["params"]]
+            costs = [self._cost(self.place(p).layout.shape, group) for p, group in matrices]
+            self._pool = Pool({p: self.place(p) for p, _ in matrices}, costs)
         return self._pool
 
     def _ensure_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +238,7 @@ class WholeMatrixOptimizer(ShardedOptimizer):
     def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         whole, value = self.place(parameter).layout.shape, self.place(parameter).shaped(own(parameter))
         made = {}
-        for key, shape in self._home_state(whole).items():
+        for key, shape in self._home_state(whole, options).items():
             if self._pool_of(parameter).home_of(parameter) is None and shape == whole:
                 made[key] = self._zeros(parameter)
             else:
@@ -248,9 +249,13 @@ class WholeMatrixOptimizer(ShardedOptimizer):
     def _lies(self, parameter: Tensor, key: str) -> Layout:
         options = self._options_of(parameter)
         pool = self._pool_of(parameter) if self._is_whole(options) else None
-        if pool is None or (home := pool.home_of(parameter)) is None or key == "step":
+        if pool is None or key == "step":
             return super()._lies(parameter, key)
-        return Layout(self._home_state(self.place(parameter).layout.shape)[key], absent=home != pool.rank)
+        home, whole = pool.home_of(parameter), self.place(parameter).layout.shape
+        shape = self._home_state(whole, options)[key]
+        if home is None and shape == whole:
+            return super()._lies(parameter, key)
+        return Layout(shape, absent=home not in (None, pool.rank))
 
     def _update(self, batches: list[Batch]) -> None:
         whole = [(h, batch) for batch in batches if self._is_whole(batch.options) for h in batch.held]

@@ -3,126 +3,170 @@
 For a hidden matrix W[O, I] with gradient G, each step
 
 1. M <- mu M + G, and with Nesterov's look-ahead U = G + mu M
-2. U <- the nearest (semi-)orthogonal matrix to U, by five Newton-Schulz iterations of a quintic polynomial
-3. W <- (1 - lr wd) W - lr 0.2 sqrt(max(O, I)) U, so that an entry moves about as far as under AdamW
+2. U <- the nearest (semi-)orthogonal matrix to U: by five Newton-Schulz iterations of a quintic polynomial, or exactly
+3. W <- (1 - lr wd) W - lr s U, with s = 0.2 sqrt(max(O, I)), so that an entry moves about as far as under AdamW, or
+   Jordan's s = sqrt(max(1, O / I)), so that outputs move alike for every shape
 
-A convolution's kernel [O, I, ..] is the matrix [O, I ..], as in the authors' code. A stack of matrices, as experts'
-weights are, is none. Embeddings, heads, norms and biases get AdamW. Orthogonalising needs whole matrices: a sharded one
-goes to its home rank (core/optim/home.py), which has its momentum.
+A convolution's kernel [O, I, ..] is the matrix [O, I ..], as in the authors' code. Of a stack, as experts' weights are,
+each matrix is orthogonalised by itself, and with `head_dim` each head of a fused query, key and value. Embeddings,
+heads, norms and biases get AdamW. Orthogonalising needs whole matrices: a sharded one goes to its home rank
+(core/optim/home.py), which has its momentum.
 
 Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks; Liu et al. 2025, Muon is scalable for LLM
 training, section 2.2 (the factor of step 3).
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from core.config import UserError
-from core.kernels.adamw import adamw
-from core.optim.adamw import two_moments
-from core.optim.home import WholeMatrixOptimizer
+from core.optim.matrices import WHOLE, MatrixConfig, MatrixOptimizer, Shapes, batch_of, matrix_state_bytes
 from core.optim.sharded import Batch, Held
-from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_moments, check_momentum, own_values
+from core.optim.spec import OptimizerSpec, check_moments, check_momentum, check_options, own_values
+from core.optim.spectra import has_values, negligible
 from core.precision import bf16_units
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at 0 among those that keep singular values within about [0.7, 1.2]
+_FUSED = re.compile(r"(^|\.)(qkv|qkv_proj|query_key_value|Wqkv)(\.|$)")
+"""modules whose weight is queries, keys and values, the rows of a head one behind the other"""
+
+Scale = Literal["rms", "jordan"]
+Polar = Literal["newton_schulz", "exact"]
 
 
-class Muon(WholeMatrixOptimizer):
+class Muon(MatrixOptimizer):
     """Muon for the parameter groups with `orthogonalise` True, AdamW for those with False; each group says which.
+
+    Named parameters, `Muon(model.named_parameters(), lr=…)`, are grouped by `core.optim.matrices`. A group with `rows`
+    has matrices of so many rows each, one under another.
+
+    scale     rms: an update's entries have a root mean square of 0.2, as AdamW's about have; jordan
+    polar     exact: by a singular value decomposition in fp64, instead of iterations
+    head_dim  rows of a head, of which named fused queries, keys and values (qkv, qkv_proj, query_key_value, Wqkv) are
+              orthogonalised each by itself
 
     Raises UserError for values out of range, a group that does not say `orthogonalise`, and a parameter that is to be
     orthogonalised and has fewer than two dims.
     """
 
+    name, flag, done, by_shape = "muon", "orthogonalise", "orthogonalised", False
+    head_dim: int | None = None
+    _num_fused: int = 0
+
     def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, momentum: float = 0.95,
+        self, groups: Iterable[Any], lr: float, momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, *,
-        maximize: bool = False,
+        scale: Scale = "rms", polar: Polar = "newton_schulz", head_dim: int | None = None,
+        whole: tuple[str, ...] = WHOLE, maximize: bool = False,
     ):  # fmt: skip
-        _check(lr, momentum, betas, eps, weight_decay)
+        _check(lr, momentum, betas, eps, weight_decay, scale=scale, polar=polar, head_dim=head_dim)
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups, defaults | {"maximize": maximize})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if not isinstance(param_group.get("orthogonalise"), bool):
+        own = {"scale": scale, "polar": polar, "rows": None}
+        self.head_dim = head_dim
+        super().__init__(groups, defaults | own | {"maximize": maximize}, whole)
+        if head_dim is not None and not self._num_fused:
             raise UserError(
-                f"muon: parameter group {len(self.param_groups)} does not say orthogonalise; give groups "
-                '{"params": …, "orthogonalise": True} of hidden matrices, and False of embeddings, heads and vectors'
+                f"muon: head_dim={head_dim}: no named matrix is fused queries, keys and values (qkv, qkv_proj, "
+                'query_key_value, Wqkv); leave it out, or give a group {"params": …, "orthogonalise": True, "rows": …}'
             )
-        super().add_param_group(param_group)
-        if param_group["orthogonalise"]:
-            for parameter in param_group["params"]:
-                if parameter.ndim < 2:
-                    raise UserError(
-                        f"muon: a parameter of shape {list(parameter.shape)} is no matrix that can be orthogonalised; "
-                        "put it into a group with orthogonalise False"
-                    )
 
-    def _is_whole(self, options: dict[str, Any]) -> bool:
-        return options["orthogonalise"]
+    def _sorted(self, named: list[tuple[str | None, Tensor]]) -> list[dict[str, Any]]:
+        fused = [(name, p) for name, p in named if self.head_dim and name and p.ndim == 2 and _FUSED.search(name)]
+        if not fused:
+            return super()._sorted(named)
+        self._num_fused += len(fused)
+        gone = {id(parameter) for _, parameter in fused}
+        split = {"params": [p for _, p in fused], "orthogonalise": True, "rows": self.head_dim}
+        return [split, *super()._sorted([one for one in named if id(one[1]) not in gone])]
 
-    def _cost(self, shape: Sequence[int]) -> float:
+    def _fault(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> str | None:
+        rows = options["rows"]
+        if fault := super()._fault(shape, options):
+            return fault
+        if rows and (options["stacked"] or shape[0] % rows):
+            return f"does not divide into matrices of rows={rows}; give a divisor of {shape[0]}, and no stacked"
+        return None
+
+    def _cost(self, shape: tuple[int, ...], options: dict[str, Any]) -> float:
         """Multiplications with the smaller Gram matrix, which take nearly all of the time."""
-        sides = shape[0], math.prod(shape[1:])
-        return float(max(sides) * min(sides) ** 2)
+        batch, *both = batch_of(shape, options)
+        return float(batch * max(both) * min(both) ** 2)
 
-    def _home_state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    @staticmethod
+    def shapes(shape: tuple[int, ...], options: Mapping[str, Any]) -> Shapes:
         return {"momentum_buffer": shape}
 
-    def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        if options["orthogonalise"]:
-            return super()._new_state(parameter, options)
-        return {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
-
-    def _direction(self, grad: Tensor, h: Held, batch: Batch) -> Tensor:
+    def _update_of(self, grad_BMN: Tensor, h: Held, batch: Batch) -> Tensor:
+        grad = grad_BMN.reshape(h.own("momentum_buffer").shape)
         momentum = h.own("momentum_buffer").mul_(batch.options["momentum"]).add_(grad)
-        ahead = grad.add(momentum, alpha=batch.options["momentum"])
-        return orthogonalised(ahead.flatten(1)).reshape(grad.shape)
+        ahead = grad.add(momentum, alpha=batch.options["momentum"]).reshape(grad_BMN.shape)
+        if batch.options["polar"] == "exact":
+            return self._polar(ahead)
+        return orthogonalised(ahead[0])[None] if len(ahead) == 1 else orthogonalised(ahead)
+
+    def _polar(self, matrices_BMN: Tensor) -> Tensor:
+        try:
+            return polar_factor(matrices_BMN)
+        except torch.linalg.LinAlgError:
+            self.fallbacks += 1
+            return orthogonalised(matrices_BMN)
 
     def _move(self, h: Held, update: Tensor, batch: Batch) -> None:
-        options, shape = batch.options, h.place.layout.shape
-        size = options["lr"] * 0.2 * max(shape[0], math.prod(shape[1:])) ** 0.5
+        options = batch.options
+        _, m, n = batch_of(h.place.layout.shape, options)
+        size = options["lr"] * (0.2 * max(m, n) ** 0.5 if options["scale"] == "rms" else max(1.0, m / n) ** 0.5)
         h.value.mul_(1 - options["lr"] * options["weight_decay"])
         h.value.add_(update, alpha=size if options["maximize"] else -size)
 
-    def _update_parts(self, batches: list[Batch]) -> None:
-        for batch in batches:
-            held = [h for h in batch.held if h.value.numel()]
-            options = {name: batch.options[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
-            moments = ([h.own(name) for h in held] for name in ("exp_avg", "exp_avg_sq"))
-            adamw([h.value for h in held], [h.grad for h in held], *moments, step=batch.step, **options)
-
 
 def orthogonalised(matrix_OI: Tensor, num_iterations: int = 5) -> Tensor:
-    """About U V^T of the singular value decomposition of a matrix, in its dtype.
+    """About U V^T of the singular value decomposition of a matrix, or of each of a batch, in its dtype.
 
     fp32 is iterated in bf16, as the authors do, where the device is fast at it: it only has to come near, and it is the
     whole cost of the step.
     """
     a, b, c = _QUINTIC
-    wide = matrix_OI.shape[0] <= matrix_OI.shape[1]
-    x = matrix_OI if wide else matrix_OI.T
-    x = x / (x.norm() + 1e-7)
+    wide = matrix_OI.shape[-2] <= matrix_OI.shape[-1]
+    x = matrix_OI if wide else matrix_OI.mT
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    added = torch.addmm if x.ndim == 2 else torch.baddbmm
     x = x.bfloat16() if x.dtype == torch.float32 and bf16_units(x.device) else x
     for _ in range(num_iterations):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.T).to(matrix_OI.dtype)
+        gram = x @ x.mT
+        x = added(x, added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(matrix_OI.dtype)
 
 
-def _check(lr: float, momentum: float, betas: tuple[float, ...], eps: float, weight_decay: float) -> None:
+def polar_factor(matrix_OI: Tensor) -> Tensor:
+    """U V^T, of a matrix or of each of a batch, of the directions that it has, in its dtype; decomposed in fp64."""
+    u, sizes, vt = torch.linalg.svd(matrix_OI.double(), full_matrices=False)
+    if has_values(matrix_OI):
+        u = u * (sizes > negligible(matrix_OI.dtype) * sizes[..., :1])[..., None, :]
+    return (u @ vt).to(matrix_OI.dtype)
+
+
+def _check(
+    lr: float, momentum: float, betas: tuple[float, ...], eps: float, weight_decay: float, *, scale: str, polar: str,
+    head_dim: int | None,
+) -> None:  # fmt: skip
     check_momentum("muon", lr, momentum)
     check_moments("muon", lr, betas, eps, weight_decay)
+    check_options(
+        "muon",
+        scale=(scale, scale in ("rms", "jordan"), "rms or jordan"),
+        polar=(polar, polar in ("newton_schulz", "exact"), "newton_schulz or exact"),
+        head_dim=(head_dim, head_dim is None or head_dim >= 1, "the rows of a head, or None"),
+    )
 
 
 @dataclass(frozen=True)
-class MuonConfig(OptimConfig):
+class MuonConfig(MatrixConfig):
     name: str = "muon"
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
@@ -131,34 +175,20 @@ class MuonConfig(OptimConfig):
     """of what AdamW updates"""
     weight_decay: float = 0.1
     """of matrices; vectors (norms, biases) are never decayed"""
+    scale: Scale = "rms"
+    """length of an update: rms (as AdamW's) or jordan (by the shape)"""
+    polar: Polar = "newton_schulz"
+    """how a matrix is orthogonalised; exact: by a singular value decomposition"""
+    head_dim: int | None = None
+    """rows of a head, for fused queries, keys and values orthogonalised head by head; None: as one matrix"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self.lr, **own_values(self))
-
-
-def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix of the repeated blocks."""
-    return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
-
-
-def _state_bytes(config: MuonConfig, part: Part) -> int:
-    if not part.hidden:
-        return two_moments(config, part)
-    return -(-part.wide_bytes * math.prod(part.whole) // part.ranks)
+        _check(self.lr, **self.options())
 
 
 def _build(config: MuonConfig, masters: Mapping[str, Tensor]) -> Muon:
-    """Muon for the matrices of the repeated blocks, whose names hold a number; AdamW for the others."""
-    hidden = {n for n, m in masters.items() if is_hidden(n, m)}
-    matrices = [m for n, m in masters.items() if n not in hidden and m.ndim >= 2]
-    vectors = [m for m in masters.values() if m.ndim < 2]
-    groups = [
-        {"params": [masters[n] for n in masters if n in hidden], "orthogonalise": True},
-        {"params": matrices, "orthogonalise": False},
-        {"params": vectors, "orthogonalise": False, "weight_decay": 0.0},
-    ]
-    return Muon(groups, lr=config.lr, **own_values(config))
+    return Muon(masters.items(), lr=config.lr, **own_values(config))
 
 
-SPEC = OptimizerSpec(MuonConfig, _state_bytes, _build)
+SPEC = OptimizerSpec(MuonConfig, partial(matrix_state_bytes, Muon), _build, sized_by=("whole",))

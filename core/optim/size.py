@@ -1,6 +1,7 @@
 """Bytes of an optimizer's state, before there is any: what the memory estimate asks."""
 
 from core.optim.build import OPTIMIZERS
+from core.optim.roles import Role
 from core.optim.spec import OptimConfig, Part
 
 
@@ -10,8 +11,8 @@ def state_bytes(
     wide_bytes: int,
     *,
     whole: tuple[int, ...] = (),
-    hidden: bool = False,
+    role: Role = "vector",
     ranks: int = 1,
 ) -> int:
     """Bytes that the state of one parameter takes on a rank; arguments as of `Part`, `whole` by default `shape`."""
-    return OPTIMIZERS[config.name].state_bytes(config, Part(shape, whole or shape, wide_bytes, hidden, ranks))
+    return OPTIMIZERS[config.name].state_bytes(config, Part(shape, whole or shape, wide_bytes, role, ranks))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.config import UserError, require_finite
 from core.layout import layout_of
+from core.optim.roles import Role
 from core.optim.schedule import ScheduleConfig
 
 OPTIMIZERS: "dict[str, OptimizerSpec]" = {}
@@ -25,11 +26,14 @@ class OptimConfig:
     """An optimizer by name: OptimConfig(name="lamb", max_norm=10.0) is the config that LAMB owns."""
 
     name: str = "adamw"
-    """adafactor, adamw, adamw8bit, came, lamb, lars, muon, sgd or sm3; each has options of its own"""
+    """the optimizer, each has options of its own:
+    adafactor, adamw, adamw8bit, came, galore, lamb, lars, muon, sgd, shampoo, sm3 or soap"""
     lr: float = 3e-4
     """peak learning rate; of adafactor: bound of the relative step"""
     clip_norm: float | None = 1.0
     """global gradient norm beyond which gradients are scaled down; None: never"""
+    plan: bool = False
+    """print before the first step which parameters get what"""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __new__(cls, name: str = "adamw", *rest: Any, **options: Any) -> Any:
@@ -94,14 +98,14 @@ class Part:
     shape       of the part
     whole       shape of the parameter
     wide_bytes  of an element of masters and state
-    hidden      whether it is a matrix of the repeated blocks
+    role        what it is in the model (`core.optim.roles`)
     ranks       that have a stage's parameters between them
     """
 
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     wide_bytes: int
-    hidden: bool = False
+    role: Role = "vector"
     ranks: int = 1
 
     @property

@@ -32,6 +32,7 @@ from core.mesh import data_axis, gradient_axis
 from core.metrics import Progress
 from core.nn.moe import load_figures
 from core.optim.average import WeightAverage
+from core.optim.build import groups_in_words
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
 from core.parallel.parallel_model import ParallelModel, Sample
@@ -107,6 +108,8 @@ def fit(
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
             progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
+        if config.optim.plan:
+            progress.message(groups_in_words(config.optim, parallel.masters))
         ahead = Prefetch(
             batches, axis.get_local_rank(), axis.size(), step=first or 0, pinned=parallel.device.type == "cuda"
         )

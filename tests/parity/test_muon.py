@@ -1,4 +1,4 @@
-"""Muon on n ranks is Muon on one, whatever cuts its matrices: in fp64, ragged shapes, two messages a step."""
+"""Optimizers of whole matrices do on n ranks what they do on one, whatever cuts: fp64, ragged, two messages a step."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,6 +12,7 @@ from torch import nn
 import core.gemini
 from core.comm.volume import count_volume
 from core.mesh import MeshConfig
+from core.optim.matrices import MatrixOptimizer
 from core.optim.muon import Muon
 from tests.parity.test_experts import SWITCH, TOPK
 from tests.parity.test_pipeline import TWO, deep, staged
@@ -44,6 +45,15 @@ CASES = {
 }
 
 
+_CUT = ("rank_rtol", 1e-4)
+OTHERS = {
+    "soap": ("soap", (("precondition_frequency", 2), ("rank_rtol", 1e-3))),
+    "shampoo": ("shampoo", (("precondition_frequency", 2), ("max_preconditioner_dim", 20), ("eps", 1e-3), _CUT)),
+    "one-sided shampoo": ("shampoo", (("sides", "one"), ("graft", "sgd"), ("precondition_frequency", 1), _CUT)),
+    "galore": ("galore", (("rank", 4), ("update_gap", 2), ("eps", 1e-3))),
+}
+"""name -> optimizer, options. Eigenvectors of eigenvalues a share s of the largest are known to 1e-16 / s. Gradients of
+this small model have directions down to s = 1e-10: rank_rtol keeps those out, or in a basis that is known."""
 LONG = ("zero 0", "tp")
 STEPS = [pytest.param(name, MANY if name in LONG else FEW, id=name) for name in CASES]
 STEPS += [
@@ -58,6 +68,30 @@ def test_on_every_layout(ranks, name: str, steps: int) -> None:
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
+def with_optimizer(which: str, case: Case, steps: int = FEW) -> Case:
+    optim, options = OTHERS[which]
+    return replace(case, optim=optim, options=options, steps=steps)
+
+
+SHORT = [("soap", "tp zero 3"), ("soap", "gemini"), ("shampoo", "2d"), ("galore", "experts")]
+
+
+@pytest.mark.parametrize(("which", "name"), SHORT)
+def test_others_on_some_layouts(ranks, which: str, name: str) -> None:
+    num_ranks, case = CASES[name]
+    difference, where = difference_from_single(ranks, num_ranks, with_optimizer(which, case))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("which", OTHERS)
+def test_others_on_every_layout(ranks, which: str, name: str) -> None:
+    num_ranks, case = CASES[name]
+    difference, where = difference_from_single(ranks, num_ranks, with_optimizer(which, case, MANY))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
 @pytest.mark.parametrize("name", ["zero 0", "zero 3", "tp", "gemini"])
 def test_a_missing_message_is_seen(ranks, name: str) -> None:
     num_ranks, case = CASES[name]
@@ -67,8 +101,8 @@ def test_a_missing_message_is_seen(ranks, name: str) -> None:
 
 
 def messages_of_a_step(case: Case) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of an optimizer's step, by operation; and elements of momentum here, by matrix."""
-    state, config = build(replace(case, optim="muon"))
+    """Collectives of an optimizer's step, by operation; and elements of the state of matrices here, by matrix."""
+    state, config = build(case)
     axis = data_axis(state.parallel.mesh)
     rows = case.batch // axis.size()
     mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, 0).items()}
@@ -85,20 +119,29 @@ def messages_of_a_step(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     with patch.object(state.optimizer, "step", counted):
         for index in range(2):
             train_step(state, mine, loss, weight, config, index)
-    states = {name: state.optimizer.state[master] for name, master in state.parallel.masters.items()}
-    return dict(found), {n: s["momentum_buffer"].numel() for n, s in states.items() if "momentum_buffer" in s}
+    optimizer = state.optimizer
+    assert isinstance(optimizer, MatrixOptimizer)
+    whole = {name: master for name, master in state.parallel.masters.items() if optimizer.takes_whole(master)}
+    return dict(found), {n: sum(t.numel() for t in optimizer.state[m].values() if t.ndim) for n, m in whole.items()}
 
 
-@pytest.mark.parametrize("name", ["zero 0", "zero 3", "tp zero 1", "2d", "experts", "stages zero 1 tp"])
-def test_two_messages_a_step_and_each_momentum_at_one_home(ranks, name: str) -> None:
-    """Whatever the number of matrices; among the ranks of a stage every momentum is whole, once."""
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [
+        *(("muon", name) for name in ("zero 0", "zero 3", "tp zero 1", "2d", "experts", "stages zero 1 tp")),
+        *(("soap", "zero 3"), ("shampoo", "tp zero 1"), ("galore", "zero 0")),
+    ],
+)
+def test_two_messages_a_step_and_each_state_at_one_home(ranks, which: str, name: str) -> None:
+    """Whatever the number of matrices; among the ranks of a stage every matrix's state is whole, once."""
     num_ranks, case = CASES[name]
+    case = replace(case, optim="muon") if which == "muon" else with_optimizer(which, case)
     found = ranks(num_ranks).run(messages_of_a_step, case)
     assert [calls for calls, _ in found] == [{"all_to_all": 2}] * num_ranks
     held: Counter[str] = Counter()
-    for _, momenta in found:
-        held.update(momenta)
-        assert sum(momenta.values()) > 0, "a rank has no home"
+    for _, states in found:
+        held.update(states)
+        assert sum(states.values()) > 0, "a rank has no home"
     [(_, whole)] = ranks(1).run(messages_of_a_step, replace(case, mesh=MeshConfig(), parallel=parallel()))
     assert held == whole
 

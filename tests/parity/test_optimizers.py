@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.optim import Adafactor, AdamW8bit, Came, Lamb, Lars, Muon, Sm3
+from core.optim import SOAP, Adafactor, AdamW8bit, Came, GaLore, Lamb, Lars, Muon, Shampoo, Sm3
 from tests.support.covering import FEW, MANY
 from tests.support.sharded_optim import (
     LARGE,
@@ -25,11 +25,29 @@ from tests.support.sharded_optim import (
 )
 
 
-def _muon(parameters: list[torch.Tensor], **options: float) -> Muon:
+def _muon(parameters: list[torch.Tensor], **options: Any) -> Muon:
     whole, rest = ([p for p in parameters if (p.ndim in (2, 4)) is kind] for kind in (True, False))
     return Muon([{"params": whole, "orthogonalise": True}, {"params": rest, "orthogonalise": False}], **options)
 
 
+def _by_matrices(kind: Any, parameters: list[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
+    """Matrices and kernels, stacks, and the rest with AdamW."""
+    whole, stacks, rest = ([p for p in parameters if p.ndim in dims] for dims in ((2, 4), (3,), (0, 1)))
+    told = [{"params": whole}, {"params": stacks, "stacked": True}, {"params": rest}]
+    groups = [g | {kind.flag: g["params"] is not rest} for g in told if g["params"]]
+    return kind(groups, **options)
+
+
+MATRICES: dict[str, Any] = {
+    "soap": partial(_by_matrices, SOAP, lr=0.03, weight_decay=0.1, precondition_frequency=2),
+    "soap, one side": partial(_by_matrices, SOAP, lr=0.03, precondition_frequency=3, sides="one", shampoo_beta=0.8),
+    "shampoo": partial(_by_matrices, Shampoo, lr=0.03, precondition_frequency=2, max_preconditioner_dim=11),
+    "shampoo, one side": partial(_by_matrices, Shampoo, lr=0.03, sides="one", graft="none", shampoo_beta=1.0),
+    "galore": partial(_by_matrices, GaLore, lr=0.03, weight_decay=0.1, rank=4, update_gap=2),
+    "galore, rotated": partial(_by_matrices, GaLore, lr=0.03, rank=4, update_gap=3, rotate_moments=True),
+    "muon, exact": partial(_by_matrices, Muon, lr=0.03, scale="jordan", polar="exact"),
+}
+"""of whole matrices"""
 ADAFACTOR: dict[str, Any] = {
     "adafactor": partial(Adafactor, lr=0.03),
     "adafactor, paper": partial(
@@ -64,7 +82,7 @@ FSDP = [
 SOME = [Case(2, 2, 1), Case(1, 2, 2, "dtensor"), Case(2, 1, 2, "fsdp")]
 SEVERAL = ["matrix", "ragged_conv", "ragged_cube", "three_rows", "one_col", "ragged_vector", "scalar"]
 NAMES, TOLERANCE = list(SHAPES), {torch.float64: 1e-10, torch.float32: 1e-5}
-ALL = ADAFACTOR | FAMILY | EIGHT_BITS
+ALL = ADAFACTOR | FAMILY | MATRICES | EIGHT_BITS
 
 
 def name_of(case: Case) -> str:
@@ -110,7 +128,7 @@ def test_adafactor_under_fsdp2(ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", SOME, ids=name_of)
-@pytest.mark.parametrize("which", ["adafactor, paper", *FAMILY])
+@pytest.mark.parametrize("which", ["adafactor, paper", *FAMILY, *MATRICES])
 def test_its_family(ranks, which: str, case: Case) -> None:
     check(ranks, which, case, steps=MANY if case == SOME[0] else FEW)
 
@@ -124,7 +142,7 @@ def test_muon_in_every_layout(ranks, case: Case) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("which", list(ADAFACTOR | FAMILY))
+@pytest.mark.parametrize("which", list(ADAFACTOR | FAMILY | MATRICES))
 def test_ten_steps_in_every_layout(ranks, which: str) -> None:
     for case in (*CROSS, *(replace(c, kind="dtensor") for c in CROSS if c.num_ranks <= 8), *FSDP):
         check(ranks, which, case, steps=MANY)

@@ -16,6 +16,11 @@ from core.train import TrainConfig
 from tests.support.small import Noisy, config_of, train
 
 STEPS, STOP = 6, 4
+MATRICES: dict[str, dict[str, Any]] = {
+    "soap": {"precondition_frequency": 2, "eps": 1e-2},
+    "shampoo": {"precondition_frequency": 2, "max_preconditioner_dim": 12},
+    "galore": {"rank": 3, "update_gap": 2},
+}
 
 
 def outcome(config: TrainConfig, dropout: float) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
@@ -58,6 +63,16 @@ def test_to_the_bit_on_the_same_mesh(ranks, tmp_path: Path, size: int, options: 
     assert found["seen"] == STEPS * (2 if "microbatch" in options else 1)
 
 
+@pytest.mark.parametrize("name", MATRICES)
+def test_bases_to_the_bit_on_the_same_mesh(ranks, tmp_path: Path, name: Any) -> None:
+    optim = OptimConfig(name, schedule=ScheduleConfig(warmup_steps=2), **MATRICES[name])
+    config = config_of(tmp_path, steps=STEPS, checkpoint=CheckpointConfig(every=3), optim=optim, zero=1)
+    (found, rows), (expected, expected_rows) = stopped_and_straight(ranks, 2, tmp_path, config, dropout=0.3)
+    assert rows == expected_rows
+    for parameter, value in expected.items():
+        assert torch.equal(found[parameter], value), parameter
+
+
 def test_a_model_draws_on_from_where_it_was(ranks, tmp_path: Path) -> None:
     """From torch's generator, which dropout does not draw its masks from."""
     config = config_of(tmp_path, steps=6)
@@ -77,10 +92,10 @@ def test_dropout_is_at_work(ranks, tmp_path: Path) -> None:
     assert not torch.allclose(found["head.weight"], without["head.weight"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "came", "adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "came", "adamw8bit", "muon", *MATRICES])
 def test_other_optimizers_across_meshes(ranks, tmp_path: Path, name: Any) -> None:
     """State that is not of the parameter's shape, too: half on ZeRO-1 x tp, half on ZeRO-3, is one rank's run."""
-    optim = OptimConfig(name=name, lr=1e-2, schedule=ScheduleConfig(warmup_steps=2))
+    optim = OptimConfig(name=name, lr=1e-2, schedule=ScheduleConfig(warmup_steps=2), **MATRICES.get(name, {}))
     config = config_of(tmp_path / "moving", steps=6, optim=optim)
     ranks(4).run(outcome, replace(config, zero=1, mesh=MeshConfig(tp=2), stop_after=3), 0.0)
     found, rows = ranks(2).run(outcome, replace(config, zero=3, resume="auto"), 0.0)[0]

@@ -29,6 +29,7 @@ EXPERTS = "tests/parity/test_experts.py::test_trains_as_one_rank_does"
 DROPOUT = "tests/parity/test_dropout.py::test_dropout_is_that_of_one_rank"
 RESUME = "tests/parity/test_resume.py"
 OPTIMIZERS = "tests/parity/test_optimizers.py"
+MATRICES = "tests/unit/test_matrices.py"
 PLACES = "tests/unit/test_infer_context.py"
 REFUSED_BLOCKS = f"{PLACES}::test_blocks_that_are_not_sure_are_refused_with_the_reason"
 FUSED = "tests/parity/test_inferred.py::test_several_matrices_in_one_go_on_on_another_mesh"
@@ -426,5 +427,61 @@ MUTATIONS = [
         "parts=lengths if",
         "parts=lengths[::-1] if",
         f"{FUSED}[phi3-adafactor-legs1]",
+    ),
+    mutation(
+        "matrices: SOAP's second moments are not sorted with its basis",
+        "core/optim/soap.py",
+        'v[index] = v[index].index_select(0 if side == "left" else 1, found[0])',
+        "pass",
+        f"{MATRICES}::test_soap_is_the_authors_algorithm",
+    ),
+    mutation(
+        "matrices: SOAP forgets the right factor",
+        "core/optim/soap.py",
+        'wanted = {"left": m, "right": n}',
+        'wanted = {"left": m}',
+        f"{MATRICES}::test_soap_is_the_authors_algorithm",
+    ),
+    mutation(
+        "matrices: SOAP learns its factors before the step",
+        "core/optim/soap.py",
+        "turned = rotated(grad_BMN, bases).reshape(shape)",
+        "self._refresh(h, grad_BMN.shape, options, mine); turned = rotated(grad_BMN, bases).reshape(shape)",
+        f"{MATRICES}::test_soap_is_the_authors_algorithm",
+    ),
+    mutation(
+        "matrices: Shampoo's roots are of factors with eps instead of pseudo-inverses",
+        "core/optim/spectra.py",
+        "powers = torch.where(values > 0, values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / root), 0.0)",
+        "powers = (values + 1e-12).pow(-1 / root)",
+        f"{MATRICES}::test_directions_without_gradients_are_not_blown_up",
+    ),
+    mutation(
+        "matrices: Shampoo's factors keep the bias of their beginning",
+        "core/optim/shampoo.py",
+        "factor / (1 - beta**batch.step) if beta < 1 else factor",
+        "factor",
+        f"{MATRICES}::test_shampoo_is_its_equations",
+    ),
+    mutation(
+        "matrices: GaLore projects the left side of square matrices",
+        "core/optim/galore.py",
+        "is_left = grad_BMN.shape[1] < grad_BMN.shape[2]",
+        "is_left = grad_BMN.shape[1] <= grad_BMN.shape[2]",
+        f"{MATRICES}::test_galore_of_full_rank_is_adamw_in_the_basis_of_the_first_gradient",
+    ),
+    mutation(
+        "matrices: rounding chooses the basis of what a factor lacks",
+        "core/optim/spectra.py",
+        "return values, torch.cat([vectors[:, :rank], settled(vectors[:, rank:])], 1)",
+        "return values, vectors",
+        f"{MATRICES}::test_bases_do_not_depend_on_rounding",
+    ),
+    mutation(
+        "matrices: a stack of experts is one matrix",
+        "core/optim/matrices.py",
+        "return shape[0], shape[1], shape[2]",
+        "return 1, shape[0] * shape[1], shape[2]",
+        f"{MATRICES}::test_heads_and_stacks_are_orthogonalised_each_by_itself",
     ),
 ]

@@ -49,6 +49,7 @@ class Case:
     masked: bool = False
     seed: int = 0
     optim: Any = "adamw"
+    options: tuple[tuple[str, Any], ...] = ()
     budget: str | None = None
     planned: bool = False
     segments: Segments | None = None
@@ -93,7 +94,9 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,
-        optim=OptimConfig(name=case.optim, lr=LR, clip_norm=CLIP, schedule=ScheduleConfig(warmup_steps=2)),
+        optim=OptimConfig(
+            case.optim, lr=LR, clip_norm=CLIP, schedule=ScheduleConfig(warmup_steps=2), **dict(case.options)
+        ),
     )
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     with torch.device("meta"):
