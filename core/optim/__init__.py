@@ -4,6 +4,8 @@ from core.optim.adafactor import Adafactor
 from core.optim.adamw8bit import AdamW8bit
 from core.optim.build import OPTIMIZERS, OptimConfig, build_optimizer
 from core.optim.came import Came
+from core.optim.hessian_free import HessianFree
+from core.optim.kfac import KFAC
 from core.optim.lamb import Lamb
 from core.optim.lars import Lars
 from core.optim.muon import Muon
@@ -11,10 +13,12 @@ from core.optim.schedule import ScheduleConfig, learning_rate
 from core.optim.sm3 import Sm3
 
 __all__ = [
+    "KFAC",
     "OPTIMIZERS",
     "Adafactor",
     "AdamW8bit",
     "Came",
+    "HessianFree",
     "Lamb",
     "Lars",
     "Muon",

@@ -5,12 +5,42 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from core.optim import adafactor, adamw, adamw8bit, came, lamb, lars, muon, sgd, sm3
+from core.optim import (
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    adamw8bit,
+    came,
+    hessian_free,
+    kfac,
+    lamb,
+    lars,
+    muon,
+    rmsprop,
+    sgd,
+    sm3,
+)
 from core.optim.spec import OPTIMIZERS, OptimConfig, own_options
 
 __all__ = ["OPTIMIZERS", "OptimConfig", "build_optimizer", "without_size"]
 
-for _module in (adafactor, adamw, adamw8bit, came, lamb, lars, muon, sgd, sm3):
+for _module in (
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    adamw8bit,
+    came,
+    hessian_free,
+    kfac,
+    lamb,
+    lars,
+    muon,
+    rmsprop,
+    sgd,
+    sm3,
+):
     OPTIMIZERS[_module.SPEC.name] = _module.SPEC
 
 
