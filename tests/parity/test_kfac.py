@@ -2,15 +2,24 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from core.comm.volume import count_volume
+from core.config import UserError
+from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig, data_axis
+from core.optim import OptimConfig
+from core.train import TrainConfig
+from core.train.curvature import curvature_of
 from tests.parity.test_train import GPT2, LLAMA, parallel
+from tests.support import small
 from tests.support.curved import BATCH, Case, batch_of, build, loss, run, train_step, weight
+from tests.support.small import config_of, predicted, train
 from tests.support.training import Case as TrainingCase
 from tests.support.training import difference_from_single, largest_difference
 
@@ -79,6 +88,77 @@ def test_kfac_of_the_decoder_whose_sequence_is_cut(ranks, name: str) -> None:
     num_ranks, case = DECODER[name]
     difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac"))
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+def ended(config: TrainConfig, by_closure: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    summary, tensors = train(config, predict=predicted) if by_closure else train(config)
+    return summary, tensors
+
+
+RESUMED = {
+    "kfac": (2, OptimConfig("kfac", inverse_every=3), {"zero": 1}),
+    "ekfac": (2, OptimConfig("kfac", method="ekfac", inverse_every=3), {"zero": 3}),
+    "empirical": (2, OptimConfig("kfac", fisher="empirical", factor_every=2), {"microbatch": 2}),
+    "hessian_free": (2, OptimConfig("hessian_free", cg_steps=5), {"zero": 1}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_where_it_was(ranks, tmp_path: Path, name: str) -> None:
+    """To the bit on the same mesh, between two inversions too; to rounding on one rank."""
+    num_ranks, optim, options = RESUMED[name]
+    config = config_of(tmp_path / "stopped", steps=6, optim=optim, **options)
+    by_closure = name != "empirical"
+    ranks(num_ranks).run(ended, replace(config, stop_after=4), by_closure)
+    ranks(num_ranks).run(ended, replace(config, out=tmp_path / "other", stop_after=4), by_closure)
+    [(_, found), *_] = ranks(num_ranks).run(ended, replace(config, resume="auto"), by_closure)
+    [(_, expected), *_] = ranks(num_ranks).run(ended, replace(config, out=tmp_path / "straight"), by_closure)
+    there = replace(config, out=tmp_path / "other", resume="auto", zero=0)
+    [(_, moved)] = ranks(1).run(ended, there, by_closure)
+    for parameter, value in expected.items():
+        assert torch.equal(found[parameter], value), parameter
+        if parameter != "seen":
+            torch.testing.assert_close(moved[parameter], value, rtol=1e-9, atol=1e-12, msg=parameter)
+
+
+def refusals() -> dict[str, str]:
+    """What fit says of combinations that cannot be, on two ranks."""
+    found = {}
+    for name, optim, options, predict in (
+        ("no predict", "kfac", {}, None),
+        ("kfac stages", "kfac", {"mesh": MeshConfig(pp=2)}, predicted),
+        ("kfac gemini", "kfac", {"gemini": GeminiConfig("1MB")}, predicted),
+        ("no closure", "hessian_free", {}, None),
+        ("hf zero 3", "hessian_free", {"zero": 3}, predicted),
+        ("hf stages", "hessian_free", {"mesh": MeshConfig(pp=2)}, predicted),
+        ("hf gemini", "hessian_free", {"gemini": GeminiConfig("1MB")}, predicted),
+        ("hf tp", "hessian_free", {"mesh": MeshConfig(tp=2)}, predicted),
+        ("hf bf16", "hessian_free", {"precision": "bf16"}, predicted),
+    ):
+        config = config_of(Path("unused"), optim=OptimConfig(optim), **options)
+        state = small.build(config)
+        try:
+            curvature_of(state.parallel, state.optimizer, predict, config)
+        except UserError as refused:
+            found[name] = str(refused)
+    return found
+
+
+def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
+    for found in ranks(2).run(refusals):
+        assert {name: text.partition(":")[0] for name, text in found.items()} == {
+            "no predict": "optim.name=kfac",
+            "kfac stages": "optim.name=kfac with mesh.pp",
+            "kfac gemini": "optim.name=kfac with gemini.budget",
+            "no closure": "optim.name=hessian_free",
+            "hf zero 3": "optim.name=hessian_free with zero=3",
+            "hf stages": "optim.name=hessian_free with mesh.pp",
+            "hf gemini": "optim.name=hessian_free with gemini.budget",
+            "hf tp": "optim.name=hessian_free with mesh.tp",
+            "hf bf16": "optim.name=hessian_free with precision=bf16",
+        }
+        for text in found.values():
+            assert "\n" not in text
 
 
 def hessian_free(case: Case, steps: int) -> Case:
