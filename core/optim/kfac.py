@@ -137,21 +137,24 @@ class KFAC(ShardedOptimizer):
         return self._num_steps() % self.defaults["factor_every"] == 0
 
     @contextmanager
-    def recording(self, items: float, *, rows: int | None = None, factor: float | None = None) -> Iterator[None]:
+    def recording(
+        self, items: float, *, rows: int | None = None, factor: float | None = None, length: int | None = None
+    ) -> Iterator[None]:
         """Surround a forward whose backward is a step's own: the empirical Fisher information.
 
         items   that the loss is a mean over
         rows    of the batch; None: those of each layer's input
         factor  times a gradient, what it is of the loss of one item; None: `items`
+        length  of a row's sequence, which tensor parallelism may fill up
         """
         if not isinstance(self._observer, Observer):
             raise UserError("kfac: no model is watched; give KFAC the model, or call its watch")
-        with self._observer.recording(items, rows, items if factor is None else factor):
+        with self._observer.recording(items, rows, items if factor is None else factor, length):
             yield
 
     def observe(
         self, loss: Callable[[], Tensor | Sequence[Tensor]], items: float, *, rows: int | None = None,
-        scale: float = 1.0,
+        scale: float = 1.0, length: int | None = None,
     ) -> None:  # fmt: skip
         """Look at the model: forward, and a backward that leaves no gradient in any parameter.
 
@@ -159,10 +162,11 @@ class KFAC(ShardedOptimizer):
                products add up, as `core.optim.prediction.exact_fisher` has them. No items: nothing is seen
         rows   of the microbatch; None: those of each layer's input
         scale  of the loss, where it is scaled (fp16)
+        length  of a row's sequence, which tensor parallelism may fill up
         """
         if self._observer is None:
             raise UserError("kfac: no model is watched; give KFAC the model, or call its watch")
-        with torch.enable_grad(), self._observer.recording(items, rows, items / scale) as outputs:
+        with torch.enable_grad(), self._observer.recording(items, rows, items / scale, length) as outputs:
             made = loss()
         values = [made] if isinstance(made, Tensor) else list(made)
         for index, value in enumerate(values):

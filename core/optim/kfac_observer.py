@@ -62,10 +62,12 @@ class Cut:
 
 @dataclass
 class _Recording:
-    """rows: of the microbatch, None: those of each input; factor: times a gradient, what it is of one item's loss"""
+    """rows: of the microbatch, None: those of each input; factor: times a gradient, what it is of one item's loss;
+    length: of a row's sequence, None: what layers are given is that long"""
 
     rows: int | None
     factor: float
+    length: int | None
     outputs: list[Tensor]
 
 
@@ -103,9 +105,11 @@ class Observer:
         self.items, self.seen = 0.0, {}
 
     @contextmanager
-    def recording(self, items: float, rows: int | None, factor: float) -> Iterator[list[Tensor]]:
+    def recording(
+        self, items: float, rows: int | None, factor: float, length: int | None = None
+    ) -> Iterator[list[Tensor]]:
         """Surround a forward; gradients are taken whenever they come. Yields the outputs of its layers."""
-        before, self._recording = self._recording, _Recording(rows, factor, [])
+        before, self._recording = self._recording, _Recording(rows, factor, length, [])
         self.items += items
         try:
             yield self._recording.outputs
@@ -154,7 +158,7 @@ class Observer:
                 f"kfac: {use.name} is given {x.shape[0]} rows of a microbatch of {rows}, and what it does to all of "
                 f"them at once has no factors; leave it out: --optim.exclude '{use.name}'"
             )
-        whole_x, input_share, gradient_share = _shares(use, cut, x, y)
+        whole_x, input_share, gradient_share = _shares(use, cut, x, y, now.length)
         cases = input_rows(use, whole_x, layer.bias is not None, rows, sharing)
         inputs_size, gradients_size = layer.shape if use.inputs_first else layer.shape[::-1]
         inputs_short, gradients_short = layer.diagonal if use.inputs_first else layer.diagonal[::-1]
@@ -209,23 +213,28 @@ def _role(use: Use, dim: int) -> str:
     return "input" if (dim == 0) == use.inputs_first else "gradient"
 
 
-def _shares(use: Use, cut: Cut, x: Tensor, y: Tensor) -> tuple[Tensor, float, float]:
+def _shares(use: Use, cut: Cut, x: Tensor, y: Tensor, length: int | None) -> tuple[Tensor, float, float]:
     """The whole input, and the shares that a rank's sums of inputs and gradients have in those of all ranks.
 
     Under tensor parallelism activations are alike on the ranks, or each has a part of the sequence on one side of the
-    layer; its last part is filled up with rows that are not counted.
+    layer. A sequence that the ranks do not divide is filled up with places that are not counted; no gradient comes to
+    them.
     """
     if cut.copies == 1:
         return x, 1.0, 1.0
     alike = 1 / cut.copies
-    if cut.dim is None:
-        return x, alike, alike
-    role, cut_x, cut_y = _role(use, cut.dim), False, False
-    if y.ndim > 2 and x.ndim > 1 and use.kind != "conv":
+    in_rows = x.ndim > 1 and use.kind != "conv"
+    cut_x, cut_y = False, False
+    if in_rows and cut.dim is not None and y.ndim > 2:
         cut_x, cut_y = x.shape[1] < y.shape[1], y.shape[1] < x.shape[1]
+    if length is None and y.ndim > 2:
+        length = y.shape[1]
     if cut_x:
+        assert length is not None
         start = dist.get_rank(cut.group) * x.shape[1]
-        x = x[:, : max(0, min(x.shape[1], y.shape[1] - start))]
-    elif role == "input" and use.kind != "embedding":
+        x = x[:, : max(0, min(x.shape[1], length - start))]
+    elif in_rows and x.ndim > 2 and length is not None and x.shape[1] == -(-length // cut.copies) * cut.copies:
+        x = x[:, :length]
+    if cut.dim is not None and not cut_x and _role(use, cut.dim) == "input" and use.kind != "embedding":
         x = cut.whole(x, 1 if use.kind == "conv" else -1)
     return x, 1.0 if cut_x else alike, 1.0 if cut_y else alike

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,12 @@ class Microbatch(NamedTuple):
     share: Tensor
     first_row: int
     rows: int
+
+    @property
+    def length(self) -> int | None:
+        """The length of its sequences; None where it has none."""
+        ids = self.part.get("input_ids")
+        return None if ids is None or ids.ndim < 2 else ids.shape[1]
 
 
 class Curvature:
@@ -51,9 +58,8 @@ class Curvature:
             return
         with _buffers_kept(self.parallel.model):
             for microbatch, items in zip(microbatches, weights.tolist(), strict=True):
-                optimizer.observe(
-                    lambda m=microbatch: self._drawn(m, loss, step), items, rows=microbatch.rows, scale=scale
-                )
+                drawn = partial(self._drawn, microbatch, loss, step)
+                optimizer.observe(drawn, items, rows=microbatch.rows, scale=scale, length=microbatch.length)
 
     def _drawn(self, microbatch: Microbatch, loss: Loss, step: int) -> Tensor | list[Tensor]:
         """The loss of targets that the model draws, or all of them as `exact_fisher` has them."""
@@ -75,7 +81,9 @@ class Curvature:
         if not isinstance(optimizer, KFAC) or optimizer.defaults["fisher"] != "empirical" or not optimizer.due:
             yield
             return
-        with optimizer.recording(float(items), rows=microbatch.rows, factor=float(whole) / scale):
+        with optimizer.recording(
+            float(items), rows=microbatch.rows, factor=float(whole) / scale, length=microbatch.length
+        ):
             yield
 
     def minimise(self, microbatches: Sequence[Microbatch], step: int) -> Found:

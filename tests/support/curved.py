@@ -52,7 +52,7 @@ class Curved(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        x = x + self.mix(self.conv(x.mT).mT.tanh())
+        x = x + self.mix(self.conv(x.mT).mT.contiguous().tanh())
         for block in self.blocks:
             x = block(x)
         return self.head(x)
