@@ -90,6 +90,7 @@ class Observer:
 
     def __init__(self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut]], sharing: Sharing):
         self.layers, self.sharing = layers, sharing
+        self._copies = max(cut.copies for of_layer in cuts for cut in of_layer)
         self.bases: dict[int, tuple[Tensor, Tensor]] = {}
         self.items = 0.0
         self.seen: dict[tuple[int, int], Seen] = {}
@@ -139,7 +140,7 @@ class Observer:
                     if index in self.bases:
                         assert seen.squares is not None
                         parts.append(seen.squares.flatten().to(device, dtype))
-        return torch.cat([*parts, torch.tensor([self.items], device=device, dtype=dtype)])
+        return torch.cat([*parts, torch.tensor([self.items / self._copies], device=device, dtype=dtype)])
 
     @torch.no_grad()
     def take(self, key: tuple[int, int], layer: Layer, use: Use, cut: Cut, x: Tensor, y: Tensor) -> None:
