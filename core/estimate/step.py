@@ -127,7 +127,8 @@ def estimate_step(
     loss   of a microbatch; makes its tensors itself, which then have no memory
     mesh   resolved
 
-    Raises UserError for what `parallelize` refuses, for Gemini, for an optimizer that evaluates the model, and for a step that looks at values.
+    Raises UserError for what `parallelize` refuses, for Gemini, for an optimizer that evaluates the model, and for a
+    step that looks at values.
     """
     if parallel.gemini.budget is not None:
         raise UserError(f"gemini.budget={parallel.gemini.budget}: Gemini plans the step by itself; leave it out")
