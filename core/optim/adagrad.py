@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class AdagradConfig(OptimConfig):
 
 def _build(config: AdagradConfig, masters: Mapping[str, Tensor]) -> torch.optim.Adagrad:
     groups = decay_groups(with_elements(masters), config.weight_decay)
-    options = {"lr": config.lr, "lr_decay": config.lr_decay, "eps": config.eps}
+    options: dict[str, Any] = {"lr": config.lr, "lr_decay": config.lr_decay, "eps": config.eps}
     first = config.initial_accumulator_value
     return torch.optim.Adagrad(groups, **options, initial_accumulator_value=first, foreach=True)
 

@@ -88,13 +88,13 @@ class HessianFree(ShardedOptimizer):
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         _check(**options)
-        is_module = isinstance(model, nn.Module)
-        self._masters = {n: p for n, p in model.named_parameters() if p.requires_grad} if is_module else dict(model)
+        parameters = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+        self._masters: dict[str, Tensor] = {name: p for name, p in parameters if p.requires_grad}
         self._parameters: list[Tensor] = []
         self.fallbacks = 0
         self.found: Found | None = None
         super().__init__(list(self._masters.values()), options)
-        if is_module:
+        if isinstance(model, nn.Module):
             self.watch(model)
 
     def watch(self, model: nn.Module, table: Mapping[str, Any] | None = None) -> None:
@@ -277,6 +277,7 @@ class _Problem:
             rows = len(outputs)
             if first_row is None:
                 first_row = 0 if self.group is None else self.group.rank() * rows * len(self.closures)
+            assert first_row is not None
             loss += loss.new_tensor([float(value), float(rows)])
             vectors[0] += self._gradient(value, None)
             (slope,) = _grad(value, [outputs])

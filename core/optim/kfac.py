@@ -93,15 +93,15 @@ class KFAC(ShardedOptimizer):
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         _check(**options)
-        is_module = isinstance(model, nn.Module)
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad} if is_module else dict(model)
-        self._named: dict[str, Tensor] = named
+        parameters = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+        named: dict[str, Tensor] = {name: p for name, p in parameters if p.requires_grad}
+        self._named = named
         self._layers: list[Layer] = []
         self._observer: Observer | None = None
         self._pool: Pool | None = None
         self.fallbacks = 0
         super().__init__([{"params": list(named.values()), "factored": False}], options)
-        if is_module:
+        if isinstance(model, nn.Module):
             self.watch(model)
 
     # --- the model ----------------------------------------------------------------------------------------------------

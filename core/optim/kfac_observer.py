@@ -142,6 +142,12 @@ class Observer:
                         parts.append(seen.squares.flatten().to(device, dtype))
         return torch.cat([*parts, torch.tensor([self.items / self._copies], device=device, dtype=dtype)])
 
+    def _sharing_of(self, use: Use) -> Sharing:
+        """Looked-up rows are cases of their own: their mean is none of the table's."""
+        if use.kind == "embedding":
+            return "expand"
+        return self.sharing
+
     @torch.no_grad()
     def take(self, key: tuple[int, int], layer: Layer, use: Use, cut: Cut, x: Tensor, y: Tensor) -> None:
         """Note an input, and wait for the gradient of what it became."""
@@ -152,7 +158,7 @@ class Observer:
                 f"kfac: {use.name or 'the model'} is computed without a graph, and no gradient comes to it; use "
                 "--recompute.mode none or full, or leave it out: --optim.exclude"
             )
-        sharing: Sharing = "expand" if use.kind == "embedding" else self.sharing
+        sharing = self._sharing_of(use)
         rows = now.rows if now.rows is not None else len(x)
         if rows and x.shape[0] % rows:
             raise UserError(

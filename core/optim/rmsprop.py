@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class RmspropConfig(OptimConfig):
 
 def _build(config: RmspropConfig, masters: Mapping[str, Tensor]) -> torch.optim.RMSprop:
     groups = decay_groups(with_elements(masters), config.weight_decay)
-    options = {"lr": config.lr, "alpha": config.alpha, "eps": config.eps, "momentum": config.momentum}
+    options: dict[str, Any] = {"lr": config.lr, "alpha": config.alpha, "eps": config.eps, "momentum": config.momentum}
     return torch.optim.RMSprop(groups, **options, centered=config.centered, foreach=True)
 
 

@@ -90,6 +90,14 @@ def test_kfac_of_the_decoder_whose_sequence_is_cut(ranks, name: str) -> None:
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
+def test_sampled_targets_are_not_the_true_ones(ranks) -> None:
+    case = Case(steps=3)
+    sampled, empirical = (
+        ranks(1).run(run, replace(case, options=options))[0]["losses"] for options in ((), (("fisher", "empirical"),))
+    )
+    assert abs(sampled[-1] - empirical[-1]) > 1e-4
+
+
 def ended(config: TrainConfig, by_closure: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     summary, tensors = train(config, predict=predicted) if by_closure else train(config)
     return summary, tensors
