@@ -89,7 +89,8 @@ class Observer:
     """
 
     def __init__(self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut]], sharing: Sharing):
-        self.layers, self.sharing = layers, sharing
+        self.layers = layers
+        self.sharing: Sharing = sharing
         self._copies = max(cut.copies for of_layer in cuts for cut in of_layer)
         self.bases: dict[int, tuple[Tensor, Tensor]] = {}
         self.items = 0.0
