@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from core.data.batches import IGNORED
 from core.nn.attention import StepContext
+from core.optim.prediction import Prediction
 
 
 def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -15,6 +16,13 @@ def summed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The same, summed over the targets."""
     context = StepContext(batch.get("documents"))
     return model(batch["input_ids"], positions=batch.get("positions"), context=context, targets=batch["targets"])
+
+
+def predicted(model: nn.Module, batch: dict[str, Tensor]) -> Prediction:
+    """The logits at each place, which `token_loss` is of; what optimizers that look at curvature ask for."""
+    context = StepContext(batch.get("documents"))
+    logits = model(batch["input_ids"], positions=batch.get("positions"), context=context)
+    return Prediction(logits, "targets", "categorical")
 
 
 def num_targets(batch: dict[str, Tensor]) -> Tensor:

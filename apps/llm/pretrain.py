@@ -16,7 +16,7 @@ from apps.llm.batches import evaluation_batches, mask_id, training_batches
 from apps.llm.config import PretrainConfig, check_combination, objective_of
 from apps.llm.corpus import Corpus, prepare
 from apps.llm.export import export
-from apps.llm.loss import num_targets, summed_loss, token_loss
+from apps.llm.loss import num_targets, predicted, summed_loss, token_loss
 from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES, default_recipe
 from apps.llm.recompute import OwnModel, chosen
@@ -97,6 +97,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             evaluate=heldout_evaluation(config, corpus, data_axis(mesh), runtime.device),
             flops_per_token=flops_per_token(config.model, config.data.sequence_length),
             values=as_json(config),
+            predict=predicted,
         )
         if runtime.leads:
             corpus.tokenizer.save(config.out / "tokenizer")

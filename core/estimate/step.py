@@ -40,6 +40,7 @@ from core.mesh import MeshConfig, build_mesh, mesh_shape
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
+from core.optim.spec import spec_of
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import Action, Kind
@@ -126,11 +127,18 @@ def estimate_step(
     loss   of a microbatch; makes its tensors itself, which then have no memory
     mesh   resolved
 
-    Raises UserError for what `parallelize` refuses, for Gemini, and for a step that looks at values.
+    Raises UserError for what `parallelize` refuses, for Gemini, for an optimizer that evaluates the model, and for a
+    step that looks at values.
     """
     if parallel.gemini.budget is not None:
         raise UserError(f"gemini.budget={parallel.gemini.budget}: Gemini plans the step by itself; leave it out")
-    step = _Step(mesh, parallel, speed, model_plan(plan), optimizer or OptimConfig(), loss, num_microbatches)
+    options = optimizer or OptimConfig()
+    if spec_of(options.name).looks:
+        raise UserError(
+            f"optim.name={options.name}: its step evaluates the model, which a traced one does not show; plan another "
+            "optimizer, such as adamw, and add what docs/optim.md says of its memory"
+        )
+    step = _Step(mesh, parallel, speed, model_plan(plan), options, loss, num_microbatches)
     split = step.split(model)
     ranks = [0] if split is None else telling_ranks(split, parallel.pipeline, num_microbatches)
     found = [step.of_rank(model, split, rank) for rank in ranks]

@@ -5,6 +5,8 @@ from core.optim.adamw8bit import AdamW8bit
 from core.optim.build import OPTIMIZERS, OptimConfig, build_optimizer
 from core.optim.came import Came
 from core.optim.galore import GaLore
+from core.optim.hessian_free import HessianFree
+from core.optim.kfac import KFAC
 from core.optim.lamb import Lamb
 from core.optim.lars import Lars
 from core.optim.muon import Muon
@@ -14,12 +16,14 @@ from core.optim.sm3 import Sm3
 from core.optim.soap import SOAP
 
 __all__ = [
+    "KFAC",
     "OPTIMIZERS",
     "SOAP",
     "Adafactor",
     "AdamW8bit",
     "Came",
     "GaLore",
+    "HessianFree",
     "Lamb",
     "Lars",
     "Muon",

@@ -7,13 +7,35 @@ import torch
 from torch import Tensor
 
 from core.layout import layout_of
-from core.optim import adafactor, adamw, adamw8bit, came, galore, lamb, lars, matrices, muon, sgd, shampoo, sm3, soap
+from core.optim import (
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    adamw8bit,
+    came,
+    galore,
+    hessian_free,
+    kfac,
+    lamb,
+    lars,
+    matrices,
+    muon,
+    rmsprop,
+    sgd,
+    shampoo,
+    sm3,
+    soap,
+)
 from core.optim.roles import MATRICES, ROLES, Role, role_of
 from core.optim.spec import OPTIMIZERS, OptimConfig, own_options
 
 __all__ = ["OPTIMIZERS", "OptimConfig", "build_optimizer", "groups_in_words", "without_size"]
 
-for _module in (adafactor, adamw, adamw8bit, came, galore, lamb, lars, muon, sgd, shampoo, sm3, soap):
+for _module in (
+    *(adafactor, adagrad, adam, adamw, adamw8bit, came, galore, hessian_free, kfac),
+    *(lamb, lars, muon, rmsprop, sgd, shampoo, sm3, soap),
+):
     OPTIMIZERS[_module.SPEC.name] = _module.SPEC
 
 

@@ -27,7 +27,8 @@ class OptimConfig:
 
     name: str = "adamw"
     """the optimizer, each has options of its own:
-    adafactor, adamw, adamw8bit, came, galore, lamb, lars, muon, sgd, shampoo, sm3 or soap"""
+    adafactor, adagrad, adam, adamw, adamw8bit, came, galore, hessian_free, kfac, lamb, lars, muon, rmsprop, sgd,
+    shampoo, sm3 or soap"""
     lr: float = 3e-4
     """peak learning rate; of adafactor: bound of the relative step"""
     clip_norm: float | None = 1.0
@@ -122,12 +123,14 @@ class OptimizerSpec:
     state_bytes  bytes that it keeps of one parameter on a rank, step counters left out
     build        the optimizer over local tensors that say where they lie (`core.layout`)
     sized_by     options that the size of the state depends on
+    looks        whether it looks at the model beside gradients, and is to `watch` it first
     """
 
     config: type[OptimConfig]
     state_bytes: Callable[[Any, Part], int]
     build: Callable[[Any, Mapping[str, Tensor]], torch.optim.Optimizer]
     sized_by: tuple[str, ...] = ()
+    looks: bool = False
 
     @property
     def name(self) -> str:

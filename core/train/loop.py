@@ -6,6 +6,7 @@ loss. One step is
 1. take the batch of this step: a function of the step and the data rank alone, so no mesh changes what is learned from
 2. for each microbatch: forward, loss times its share of the whole batch's weight, backward, in the order and on the
    ranks that the `ParallelModel` decides
+   K-FAC sees the model at work before; Hessian-free does all of 2 to 4 itself (`core.train.curvature`)
 3. complete the gradients; their global norm says whether they are finite and how far they are clipped
 4. the optimizer updates the masters; the parameters take over their values
 5. one row of metrics; a checkpoint, an evaluation, the end when it is time
@@ -16,7 +17,7 @@ SIGTERM on any rank lets all ranks finish the step, save, and return.
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -34,11 +35,13 @@ from core.nn.moe import load_figures
 from core.optim.average import WeightAverage
 from core.optim.build import groups_in_words
 from core.optim.clip import gradient_norm, scale_gradients
+from core.optim.prediction import Predict
 from core.optim.schedule import batch_factor, learning_rate
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.precision import LossScale, compute_dtype, set_matmul_precision
 from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
 from core.train.config import TrainConfig
+from core.train.curvature import Microbatch, curvature_of
 from core.train.folder import changes, nothing_to_do, run_log
 from core.train.meter import Meter
 from core.train.state import TrainState, resume
@@ -73,6 +76,7 @@ def fit(
     keep_frozen: bool = True,
     flops_per_token: float | None = None,
     values: Mapping[str, Any] | None = None,
+    predict: Predict | None = None,
 ) -> dict[str, Any]:
     """Train to `config.steps`, or to where it is stopped.  Returns what summary.json then holds.
 
@@ -86,10 +90,13 @@ def fit(
                      resumes has given the model those parameters
     flops_per_token  of forward and backward, for the MFU
     values           JSON-able data that goes into every checkpoint
+    predict          (model, batch) -> what the model predicts (`core.optim.prediction`), of which `loss` is the mean
+                     -log p; asked by kfac, unless its fisher is empirical, and by hessian_free
     """
     set_matmul_precision(config.matmul_precision)
     loss_scale = LossScale(config.precision, config.loss_scale)
     state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
+    state.curvature = curvature_of(parallel, optimizer, predict, config)
     axis = data_axis(parallel.mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
@@ -178,24 +185,34 @@ def train_step(
     if axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
 
-    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor, int, int]) -> Tensor:
+    def share_of_loss(microbatch: Microbatch) -> Tensor:
         part, share, first_row, rows = microbatch
+        seen = nullcontext()
+        if curvature is not None:
+            seen = curvature.watching(microbatch, share * whole_weight, whole_weight, scale)
         # Compiled blocks are not watched: a mode would be compiled with them.
-        with parallel.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
+        with seen, parallel.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
             value = loss(parallel.model, part)
         return value * share.to(torch.promote_types(value.dtype, torch.float32))
 
     sizes = [len(next(iter(part.values()))) for part in parts]
     first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
-    microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
-    mean = parallel.run(microbatches, share_of_loss, scale)
-    parallel.reduce()
-    read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
-    norm = read.norm / scale
+    shares = (weights / whole_weight).unbind()
+    microbatches = [Microbatch(*each) for each in zip(parts, shares, first_rows, sizes, strict=True)]
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
     rates = [
         learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
     ]
+    curvature = state.curvature
+    if curvature is not None and curvature.solves:
+        figures = _minimise(state, microbatches, rates, step, stop_requested())
+        return figures | {"tokens": num_tokens(batch) * axis.size()}
+    if curvature is not None:
+        curvature.look(microbatches, weights, loss, step, scale)
+    mean = parallel.run(microbatches, share_of_loss, scale)
+    parallel.reduce()
+    read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
+    norm = read.norm / scale
     if state.loss_scale.update(norm < float("inf")):
         clip = config.optim.clip_norm
         factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
@@ -213,9 +230,32 @@ def train_step(
     figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others
     if read.expert_load is not None:
         figures |= load_figures(read.expert_load)
+    if curvature is not None and curvature.optimizer.fallbacks:
+        figures["curvature_fallbacks"] = curvature.optimizer.fallbacks
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
+
+
+def _minimise(
+    state: TrainState, microbatches: list[Microbatch], rates: list[float], step: int, stop_requested: bool
+) -> dict[str, Any]:
+    """A step of an optimizer that evaluates the model itself."""
+    parallel, curvature = state.parallel, state.curvature
+    assert curvature is not None
+    for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    found = curvature.minimise(microbatches, step)
+    if state.average is not None:
+        state.average.follow()
+    parallel.publish()
+    mean = torch.tensor(found.loss / data_axis(parallel.mesh).size(), dtype=torch.float64, device=parallel.device)
+    state.read_step(mean, torch.tensor(found.norm, dtype=torch.float64, device=parallel.device), stop_requested)
+    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": found.norm, "damping": found.damping}
+    figures |= {"cg_iterations": found.iterations, "reduction_ratio": found.ratio, "step_length": found.length}
+    if curvature.optimizer.fallbacks:
+        figures["curvature_fallbacks"] = curvature.optimizer.fallbacks
+    return figures
 
 
 def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.device) -> list[dict[str, Tensor]]:

@@ -18,6 +18,7 @@ from core.parallel.parallel_model import ParallelModel
 from core.precision import LossScale
 from core.runtime import agreed
 from core.train.config import TrainConfig
+from core.train.curvature import Curvature
 from core.train.folder import checkpoint_path
 
 MOST_SKIPPED_IN_A_ROW = 20
@@ -37,6 +38,7 @@ class TrainState:
     ):
         self.parallel, self.optimizer, self.loss_scale, self.values = parallel, optimizer, loss_scale, values
         self.average, self.keep_frozen = average, keep_frozen
+        self.curvature: Curvature | None = None
         self.loaded: dict[str, Any] = {}
         self.stopping = False
         self.loss = float("nan")

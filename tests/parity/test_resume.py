@@ -92,7 +92,7 @@ def test_dropout_is_at_work(ranks, tmp_path: Path) -> None:
     assert not torch.allclose(found["head.weight"], without["head.weight"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "came", "adamw8bit", "muon", *MATRICES])
+@pytest.mark.parametrize("name", ["adafactor", "came", "adamw8bit", "muon", "adagrad", "rmsprop", *MATRICES])
 def test_other_optimizers_across_meshes(ranks, tmp_path: Path, name: Any) -> None:
     """State that is not of the parameter's shape, too: half on ZeRO-1 x tp, half on ZeRO-3, is one rank's run."""
     optim = OptimConfig(name=name, lr=1e-2, schedule=ScheduleConfig(warmup_steps=2), **MATRICES.get(name, {}))

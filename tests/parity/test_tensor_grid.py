@@ -162,7 +162,9 @@ def test_compiled_blocks_train_as_one_rank_does(ranks, name: str) -> None:
 
 
 FORMS = {"2d": SQUARE, "2.5d": DEEP, "3d": CUBE}
-OPTIMIZERS = products(optim=["adafactor", "adamw8bit", "came", "lamb", "lars", "sgd", "sm3"], form=FORMS)
+OPTIMIZERS = products(
+    optim=["adafactor", "adagrad", "adamw8bit", "came", "lamb", "lars", "rmsprop", "sgd", "sm3"], form=FORMS
+)
 
 
 @pytest.mark.parametrize("name", few_rows(OPTIMIZERS, strength=1))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from core.compose import parallelize
 from core.layout import full_tensor
 from core.optim.build import OptimConfig, build_optimizer
+from core.optim.prediction import Prediction
 from core.optim.schedule import ScheduleConfig
 from core.parallel.draws import replicated
 from core.parallel.tensor1d import colwise, rowwise
@@ -60,6 +61,10 @@ class Rows:
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def predicted(model: nn.Module, batch: dict[str, Tensor]) -> Prediction:
+    return Prediction(model(batch["x"]), "y", "normal", variance=0.5)
 
 
 def config_of(out: Path, **options: Any) -> TrainConfig:

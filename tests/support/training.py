@@ -22,12 +22,14 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
 from core.nn.attention import StepContext
 from core.optim.build import OptimConfig, build_optimizer
+from core.optim.prediction import Prediction
 from core.optim.schedule import ScheduleConfig
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.precision import LossScale
 from core.trace.segments import Segments
 from core.train import TrainConfig, TrainState, train_step
+from core.train.curvature import curvature_of
 from tests.support.covering import FEW, few_steps
 
 LR = 1e-2
@@ -114,7 +116,13 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     parallel.prepare(
         optimizer, (lambda: [lambda m, part=part: loss(m, part) for part in parts]) if case.planned else None
     )
-    return TrainState(parallel, optimizer, LossScale(config.precision), {}), config
+    state = TrainState(parallel, optimizer, LossScale(config.precision), {})
+    state.curvature = curvature_of(parallel, optimizer, predicted, config)
+    return state, config
+
+
+def predicted(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Prediction:
+    return Prediction(model(batch["input_ids"], context=StepContext(batch.get("documents"))), "targets", "categorical")
 
 
 class Piece(NamedTuple):

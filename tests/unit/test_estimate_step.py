@@ -104,7 +104,7 @@ def test_microbatches_between_the_first_and_the_last_are_counted_without_being_r
         assert of(three) > of(two)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if not spec.looks])
 def test_an_optimizer_keeps_what_its_record_says(name: str) -> None:
     """On two ranks with ZeRO 1; counters of steps are not in the record."""
     options = OptimConfig(name)

@@ -177,7 +177,7 @@ def test_complex_parameters_are_refused_by_name(ranks, mode: str) -> None:
         assert said.startswith("parameter phase is of complex64")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if not spec.looks])
 def test_no_optimizer_moves_what_has_no_gradient(name: str) -> None:
     masters = {f"blocks.{n}.weight": torch.ones(4, 6, requires_grad=True) for n in range(2)}
     optimizer = build_optimizer(OptimConfig(name=name, lr=0.1), masters)

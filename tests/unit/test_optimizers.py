@@ -266,7 +266,10 @@ def test_a_checkpoint_of_8_bits_holds_moments_under_adamws_names() -> None:
 # --- by name ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+BY_GRADIENTS = [name for name, spec in OPTIMIZERS.items() if not spec.looks]
+
+
+@pytest.mark.parametrize("name", BY_GRADIENTS)
 def test_every_name_is_built_and_its_state_has_the_size_that_is_foretold(name: str) -> None:
     config = OptimConfig(name=name, lr=0.1)  # pyright: ignore
     shapes = {"blocks.0.w": (40, 300), "head": (30, 200), "blocks.0.conv": (8, 8, 3, 3), "b": (50,), "s": ()}
@@ -284,7 +287,42 @@ def test_every_name_is_built_and_its_state_has_the_size_that_is_foretold(name: s
         assert sum(t.nbytes for t in tensors) == state_bytes(config, shapes[n], 4, role=role_of(n, shapes[n])), n
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+TORCHS: dict[str, tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = {
+    "sgd": (torch.optim.SGD, [{"momentum": 0.0}, {"momentum": 0.8}, {"momentum": 0.8, "nesterov": True}]),
+    "adagrad": (torch.optim.Adagrad, [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-3}]),
+    "rmsprop": (torch.optim.RMSprop, [{"alpha": 0.9, "eps": 1e-3}, {"momentum": 0.5, "centered": True}]),
+    "adam": (torch.optim.Adam, [{"betas": (0.8, 0.9), "eps": 1e-3}, {"amsgrad": True}]),
+}
+
+
+@pytest.mark.parametrize("name", list(TORCHS))
+def test_the_plain_family_is_torchs_with_each_of_its_options(name: Any) -> None:
+    """A matrix decays by the option, a vector never; the state has the bytes that are foretold."""
+    kind, cases = TORCHS[name]
+    for options in cases:
+        config = OptimConfig(name, lr=0.1, weight_decay=0.2, **options)
+        masters = {n: p.requires_grad_() for n, p in zip("wb", draw(0, [(5, 7), (3,)]))}
+        others = [p.requires_grad_() for p in draw(0, [(5, 7), (3,)])]
+        ours = build_optimizer(config, masters)
+        groups = [{"params": others[:1], "weight_decay": 0.2}, {"params": others[1:], "weight_decay": 0.0}]
+        theirs = kind(groups, lr=0.1, **options)  # pyright: ignore[reportCallIssue]
+        for t in range(1, STEPS + 1):
+            for p, q, g in zip(masters.values(), others, draw(t, [(5, 7), (3,)])):
+                p.grad, q.grad = g, g.clone()
+            ours.step()
+            theirs.step()
+        for n, p, q in zip("wb", masters.values(), others):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12, msg=f"{n} with {options}")
+            held = sum(t.nbytes for t in ours.state[p].values() if isinstance(t, Tensor) and t.ndim)
+            assert held == state_bytes(config, tuple(p.shape), 8), options
+
+
+def test_nesterov_needs_a_momentum() -> None:
+    with pytest.raises(UserError, match=r"sgd: nesterov=True; give it with a momentum above 0"):
+        OptimConfig("sgd", momentum=0.0, nesterov=True)
+
+
+@pytest.mark.parametrize("name", BY_GRADIENTS)
 def test_a_step_is_the_steps_of_its_parts_in_any_order(name: str) -> None:
     shapes = {"blocks.0.w": (40, 300), "blocks.1.w": (30, 20), "head": (30, 200), "b": (50,)}
     runs = []
@@ -318,10 +356,10 @@ def test_adafactors_first_moment_has_the_size_that_is_foretold(options: dict[str
 
 
 def test_an_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(UserError, match=r"no optimizer 'adam'; the optimizers are adafactor, adamw, adamw8bit, came"):
-        OptimConfig(name="adam")  # pyright: ignore
+    with pytest.raises(UserError, match=r"no optimizer 'adan'; the optimizers are adafactor, adagrad, adam, adamw"):
+        OptimConfig(name="adan")  # pyright: ignore
     with pytest.raises(UserError) as refusal:
-        parse({"r": OptimConfig}, ["--name", "adam"], "command", "r")
+        parse({"r": OptimConfig}, ["--name", "adan"], "command", "r")
     assert all(name in str(refusal.value) for name in OPTIMIZERS)
 
 
@@ -335,6 +373,9 @@ def test_an_unknown_name_lists_the_valid_ones() -> None:
         ("adafactor", {"momentum": 0.9}),
         ("came", {"factored": "largest"}),
         ("sgd", {"eps": 1e-8}),
+        ("sgd", {"dampening": 0.1}),
+        ("adagrad", {"momentum": 0.9}),
+        ("adam", {"foreach": True}),
     ],
 )
 def test_options_that_an_optimizer_does_not_have_are_refused(name: Any, options: dict[str, Any]) -> None:
@@ -354,6 +395,11 @@ def test_options_that_an_optimizer_does_not_have_are_refused(name: Any, options:
         ("adafactor", {"d": 0.5}),
         ("lars", {"trust": 0.0}),
         ("lamb", {"max_norm": -1.0}),
+        ("adagrad", {"lr_decay": -0.5}),
+        ("adagrad", {"initial_accumulator_value": -1.0}),
+        ("rmsprop", {"alpha": 1.5}),
+        ("adam", {"betas": (0.9, 1.0)}),
+        ("sgd", {"momentum": -0.25}),
     ],
 )
 def test_values_are_checked_before_anything_runs(name: Any, options: dict[str, Any]) -> None:

@@ -1,0 +1,241 @@
+"""Layers whose Fisher information factors, as they are found in a model; and the sums that their factors are made of.
+
+A layer's parameters are one matrix V[m, n]: a Linear's [out, in], the bias its last column; a convolution's [out,
+in x places of the kernel]; a Conv1D's of transformers [in, out], the bias its last row; an embedding's [rows, size].
+Its Fisher information is taken for R x C (Kronecker), one factor of inputs a, one of gradients g of the outputs:
+
+    of inputs     A = mean of a a^T over the positions of all rows       embedding: how often each row is looked up
+    of gradients  G = sum of g g^T over the positions, mean over the items
+
+R is G and C is A where the outputs come first, and the other way round in Conv1D and embedding. Where a row has several
+positions (tokens, places of a picture), sharing="expand" takes each as a case of its own, and "reduce" the mean of a
+and the sum of g over a row first (Eschenhagen et al. 2023, arXiv:2311.00636, section 3).
+
+A weight that several modules share has a pair (R_u, C_u) of each use. Of their sum the product with the same partial
+traces is taken: R = sum_u R_u tr C_u / T, C = sum_u C_u tr R_u, with T = sum_u tr R_u tr C_u.
+
+Where a side is longer than `max_dim`, and of an embedding's inputs always, a factor is its diagonal.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Sharing = Literal["expand", "reduce"]
+Kind = Literal["linear", "conv", "conv1d", "embedding"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module that computes with a layer's weight."""
+
+    name: str
+    module: Any
+    kind: Kind
+
+    @property
+    def inputs_first(self) -> bool:
+        """Return whether the factor of inputs is R."""
+        return self.kind in ("conv1d", "embedding")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """weight, bias  names of its parameters; None: no bias, or one that does not belong to it
+    shape         of V
+    uses          the modules that share the weight
+    diagonal      whether R, and whether C, is a diagonal
+    """
+
+    weight: str
+    bias: str | None
+    shape: tuple[int, int]
+    uses: tuple[Use, ...]
+    diagonal: tuple[bool, bool]
+
+    @property
+    def inputs_first(self) -> bool:
+        return self.uses[0].inputs_first
+
+    def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of R and C: [n, n], or of a diagonal [n]."""
+        r, c = ((n,) if short else (n, n) for n, short in zip(self.shape, self.diagonal))
+        return r, c
+
+    def joined(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """V[m, n] of a weight and its bias, in their shapes."""
+        matrix = weight.flatten(1)
+        if bias is None:
+            return matrix
+        if self.inputs_first:
+            return torch.cat([matrix, bias[None]])
+        return torch.cat([matrix, bias[:, None]], 1)
+
+    def parted(self, matrix: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """The weight, of that shape, and the bias of a V[m, n]."""
+        if self.bias is None:
+            return matrix.reshape(shape), None
+        if self.inputs_first:
+            return matrix[:-1].reshape(shape), matrix[-1]
+        return matrix[:, :-1].reshape(shape), matrix[:, -1]
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What K-FAC takes a module for; None: its Fisher information does not factor."""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        return "conv" if plain else None
+    if isinstance(module, nn.Embedding):
+        return None if module.max_norm is not None or module.scale_grad_by_freq or module.sparse else "embedding"
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2:
+        return "conv1d"
+    return None
+
+
+def find_layers(
+    model: nn.Module,
+    trained: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    max_dim: int,
+    exclude: tuple[str, ...] = (),
+) -> list[Layer]:
+    """The layers of a model, in its order.
+
+    trained  names of the parameters that are updated; of what modules share any one of the names
+    shapes   whole shape of each of these
+    max_dim  the longest side with a factor that is no diagonal
+    exclude  patterns of names of modules that are left out
+
+    A parameter that also a module of another kind has (a head with its loss, a module of one's own) is no layer's.
+    """
+    names: dict[int, str] = {}
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{leaf}" if prefix else leaf
+            owners.setdefault(id(parameter), []).append((prefix, module, leaf))
+            if full in trained:
+                names.setdefault(id(parameter), full)
+    found = []
+    for key, name in names.items():
+        uses = [Use(prefix, module, kind) for prefix, module, leaf in owners[key]
+                if leaf == "weight" and (kind := kind_of(module)) is not None
+                and not any(fnmatchcase(prefix, pattern) for pattern in exclude)]  # fmt: skip
+        if len(uses) != len(owners[key]) or 0 in shapes[name]:
+            continue
+        bias = None
+        if len(uses) == 1 and uses[0].kind != "embedding":
+            own = uses[0].module._parameters.get("bias")
+            bias = names.get(id(own)) if own is not None and len(owners[id(own)]) == 1 else None
+        found.append(_layer(name, bias, shapes[name], tuple(uses), max_dim))
+    return found
+
+
+def _layer(name: str, bias: str | None, whole: tuple[int, ...], uses: tuple[Use, ...], max_dim: int) -> Layer:
+    rows, columns = whole[0], prod(whole[1:])
+    if bias is not None:
+        rows, columns = (rows + 1, columns) if uses[0].inputs_first else (rows, columns + 1)
+    looked_up = all(use.kind == "embedding" for use in uses)
+    return Layer(name, bias, (rows, columns), uses, (looked_up or rows > max_dim, columns > max_dim))
+
+
+# --- rows of inputs and gradients -------------------------------------------------------------------------------------
+
+
+def input_rows(use: Use, x: Tensor, bias: bool, rows: int, sharing: Sharing) -> Tensor:
+    """a[cases, in] of a module's input, with a last column of ones for a bias; of an embedding its indices [cases]."""
+    if use.kind == "embedding":
+        indices = x.reshape(-1)
+        padding = use.module.padding_idx
+        return indices if padding is None else indices[indices != padding]
+    a = _patches(use.module, x) if use.kind == "conv" else x
+    a = a.reshape(rows, -1, a.shape[-1])
+    if bias:
+        a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], -1)
+    return a.mean(1) if sharing == "reduce" else a.flatten(0, 1)
+
+
+def gradient_rows(use: Use, g: Tensor, x: Tensor, rows: int, sharing: Sharing) -> Tensor:
+    """g[cases, out] of the gradient of a module's output; x: its input."""
+    if use.kind == "conv":
+        g = g.movedim(1, -1)
+    if use.kind == "embedding" and use.module.padding_idx is not None:
+        g = g.masked_fill((x == use.module.padding_idx)[..., None], 0.0)
+    g = g.reshape(rows, -1, g.shape[-1])
+    return g.sum(1) if sharing == "reduce" else g.flatten(0, 1)
+
+
+def _patches(conv: Any, x: Tensor) -> Tensor:
+    """x[B, in, ..] -> [B, places, in x kernel]: what each output of a convolution is made from."""
+    two = lambda pair: (1, *pair) if len(pair) == 1 else pair  # noqa: E731  a Conv1d is a Conv2d of one line
+    none = lambda pair: (0, *pair) if len(pair) == 1 else pair  # noqa: E731
+    x = x[:, :, None] if x.ndim == 3 else x
+    unfolded = F.unfold(x, two(conv.kernel_size), two(conv.dilation), none(conv.padding), two(conv.stride))
+    return unfolded.mT
+
+
+# --- factors ----------------------------------------------------------------------------------------------------------
+
+
+def outer_sum(cases: Tensor, size: int, diagonal: bool) -> Tensor:
+    """Sum of x x^T over the cases [.., size], or its diagonal; of indices [..] the diagonal, or a diagonal matrix."""
+    if not cases.is_floating_point():
+        counts = torch.bincount(cases, minlength=size)
+        return counts if diagonal else counts.diag()
+    return cases.square().sum(0) if diagonal else cases.T @ cases
+
+
+def packed(factor: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix [n, n], row by row, [n (n + 1) / 2]; a diagonal as it is."""
+    if factor.ndim == 1:
+        return factor
+    rows, columns = torch.triu_indices(*factor.shape, device=factor.device)
+    return factor[rows, columns]
+
+
+def packed_size(shape: tuple[int, ...]) -> int:
+    return shape[0] if len(shape) == 1 else shape[0] * (shape[0] + 1) // 2
+
+
+def unpacked(triangle: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The matrix that `packed` was given."""
+    if len(shape) == 1:
+        return triangle
+    rows, columns = torch.triu_indices(*shape, device=triangle.device)
+    made = triangle.new_empty(shape)
+    made[rows, columns] = triangle
+    made[columns, rows] = triangle
+    return made
+
+
+def trace(factor: Tensor) -> Tensor:
+    return factor.sum() if factor.ndim == 1 else factor.trace()
+
+
+def one_product(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """R and C of a weight with several uses: the product with the partial traces of the sum of their products."""
+    if len(pairs) == 1:
+        return pairs[0]
+    traces = [(trace(r), trace(c)) for r, c in pairs]
+    total = torch.stack([r * c for r, c in traces]).sum()
+    total = torch.where(total > 0, total, torch.ones_like(total))
+    rows = torch.stack([r * t for (r, _), (_, t) in zip(pairs, traces)]).sum(0) / total
+    columns = torch.stack([c * t for (_, c), (t, _) in zip(pairs, traces)]).sum(0)
+    return rows, columns
+
+
+def pieces_of(message: Tensor, sizes: Iterator[int]) -> Iterator[Tensor]:
+    """The runs of a message, of these lengths one behind the other."""
+    start = 0
+    for size in sizes:
+        yield message[start : start + size]
+        start += size

@@ -1,0 +1,223 @@
+"""K-FAC and Hessian-free on n ranks are those on one: fp64, ragged shapes, every layer kind, messages counted."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from core.comm.volume import count_volume
+from core.config import UserError
+from core.gemini.config import GeminiConfig
+from core.mesh import MeshConfig, data_axis
+from core.optim import OptimConfig
+from core.train import TrainConfig
+from core.train.curvature import curvature_of
+from tests.parity.test_train import GPT2, LLAMA, parallel
+from tests.support import small
+from tests.support.curved import BATCH, Case, batch_of, build, loss, run, train_step, weight
+from tests.support.small import config_of, predicted, train
+from tests.support.training import Case as TrainingCase
+from tests.support.training import difference_from_single, largest_difference
+
+TOLERANCE = 1e-10
+EKFAC = (("method", "ekfac"), ("inverse_every", 2))
+KFAC = {
+    "zero 0": (2, Case(microbatch=4)),
+    "zero 1": (2, Case(zero=1, options=EKFAC)),
+    "zero 2": (2, Case(zero=2, microbatch=3, options=(("sharing", "reduce"), ("method", "eigen")))),
+    "zero 3": (2, Case(zero=3, microbatch=4)),
+    "zero 3 ekfac": (2, Case(zero=3, options=EKFAC)),
+    "tp": (2, Case(MeshConfig(tp=2))),
+    "tp ekfac": (2, Case(MeshConfig(tp=2), options=EKFAC)),
+    "tied": (2, Case(tied=True, zero=1)),
+    "empirical": (2, Case(microbatch=4, zero=1, options=(("fisher", "empirical"),))),
+    "exact": (2, Case(options=(("fisher", "exact"), ("factor_every", 2)))),
+}
+MORE = {
+    "three": (3, Case(zero=1, microbatch=2)),
+    "three zero 3": (3, Case(zero=3)),
+    "hybrid": (4, Case(MeshConfig(dp_replicate=2, dp_shard=2), zero=1, options=EKFAC)),
+    "tp zero 1": (4, Case(MeshConfig(tp=2), zero=1)),
+    "tp zero 3": (4, Case(MeshConfig(tp=2), zero=3)),
+    "tp 4": (4, Case(MeshConfig(tp=4))),
+}
+HESSIAN_FREE = {
+    "zero 0": (2, Case(microbatch=4)),
+    "zero 1": (2, Case(zero=1)),
+    "zero 2": (2, Case(zero=2, tied=True)),
+}
+MORE_HESSIAN_FREE = {"three": (3, Case(zero=1)), "hybrid": (4, Case(MeshConfig(dp_replicate=2, dp_shard=2), zero=1))}
+
+
+def check(ranks, num_ranks: int, case: Case) -> None:
+    plain = replace(case, mesh=MeshConfig(), zero=0, microbatch=None)
+    if plain not in _ONE:
+        _ONE[plain] = ranks(1).run(run, plain)[0]
+    difference, where = largest_difference(ranks(num_ranks).run(run, case), _ONE[plain], case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+_ONE: dict[Case, dict[str, Any]] = {}
+
+
+@pytest.mark.parametrize("name", KFAC)
+def test_kfac_on_two_ranks_is_that_on_one(ranks, name: str) -> None:
+    check(ranks, *KFAC[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*KFAC, *MORE])
+def test_ten_steps_of_kfac(ranks, name: str) -> None:
+    num_ranks, case = (KFAC | MORE)[name]
+    check(ranks, num_ranks, replace(case, steps=10))
+
+
+DECODER = {
+    "tp": (3, TrainingCase(GPT2, MeshConfig(tp=3), parallel())),
+    "tp zero 3": (4, TrainingCase(LLAMA, MeshConfig(tp=2), parallel(3))),
+    "zero 2": (2, TrainingCase(GPT2, parallel=parallel(2), microbatch=4)),
+}
+
+
+@pytest.mark.parametrize("name", DECODER)
+def test_kfac_of_the_decoder_whose_sequence_is_cut(ranks, name: str) -> None:
+    num_ranks, case = DECODER[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac"))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+def test_sampled_targets_are_not_the_true_ones(ranks) -> None:
+    case = Case(steps=3)
+    sampled, empirical = (
+        ranks(1).run(run, replace(case, options=options))[0]["losses"] for options in ((), (("fisher", "empirical"),))
+    )
+    assert abs(sampled[-1] - empirical[-1]) > 1e-4
+
+
+def ended(config: TrainConfig, by_closure: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    summary, tensors = train(config, predict=predicted) if by_closure else train(config)
+    return summary, tensors
+
+
+RESUMED = {
+    "kfac": (2, OptimConfig("kfac", inverse_every=3), {"zero": 1}),
+    "ekfac": (2, OptimConfig("kfac", method="ekfac", inverse_every=3), {"zero": 3}),
+    "empirical": (2, OptimConfig("kfac", fisher="empirical", factor_every=2), {"microbatch": 2}),
+    "hessian_free": (2, OptimConfig("hessian_free", cg_steps=5), {"zero": 1}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_where_it_was(ranks, tmp_path: Path, name: str) -> None:
+    """To the bit on the same mesh, between two inversions too; to rounding on one rank."""
+    num_ranks, optim, options = RESUMED[name]
+    config = config_of(tmp_path / "stopped", steps=6, optim=optim, **options)
+    by_closure = name != "empirical"
+    ranks(num_ranks).run(ended, replace(config, stop_after=4), by_closure)
+    ranks(num_ranks).run(ended, replace(config, out=tmp_path / "other", stop_after=4), by_closure)
+    [(_, found), *_] = ranks(num_ranks).run(ended, replace(config, resume="auto"), by_closure)
+    [(_, expected), *_] = ranks(num_ranks).run(ended, replace(config, out=tmp_path / "straight"), by_closure)
+    there = replace(config, out=tmp_path / "other", resume="auto", zero=0)
+    [(_, moved)] = ranks(1).run(ended, there, by_closure)
+    for parameter, value in expected.items():
+        assert torch.equal(found[parameter], value), parameter
+        if parameter != "seen":
+            torch.testing.assert_close(moved[parameter], value, rtol=1e-9, atol=1e-12, msg=parameter)
+
+
+def refusals() -> dict[str, str]:
+    """What fit says of combinations that cannot be, on two ranks."""
+    found = {}
+    for name, optim, options, predict in (
+        ("no predict", "kfac", {}, None),
+        ("kfac stages", "kfac", {"mesh": MeshConfig(pp=2)}, predicted),
+        ("kfac gemini", "kfac", {"gemini": GeminiConfig("1MB")}, predicted),
+        ("no closure", "hessian_free", {}, None),
+        ("hf zero 3", "hessian_free", {"zero": 3}, predicted),
+        ("hf stages", "hessian_free", {"mesh": MeshConfig(pp=2)}, predicted),
+        ("hf gemini", "hessian_free", {"gemini": GeminiConfig("1MB")}, predicted),
+        ("hf tp", "hessian_free", {"mesh": MeshConfig(tp=2)}, predicted),
+        ("hf bf16", "hessian_free", {"precision": "bf16"}, predicted),
+    ):
+        config = config_of(Path("unused"), optim=OptimConfig(optim), **options)
+        state = small.build(config)
+        try:
+            curvature_of(state.parallel, state.optimizer, predict, config)
+        except UserError as refused:
+            found[name] = str(refused)
+    return found
+
+
+def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
+    for found in ranks(2).run(refusals):
+        assert {name: text.partition(":")[0] for name, text in found.items()} == {
+            "no predict": "optim.name=kfac",
+            "kfac stages": "optim.name=kfac with mesh.pp",
+            "kfac gemini": "optim.name=kfac with gemini.budget",
+            "no closure": "optim.name=hessian_free",
+            "hf zero 3": "optim.name=hessian_free with zero=3",
+            "hf stages": "optim.name=hessian_free with mesh.pp",
+            "hf gemini": "optim.name=hessian_free with gemini.budget",
+            "hf tp": "optim.name=hessian_free with mesh.tp",
+            "hf bf16": "optim.name=hessian_free with precision=bf16",
+        }
+        for text in found.values():
+            assert "\n" not in text
+
+
+def hessian_free(case: Case, steps: int) -> Case:
+    return replace(case, optim="hessian_free", steps=steps, options=(("cg_steps", 12), ("damping", 0.5)))
+
+
+@pytest.mark.parametrize("name", HESSIAN_FREE)
+def test_hessian_free_on_two_ranks_is_that_on_one(ranks, name: str) -> None:
+    num_ranks, case = HESSIAN_FREE[name]
+    check(ranks, num_ranks, hessian_free(case, 3))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*HESSIAN_FREE, *MORE_HESSIAN_FREE])
+def test_ten_steps_of_hessian_free(ranks, name: str) -> None:
+    num_ranks, case = (HESSIAN_FREE | MORE_HESSIAN_FREE)[name]
+    check(ranks, num_ranks, hessian_free(case, 10))
+
+
+def messages_of_a_step(case: Case) -> dict[str, int]:
+    """Collectives of an optimizer's step, by operation."""
+    state, config = build(case)
+    axis = data_axis(state.parallel.mesh)
+    rows = BATCH // axis.size()
+    mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(0).items()}
+    found: Counter[str] = Counter()
+    step = state.optimizer.step
+
+    def counted(*args: Any, **options: Any) -> None:
+        with count_volume(state.parallel.mesh) as volume:
+            step(*args, **options)
+        found.clear()
+        for (operation, _), calls in volume.calls.items():
+            found[operation] += calls
+
+    with patch.object(state.optimizer, "step", counted):
+        for index in range(2):
+            train_step(state, mine, loss, weight, config, index)
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", ["zero 0", "zero 1", "zero 3", "tp"])
+def test_a_step_of_kfac_sends_four_messages(ranks, name: str) -> None:
+    num_ranks, case = KFAC[name]
+    for found in ranks(num_ranks).run(messages_of_a_step, case):
+        assert found == {"all_reduce": 2, "all_to_all": 2}
+
+
+def test_hessian_free_sends_one_message_a_product(ranks) -> None:
+    """And one for the gradient, one for the direction of before where that is cut, and one for each loss."""
+    case = hessian_free(Case(zero=1), 2)
+    for found in ranks(2).run(messages_of_a_step, case):
+        assert set(found) == {"all_reduce"}
+        assert 12 + 2 < found["all_reduce"] <= 12 + 2 + 1 + 12 + 3
