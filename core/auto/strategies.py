@@ -167,8 +167,10 @@ def precisions(job: Job, cluster: Cluster) -> list[Precision]:
                 f"{' or '.join(name for name in has)}, or another --gpu"
             )
         return [given]
-    sixteen = [name for name in (job.precision, *SIXTEEN) if name in has and name in SIXTEEN]
-    return [*sixteen[:1], *(name for name in has if name == "fp32")]
+    tried: tuple[Precision, ...] = (job.precision, *SIXTEEN)
+    sixteen = [name for name in tried if name in has and name in SIXTEEN]
+    wide: Precision = "fp32"
+    return sixteen[:1] + ([wide] if wide in has else [])
 
 
 def meshes(job: Job, cluster: Cluster) -> Iterator[RunShape]:
