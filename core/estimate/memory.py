@@ -330,7 +330,9 @@ def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on
         own = wide * sum(part.padded for part in parts)
     if run.holds_whole_gradients and not goes_on:  # activations are fullest before the first of them
         behind = wide * _num_whole([part for part in parts if part.block >= model.num_blocks])
-        return _Gradients(0, behind, everything, everything, own, 0)
+        # A message is made whole with its first gradient.
+        first = message if run.num_gradient_ranks > 1 else behind
+        return _Gradients(0, first, everything, everything, own, 0)
     if run.holds_whole_gradients:
         return _Gradients(everything, everything, everything, everything, own, 0)
     after = [part for part in parts if part.block >= 0]
